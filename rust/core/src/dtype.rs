@@ -1,0 +1,111 @@
+//! The element types of section 6 of `docs/format.md`.
+
+/// An element type, by its code in the index.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Dtype(u8);
+
+struct Row {
+    code: u8,
+    name: &'static str,
+    size: u8,
+    header: &'static str,
+}
+
+const fn row(code: u8, name: &'static str, size: u8, header: &'static str) -> Row {
+    Row { code, name, size, header }
+}
+
+const TABLE: [Row; 23] = [
+    row(1, "bool", 1, "BOOL"),
+    row(2, "uint8", 1, "U8"),
+    row(3, "int8", 1, "I8"),
+    row(4, "int16", 2, "I16"),
+    row(5, "int32", 4, "I32"),
+    row(6, "int64", 8, "I64"),
+    row(7, "uint16", 2, "U16"),
+    row(8, "uint32", 4, "U32"),
+    row(9, "uint64", 8, "U64"),
+    row(11, "float16", 2, "F16"),
+    row(12, "float32", 4, "F32"),
+    row(13, "float64", 8, "F64"),
+    row(14, "bfloat16", 2, "BF16"),
+    row(15, "complex64", 8, "C64"),
+    row(16, "complex128", 16, "U8"),
+    row(17, "complex32", 4, "U8"),
+    row(18, "bcomplex32", 4, "U8"),
+    row(19, "float8_e4m3fn", 1, "F8_E4M3"),
+    row(20, "float8_e4m3fnuz", 1, "F8_E4M3FNUZ"),
+    row(21, "float8_e5m2", 1, "F8_E5M2"),
+    row(22, "float8_e5m2fnuz", 1, "F8_E5M2FNUZ"),
+    row(23, "float8_e8m0fnu", 1, "U8"),
+    row(24, "float4_e2m1fn_x2", 1, "U8"),
+];
+
+impl Dtype {
+    /// `uint8`, which also stands for raw bytes in data files.
+    pub const UINT8: Self = Self(2);
+
+    fn row(self) -> &'static Row {
+        TABLE
+            .iter()
+            .find(|row| row.code == self.0)
+            .expect("a Dtype is only made from a row of the table")
+    }
+
+    /// The type with this code, if there is one.
+    #[must_use]
+    pub fn from_code(code: u8) -> Option<Self> {
+        TABLE.iter().any(|row| row.code == code).then_some(Self(code))
+    }
+
+    /// The type with torch's name, as in `bfloat16`.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        TABLE.iter().find(|row| row.name == name).map(|row| Self(row.code))
+    }
+
+    /// The type that a safetensors header calls so, as in `BF16`.
+    #[must_use]
+    pub fn from_header_name(header: &str) -> Option<Self> {
+        match header {
+            // Never written by this crate, but found in files from elsewhere.
+            "F8_E8M0" => Self::from_name("float8_e8m0fnu"),
+            _ => TABLE.iter().find(|row| row.header == header).map(|row| Self(row.code)),
+        }
+    }
+
+    /// Its code in the index.
+    #[must_use]
+    pub const fn code(self) -> u8 {
+        self.0
+    }
+
+    /// torch's name for it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        self.row().name
+    }
+
+    /// Bytes an element takes.
+    #[must_use]
+    pub fn size(self) -> u64 {
+        u64::from(self.row().size)
+    }
+
+    /// What a data file's header calls it: `U8` for what safetensors or torch's reader cannot name.
+    #[must_use]
+    pub fn header_name(self) -> &'static str {
+        self.row().header
+    }
+
+    /// Whether the data file's header can name the type itself.
+    #[must_use]
+    pub fn is_native_to_safetensors(self) -> bool {
+        self == Self::UINT8 || self.header_name() != "U8"
+    }
+
+    /// All types, in order of their codes.
+    pub fn all() -> impl Iterator<Item = Self> {
+        TABLE.iter().map(|row| Self(row.code))
+    }
+}

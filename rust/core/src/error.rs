@@ -1,0 +1,100 @@
+//! The one error type of this crate.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// `Result` with [`Error`].
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Everything that can go wrong, with the file, the tensor and the place where it did.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// There is no checkpoint at the path.
+    #[error("no checkpoint at {}: {reason}", path.display())]
+    NotFound {
+        /// What was looked for.
+        path: PathBuf,
+        /// Why it does not count as a checkpoint.
+        reason: String,
+    },
+    /// The index (or a header that serves as one) breaks a rule of the format.
+    #[error("corrupt index {}: {reason} (at byte {offset})", path.display())]
+    CorruptIndex {
+        /// The index or header file.
+        path: PathBuf,
+        /// Where in that file.
+        offset: u64,
+        /// The rule that does not hold.
+        reason: String,
+    },
+    /// A data file is missing, of the wrong length, or does not match its digest.
+    #[error("corrupt data in {}{}: {reason} (at byte {offset})", path.display(), of_tensor(tensor))]
+    CorruptData {
+        /// The data file.
+        path: PathBuf,
+        /// FQN of the tensor concerned; empty where the whole file is.
+        tensor: String,
+        /// Where in that file.
+        offset: u64,
+        /// What is wrong: expected and got.
+        reason: String,
+    },
+    /// Well-formed, but something this version cannot do.
+    #[error("unsupported: {0}")]
+    Unsupported(String),
+    /// A request that cannot be satisfied by this checkpoint.
+    #[error("{0}")]
+    Plan(String),
+    /// The operating system failed a call.
+    #[error("{action} {}: {source}", path.display())]
+    Io {
+        /// What was being done, as in "read".
+        action: &'static str,
+        /// The file it was done to.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The caller asked for the work to stop.
+    #[error("interrupted")]
+    Interrupted,
+}
+
+fn of_tensor(tensor: &str) -> String {
+    if tensor.is_empty() {
+        String::new()
+    } else {
+        format!(", tensor {tensor:?}")
+    }
+}
+
+impl Error {
+    /// An [`Error::Io`] for `path`.
+    pub fn io(action: &'static str, path: &Path, source: io::Error) -> Self {
+        Self::Io {
+            action,
+            path: path.to_owned(),
+            source,
+        }
+    }
+
+    /// An [`Error::CorruptIndex`] for `path`.
+    pub fn corrupt_index(path: &Path, offset: u64, reason: impl Into<String>) -> Self {
+        Self::CorruptIndex {
+            path: path.to_owned(),
+            offset,
+            reason: reason.into(),
+        }
+    }
+
+    /// An [`Error::CorruptData`] for `path`.
+    pub fn corrupt_data(path: &Path, tensor: &str, offset: u64, reason: impl Into<String>) -> Self {
+        Self::CorruptData {
+            path: path.to_owned(),
+            tensor: tensor.to_owned(),
+            offset,
+            reason: reason.into(),
+        }
+    }
+}

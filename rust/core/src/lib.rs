@@ -1,0 +1,11 @@
+//! The dcp-rs checkpoint format, its files, and the reads and writes. Knows no Python and no torch.
+//!
+//! `format` does no I/O; `store` knows no format; `read` and `write` know files, ranges and memory; `source`
+//! joins them. `docs/format.md` defines what is on disk.
+
+mod dtype;
+mod error;
+pub mod format;
+
+pub use dtype::Dtype;
+pub use error::{Error, Result};
