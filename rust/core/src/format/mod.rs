@@ -5,6 +5,7 @@ mod digest;
 mod index;
 mod layout;
 mod name;
+pub mod safetensors;
 mod validate;
 mod value;
 
