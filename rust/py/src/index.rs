@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use dcp_rs_core::format::{self, Dims, Kind};
-use dcp_rs_core::source;
+use dcp_rs_core::load;
 use dcp_rs_core::store::PrivateMapping;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
@@ -31,7 +31,7 @@ impl Index {
     /// Maps and checks the index file at `path`.
     #[staticmethod]
     fn open(py: Python<'_>, path: PathBuf, allow_external: bool) -> PyResult<Self> {
-        let inner = py.detach(|| source::open_index(&path)).into_py(py)?;
+        let inner = py.detach(|| load::open_index(&path)).into_py(py)?;
         Ok(Self {
             inner: Arc::new(inner),
             allow_external,
@@ -138,6 +138,42 @@ impl Index {
             .collect()
     }
 
+    /// Index of the first chunk of a tensor, for the methods that read chunks.
+    fn first_chunk(&self, tensor: u32) -> PyResult<u64> {
+        self.check_tensor(tensor)?;
+        Ok(self.inner.tensor(tensor).chunks.start)
+    }
+
+    /// Strides in elements of a chunk, or None where it is contiguous.
+    fn chunk_strides<'py>(&self, py: Python<'py>, chunk: u64) -> PyResult<Option<Bound<'py, PyTuple>>> {
+        self.check_chunk(chunk)?;
+        self.inner
+            .chunk(chunk)
+            .strides
+            .map(|strides| extent_to_py(py, &strides))
+            .transpose()
+    }
+
+    /// The dtype of the tensor that a chunk belongs to; None for bytes.
+    fn dtype_of(&self, chunk: u64) -> PyResult<Option<&'static str>> {
+        self.check_chunk(chunk)?;
+        let tensor = self.inner.tensor(self.inner.chunk(chunk).tensor);
+        Ok(tensor.dtype.map(dcp_rs_core::Dtype::name))
+    }
+
+    /// All tensors, in the order of their first bytes on disk.
+    fn file_order(&self) -> Vec<u32> {
+        let mut order: Vec<u32> = (0..self.inner.tensor_count()).collect();
+        order.sort_by_cached_key(|&t| {
+            let chunks = self.inner.tensor(t).chunks;
+            (!chunks.is_empty()).then(|| {
+                let first = self.inner.chunk(chunks.start);
+                (first.file, first.offset)
+            })
+        });
+        order
+    }
+
     /// Name, size in bytes, start of the payload, whether external, for every data file.
     fn files(&self) -> Vec<(String, u64, u64, bool)> {
         (0..self.inner.file_count())
@@ -175,7 +211,7 @@ impl Index {
         let inner = Arc::clone(&self.inner);
         let allow_external = self.allow_external;
         let mapping = py
-            .detach(|| source::map_data_file(&inner, file, allow_external))
+            .detach(|| load::map_data_file(&inner, file, allow_external))
             .into_py(py)?;
         Ok(FileMapping { mapping })
     }
@@ -188,6 +224,19 @@ impl Index {
         } else {
             Err(PlanError::new_err(format!("no tensor {tensor} in {}", self.inner.path().display())))
         }
+    }
+
+    pub fn check_chunk(&self, chunk: u64) -> PyResult<()> {
+        if chunk < self.inner.chunk_count() {
+            Ok(())
+        } else {
+            Err(PlanError::new_err(format!("no chunk {chunk} in {}", self.inner.path().display())))
+        }
+    }
+
+    /// Bytes of an element; 1 for bytes.
+    pub fn itemsize(&self, tensor: u32) -> u64 {
+        self.inner.tensor(tensor).dtype.map_or(1, dcp_rs_core::Dtype::size)
     }
 
     fn locate_one(&self, fqn: &str, offset: Option<&Dims>, hint: Option<u64>) -> PyResult<u64> {

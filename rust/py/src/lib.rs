@@ -14,5 +14,9 @@ mod _core {
     #[pymodule_export]
     use crate::index::{FileMapping, Index};
     #[pymodule_export]
-    use crate::write::{Save, commit, merge_indexes, next_generation, publish_index};
+    use crate::write::{Save, commit, merge_indexes, next_generation};
+
+    #[pymodule_export]
+    #[allow(non_upper_case_globals)]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
 }
