@@ -3,9 +3,11 @@
 //! `format` does no I/O; `store` knows no format; `read` and `write` know files, ranges and memory; `source`
 //! joins them. `docs/format.md` defines what is on disk.
 
+mod control;
 mod dtype;
 mod error;
 pub mod format;
 
+pub use control::Control;
 pub use dtype::Dtype;
 pub use error::{Error, Result};
