@@ -4,6 +4,7 @@
 //! joins them. `docs/format.md` defines what is on disk.
 
 mod control;
+pub mod copy;
 mod dtype;
 mod error;
 pub mod format;

@@ -1,0 +1,18 @@
+//! Strided copies between memory and memory: what to copy ([`Strided`]) and how ([`run`], [`stream`]).
+
+mod run;
+mod strided;
+mod stream;
+
+pub use run::copy_strided;
+pub use stream::{copy_streaming, streaming_kernel};
+pub use strided::{Loop, Strided};
+
+/// How the destination's cache lines are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stores {
+    /// Through the cache, for small amounts that are used next.
+    Cached,
+    /// Around the cache where a run is long enough, so that the lines need not be read before they are overwritten.
+    Streaming,
+}
