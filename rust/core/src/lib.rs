@@ -8,6 +8,8 @@ pub mod copy;
 mod dtype;
 mod error;
 pub mod format;
+pub mod read;
+pub mod store;
 
 pub use control::Control;
 pub use dtype::Dtype;

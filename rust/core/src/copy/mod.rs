@@ -4,6 +4,9 @@ mod run;
 mod strided;
 mod stream;
 
+pub(crate) use run::copy_strided_unfenced;
+pub(crate) use stream::fence;
+
 pub use run::copy_strided;
 pub use stream::{copy_streaming, streaming_kernel};
 pub use strided::{Loop, Strided};

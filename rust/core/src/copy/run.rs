@@ -11,12 +11,24 @@ const STREAM_RUN: usize = 1024;
 /// Side of the square of elements that a transpose works on at a time: both its sides stay in the first-level cache.
 const TILE: usize = 32;
 
-/// Copies `run` bytes for every step of `loops`, whatever their order.
+/// Copies `run` bytes for every step of `loops`, whatever their order; complete when it returns.
 ///
 /// # Safety
 /// All the bytes the loops reach are valid for reads from `src` and for writes from `dst`, and the two do not overlap.
 /// Every offset fits in `isize` (a [`Strided`](super::Strided) has checked that).
 pub unsafe fn copy_strided(dst: *mut u8, src: *const u8, loops: &[Loop], run: u64, stores: Stores) {
+    // SAFETY: as the caller vouches.
+    unsafe { copy_strided_unfenced(dst, src, loops, run, stores) };
+    if stores == Stores::Streaming {
+        fence();
+    }
+}
+
+/// [`copy_strided`] whose streaming stores other threads may see only after a [`fence`]: one serves many copies.
+///
+/// # Safety
+/// As [`copy_strided`].
+pub unsafe fn copy_strided_unfenced(dst: *mut u8, src: *const u8, loops: &[Loop], run: u64, stores: Stores) {
     let Ok(run) = usize::try_from(run) else { return };
     let stream = stores == Stores::Streaming && run >= STREAM_RUN;
     if run == 0 {
@@ -39,9 +51,6 @@ pub unsafe fn copy_strided(dst: *mut u8, src: *const u8, loops: &[Loop], run: u6
         }
         // SAFETY: as the caller vouches; only the order of the loops has changed.
         unsafe { nest(dst, src, &order, run, stream) };
-    }
-    if stream {
-        fence();
     }
 }
 

@@ -21,6 +21,7 @@ mod x86 {
             /// The CPU has the feature; `dst` is aligned to [`LINE`]; `len` is a multiple of it; both are valid for
             /// `len` bytes and do not overlap.
             #[target_feature(enable = $feature)]
+            #[expect(clippy::cast_ptr_alignment, reason = "the caller vouches for the alignment")]
             pub unsafe fn $name(mut dst: *mut u8, mut src: *const u8, mut len: usize) {
                 const WIDTH: usize = size_of::<$vector>();
                 // SAFETY: every access is at an offset below `len`, by the loop bounds; the loads are unaligned ones
