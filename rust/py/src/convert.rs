@@ -37,7 +37,8 @@ pub fn dtype(name: &str) -> PyResult<Dtype> {
 
 /// Planner data of a Python object: None, bool, int, float, str, bytes, and tuples, lists and dicts of such.
 pub fn to_value(object: &Bound<'_, PyAny>, depth: u32) -> PyResult<Value> {
-    let unsupported = |what: String| UnsupportedError::new_err(format!("planner data holds {what}, which the format cannot"));
+    let unsupported =
+        |what: String| UnsupportedError::new_err(format!("planner data holds {what}, which the format cannot"));
     if depth > 64 {
         return Err(unsupported("values nested more than 64 deep".into()));
     }
@@ -47,7 +48,11 @@ pub fn to_value(object: &Bound<'_, PyAny>, depth: u32) -> PyResult<Value> {
     } else if object.is_exact_instance_of::<PyBool>() {
         Value::Bool(object.extract()?)
     } else if object.is_exact_instance_of::<PyInt>() {
-        Value::Int(object.extract().map_err(|_| unsupported(format!("the integer {object}, over 64 bits")))?)
+        Value::Int(
+            object
+                .extract()
+                .map_err(|_| unsupported(format!("the integer {object}, over 64 bits")))?,
+        )
     } else if object.is_exact_instance_of::<PyFloat>() {
         Value::Float(object.extract()?)
     } else if object.is_instance_of::<PyString>() {
