@@ -3,10 +3,12 @@
 //! `format` does no I/O; `store` knows no format; `read` and `write` know files, ranges and memory; `source`
 //! joins them. `docs/format.md` defines what is on disk.
 
+mod control;
 mod dtype;
 mod error;
 pub mod format;
 pub mod overlap;
 
+pub use control::Control;
 pub use dtype::Dtype;
 pub use error::{Error, Result};
