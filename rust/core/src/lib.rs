@@ -8,6 +8,7 @@ mod dtype;
 mod error;
 pub mod format;
 pub mod overlap;
+pub mod write;
 
 pub use control::Control;
 pub use dtype::Dtype;
