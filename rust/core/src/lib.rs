@@ -8,6 +8,8 @@ mod dtype;
 mod error;
 pub mod format;
 pub mod overlap;
+mod parallel;
+pub mod store;
 pub mod write;
 
 pub use control::Control;

@@ -1,11 +1,16 @@
 //! Items for the tests of this folder.
 
+use std::path::Path;
+use std::sync::Mutex;
+use std::{fs, io};
+
 use proptest::prelude::*;
 use smallvec::smallvec;
 
-use super::{SaveInfo, SaveItem};
-use crate::Dtype;
-use crate::format::{Dims, Kind, Value};
+use super::{Part, Save, SaveInfo, SaveItem, WriteOptions};
+use crate::format::{BLOCK_SIZE, Dims, INDEX_NAME, Index, Kind, Value, block_digest};
+use crate::store::disk::{Call, Hook};
+use crate::{Control, Dtype};
 
 pub(crate) const INFO: SaveInfo = SaveInfo {
     generation: 7,
@@ -143,5 +148,98 @@ prop_compose! {
         }).prop_shuffle()
     ) -> Vec<SaveItem> {
         items
+    }
+}
+
+/// All bytes of all items, in one call.
+pub(crate) fn parts(contents: &[Vec<u8>]) -> Vec<Part<'_>> {
+    (0..)
+        .zip(contents)
+        .map(|(item, data)| Part { item, at: 0, data })
+        .collect()
+}
+
+pub(crate) fn contents(items: &[SaveItem]) -> Vec<Vec<u8>> {
+    items
+        .iter()
+        .enumerate()
+        .map(|(number, item)| content(number, item.length))
+        .collect()
+}
+
+/// Saves everything, and returns the index.
+pub(crate) fn save(dir: &Path, items: &[SaveItem], info: SaveInfo, options: &WriteOptions) -> Index {
+    let save = Save::create(dir, items.to_vec(), info, options).unwrap();
+    save.write(&parts(&contents(items)), &Control::new()).unwrap();
+    Index::from_bytes(save.finish().unwrap(), &dir.join(INDEX_NAME)).unwrap()
+}
+
+/// Checks every byte, digest and length that an index of these items promises.
+pub(crate) fn assert_saved(index: &Index, items: &[SaveItem]) {
+    let files: Vec<_> = (0..index.file_count())
+        .map(|number| {
+            let (bytes, file) = (fs::read(index.file_path(number)).unwrap(), index.file(number));
+            assert_eq!(bytes.len() as u64, file.size);
+            assert_eq!(
+                file.head_digest,
+                Some(block_digest(&bytes[..usize::try_from(file.data_start).unwrap()]))
+            );
+            safetensors::SafeTensors::deserialize(&bytes).unwrap();
+            bytes
+        })
+        .collect();
+    for (number, item) in items.iter().enumerate() {
+        let tensor = index.tensor(index.find(&item.name).unwrap());
+        assert_eq!(
+            (tensor.kind, tensor.dtype, &tensor.shape),
+            (item.kind, item.dtype, &item.shape)
+        );
+        let chunk = tensor
+            .chunks
+            .map(|c| index.chunk(c))
+            .find(|c| (&c.offsets, &c.sizes) == (&item.offsets, &item.sizes));
+        let chunk = chunk.unwrap();
+        let begin = usize::try_from(chunk.offset).unwrap();
+        let bytes = &files[chunk.file as usize][begin..begin + usize::try_from(chunk.length).unwrap()];
+        assert!(bytes == content(number, item.length), "item {number}, {:?}", item.name);
+        let digests: Vec<_> = chunk.digests.unwrap().map(|d| index.digest(d)).collect();
+        let block_size = usize::try_from(BLOCK_SIZE).unwrap();
+        assert_eq!(digests, bytes.chunks(block_size).map(block_digest).collect::<Vec<_>>());
+    }
+}
+
+pub(crate) fn names_in(dir: &Path) -> Vec<String> {
+    let mut names: Vec<_> = fs::read_dir(dir)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+/// Writes down the calls, and may let one fail.
+#[derive(Default)]
+pub(crate) struct Recorder {
+    pub calls: Mutex<Vec<(Call, String)>>,
+    /// What happens to the call of this number.
+    pub fault: Option<(usize, i32)>,
+    /// The most bytes of a write, where that is limited.
+    pub most: Option<usize>,
+    /// What every direct write fails with.
+    pub refuse_direct: bool,
+}
+
+impl Hook for Recorder {
+    fn before(&self, call: Call, path: &Path) -> io::Result<usize> {
+        let mut calls = self.calls.lock().unwrap();
+        let number = calls.len();
+        calls.push((call, path.file_name().unwrap().to_str().unwrap().to_owned()));
+        if let Some((_, errno)) = self.fault.filter(|(at, _)| *at == number) {
+            return Err(io::Error::from_raw_os_error(errno));
+        }
+        if self.refuse_direct && matches!(call, Call::Write { direct: true, .. }) {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        }
+        Ok(self.most.unwrap_or(usize::MAX))
     }
 }
