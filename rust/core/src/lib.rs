@@ -10,8 +10,10 @@ mod error;
 pub mod format;
 pub mod load;
 pub mod overlap;
+mod parallel;
 pub mod read;
 pub mod store;
+pub mod write;
 
 pub use control::Control;
 pub use dtype::Dtype;
