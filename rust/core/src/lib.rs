@@ -6,6 +6,7 @@
 mod dtype;
 mod error;
 pub mod format;
+pub mod overlap;
 
 pub use dtype::Dtype;
 pub use error::{Error, Result};
