@@ -9,19 +9,22 @@ use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyList, PyString, PyT
 
 use crate::error::UnsupportedError;
 
-/// Sizes, offsets or strides, from any sequence of integers.
+/// Sizes, offsets or strides, from a tuple (`torch.Size` is one) or a list of integers.
 pub struct Extent(pub Dims);
 
 impl<'py> FromPyObject<'_, 'py> for Extent {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let tuple = object.cast::<PyTuple>()?;
-        tuple
-            .iter_borrowed()
-            .map(|size| size.extract::<u64>())
-            .collect::<PyResult<Dims>>()
-            .map(Self)
+        let dims: PyResult<Dims> = match object.cast::<PyTuple>() {
+            Ok(tuple) => tuple.iter_borrowed().map(|size| size.extract::<u64>()).collect(),
+            Err(_) => object
+                .cast::<PyList>()?
+                .iter()
+                .map(|size| size.extract::<u64>())
+                .collect(),
+        };
+        dims.map(Self)
     }
 }
 
@@ -42,7 +45,9 @@ pub fn to_value(object: &Bound<'_, PyAny>, depth: u32) -> PyResult<Value> {
     if depth > 64 {
         return Err(unsupported("values nested more than 64 deep".into()));
     }
-    let sequence = |items: Vec<Bound<'_, PyAny>>| items.iter().map(|item| to_value(item, depth + 1)).collect();
+    let sequence = |items: Vec<Bound<'_, PyAny>>| -> PyResult<Vec<Value>> {
+        items.iter().map(|item| to_value(item, depth + 1)).collect()
+    };
     Ok(if object.is_none() {
         Value::None
     } else if object.is_exact_instance_of::<PyBool>() {

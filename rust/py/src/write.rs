@@ -115,7 +115,9 @@ fn io_mode(name: &str) -> PyResult<WriteIo> {
         "auto" => Ok(WriteIo::Auto),
         "direct" => Ok(WriteIo::Direct),
         "buffered" => Ok(WriteIo::Buffered),
-        _ => Err(PlanError::new_err(format!("io is {name:?}: one of auto, direct, buffered"))),
+        _ => Err(PlanError::new_err(format!(
+            "io is {name:?}: one of auto, direct, buffered"
+        ))),
     }
 }
 
