@@ -61,6 +61,16 @@ class Index:
         """The chunk for each (fqn, offset, hint)."""
     def map_file(self, file: int) -> FileMapping: ...
     def check_files(self, chunks: Sequence[int]) -> None: ...
+    def describe(self, names: Sequence[str]) -> list[tuple[int, str | None, tuple[int, ...]] | None]:
+        """[(tensor, dtype or None for bytes, shape)], None where there is no such name"""
+    def check_regions(
+        self, regions: Sequence[tuple[int, _Extent, _Extent]], values: Sequence[int]
+    ) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        """Checks the data files of regions (tensor, offsets, sizes) and of values; returns [(region, offsets, sizes)] that no chunk holds."""
+    def touching(
+        self, tensor: int, offsets: _Extent, sizes: _Extent
+    ) -> list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+        """As ``cover``, but the region need not be held whole."""
     def cover(
         self, tensor: int, offsets: _Extent, sizes: _Extent
     ) -> list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_rs import _torch
 from dcp_rs.errors import DcpRsError
+from dcp_rs.planner import RsLoadPlanner
 from dcp_rs.reader import RsReader
 from dcp_rs.writer import RsWriter
 
@@ -87,7 +88,7 @@ def load(
     Args:
         state_dict: tensors are filled in place, ``Stateful`` objects are loaded, other values are replaced.
         path: a checkpoint folder.
-        planner: default: torch's ``DefaultLoadPlanner``.
+        planner: default: :class:`RsLoadPlanner`.
         process_group, no_dist: as in ``dcp.load``.
         read_options: arguments of :class:`RsReader`.
 
@@ -98,7 +99,7 @@ def load(
         dcp.load(
             state_dict,
             storage_reader=_deferring(RsReader(path, **read_options)),
-            planner=planner,
+            planner=RsLoadPlanner() if planner is None else planner,
             process_group=process_group,
             no_dist=no_dist,
         )

@@ -70,11 +70,39 @@ pub fn map_data_file(index: &Index, file: u32, allow_external: bool) -> Result<P
 
 /// Checks that the files of some chunks are there and as long as they should be.
 pub fn check_files(index: &Index, chunks: &[u64], allow_external: bool) -> Result<()> {
-    let files: HashSet<u32> = chunks.iter().map(|&c| index.chunk(c).file).collect();
+    let files: HashSet<u32> = chunks.iter().map(|&c| index.chunk_file(c)).collect();
     for file in files {
         file_ref(index, file, allow_external)?.open(false)?;
     }
     Ok(())
+}
+
+/// Checks a plan before anything is read: finds what of the regions no chunk holds (by their number), and checks the data files
+/// of all of them and of some values, as [`check_files`] does.
+pub fn check_regions(
+    index: &Index,
+    regions: &[(u32, Region)],
+    values: &[u32],
+    allow_external: bool,
+) -> Result<Vec<(usize, Region)>> {
+    let mut holes = Vec::new();
+    let mut files = HashSet::new();
+    for (i, (tensor, region)) in regions.iter().enumerate() {
+        match overlap::cover(index, *tensor, region) {
+            Ok(parts) => files.extend(parts.iter().map(|part| index.chunk_file(part.chunk))),
+            Err(hole) => holes.push((i, hole)),
+        }
+    }
+    files.extend(
+        values
+            .iter()
+            .flat_map(|&value| index.tensor(value).chunks)
+            .map(|chunk| index.chunk_file(chunk)),
+    );
+    for file in files {
+        file_ref(index, file, allow_external)?.open(false)?;
+    }
+    Ok(holes)
 }
 
 /// Memory for a rectangle: its address, and the step in bytes along each dimension.
