@@ -12,7 +12,12 @@ struct Row {
 }
 
 const fn row(code: u8, name: &'static str, size: u8, header: &'static str) -> Row {
-    Row { code, name, size, header }
+    Row {
+        code,
+        name,
+        size,
+        header,
+    }
 }
 
 const TABLE: [Row; 23] = [
@@ -53,19 +58,16 @@ impl Dtype {
     }
 
     /// The type with this code, if there is one.
-    #[must_use]
     pub fn from_code(code: u8) -> Option<Self> {
         TABLE.iter().any(|row| row.code == code).then_some(Self(code))
     }
 
     /// The type with torch's name, as in `bfloat16`.
-    #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         TABLE.iter().find(|row| row.name == name).map(|row| Self(row.code))
     }
 
     /// The type that a safetensors header calls so, as in `BF16`.
-    #[must_use]
     pub fn from_header_name(header: &str) -> Option<Self> {
         match header {
             // Never written by this crate, but found in files from elsewhere.
@@ -75,31 +77,26 @@ impl Dtype {
     }
 
     /// Its code in the index.
-    #[must_use]
     pub const fn code(self) -> u8 {
         self.0
     }
 
     /// torch's name for it.
-    #[must_use]
     pub fn name(self) -> &'static str {
         self.row().name
     }
 
     /// Bytes an element takes.
-    #[must_use]
     pub fn size(self) -> u64 {
         u64::from(self.row().size)
     }
 
     /// What a data file's header calls it: `U8` for what safetensors or torch's reader cannot name.
-    #[must_use]
     pub fn header_name(self) -> &'static str {
         self.row().header
     }
 
     /// Whether the data file's header can name the type itself.
-    #[must_use]
     pub fn is_native_to_safetensors(self) -> bool {
         self == Self::UINT8 || self.header_name() != "U8"
     }

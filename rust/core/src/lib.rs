@@ -8,6 +8,7 @@ pub mod copy;
 mod dtype;
 mod error;
 pub mod format;
+pub mod overlap;
 pub mod read;
 pub mod store;
 

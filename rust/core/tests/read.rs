@@ -28,7 +28,9 @@ fn noise(len: usize, seed: u64) -> Vec<u8> {
     let mut state = seed;
     (0..len)
         .map(|_| {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
             (state >> 56) as u8
         })
         .collect()
@@ -93,8 +95,14 @@ fn go(files: &[FileRef], reqs: &[ReadReq], options: &ReadOptions) -> Result<Read
 #[test]
 fn every_mode_delivers_the_same() {
     let dir = folder();
-    let data: Vec<_> = [(5 * MIB + 77, 1), (3 * MIB, 2), (100, 3)].map(|(len, seed)| noise(len, seed)).into();
-    let files: Vec<_> = data.iter().enumerate().map(|(i, d)| written(dir.path(), &i.to_string(), d)).collect();
+    let data: Vec<_> = [(5 * MIB + 77, 1), (3 * MIB, 2), (100, 3)]
+        .map(|(len, seed)| noise(len, seed))
+        .into();
+    let files: Vec<_> = data
+        .iter()
+        .enumerate()
+        .map(|(i, d)| written(dir.path(), &i.to_string(), d))
+        .collect();
     for io in MODES {
         for cold in [false, true] {
             files.iter().filter(|_| cold).for_each(drop_cache);
@@ -115,7 +123,10 @@ fn every_mode_delivers_the_same() {
             assert_eq!(stats.bytes_wanted, (big.len() + whole.len() + 100) as u64);
             assert_eq!(control.done(), stats.bytes_wanted);
             assert!(stats.bytes_read >= stats.bytes_wanted, "{stats:?}");
-            assert!(stats.bytes_read * 100 <= stats.bytes_wanted * 105 + 409_600, "{stats:?}");
+            assert!(
+                stats.bytes_read * 100 <= stats.bytes_wanted * 105 + 409_600,
+                "{stats:?}"
+            );
         }
     }
 }
@@ -159,8 +170,14 @@ fn strided_sources_and_destinations() {
             ];
             go(std::slice::from_ref(&file), &reqs, &options(io)).unwrap();
             for r in 0..rows {
-                assert!(columns[r * 2800..r * 2800 + 2000] == data[at(r, 100)..at(r, 600)], "{io:?} {r}");
-                assert!(columns[r * 2800 + 2000..(r + 1) * 2800].iter().all(|&b| b == 0), "wrote between rows");
+                assert!(
+                    columns[r * 2800..r * 2800 + 2000] == data[at(r, 100)..at(r, 600)],
+                    "{io:?} {r}"
+                );
+                assert!(
+                    columns[r * 2800 + 2000..(r + 1) * 2800].iter().all(|&b| b == 0),
+                    "wrote between rows"
+                );
                 for c in 0..300 {
                     let got = &transposed[(c * rows + r) * 4..][..4];
                     assert_eq!(got, &data[at(r, 600 + c)..][..4], "{io:?} {r} {c}");
@@ -180,7 +197,10 @@ fn nothing_wanted_is_nothing_done() {
     };
     assert_eq!(go(&[], &[], &options(IoMode::Auto)).unwrap(), ReadStats::default());
     let empty = run(0, 0, 0, 0, &mut []);
-    assert_eq!(go(&[missing], &[empty], &options(IoMode::Auto)).unwrap(), ReadStats::default());
+    assert_eq!(
+        go(&[missing], &[empty], &options(IoMode::Auto)).unwrap(),
+        ReadStats::default()
+    );
 }
 
 fn corrupt(result: Result<ReadStats, Error>) -> (String, String, u64, String) {
@@ -190,7 +210,12 @@ fn corrupt(result: Result<ReadStats, Error>) -> (String, String, u64, String) {
             tensor,
             offset,
             reason,
-        }) => (path.file_name().unwrap().to_string_lossy().into(), tensor, offset, reason),
+        }) => (
+            path.file_name().unwrap().to_string_lossy().into(),
+            tensor,
+            offset,
+            reason,
+        ),
         other => panic!("expected corrupt data, got {other:?}"),
     }
 }
@@ -209,13 +234,22 @@ fn files_are_checked_before_reading() {
             ..good.clone()
         });
         assert_eq!((name.as_str(), reason.as_str()), ("gone", "the file is missing"));
-        let (_, _, _, reason) = attempt(FileRef { size: 10_001, ..good.clone() });
+        let (_, _, _, reason) = attempt(FileRef {
+            size: 10_001,
+            ..good.clone()
+        });
         assert!(reason.contains("10000") && reason.contains("10001"), "{reason}");
-        let (_, _, _, reason) = attempt(FileRef { mtime_ns: 12345, ..good.clone() });
+        let (_, _, _, reason) = attempt(FileRef {
+            mtime_ns: 12345,
+            ..good.clone()
+        });
         assert!(reason.contains("modified"), "{reason}");
         let link = dir.path().join("link");
         let _ = std::os::unix::fs::symlink(&good.path, &link);
-        let (_, _, _, reason) = attempt(FileRef { path: link.clone(), ..good.clone() });
+        let (_, _, _, reason) = attempt(FileRef {
+            path: link.clone(),
+            ..good.clone()
+        });
         assert!(reason.contains("symbolic link"), "{reason}");
         let followed = FileRef {
             path: link,
@@ -267,14 +301,22 @@ fn verify_names_the_block_that_differs() {
     // One wrong bit in the third block.
     let at = 4096 + 2 * MIB + 500_000;
     data[at] ^= 1;
-    File::options().write(true).open(&file.path).unwrap().write_all_at(&data[at..=at], at as u64).unwrap();
+    File::options()
+        .write(true)
+        .open(&file.path)
+        .unwrap()
+        .write_all_at(&data[at..=at], at as u64)
+        .unwrap();
     for io in MODES {
         for (offset, len) in [(0, length), (2 * MIB + 5, 10), (2 * MIB - 5, 10)] {
             let mut dst = vec![0u8; len];
             let mut req = run(0, 4096, length, offset, &mut dst);
             req.digests = Some(3);
             let (name, tensor, offset, reason) = corrupt(verified(io, &[req]));
-            assert_eq!((name.as_str(), tensor.as_str(), offset), ("f", "layers.7.weight", (4096 + 2 * MIB) as u64));
+            assert_eq!(
+                (name.as_str(), tensor.as_str(), offset),
+                ("f", "layers.7.weight", (4096 + 2 * MIB) as u64)
+            );
             assert!(reason.contains("block 2") && reason.contains("expected"), "{reason}");
         }
         let mut dst = vec![0u8; 2 * MIB];
@@ -295,7 +337,15 @@ fn cancellation_stops_the_work() {
     control.cancel();
     for io in MODES {
         // SAFETY: the destination is exclusive and outlives the call.
-        let result = unsafe { read(std::slice::from_ref(&file), std::slice::from_ref(&req), &Digests(vec![]), &options(io), &control) };
+        let result = unsafe {
+            read(
+                std::slice::from_ref(&file),
+                std::slice::from_ref(&req),
+                &Digests(vec![]),
+                &options(io),
+                &control,
+            )
+        };
         assert!(matches!(result, Err(Error::Interrupted)), "{result:?}");
     }
     assert_eq!(control.done(), 0);
@@ -307,7 +357,10 @@ fn a_request_outside_its_file_is_refused() {
     let file = written(dir.path(), "f", &[0; 100]);
     let mut dst = vec![0u8; 60];
     let error = go(&[file], &[run(0, 50, 60, 0, &mut dst)], &options(IoMode::Auto)).unwrap_err();
-    assert!(matches!(&error, Error::Plan(text) if text.contains("layers.7.weight")), "{error}");
+    assert!(
+        matches!(&error, Error::Plan(text) if text.contains("layers.7.weight")),
+        "{error}"
+    );
 }
 
 #[test]

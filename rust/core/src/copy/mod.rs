@@ -1,8 +1,8 @@
 //! Strided copies between memory and memory: what to copy ([`Strided`]) and how ([`run`], [`stream`]).
 
 mod run;
-mod strided;
 mod stream;
+mod strided;
 
 pub(crate) use run::copy_strided_unfenced;
 pub(crate) use stream::fence;

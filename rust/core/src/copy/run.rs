@@ -183,16 +183,23 @@ mod tests {
         let wide = |x: &[usize]| x.iter().map(|&v| v as u64).collect::<Vec<_>>();
         let copy = Strided::new(itemsize as u64, &wide(shape), &wide(src_strides), &wide(dst_strides)).unwrap();
         let size = |x: u64| usize::try_from(x).unwrap();
-        let src: Vec<u8> = (0..size(copy.src_extent())).map(|i| (i * 7 + i / 251) as u8).collect();
+        let src: Vec<u8> = (0..size(copy.src_extent()))
+            .map(|i| (i * 7 + i / 251).to_le_bytes()[0])
+            .collect();
         let mut want = vec![0u8; size(copy.dst_extent())];
         let mut got = want.clone();
-        let dims: Vec<_> = (0..shape.len()).map(|d| (shape[d], src_strides[d], dst_strides[d])).collect();
+        let dims: Vec<_> = (0..shape.len())
+            .map(|d| (shape[d], src_strides[d], dst_strides[d]))
+            .collect();
         if !shape.contains(&0) {
             reference(&mut want, &src, itemsize, &dims);
         }
         // SAFETY: both buffers are as long as the extents of the copy.
         unsafe { copy_strided(got.as_mut_ptr(), src.as_ptr(), &copy.loops, copy.run, stores) };
-        assert!(got == want, "{itemsize} {shape:?} {src_strides:?} {dst_strides:?} {stores:?}");
+        assert!(
+            got == want,
+            "{itemsize} {shape:?} {src_strides:?} {dst_strides:?} {stores:?}"
+        );
     }
 
     #[test]
@@ -204,7 +211,13 @@ mod tests {
             check(2, &[50, 1024], &[8192, 2], &[2048, 2], stores); // columns
             check(2, &[50, 1024], &[2048, 2], &[8192, 2], stores); // into columns
             for itemsize in [1, 2, 3, 4, 8, 16] {
-                check(itemsize, &[70, 45], &[itemsize, 70 * itemsize], &[45 * itemsize, itemsize], stores);
+                check(
+                    itemsize,
+                    &[70, 45],
+                    &[itemsize, 70 * itemsize],
+                    &[45 * itemsize, itemsize],
+                    stores,
+                );
                 check(
                     itemsize,
                     &[5, 33, 40],

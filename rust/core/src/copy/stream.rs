@@ -6,8 +6,8 @@
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::{
-        __m128i, __m256i, __m512i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128, _mm256_loadu_si256, _mm256_stream_si256,
-        _mm512_loadu_si512, _mm512_stream_si512,
+        __m128i, __m256i, __m512i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128, _mm256_loadu_si256,
+        _mm256_stream_si256, _mm512_loadu_si512, _mm512_stream_si512,
     };
 
     /// Bytes of a cache line, and what a step of every kernel moves.
@@ -43,7 +43,10 @@ mod x86 {
                         (dst, src, len) = (dst.add(4 * step), src.add(4 * step), len - 4 * step);
                     }
                     for i in 0..len / WIDTH {
-                        $store(dst.add(i * WIDTH).cast::<$vector>(), $load(src.add(i * WIDTH).cast()));
+                        $store(
+                            dst.add(i * WIDTH).cast::<$vector>(),
+                            $load(src.add(i * WIDTH).cast()),
+                        );
                     }
                 }
             }
@@ -140,7 +143,9 @@ mod tests {
         if is_x86_feature_detected!("avx512f") {
             kernels.push(("avx512", x86::avx512));
         }
-        let src: Vec<u8> = (0..600_000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+        let src: Vec<u8> = (0..600_000u32)
+            .map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8)
+            .collect();
         for (name, kernel) in kernels {
             for lines in [0, 1, 2, 3, 4, 5, 7, 8, 63, 64, 65, 1023, 4096, 4097, 9000] {
                 let len = lines * x86::LINE;
@@ -150,7 +155,10 @@ mod tests {
                 unsafe { kernel(dst.as_mut_ptr().add(skip), src.as_ptr().add(3), len) };
                 fence();
                 assert!(dst[skip..skip + len] == src[3..3 + len], "{name} {len}");
-                assert!(dst[skip + len..].iter().all(|&b| b == 0), "{name} {len} wrote past the end");
+                assert!(
+                    dst[skip + len..].iter().all(|&b| b == 0),
+                    "{name} {len} wrote past the end"
+                );
             }
         }
     }

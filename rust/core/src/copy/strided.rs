@@ -123,7 +123,14 @@ mod tests {
     #[test]
     fn normalises() {
         // (itemsize, shape, src strides, dst strides) -> (loops, run)
-        type Case = (u64, &'static [u64], &'static [u64], &'static [u64], Vec<(u64, u64, u64)>, u64);
+        type Case = (
+            u64,
+            &'static [u64],
+            &'static [u64],
+            &'static [u64],
+            Vec<(u64, u64, u64)>,
+            u64,
+        );
         let cases: Vec<Case> = vec![
             (4, &[], &[], &[], vec![], 4),
             (4, &[3, 5], &[20, 4], &[20, 4], vec![], 60),

@@ -8,9 +8,10 @@ use std::sync::{Mutex, PoisonError};
 
 use super::bounce::Bounce;
 use super::plan::{Extent, Job, Plan, Policy, Segment, plan};
-use super::verify::{self, BLOCK_SIZE};
+use super::verify;
 use super::{Catalog, FileRef, IoMode, ReadOptions, ReadReq, ReadStats};
 use crate::copy::{Stores, copy_strided_unfenced, fence};
+use crate::format::{BLOCK_SIZE, block_digest};
 use crate::store::{Mapping, direct_align, is_remote, resident_bytes};
 use crate::{Control, Error, Result};
 
@@ -95,7 +96,11 @@ pub unsafe fn read(
     let policies: Vec<Policy> = access
         .iter()
         .map(|access| {
-            let workers = if access.waits() { threads.max(DISK_DEPTH) } else { threads };
+            let workers = if access.waits() {
+                threads.max(DISK_DEPTH)
+            } else {
+                threads
+            };
             access.policy(total / (workers as u64 * 4))
         })
         .collect();
@@ -114,7 +119,11 @@ pub unsafe fn read(
         policies,
         plan,
         queues,
-        stores: if total < STREAM_BATCH { Stores::Cached } else { Stores::Streaming },
+        stores: if total < STREAM_BATCH {
+            Stores::Cached
+        } else {
+            Stores::Streaming
+        },
         stop: AtomicBool::new(false),
         failure: Mutex::new(None),
         stats: Mutex::new(ReadStats::default()),
@@ -134,14 +143,22 @@ fn spans(files: &[FileRef], reqs: &[ReadReq]) -> Result<Vec<Wanted>> {
     let mut all = vec![Wanted::default(); files.len()];
     for req in reqs {
         let Some(wanted) = all.get_mut(req.file as usize) else {
-            return Err(Error::Plan(format!("a request names file {} of {}", req.file, files.len())));
+            return Err(Error::Plan(format!(
+                "a request names file {} of {}",
+                req.file,
+                files.len()
+            )));
         };
         // Saturating: what is out of bounds is refused by the planner, this only weighs.
         let bytes = req.shape.iter().fold(req.itemsize, |n, &s| n.saturating_mul(s));
         let start = req.chunk_offset.saturating_add(req.src_offset);
         let end = req.chunk_offset.saturating_add(req.chunk_length);
         if bytes > 0 {
-            wanted.start = if wanted.bytes == 0 { start } else { wanted.start.min(start) };
+            wanted.start = if wanted.bytes == 0 {
+                start
+            } else {
+                wanted.start.min(start)
+            };
             wanted.end = wanted.end.max(end);
             wanted.bytes = wanted.bytes.saturating_add(bytes);
         }
@@ -160,7 +177,8 @@ fn survey(files: &[FileRef], wanted: &[Wanted], options: &ReadOptions) -> Result
         let open = file.open(false)?;
         let missing = || {
             let span = wanted.end.saturating_sub(wanted.start);
-            resident_bytes(&open, wanted.start, wanted.end).map(|bytes| span.saturating_sub(bytes) > span / MISSING_PART)
+            resident_bytes(&open, wanted.start, wanted.end)
+                .map(|bytes| span.saturating_sub(bytes) > span / MISSING_PART)
         };
         let direct = || {
             let align = direct_align(&open)?;
@@ -211,7 +229,10 @@ impl Batch<'_> {
         // A disk job's buffer can exceed its target by half, for what is read between.
         let buffers = usize::try_from(max_inflight / (DISK_JOB + DISK_JOB / 2)).unwrap_or(usize::MAX);
         let copying = threads.min(self.queues[0].jobs.len());
-        let waiting = threads.max(DISK_DEPTH).min(buffers.max(1)).min(self.queues[1].jobs.len());
+        let waiting = threads
+            .max(DISK_DEPTH)
+            .min(buffers.max(1))
+            .min(self.queues[1].jobs.len());
         std::thread::scope(|scope| {
             // The calling thread is one of them. Where the system refuses a thread, fewer do the work.
             for i in 1..copying + waiting {
@@ -399,7 +420,7 @@ impl Worker {
                     // SAFETY: `fetch` covers its blocks whole and lies within its segment, which was populated or read;
                     // the planner has checked that it ends within the file. Published files do not change.
                     let bytes = unsafe { std::slice::from_raw_parts(locate(extent.segment, from), index(to - from)) };
-                    verify::compare(file, req, block, verify::block_digest(bytes), batch.catalog)?;
+                    verify::compare(file, req, block, block_digest(bytes), batch.catalog)?;
                     stats.bytes_verified += to - from;
                     checked = Some((req.chunk_offset, block));
                 }
@@ -427,7 +448,15 @@ fn index(offset: u64) -> usize {
 fn failed(file: &FileRef, offset: u64, error: io::Error) -> Error {
     // EFAULT is what populating a mapping says of a page beyond the end of the file.
     if error.kind() == io::ErrorKind::UnexpectedEof || error.raw_os_error() == Some(libc::EFAULT) {
-        Error::corrupt_data(&file.path, "", offset, format!("the file ends before byte {}, its length is not {} any more", offset, file.size))
+        Error::corrupt_data(
+            &file.path,
+            "",
+            offset,
+            format!(
+                "the file ends before byte {}, its length is not {} any more",
+                offset, file.size
+            ),
+        )
     } else {
         Error::io("read", &file.path, error)
     }

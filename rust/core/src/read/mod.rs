@@ -7,13 +7,9 @@ mod plan;
 mod plan_tests;
 mod verify;
 
-use smallvec::SmallVec;
-
+use crate::format::Dims;
 pub use crate::store::FileRef;
 pub use engine::read;
-
-/// Sizes, offsets or strides, one for each dimension.
-pub type Dims = SmallVec<[u64; 4]>;
 
 /// How bytes come from a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -4,9 +4,9 @@
 //! group of pieces that lie near each other in one file, done by one thread. A job's *segments* are the file ranges to
 //! fetch for it: the pieces' own, joined where the gap between them is cheaper to read than to skip.
 
-use super::verify::BLOCK_SIZE;
 use super::{Catalog, ReadReq};
 use crate::copy::{Loop, Strided};
+use crate::format::BLOCK_SIZE;
 use crate::store::FileRef;
 use crate::{Error, Result};
 use smallvec::SmallVec;
@@ -136,7 +136,10 @@ pub fn plan(
     for (i, req) in reqs.iter().enumerate() {
         let number = u32::try_from(i).map_err(|_| Error::Plan("more than 2^32 requests in one read".into()))?;
         let copy = check(files, req).map_err(|reason| {
-            Error::Plan(format!("cannot read tensor {:?}: {reason}", catalog.tensor_name(req.tensor)))
+            Error::Plan(format!(
+                "cannot read tensor {:?}: {reason}",
+                catalog.tensor_name(req.tensor)
+            ))
         })?;
         if copy.run > 0 {
             let blocks = (verify && req.digests.is_some()).then_some(req.chunk_offset);
@@ -163,12 +166,21 @@ fn check(files: &[FileRef], req: &ReadReq) -> std::result::Result<Strided, Strin
     let file = files
         .get(req.file as usize)
         .ok_or_else(|| format!("there is no file {}", req.file))?;
-    if req.chunk_offset.checked_add(req.chunk_length).is_none_or(|end| end > file.size) {
+    if req
+        .chunk_offset
+        .checked_add(req.chunk_length)
+        .is_none_or(|end| end > file.size)
+    {
         return Err(format!("its chunk ends after the end of {}", file.path.display()));
     }
     let copy = Strided::new(req.itemsize, &req.shape, &req.src_strides, &req.dst_strides)
         .ok_or("shape and strides do not fit together")?;
-    if req.src_offset.checked_add(copy.src_extent()).is_none_or(|end| end > req.chunk_length) && copy.run > 0 {
+    if req
+        .src_offset
+        .checked_add(copy.src_extent())
+        .is_none_or(|end| end > req.chunk_length)
+        && copy.run > 0
+    {
         return Err("the rectangle reaches out of its chunk".into());
     }
     Ok(copy)
@@ -182,7 +194,11 @@ impl Plan {
             self.split_run(Piece { run: copy.run, ..base }, policy, blocks);
             return Ok(());
         }
-        let sparse = if blocks.is_some() { 0 } else { sparse_loops(&copy, policy) };
+        let sparse = if blocks.is_some() {
+            0
+        } else {
+            sparse_loops(&copy, policy)
+        };
         if cost(&copy.loops, copy.run, sparse, policy) <= policy.target {
             return self.push(base, copy, sparse);
         }
@@ -271,7 +287,11 @@ impl Plan {
             let (loops, sparse) = self.loops_of(piece);
             let (start, end) = fetch_range(req, piece.src, extent(loops, piece.run), verify);
             let bytes = self.bytes(piece);
-            let mut add = if sparse > 0 { cost(loops, piece.run, sparse, policy) } else { end - start };
+            let mut add = if sparse > 0 {
+                cost(loops, piece.run, sparse, policy)
+            } else {
+                end - start
+            };
             let job = jobs.last_mut().filter(|job| job.file == req.file);
             if let Some(job) = job {
                 if start <= last {

@@ -6,7 +6,8 @@ use proptest::prelude::*;
 use smallvec::smallvec;
 
 use super::plan::*;
-use super::{Catalog, Destination, Dims, FileRef, ReadReq};
+use super::{Catalog, Destination, FileRef, ReadReq};
+use crate::format::Dims;
 
 const MIB: u64 = 1 << 20;
 const DISK: Policy = Policy {
@@ -98,7 +99,11 @@ fn neighbours_are_fetched_together() {
     let reqs: Vec<_> = (0..20_000).map(|i| run(4096 + i * 4096, 4096)).collect();
     for policy in [DISK, MAPPED] {
         let (plan, segments) = made(&reqs, policy, false);
-        assert!(plan.jobs.len() <= 20_000 * 4096 / (2 << 20) + 1, "{} jobs", plan.jobs.len());
+        assert!(
+            plan.jobs.len() <= 20_000 * 4096 / (2 << 20) + 1,
+            "{} jobs",
+            plan.jobs.len()
+        );
         assert!(segments.iter().all(|s| s.len() == 1));
         assert_eq!(fetched(&segments, 1), 20_000 * 4096);
     }
@@ -123,7 +128,10 @@ fn gaps_are_read_only_while_that_stays_cheap() {
     ];
     for (wanted, gap, want) in cases {
         let reqs: Vec<_> = (0..8).map(|i| run(i * (wanted + gap), wanted)).collect();
-        let big = Policy { target: 1 << 30, ..DISK };
+        let big = Policy {
+            target: 1 << 30,
+            ..DISK
+        };
         let (_, segments) = made(&reqs, big, false);
         assert_eq!(segments.iter().map(Vec::len).sum::<usize>(), want, "{wanted} {gap}");
     }
@@ -136,13 +144,25 @@ fn over_read_of_shards_is_bounded() {
     for align in [512, 4096] {
         let policy = Policy { align, ..DISK };
         // row shards: nothing but the alignment
-        let shard = rect(4096 + 512, length, 3 * length / 8, &[(rows / 8, row, row), (row / 2, 2, 2)], 2);
+        let shard = rect(
+            4096 + 512,
+            length,
+            3 * length / 8,
+            &[(rows / 8, row, row), (row / 2, 2, 2)],
+            2,
+        );
         let (_, segments) = made(&[shard], policy, false);
         assert!(fetched(&segments, align) * 100 <= (length / 8) * 105);
         // column shards of a 4th and a half
         for (parts, column) in [(4, 0), (4, 1), (4, 3), (2, 1)] {
             let width = row / parts;
-            let shard = rect(4096, length, column * width, &[(rows, row, width), (width / 2, 2, 2)], 2);
+            let shard = rect(
+                4096,
+                length,
+                column * width,
+                &[(rows, row, width), (width / 2, 2, 2)],
+                2,
+            );
             let (plan, segments) = made(&[shard], policy, false);
             assert_eq!(plan.jobs.iter().map(|j| j.wanted).sum::<u64>(), length / parts);
             let ratio = fetched(&segments, align) * 100 / (length / parts);
@@ -186,7 +206,12 @@ fn refuses_what_lies_outside() {
     odd.src_strides = Dims::new();
     refused(odd);
     // Nothing is asked for, so nothing can lie outside.
-    assert!(plan(&files, &[rect(0, 0, 0, &[(0, 1, 1)], 1)], &[DISK], false, &NoNames).unwrap().jobs.is_empty());
+    assert!(
+        plan(&files, &[rect(0, 0, 0, &[(0, 1, 1)], 1)], &[DISK], false, &NoNames)
+            .unwrap()
+            .jobs
+            .is_empty()
+    );
 }
 
 /// Every (file byte, destination byte) pair of the requests, by plain loops.
@@ -195,12 +220,22 @@ fn pairs(reqs: &[ReadReq]) -> Vec<(usize, u64, u64)> {
         if d == req.shape.len() {
             (0..req.itemsize).for_each(|b| each(src + b, dst + b));
         } else {
-            (0..req.shape[d]).for_each(|i| walk(req, d + 1, src + i * req.src_strides[d], dst + i * req.dst_strides[d], each));
+            (0..req.shape[d]).for_each(|i| {
+                walk(
+                    req,
+                    d + 1,
+                    src + i * req.src_strides[d],
+                    dst + i * req.dst_strides[d],
+                    each,
+                );
+            });
         }
     }
     let mut all = vec![];
     for (i, req) in reqs.iter().enumerate() {
-        walk(req, 0, req.chunk_offset + req.src_offset, 0, &mut |s, d| all.push((i, s, d)));
+        walk(req, 0, req.chunk_offset + req.src_offset, 0, &mut |s, d| {
+            all.push((i, s, d));
+        });
     }
     all.sort_unstable();
     all

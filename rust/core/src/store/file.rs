@@ -56,7 +56,10 @@ impl FileRef {
             return Err(self.corrupt(format!("the file is {} bytes long, expected {}", meta.len(), self.size)));
         }
         if self.mtime_ns != 0 {
-            let got = meta.mtime().saturating_mul(1_000_000_000).saturating_add(meta.mtime_nsec());
+            let got = meta
+                .mtime()
+                .saturating_mul(1_000_000_000)
+                .saturating_add(meta.mtime_nsec());
             if got != self.mtime_ns {
                 return Err(self.corrupt(format!(
                     "the file was modified after it was indexed: time {got} ns, expected {}",

@@ -48,7 +48,9 @@ impl Mapping {
             let (Ok(start), Ok(end)) = (usize::try_from(start), usize::try_from(end)) else {
                 return Err(io::ErrorKind::InvalidInput.into());
             };
-            let result = self.raw.advise_range(memmap2::Advice::PopulateRead, start, end.saturating_sub(start));
+            let result = self
+                .raw
+                .advise_range(memmap2::Advice::PopulateRead, start, end.saturating_sub(start));
             match result.as_ref().map_err(io::Error::raw_os_error) {
                 Err(Some(libc::EINVAL | libc::ENOSYS)) => Ok(()),
                 _ => result,

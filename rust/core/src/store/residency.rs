@@ -101,7 +101,9 @@ pub fn is_remote(file: &File) -> bool {
         // SAFETY: the call succeeded, so the structure was filled.
         let kind = unsafe { stat.assume_init() }.f_type;
         // The field's width differs by architecture; the magic numbers have 32 bits.
-        REMOTE.iter().any(|&magic| i128::from(kind) & 0xffff_ffff == i128::from(magic))
+        REMOTE
+            .iter()
+            .any(|&magic| i128::from(kind) & 0xffff_ffff == i128::from(magic))
     }
     #[cfg(not(target_os = "linux"))]
     {

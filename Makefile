@@ -1,0 +1,116 @@
+# The one entry point for people and for CI. Needs python3 (3.11+), a Rust toolchain and make; all
+# else goes into $(VENV). Other interpreters and torch versions:
+#   make test-python PYTHON=python3.13 VENV=.venv-313
+#   make test-python VENV=.venv-2.11 TORCH=torch==2.11.0
+
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?=
+# Arguments for pytest (make test ARGS='-k golden'), the demo or the benchmarks.
+ARGS   ?=
+# How long each fuzz target runs.
+FUZZ_SECONDS ?= 60
+
+BIN  := $(VENV)/bin
+PY   := $(BIN)/python
+UV   := $(BIN)/uv
+RUST_SOURCES := Cargo.toml $(wildcard Cargo.lock) $(shell find rust -path '*/target' -prune -o \( -name '*.rs' -o -name 'Cargo.toml' \) -print)
+# What ruff formats and checks.
+PYTHON_FOLDERS := $(wildcard python tests benches examples)
+
+# PyO3 asks this interpreter; one value for all commands, or each would rebuild what the other built.
+export PYO3_PYTHON := $(abspath $(PY))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help build demo test test-rust test-python test-slow test-oldest check check-rust check-python \
+	fmt bench soak fuzz dist clean
+
+help:  ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
+		|| sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  \1: \2/p' $(MAKEFILE_LIST)
+
+# --- the environment: a stamp file for each step ---------------------------------------------------
+
+$(VENV)/.uv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "dcp-rs needs Python 3.11 or newer; found: $$($(PYTHON) --version 2>&1). Try make PYTHON=python3.12"; exit 1; }
+	@command -v cargo >/dev/null || { echo "dcp-rs needs a Rust toolchain (cargo): https://rustup.rs"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet uv
+	@touch $@
+
+$(VENV)/.deps: $(VENV)/.uv pyproject.toml
+	$(UV) pip install --quiet --python $(PY) -r pyproject.toml --group dev $(TORCH)
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.deps $(RUST_SOURCES)
+	PATH="$(abspath $(BIN)):$$PATH" VIRTUAL_ENV="$(abspath $(VENV))" maturin develop --release --uv --quiet
+	@touch $@
+
+build: $(VENV)/.built  ## Build the extension into the virtual environment
+
+# --- what people run -------------------------------------------------------------------------------
+
+demo: $(VENV)/.built  ## Save and restore a real model's state with stock DCP and dcp-rs, and compare
+	$(PY) -m dcp_rs._demo $(ARGS)
+
+test: test-rust test-python  ## All tests but the slow ones
+
+test-rust: $(VENV)/.uv
+	cargo test --package dcp-rs-core
+
+test-python: $(VENV)/.built
+	$(PY) -m pytest $(ARGS)
+
+test-slow: $(VENV)/.built  ## The slow Python tests as well
+	$(PY) -m pytest --slow $(ARGS)
+
+test-oldest:  ## The Python tests with the oldest torch that pyproject.toml allows
+	$(MAKE) test-python VENV=.venv-oldest TORCH=torch==$$($(PYTHON) tests/support/oldest.py torch)
+
+check: check-rust check-python  ## Formatting, lints, types and docs
+
+check-rust: $(VENV)/.uv
+	cargo fmt --check
+	cargo clippy --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps --quiet
+	@if command -v cargo-deny >/dev/null; then cargo deny check; \
+		else echo 'cargo-deny is not installed: licences and advisories were not checked'; fi
+
+check-python: $(VENV)/.built
+	$(BIN)/ruff check $(PYTHON_FOLDERS)
+	$(BIN)/ruff format --check $(PYTHON_FOLDERS)
+	$(BIN)/mypy --strict python/
+
+fmt: $(VENV)/.deps  ## Format everything
+	cargo fmt
+	$(BIN)/ruff check --fix-only --quiet $(PYTHON_FOLDERS)
+	$(BIN)/ruff format $(PYTHON_FOLDERS)
+
+bench: $(VENV)/.bench  ## Benchmarks against stock DCP and others, side by side
+	$(PY) benches/run.py $(ARGS)
+
+$(VENV)/.bench: $(VENV)/.built
+	$(UV) pip install --quiet --python $(PY) --group bench
+	@touch $@
+
+soak: $(VENV)/.built  ## Random saves, loads, kills and faults, for hours if asked (ARGS)
+	$(PY) tests/soak.py $(ARGS)
+
+fuzz:  ## Every fuzz target for FUZZ_SECONDS each (needs nightly Rust and cargo-fuzz)
+	@cargo +nightly fuzz --version >/dev/null 2>&1 \
+		|| { echo 'needs: rustup toolchain install nightly; cargo install cargo-fuzz'; exit 1; }
+	@set -e; for target in $$(cargo +nightly fuzz list --fuzz-dir rust/fuzz); do \
+		echo "fuzzing $$target for $(FUZZ_SECONDS) s"; \
+		cargo +nightly fuzz run --fuzz-dir rust/fuzz $$target -- -max_total_time=$(FUZZ_SECONDS); \
+	done
+
+dist: $(VENV)/.deps  ## The sdist, and the wheel built from it, in dist/
+	rm -rf dist
+	PATH="$(abspath $(BIN)):$$PATH" maturin build --release --sdist --out dist
+
+clean:  ## Remove what make built; virtual environments too
+	rm -rf target rust/fuzz/target dist .venv .venv-oldest .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find python tests benches -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	rm -f python/dcp_rs/_core*.so

@@ -1,0 +1,23 @@
+"""A fast reader and writer for PyTorch distributed checkpoints."""
+
+from dcp_rs._core import __version__
+from dcp_rs.api import async_save, load, load_state_dict, save
+from dcp_rs.checkpoint import Checkpoint
+from dcp_rs.checkpoint import open_checkpoint as open  # noqa: A004  # the name that users of safetensors expect
+from dcp_rs.options import ReadOptions, WriteOptions
+from dcp_rs.reader import RsReader
+from dcp_rs.writer import RsWriter
+
+__all__ = [
+    "Checkpoint",
+    "ReadOptions",
+    "RsReader",
+    "RsWriter",
+    "WriteOptions",
+    "__version__",
+    "async_save",
+    "load",
+    "load_state_dict",
+    "open",
+    "save",
+]

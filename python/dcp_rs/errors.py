@@ -1,0 +1,71 @@
+"""What dcp-rs raises. Every class pickles, so that an error crosses from one rank to the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "CorruptDataError",
+    "CorruptIndexError",
+    "DcpRsError",
+    "PlanError",
+    "UnsafePickleError",
+    "UnsupportedError",
+]
+
+
+class DcpRsError(Exception):
+    """The base of all errors of this package.
+
+    Attributes:
+        path: the file concerned, where there is one.
+        tensor: the FQN concerned, where there is one.
+        offset: the byte of ``path`` concerned, where there is one.
+    """
+
+    path: str | None = None
+    tensor: str | None = None
+    offset: int | None = None
+
+    def __init__(self, *args: Any, path: Any = None, tensor: str | None = None, offset: int | None = None) -> None:
+        super().__init__(*args)
+        if path is not None:
+            self.path = str(path)
+        if tensor is not None:
+            self.tensor = tensor
+        if offset is not None:
+            self.offset = offset
+
+    def __str__(self) -> str:
+        # OSError, a base of some classes here, has a format of its own for several arguments.
+        return str(self.args[0]) if self.args else type(self).__name__
+
+
+class CheckpointNotFoundError(DcpRsError, FileNotFoundError):
+    """There is no checkpoint at the path. Check the path; a save that did not finish leaves none."""
+
+
+class CheckpointExistsError(DcpRsError, FileExistsError):
+    """There is a checkpoint at the path already, and ``overwrite=False`` was given."""
+
+
+class CorruptIndexError(DcpRsError):
+    """The index breaks a rule of the format. If the data files are whole, ``dcp_rs.index(path)`` rebuilds it."""
+
+
+class CorruptDataError(DcpRsError):
+    """A data file is missing, has another length than the index says, or does not match its digest."""
+
+
+class UnsupportedError(DcpRsError):
+    """Well-formed, but something that this release cannot do; the message says what."""
+
+
+class UnsafePickleError(DcpRsError):
+    """A pickle asks for something that is not on the list of what a checkpoint may hold. Nothing was executed."""
+
+
+class PlanError(DcpRsError, ValueError):
+    """The state dict and the checkpoint do not fit: a missing key, another shape, a dtype that policy refuses."""

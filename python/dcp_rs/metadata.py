@@ -1,0 +1,152 @@
+"""DCP's ``Metadata``, as views of an index: an entry becomes Python objects when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dcp_rs import _core
+from dcp_rs._dtypes import BY_NAME
+from dcp_rs.errors import UnsupportedError
+
+__all__ = ["Entries", "PlannerPaths", "StorageInfo", "StorageInfos", "make_metadata", "tensor_flags"]
+
+#: What torch writes into ``Metadata.version`` (``filesystem.py``, CURRENT_DCP_VERSION).
+DCP_VERSION = "1.0.0"
+
+_REQUIRES_GRAD, _PIN_MEMORY, _MEMORY_FORMAT_SHIFT = 1, 2, 2
+_MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
+
+
+def tensor_flags(properties: TensorProperties) -> int:
+    """The ``flags`` of section 3.3 of the format for DCP's tensor properties."""
+    memory_format = properties.memory_format
+    code = _MEMORY_FORMATS.index(memory_format) if memory_format in _MEMORY_FORMATS else 0
+    return (
+        (_REQUIRES_GRAD if properties.requires_grad else 0)
+        | (_PIN_MEMORY if properties.pin_memory else 0)
+        | (code << _MEMORY_FORMAT_SHIFT)
+    )
+
+
+class Entries(Mapping[str, Any]):
+    """``state_dict_metadata``: FQN to ``TensorStorageMetadata`` or ``BytesStorageMetadata``."""
+
+    def __init__(self, index: _core.Index) -> None:
+        self.index = index
+
+    def __getitem__(self, fqn: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        tensor = self.index.find(fqn) if isinstance(fqn, str) else None
+        if tensor is None:
+            raise KeyError(fqn)
+        name, is_bytes, dtype, shape, flags, _ = self.index.tensor(tensor)
+        if is_bytes:
+            return BytesStorageMetadata()
+        if dtype not in BY_NAME:
+            msg = f"tensor {name!r} is of dtype {dtype}, which torch {torch.__version__} does not have"
+            raise UnsupportedError(msg, path=self.index.path, tensor=name)
+        code = min(flags >> _MEMORY_FORMAT_SHIFT & 3, len(_MEMORY_FORMATS) - 1)
+        return TensorStorageMetadata(
+            properties=TensorProperties(
+                dtype=BY_NAME[dtype],
+                requires_grad=bool(flags & _REQUIRES_GRAD),
+                memory_format=_MEMORY_FORMATS[code],
+                pin_memory=bool(flags & _PIN_MEMORY),
+            ),
+            size=torch.Size(shape),
+            chunks=[
+                ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+                for _, _, _, offsets, sizes in self.index.chunks(tensor)
+            ],
+        )
+
+    def __contains__(self, fqn: object) -> bool:
+        return isinstance(fqn, str) and self.index.find(fqn) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.index.names())
+
+    def __len__(self) -> int:
+        return self.index.tensor_count
+
+
+class PlannerPaths(Mapping[str, Any]):
+    """``planner_data`` of DCP's default planner: FQN to its path in the state dict that was saved."""
+
+    def __init__(self, index: _core.Index, rest: dict[str, Any]) -> None:
+        self._index = index
+        self._rest = rest  # paths that belong to no entry
+
+    def __getitem__(self, fqn: str) -> Any:
+        if fqn in self._rest:
+            return self._rest[fqn]
+        tensor = self._index.find(fqn) if isinstance(fqn, str) else None
+        path = None if tensor is None else self._index.planner_path(tensor)
+        if path is None:
+            raise KeyError(fqn)
+        return path
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (name for i, name in enumerate(self._index.names()) if self._index.planner_path(i) is not None)
+        yield from self._rest
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+@dataclass(frozen=True)
+class StorageInfo:
+    """Where a chunk is: ``length`` bytes from byte ``offset`` of the file ``relative_path``."""
+
+    relative_path: str
+    offset: int
+    length: int
+
+
+class StorageInfos(Mapping[MetadataIndex, StorageInfo]):
+    """``storage_data``: where each chunk is."""
+
+    def __init__(self, index: _core.Index) -> None:
+        self._index = index
+
+    def __getitem__(self, key: MetadataIndex) -> StorageInfo:
+        tensor = self._index.find(key.fqn)
+        for file, offset, length, offsets, _ in [] if tensor is None else self._index.chunks(tensor):
+            if key.offset is None or tuple(key.offset) == offsets:
+                return StorageInfo(self._index.files()[file][0], offset, length)
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        for tensor, name in enumerate(self._index.names()):
+            is_bytes = self._index.tensor(tensor)[1]
+            for i, (_, _, _, offsets, _) in enumerate(self._index.chunks(tensor)):
+                yield MetadataIndex(name) if is_bytes else MetadataIndex(name, torch.Size(offsets), i)
+
+    def __len__(self) -> int:
+        return self._index.chunk_count
+
+
+def make_metadata(index: _core.Index, *, checkpoint_id: str, load_id: str) -> Metadata:
+    """DCP's ``Metadata`` over ``index``. Costs the same whatever the index holds."""
+    root = index.planner_root()
+    metadata = Metadata(
+        state_dict_metadata=Entries(index),  # type: ignore[arg-type]  # a mapping is all that planners use
+        planner_data=PlannerPaths(index, root) if isinstance(root, dict) else root,
+        storage_data=StorageInfos(index),
+        storage_meta=StorageMeta(checkpoint_id=checkpoint_id, save_id=index.save_id, load_id=load_id),
+    )
+    if any(field.name == "version" for field in fields(Metadata)):  # torch 2.8 has none
+        metadata.version = DCP_VERSION
+    return metadata

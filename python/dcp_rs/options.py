@@ -1,0 +1,108 @@
+"""How to read and write: plain data with documented defaults. There are no environment variables."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+__all__ = ["ReadOptions", "WriteOptions"]
+
+MIB = 1 << 20
+
+
+def default_threads() -> int:
+    """The cores this process may use, shared fairly among the local ranks (``LOCAL_WORLD_SIZE``, as torchrun sets it)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    except ValueError:
+        local_ranks = 1
+    return max(1, cores // max(1, local_ranks))
+
+
+def _check(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        msg = f"{name}={value!r}: one of {', '.join(map(repr, allowed))}"
+        raise ValueError(msg)
+
+
+def _check_positive(name: str, value: int | None) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
+        msg = f"{name}={value!r}: a positive integer"
+        raise ValueError(msg)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """How bytes are read.
+
+    Attributes:
+        io: ``"mmap"`` copies from a mapping, ``"direct"`` reads around the page cache, ``"buffered"`` reads through it;
+            ``"auto"`` decides for each file by what is in the page cache and by the file system.
+        threads: default: the cores of this process, divided by ``LOCAL_WORLD_SIZE``.
+        verify: check the digest of every block that is read, before any of it is handed over.
+        max_inflight_bytes: bound on memory beyond the destinations, in bytes. Default 64 MiB, for an accelerator 256 MiB
+            of pinned memory.
+    """
+
+    io: Literal["auto", "mmap", "direct", "buffered"] = "auto"
+    threads: int | None = None
+    verify: bool = False
+    max_inflight_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _check("io", self.io, ("auto", "mmap", "direct", "buffered"))
+        _check("verify", self.verify, (True, False))
+        _check_positive("threads", self.threads)
+        _check_positive("max_inflight_bytes", self.max_inflight_bytes)
+
+    def inflight_bytes(self, *, accelerator: bool) -> int:
+        """The bound for destinations on the CPU or on an accelerator."""
+        return self.max_inflight_bytes or (256 * MIB if accelerator else 64 * MIB)
+
+    def engine(self) -> dict[str, Any]:
+        """The keyword arguments of the engine's calls."""
+        return {
+            "io": self.io,
+            "threads": self.threads or default_threads(),
+            "verify": self.verify,
+            "max_inflight_bytes": self.inflight_bytes(accelerator=False),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteOptions:
+    """How bytes are written.
+
+    Attributes:
+        io: ``"direct"`` writes around the page cache, ``"buffered"`` through it; ``"auto"`` takes what is faster on the file system.
+        threads: default: the cores of this process, divided by ``LOCAL_WORLD_SIZE``.
+        fsync: make files and folder durable before the checkpoint counts as saved.
+        max_inflight_bytes: bound on memory for tensors that have to be copied before they are written, in bytes. Default 64 MiB, for an
+            accelerator 256 MiB of pinned memory.
+    """
+
+    io: Literal["auto", "direct", "buffered"] = "auto"
+    threads: int | None = None
+    fsync: bool = True
+    max_inflight_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _check("io", self.io, ("auto", "direct", "buffered"))
+        _check("fsync", self.fsync, (True, False))
+        _check_positive("threads", self.threads)
+        _check_positive("max_inflight_bytes", self.max_inflight_bytes)
+
+    def inflight_bytes(self, *, accelerator: bool) -> int:
+        """The bound for tensors on the CPU or on an accelerator."""
+        return self.max_inflight_bytes or (256 * MIB if accelerator else 64 * MIB)
+
+    def engine(self) -> dict[str, Any]:
+        """The keyword arguments of the engine's calls."""
+        return {"io": self.io, "threads": self.threads or default_threads(), "fsync": self.fsync}
+
+
+def option_names(options: type[ReadOptions | WriteOptions]) -> frozenset[str]:
+    """The names of the options, to tell them from other keyword arguments."""
+    return frozenset(field.name for field in fields(options))

@@ -1,0 +1,193 @@
+"""``RsReader``: DCP's ``StorageReader`` over an index."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import uuid
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from dcp_rs import _core
+from dcp_rs.errors import PlanError
+from dcp_rs.fill import Fill, fill, stored_dtype
+from dcp_rs.metadata import make_metadata
+from dcp_rs.objects import check_loadable
+from dcp_rs.options import ReadOptions
+from dcp_rs.sources import is_rank_local, open_index
+
+__all__ = ["RsReader"]
+
+#: A batch of destinations is resolved, filled and committed together. Planners that make a new tensor for every
+#: item (and copy it when it is committed) hold at most this many bytes of them.
+BATCH_BYTES = 256 << 20
+
+
+class RsReader(StorageReader):
+    """Reads a checkpoint under DCP's load protocol: ``dcp.load(state_dict, storage_reader=RsReader(path))``.
+
+    Args:
+        path: a folder written by ``RsWriter``.
+        io, threads, verify, max_inflight_bytes: see :class:`dcp_rs.ReadOptions`.
+        weights_only: check that every non-tensor value loads under ``torch.load(weights_only=True)`` before a planner gets it (stock
+            planners unpickle freely). ``False`` is for checkpoints you wrote yourself.
+        allow_external: open data files outside the checkpoint's folder, if its index names any.
+
+    Raises (from a load, on every rank):
+        CheckpointNotFoundError, CorruptIndexError, UnsupportedError: from reading the metadata.
+        CorruptDataError: a data file is missing, has another length than the index says, or (``verify=True``) does not match its digest.
+        UnsafePickleError: a non-tensor value does not load under ``weights_only=True``.
+        PlanError: a plan asks for what the checkpoint does not hold.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        io: Literal["auto", "mmap", "direct", "buffered"] = "auto",
+        threads: int | None = None,
+        verify: bool = False,
+        max_inflight_bytes: int | None = None,
+        weights_only: bool = True,
+        allow_external: bool = False,
+    ) -> None:
+        super().__init__()
+        self.path = Path(path)
+        self.options = ReadOptions(io=io, threads=threads, verify=verify, max_inflight_bytes=max_inflight_bytes)
+        self.weights_only = weights_only
+        self.allow_external = allow_external
+        self.load_id = _new_id()
+        #: torch replaces any error of `read_metadata` by an AssertionError. Where this is set, the error is raised by what is
+        #: returned instead, when it is first looked at.
+        self.defer_errors = False
+        # Each thread that loads through this reader reads the index that its own `read_metadata` opened.
+        self._local = threading.local()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begins a new load, of another path where one is given."""
+        if checkpoint_id:
+            self.path = Path(checkpoint_id)
+        self.load_id = _new_id()
+        self._local = threading.local()
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The path, under DCP's name for it."""
+        return self.path
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Opens the index. With ``rank=r`` it is that rank's own index of a rank-local save (``use_collectives=False``)."""
+        rank = kwargs.get("rank")
+        try:
+            index = open_index(self.path, rank=rank, allow_external=self.allow_external)
+        except Exception as error:
+            if not self.defer_errors or (rank is None and is_rank_local(self.path)):
+                raise
+            return _Failed(error)  # type: ignore[return-value]  # nobody gets to see it
+        self._local.index = index
+        return make_metadata(index, checkpoint_id=os.fspath(self.path), load_id=self.load_id)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Takes the index from the metadata that :meth:`read_metadata` returned, in whichever thread or process this is."""
+        index = getattr(metadata.state_dict_metadata, "index", None)
+        if index is not None:
+            self._local.index = index
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Returns the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Returns the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fills what ``planner`` resolves for the items of ``plan``, and commits it. The future is done when this returns."""
+        index = self._index()
+        chunks = index.locate(
+            [(item.storage_index.fqn, item.storage_index.offset, item.storage_index.index) for item in plan.items]
+        )
+        index.check_files(chunks)
+        tensors = [(c, item) for c, item in zip(chunks, plan.items, strict=True) if item.type != LoadItemType.BYTE_IO]
+        values = [(c, item) for c, item in zip(chunks, plan.items, strict=True) if item.type == LoadItemType.BYTE_IO]
+        self._read_values(index, values, planner)
+        self._read_tensors(index, tensors, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether the id can be a path of the local file system."""
+        return "://" not in os.fspath(checkpoint_id)
+
+    def _index(self) -> _core.Index:
+        index = getattr(self._local, "index", None)
+        if index is None:
+            index = open_index(self.path, rank=None, allow_external=self.allow_external)
+            self._local.index = index
+        return index
+
+    def _read_tensors(self, index: _core.Index, items: list[tuple[int, ReadItem]], planner: LoadPlanner) -> None:
+        batch: list[tuple[ReadItem, torch.Tensor]] = []
+        fills: list[Fill] = []
+        batch_bytes = 0
+        for chunk, item in items:
+            tensor = planner.resolve_tensor(item)
+            fqn = item.storage_index.fqn
+            if tensor.shape != item.lengths:
+                msg = f"tensor {fqn!r}: the planner resolved {tuple(tensor.shape)} for a read of {tuple(item.lengths)}"
+                raise PlanError(msg, tensor=fqn)
+            target = tensor.detach()
+            batch.append((item, tensor))
+            fills.append(Fill(chunk, item.storage_offsets, target, fqn, stored_dtype(fqn, index.dtype_of(chunk))))
+            batch_bytes += target.nbytes
+            if batch_bytes >= BATCH_BYTES:
+                self._finish_batch(index, batch, fills, planner)
+                batch, fills, batch_bytes = [], [], 0
+        self._finish_batch(index, batch, fills, planner)
+
+    def _finish_batch(
+        self, index: _core.Index, batch: list[tuple[ReadItem, torch.Tensor]], fills: list[Fill], planner: LoadPlanner
+    ) -> None:
+        fill(index, fills, self.options)
+        with torch.no_grad():  # a resolved tensor may require grad, and a planner may copy from it
+            for item, tensor in batch:
+                planner.commit_tensor(item, tensor)
+
+    def _read_values(self, index: _core.Index, items: list[tuple[int, ReadItem]], planner: LoadPlanner) -> None:
+        for (_, item), data in zip(items, index.read_bytes([c for c, _ in items], **self.options.engine()), strict=True):
+            if self.weights_only:
+                check_loadable(item.storage_index.fqn, data)
+            planner.load_bytes(item, io.BytesIO(data))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_local"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._local = threading.local()
+
+
+class _Failed:
+    """In place of metadata that could not be read: raises the reason as soon as anyone looks at it."""
+
+    def __init__(self, error: Exception) -> None:
+        self.__error = error
+
+    def __bool__(self) -> bool:
+        raise self.__error
+
+    def __getattr__(self, name: str) -> Any:
+        raise self.__error
+
+
+def _new_id() -> str:
+    return str(uuid.uuid4())

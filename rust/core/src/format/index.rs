@@ -1,0 +1,297 @@
+//! An index, used in place: the sections are looked into, never deserialized.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use zerocopy::little_endian::U64;
+use zerocopy::{FromBytes, Immutable, KnownLayout};
+
+use super::layout::{
+    CHUNK_DIGESTS, CHUNK_STRIDED, ChunkRecord, FILE_EXTERNAL, FILE_HEAD_DIGEST, FileRecord, HEADER_LEN, Header, Kind,
+    NO_SPLIT, Section, SourceKind, TensorRecord,
+};
+use super::{Dims, Value, block_count, validate};
+use crate::{Dtype, Result};
+
+/// The bytes of an index: a mapping of its file, or a buffer.
+pub type IndexBytes = Box<dyn AsRef<[u8]> + Send + Sync>;
+
+/// A checkpoint's index. All of it is validated once, when it is opened; after that no look-up fails.
+pub struct Index {
+    path: PathBuf,
+    bytes: IndexBytes,
+    sections: [Range<usize>; 7],
+}
+
+/// A data file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FileView<'a> {
+    /// Path relative to the folder of the index (or absolute, when external).
+    pub name: &'a str,
+    /// Length in bytes.
+    pub size: u64,
+    /// Where the payload begins.
+    pub data_start: u64,
+    /// Whether the file was written by someone else and is only pointed at.
+    pub external: bool,
+    /// XXH3-64 of what precedes the payload.
+    pub head_digest: Option<u64>,
+    /// Modification time in nanoseconds since 1970, 0 where it was not recorded.
+    pub mtime_ns: i64,
+}
+
+/// An entry of the state dict.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorView<'a> {
+    /// FQN.
+    pub name: &'a str,
+    /// Tensor or bytes.
+    pub kind: Kind,
+    /// Element type; `None` for bytes.
+    pub dtype: Option<Dtype>,
+    /// Sizes of the whole tensor.
+    pub shape: Dims,
+    /// `requires_grad`, `pin_memory`, memory format, as in section 3.3 of the format.
+    pub flags: u8,
+    /// The dimension along which the chunks are a run.
+    pub split_dim: Option<usize>,
+    /// Its chunks, as indices for [`Index::chunk`].
+    pub chunks: Range<u64>,
+}
+
+/// A rectangle of a tensor, stored in one place.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ChunkView {
+    /// Index of the tensor.
+    pub tensor: u32,
+    /// Index of the data file.
+    pub file: u32,
+    /// First byte in the data file.
+    pub offset: u64,
+    /// Bytes in the data file.
+    pub length: u64,
+    /// Where the chunk begins in the tensor.
+    pub offsets: Dims,
+    /// How far it extends.
+    pub sizes: Dims,
+    /// Strides in elements, where it is not contiguous.
+    pub strides: Option<Dims>,
+    /// Its digests, as indices for [`Index::digest`].
+    pub digests: Option<Range<u64>>,
+}
+
+impl Index {
+    /// Takes the bytes of an index after checking every rule of the format.
+    ///
+    /// `path` is the file they come from: it stands in messages, and its folder is where data files are.
+    pub fn from_bytes(bytes: impl AsRef<[u8]> + Send + Sync + 'static, path: &Path) -> Result<Self> {
+        let sections = validate::sections(bytes.as_ref(), path)?;
+        let index = Self {
+            path: path.to_owned(),
+            bytes: Box::new(bytes),
+            sections,
+        };
+        validate::records(&index)?;
+        Ok(index)
+    }
+
+    /// The file the index comes from.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The index as it stands on disk.
+    pub fn bytes(&self) -> &[u8] {
+        (*self.bytes).as_ref()
+    }
+
+    fn header(&self) -> &Header {
+        Header::ref_from_bytes(&self.bytes()[..HEADER_LEN]).expect("validated at open")
+    }
+
+    pub(super) fn section(&self, section: Section) -> &[u8] {
+        &self.bytes()[self.sections[section as usize].clone()]
+    }
+
+    pub(super) fn section_start(&self, section: Section) -> u64 {
+        self.sections[section as usize].start as u64
+    }
+
+    fn slice<T: FromBytes + Immutable + KnownLayout>(&self, section: Section) -> &[T] {
+        <[T]>::ref_from_bytes(self.section(section)).expect("validated at open")
+    }
+
+    pub(super) fn file_records(&self) -> &[FileRecord] {
+        self.slice(Section::Files)
+    }
+
+    pub(super) fn tensor_records(&self) -> &[TensorRecord] {
+        self.slice(Section::Tensors)
+    }
+
+    pub(super) fn chunk_records(&self) -> &[ChunkRecord] {
+        self.slice(Section::Chunks)
+    }
+
+    pub(super) fn dims_pool(&self) -> &[U64] {
+        self.slice(Section::Dims)
+    }
+
+    /// 16 random bytes that identify the save.
+    pub fn save_id(&self) -> [u8; 16] {
+        self.header().save_id
+    }
+
+    /// The format's version.
+    pub fn version(&self) -> u32 {
+        self.header().version.get()
+    }
+
+    /// Counts the saves into the folder.
+    pub fn generation(&self) -> u64 {
+        self.header().generation.get()
+    }
+
+    /// What the data files are.
+    pub fn source(&self) -> SourceKind {
+        SourceKind::from_code(self.header().source.get()).expect("validated at open")
+    }
+
+    /// How many data files there are.
+    #[expect(clippy::cast_possible_truncation, reason = "validated at open")]
+    pub fn file_count(&self) -> u32 {
+        self.file_records().len() as u32
+    }
+
+    /// How many tensors and other values there are.
+    #[expect(clippy::cast_possible_truncation, reason = "validated at open")]
+    pub fn tensor_count(&self) -> u32 {
+        self.tensor_records().len() as u32
+    }
+
+    /// How many chunks there are.
+    pub fn chunk_count(&self) -> u64 {
+        self.chunk_records().len() as u64
+    }
+
+    fn text(&self, offset: U64, len: u32) -> &str {
+        let at = to_usize(offset.get());
+        let bytes = &self.section(Section::Strings)[at..at + to_usize(u64::from(len))];
+        std::str::from_utf8(bytes).expect("validated at open")
+    }
+
+    fn dims(&self, at: u64, count: usize) -> Dims {
+        let at = to_usize(at);
+        self.dims_pool()[at..at + count].iter().map(|d| d.get()).collect()
+    }
+
+    /// A data file; `file` is below [`Self::file_count`].
+    pub fn file(&self, file: u32) -> FileView<'_> {
+        let record = &self.file_records()[file as usize];
+        let flags = record.flags.get();
+        FileView {
+            name: self.text(record.name_offset, record.name_len.get()),
+            size: record.file_size.get(),
+            data_start: record.data_start.get(),
+            external: flags & FILE_EXTERNAL != 0,
+            head_digest: (flags & FILE_HEAD_DIGEST != 0).then(|| record.head_digest.get()),
+            mtime_ns: record.mtime_ns.get(),
+        }
+    }
+
+    /// Where a data file is.
+    pub fn file_path(&self, file: u32) -> PathBuf {
+        self.path.parent().unwrap_or(Path::new("")).join(self.file(file).name)
+    }
+
+    /// FQN of a tensor; `tensor` is below [`Self::tensor_count`].
+    pub fn name(&self, tensor: u32) -> &str {
+        let record = &self.tensor_records()[tensor as usize];
+        self.text(record.name_offset, record.name_len.get())
+    }
+
+    /// A tensor; `tensor` is below [`Self::tensor_count`].
+    pub fn tensor(&self, tensor: u32) -> TensorView<'_> {
+        let record = &self.tensor_records()[tensor as usize];
+        let first = record.first_chunk.get();
+        let split_dim = record.split_dim.get();
+        TensorView {
+            name: self.text(record.name_offset, record.name_len.get()),
+            kind: if record.kind == 0 { Kind::Tensor } else { Kind::Bytes },
+            dtype: Dtype::from_code(record.dtype),
+            shape: self.dims(record.shape.get(), usize::from(record.ndim)),
+            flags: record.flags,
+            split_dim: (split_dim != NO_SPLIT).then_some(split_dim as usize),
+            chunks: first..first + record.chunk_count.get(),
+        }
+    }
+
+    /// The tensor with this FQN. Takes O(log n).
+    pub fn find(&self, fqn: &str) -> Option<u32> {
+        let records = self.tensor_records();
+        let at = records
+            .partition_point(|record| self.text(record.name_offset, record.name_len.get()).as_bytes() < fqn.as_bytes());
+        let found = records.get(at)?;
+        (self.text(found.name_offset, found.name_len.get()) == fqn)
+            .then(|| u32::try_from(at).expect("validated at open"))
+    }
+
+    /// A chunk; `chunk` is below [`Self::chunk_count`].
+    pub fn chunk(&self, chunk: u64) -> ChunkView {
+        let record = &self.chunk_records()[to_usize(chunk)];
+        let tensor = record.tensor.get();
+        let ndim = usize::from(self.tensor_records()[tensor as usize].ndim);
+        let dims = record.dims.get();
+        let flags = record.flags.get();
+        let length = record.length.get();
+        let first_digest = record.digest.get();
+        ChunkView {
+            tensor,
+            file: record.file.get(),
+            offset: record.offset.get(),
+            length,
+            offsets: self.dims(dims, ndim),
+            sizes: self.dims(dims + ndim as u64, ndim),
+            strides: (flags & CHUNK_STRIDED != 0).then(|| self.dims(dims + 2 * ndim as u64, ndim)),
+            digests: (flags & CHUNK_DIGESTS != 0).then(|| first_digest..first_digest + block_count(length)),
+        }
+    }
+
+    /// Begin and end of a chunk along one dimension, without the rest of it.
+    pub fn chunk_extent(&self, chunk: u64, dim: usize) -> Range<u64> {
+        let record = &self.chunk_records()[to_usize(chunk)];
+        let ndim = usize::from(self.tensor_records()[record.tensor.get() as usize].ndim);
+        let at = to_usize(record.dims.get());
+        let dims = self.dims_pool();
+        let begin = dims[at + dim].get();
+        begin..begin + dims[at + ndim + dim].get()
+    }
+
+    /// One digest; `digest` is in the range of some [`ChunkView::digests`].
+    pub fn digest(&self, digest: u64) -> u64 {
+        self.slice::<U64>(Section::Digests)[to_usize(digest)].get()
+    }
+
+    /// The path of a tensor in the state dict that was saved.
+    pub fn planner_path(&self, tensor: u32) -> Option<Value> {
+        let record = &self.tensor_records()[tensor as usize];
+        let len = to_usize(u64::from(record.path_len.get()));
+        if len == 0 {
+            return None;
+        }
+        let at = to_usize(record.path_offset.get());
+        Some(Value::decode(&self.section(Section::Planner)[at..at + len]).expect("validated at open"))
+    }
+
+    /// The planner data that belongs to no tensor.
+    pub fn planner_root(&self) -> Value {
+        Value::decode_prefix(self.section(Section::Planner))
+            .expect("validated at open")
+            .0
+    }
+}
+
+/// For values that were validated against the length of a buffer in memory.
+fn to_usize(value: u64) -> usize {
+    usize::try_from(value).expect("validated at open")
+}

@@ -1,0 +1,83 @@
+//! Names: of the index, and of tensors in the header of a data file.
+
+/// The file whose rename into place commits a save.
+pub const INDEX_NAME: &str = "index.dcprs";
+
+const RESERVED: &str = "__metadata__";
+const ESCAPED: &str = "__metadata__~";
+
+/// The index of one rank of a rank-local save.
+pub fn rank_index_name(rank: u32) -> String {
+    format!("__{rank}.{INDEX_NAME}")
+}
+
+/// What a data file's header calls the tensor `fqn`: the same, but for the one name that safetensors keeps for itself.
+pub fn to_header_name(fqn: &str) -> String {
+    if fqn == RESERVED || fqn.starts_with(ESCAPED) {
+        format!("{fqn}~")
+    } else {
+        fqn.to_owned()
+    }
+}
+
+/// The inverse of [`to_header_name`].
+pub fn from_header_name(name: &str) -> &str {
+    if name.starts_with(ESCAPED) {
+        &name[..name.len() - 1]
+    } else {
+        name
+    }
+}
+
+/// Why `name` cannot be the name of a data file, if it cannot. Only external files may lie elsewhere.
+pub(super) fn check_file_name(name: &str, external: bool) -> Result<(), &'static str> {
+    if name.is_empty() {
+        return Err("file name is empty");
+    }
+    if name.contains('\0') {
+        return Err("file name holds a NUL");
+    }
+    if external {
+        return Ok(());
+    }
+    if name.starts_with('/') || name.contains('\\') {
+        return Err("file name leads out of the folder");
+    }
+    if name.split('/').any(|part| matches!(part, "" | "." | "..")) {
+        return Err("file name leads out of the folder");
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn header_names_are_reversible() {
+        for fqn in [
+            "",
+            "w",
+            "__metadata__",
+            "__metadata__~",
+            "__metadata__~~",
+            "__metadata__x",
+            "~",
+        ] {
+            let name = to_header_name(fqn);
+            assert_ne!(name, RESERVED);
+            assert_eq!(from_header_name(&name), fqn);
+        }
+    }
+
+    #[test]
+    fn file_names_stay_in_the_folder() {
+        for bad in ["", "/etc/passwd", "..", "a/../b", "./a", "a//b", "a\\b", "a\0b"] {
+            assert!(check_file_name(bad, false).is_err(), "{bad:?}");
+        }
+        for good in ["a.safetensors", "sub/a.safetensors", "..a", "a..b"] {
+            assert!(check_file_name(good, false).is_ok(), "{good:?}");
+        }
+        assert!(check_file_name("../a.distcp", true).is_ok());
+    }
+}

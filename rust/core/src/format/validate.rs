@@ -1,0 +1,325 @@
+//! Every rule of section 3 of `docs/format.md`, checked once when an index is opened.
+
+use std::ops::Range;
+use std::path::Path;
+
+use zerocopy::FromBytes as _;
+use zerocopy::little_endian::U64;
+
+use super::digest::index_digest;
+use super::layout::{
+    CHUNK_DIGESTS, CHUNK_STRIDED, ChunkRecord, DIGEST_AT, FILE_EXTERNAL, HEADER_LEN, Header, KNOWN_INCOMPAT, MAGIC,
+    MAX_NDIM, NO_SPLIT, SECTIONS, Section, SourceKind, TensorRecord, VERSION,
+};
+use super::{BLOCK_SIZE, Dims, Index, Value, block_count, element_count, name, strided_length};
+use crate::{Dtype, Error, Result};
+
+/// Checks the header, and finds the sections.
+pub(super) fn sections(bytes: &[u8], path: &Path) -> Result<[Range<usize>; 7]> {
+    let bad = |offset: usize, reason: String| Err(Error::corrupt_index(path, offset as u64, reason));
+    let Ok((header, _)) = Header::ref_from_prefix(bytes) else {
+        return bad(bytes.len(), format!("{} bytes are too few for a header", bytes.len()));
+    };
+    if header.magic != MAGIC {
+        return bad(0, "not a dcp-rs index: the magic differs".into());
+    }
+    if header.version.get() != VERSION {
+        return Err(Error::Unsupported(format!(
+            "{}: format version {}; this release reads version {VERSION}",
+            path.display(),
+            header.version
+        )));
+    }
+    if header.header_len.get() as usize != HEADER_LEN {
+        return bad(12, format!("header length is {}, not {HEADER_LEN}", header.header_len));
+    }
+    if header.file_len.get() != bytes.len() as u64 {
+        return bad(
+            32,
+            format!(
+                "the file is {} bytes long, its header says {}",
+                bytes.len(),
+                header.file_len
+            ),
+        );
+    }
+    let digest = index_digest(bytes, DIGEST_AT);
+    if digest != header.digest.get() {
+        return bad(
+            DIGEST_AT,
+            format!("digest is {digest:016x}, expected {:016x}", header.digest.get()),
+        );
+    }
+    let unknown = header.incompat.get() & !KNOWN_INCOMPAT;
+    if unknown != 0 {
+        return Err(Error::Unsupported(format!(
+            "{}: needs features that this release does not know: bits {unknown:#x}",
+            path.display()
+        )));
+    }
+    if header.block_size.get() != BLOCK_SIZE {
+        return bad(72, format!("block size is {}, not {BLOCK_SIZE}", header.block_size));
+    }
+    if SourceKind::from_code(header.source.get()).is_none() {
+        return bad(80, format!("unknown source {}", header.source));
+    }
+    let mut ranges = [const { 0..0 }; 7];
+    for (section, width) in SECTIONS {
+        let record = &header.sections[section as usize];
+        let (offset, length) = (record.offset.get(), record.length.get());
+        let at = 96 + 16 * section as usize;
+        let fits = offset
+            .checked_add(length)
+            .is_some_and(|end| offset >= HEADER_LEN as u64 && end <= bytes.len() as u64);
+        if !fits || offset % 8 != 0 || length % width as u64 != 0 {
+            return bad(at, format!("section {}: {length} bytes at {offset}", section as usize));
+        }
+        let start = usize::try_from(offset).expect("checked against the length");
+        ranges[section as usize] = start..start + usize::try_from(length).expect("checked against the length");
+    }
+    Ok(ranges)
+}
+
+/// Checks every record.
+pub(super) fn records(index: &Index) -> Result<()> {
+    let check = Check { index };
+    check.root()?;
+    check.files()?;
+    check.tensors()?;
+    check.chunks()
+}
+
+struct Check<'a> {
+    index: &'a Index,
+}
+
+impl Check<'_> {
+    fn bad<T>(&self, section: Section, record: usize, reason: impl Into<String>) -> Result<T> {
+        let width = SECTIONS[section as usize].1;
+        let offset = self.index.section_start(section) + (record * width) as u64;
+        Err(Error::corrupt_index(self.index.path(), offset, reason))
+    }
+
+    fn text(&self, offset: u64, len: u32) -> Option<&str> {
+        let strings = self.index.section(Section::Strings);
+        let at = usize::try_from(offset).ok()?;
+        let bytes = strings.get(at..at.checked_add(len as usize)?)?;
+        std::str::from_utf8(bytes).ok()
+    }
+
+    fn has_dims(&self, at: u64, count: usize) -> bool {
+        at.checked_add(count as u64)
+            .is_some_and(|end| end <= self.index.dims_pool().len() as u64)
+    }
+
+    fn root(&self) -> Result<()> {
+        let planner = self.index.section(Section::Planner);
+        match Value::decode_prefix(planner) {
+            Ok(_) => Ok(()),
+            Err((at, reason)) => self.bad(Section::Planner, at, format!("planner data: {reason}")),
+        }
+    }
+
+    fn files(&self) -> Result<()> {
+        let records = self.index.file_records();
+        if u32::try_from(records.len()).is_err() {
+            return self.bad(Section::Files, 0, "too many files");
+        }
+        for (i, record) in records.iter().enumerate() {
+            let Some(name) = self.text(record.name_offset.get(), record.name_len.get()) else {
+                return self.bad(Section::Files, i, "name of a file is outside the strings");
+            };
+            let external = record.flags.get() & FILE_EXTERNAL != 0;
+            if let Err(reason) = name::check_file_name(name, external) {
+                return self.bad(Section::Files, i, format!("{reason}: {name:?}"));
+            }
+            if record.data_start.get() > record.file_size.get() {
+                return self.bad(Section::Files, i, format!("payload of {name:?} begins after its end"));
+            }
+            if i64::try_from(record.file_size.get()).is_err() {
+                return self.bad(Section::Files, i, format!("size of {name:?} is too large"));
+            }
+        }
+        Ok(())
+    }
+
+    fn tensors(&self) -> Result<()> {
+        let records = self.index.tensor_records();
+        if u32::try_from(records.len()).is_err() {
+            return self.bad(Section::Tensors, 0, "too many tensors");
+        }
+        let mut next_chunk = 0;
+        let mut previous: Option<&str> = None;
+        for (i, record) in records.iter().enumerate() {
+            let Some(name) = self.text(record.name_offset.get(), record.name_len.get()) else {
+                return self.bad(Section::Tensors, i, "FQN is outside the strings");
+            };
+            if previous.is_some_and(|previous| previous.as_bytes() >= name.as_bytes()) {
+                return self.bad(Section::Tensors, i, format!("{name:?} is out of order"));
+            }
+            previous = Some(name);
+            if let Err(reason) = self.tensor(record) {
+                return self.bad(Section::Tensors, i, format!("tensor {name:?}: {reason}"));
+            }
+            if record.first_chunk.get() != next_chunk {
+                return self.bad(
+                    Section::Tensors,
+                    i,
+                    format!("tensor {name:?}: its chunks are out of order"),
+                );
+            }
+            next_chunk = match next_chunk.checked_add(record.chunk_count.get()) {
+                Some(end) if end <= self.index.chunk_count() => end,
+                _ => {
+                    return self.bad(
+                        Section::Tensors,
+                        i,
+                        format!("tensor {name:?}: more chunks than there are"),
+                    );
+                }
+            };
+        }
+        if next_chunk != self.index.chunk_count() {
+            return self.bad(Section::Chunks, 0, "chunks that belong to no tensor");
+        }
+        Ok(())
+    }
+
+    fn tensor(&self, record: &TensorRecord) -> std::result::Result<(), &'static str> {
+        let ndim = usize::from(record.ndim);
+        if ndim > MAX_NDIM || !self.has_dims(record.shape.get(), ndim) {
+            return Err("shape is outside the dims");
+        }
+        match record.kind {
+            0 => {
+                let dtype = Dtype::from_code(record.dtype).ok_or("unknown dtype")?;
+                let at = usize::try_from(record.shape.get()).map_err(|_| "shape is outside the dims")?;
+                let shape: Dims = self.index.dims_pool()[at..at + ndim].iter().map(|d| d.get()).collect();
+                element_count(&shape)
+                    .and_then(|n| n.checked_mul(dtype.size()))
+                    .filter(|&bytes| i64::try_from(bytes).is_ok())
+                    .ok_or("shape is too large")?;
+                if shape.iter().any(|&size| i64::try_from(size).is_err()) {
+                    return Err("shape is too large");
+                }
+            }
+            1 if record.dtype != 0 || ndim != 0 || record.chunk_count.get() != 1 => {
+                return Err("bytes with a dtype, a shape, or not exactly one chunk");
+            }
+            1 => {}
+            _ => return Err("unknown kind"),
+        }
+        if record.split_dim.get() != NO_SPLIT && record.split_dim.get() as usize >= ndim {
+            return Err("split dimension is not one of the tensor's");
+        }
+        let path_len = record.path_len.get() as usize;
+        if path_len > 0 {
+            let planner = self.index.section(Section::Planner);
+            let path = usize::try_from(record.path_offset.get())
+                .ok()
+                .and_then(|at| planner.get(at..at.checked_add(path_len)?))
+                .ok_or("path is outside the planner data")?;
+            if !matches!(Value::decode(path), Ok(Value::Tuple(_))) {
+                return Err("path is not a tuple");
+            }
+        }
+        Ok(())
+    }
+
+    fn chunks(&self) -> Result<()> {
+        let chunks = self.index.chunk_records();
+        let mut at = 0;
+        for (t, tensor) in self.index.tensor_records().iter().enumerate() {
+            let count = usize::try_from(tensor.chunk_count.get()).expect("checked with the tensors");
+            let mut previous = None;
+            for record in &chunks[at..at + count] {
+                previous = match self.chunk(t, tensor, record, previous) {
+                    Ok(dims) => Some(dims),
+                    Err(reason) => {
+                        #[expect(clippy::cast_possible_truncation, reason = "checked with the tensors")]
+                        let name = self.index.name(t as u32);
+                        return self.bad(Section::Chunks, at, format!("a chunk of tensor {name:?}: {reason}"));
+                    }
+                };
+                at += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks one chunk against its tensor and the chunk before it; returns its offsets and sizes.
+    fn chunk(
+        &self,
+        t: usize,
+        tensor: &TensorRecord,
+        record: &ChunkRecord,
+        previous: Option<&[U64]>,
+    ) -> std::result::Result<&[U64], &'static str> {
+        if record.tensor.get() as usize != t {
+            return Err("it names another tensor");
+        }
+        self.chunk_place(record)?;
+        let ndim = usize::from(tensor.ndim);
+        let strided = record.flags.get() & CHUNK_STRIDED != 0;
+        if !self.has_dims(record.dims.get(), ndim * if strided { 3 } else { 2 }) {
+            return Err("dims are outside their section");
+        }
+        let at = usize::try_from(record.dims.get()).expect("checked against the section");
+        let dims = self.index.dims_pool();
+        let extent = &dims[at..at + 2 * ndim];
+        if previous.is_some_and(|previous| previous >= extent) {
+            return Err("it is out of order");
+        }
+        if tensor.kind != 0 {
+            return Ok(extent);
+        }
+        let (offsets, sizes) = extent.split_at(ndim);
+        let shape = usize::try_from(tensor.shape.get()).expect("checked with the tensor");
+        let shape = &dims[shape..shape + ndim];
+        for ((offset, size), whole) in offsets.iter().zip(sizes).zip(shape) {
+            if offset.get().checked_add(size.get()).is_none_or(|end| end > whole.get()) {
+                return Err("it lies outside the tensor");
+            }
+        }
+        let itemsize = Dtype::from_code(tensor.dtype).expect("checked with the tensor").size();
+        let counts: Dims = sizes.iter().map(|d| d.get()).collect();
+        let needed = if strided {
+            let strides: Dims = dims[at + 2 * ndim..at + 3 * ndim].iter().map(|d| d.get()).collect();
+            strided_length(&counts, &strides, itemsize)
+        } else {
+            element_count(&counts).and_then(|n| n.checked_mul(itemsize))
+        };
+        if needed != Some(record.length.get()) {
+            return Err("its length does not match its sizes");
+        }
+        if tensor.split_dim.get() != NO_SPLIT {
+            let split = tensor.split_dim.get() as usize;
+            if (0..ndim).any(|d| d != split && sizes[d] != shape[d]) {
+                return Err("it does not span the other dimensions");
+            }
+            if previous.is_some_and(|p| p[split].get() + p[ndim + split].get() > offsets[split].get()) {
+                return Err("it begins before the previous one ends");
+            }
+        }
+        Ok(extent)
+    }
+
+    /// Checks where the bytes and the digests of a chunk are.
+    fn chunk_place(&self, record: &ChunkRecord) -> std::result::Result<(), &'static str> {
+        let Some(file) = self.index.file_records().get(record.file.get() as usize) else {
+            return Err("no such file");
+        };
+        let end = record.offset.get().checked_add(record.length.get());
+        if record.offset.get() < file.data_start.get() || end.is_none_or(|end| end > file.file_size.get()) {
+            return Err("it is outside its file");
+        }
+        if record.flags.get() & CHUNK_DIGESTS != 0 {
+            let digests = self.index.section(Section::Digests).len() as u64 / 8;
+            let end = record.digest.get().checked_add(block_count(record.length.get()));
+            if end.is_none_or(|end| end > digests) {
+                return Err("digests are outside their section");
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,239 @@
+//! Planner data: a small self-describing encoding, in place of a pickle (section 5 of `docs/format.md`).
+
+const MAX_DEPTH: u32 = 64;
+
+/// A value of planner data.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Value {
+    /// Python's `None`.
+    None,
+    /// A truth value.
+    Bool(bool),
+    /// An integer that fits 64 bits.
+    Int(i64),
+    /// A float.
+    Float(f64),
+    /// Text.
+    Str(String),
+    /// Bytes.
+    Bytes(Vec<u8>),
+    /// A tuple.
+    Tuple(Vec<Value>),
+    /// A list.
+    List(Vec<Value>),
+    /// A dict, in its order.
+    Dict(Vec<(Value, Value)>),
+}
+
+impl Value {
+    /// Appends the encoding. Lengths over `u32::MAX` and nesting over 64 are refused with a reason.
+    ///
+    /// # Errors
+    /// A message that says what cannot be encoded.
+    pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), &'static str> {
+        self.encode_at(out, 0)
+    }
+
+    fn encode_at(&self, out: &mut Vec<u8>, depth: u32) -> Result<(), &'static str> {
+        if depth > MAX_DEPTH {
+            return Err("planner data is nested more than 64 deep");
+        }
+        match self {
+            Self::None => out.push(0),
+            Self::Bool(false) => out.push(1),
+            Self::Bool(true) => out.push(2),
+            Self::Int(i) => {
+                out.push(3);
+                out.extend(i.to_le_bytes());
+            }
+            Self::Float(f) => {
+                out.push(4);
+                out.extend(f.to_le_bytes());
+            }
+            Self::Str(s) => {
+                out.push(5);
+                encode_len(s.len(), out)?;
+                out.extend(s.as_bytes());
+            }
+            Self::Bytes(b) => {
+                out.push(6);
+                encode_len(b.len(), out)?;
+                out.extend(b);
+            }
+            Self::Tuple(items) | Self::List(items) => {
+                out.push(if matches!(self, Self::Tuple(_)) { 7 } else { 8 });
+                encode_len(items.len(), out)?;
+                for item in items {
+                    item.encode_at(out, depth + 1)?;
+                }
+            }
+            Self::Dict(pairs) => {
+                out.push(9);
+                encode_len(pairs.len(), out)?;
+                for (key, value) in pairs {
+                    key.encode_at(out, depth + 1)?;
+                    value.encode_at(out, depth + 1)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Decodes a value that fills `bytes` exactly.
+    ///
+    /// # Errors
+    /// The place in `bytes` and what is wrong there.
+    pub fn decode(bytes: &[u8]) -> Result<Self, (usize, &'static str)> {
+        let (value, rest) = Self::decode_prefix(bytes)?;
+        if rest.is_empty() {
+            Ok(value)
+        } else {
+            Err((bytes.len() - rest.len(), "bytes after the value"))
+        }
+    }
+
+    /// Decodes a value at the start of `bytes`, and returns what follows it.
+    ///
+    /// # Errors
+    /// The place in `bytes` and what is wrong there.
+    pub fn decode_prefix(bytes: &[u8]) -> Result<(Self, &[u8]), (usize, &'static str)> {
+        let mut cursor = Cursor { bytes, at: 0 };
+        let value = cursor.value(0).map_err(|reason| (cursor.at, reason))?;
+        Ok((value, &bytes[cursor.at..]))
+    }
+}
+
+fn encode_len(len: usize, out: &mut Vec<u8>) -> Result<(), &'static str> {
+    let len = u32::try_from(len).map_err(|_| "planner data holds a value of over 4 GiB")?;
+    out.extend(len.to_le_bytes());
+    Ok(())
+}
+
+struct Cursor<'a> {
+    bytes: &'a [u8],
+    at: usize,
+}
+
+impl<'a> Cursor<'a> {
+    fn take(&mut self, n: usize) -> Result<&'a [u8], &'static str> {
+        let end = self.at.checked_add(n).ok_or("length overflows")?;
+        let taken = self.bytes.get(self.at..end).ok_or("value ends early")?;
+        self.at = end;
+        Ok(taken)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], &'static str> {
+        Ok(self.take(N)?.try_into().expect("take returns N bytes"))
+    }
+
+    /// A length or count, checked against what is left: no item takes less than a byte.
+    fn len(&mut self) -> Result<usize, &'static str> {
+        let len = usize::try_from(u32::from_le_bytes(self.array()?)).map_err(|_| "length overflows")?;
+        if len > self.bytes.len() - self.at {
+            return Err("length exceeds what is left");
+        }
+        Ok(len)
+    }
+
+    fn value(&mut self, depth: u32) -> Result<Value, &'static str> {
+        if depth > MAX_DEPTH {
+            return Err("nested more than 64 deep");
+        }
+        let [tag] = self.array()?;
+        Ok(match tag {
+            0 => Value::None,
+            1 => Value::Bool(false),
+            2 => Value::Bool(true),
+            3 => Value::Int(i64::from_le_bytes(self.array()?)),
+            4 => Value::Float(f64::from_le_bytes(self.array()?)),
+            5 => {
+                let len = self.len()?;
+                let text = std::str::from_utf8(self.take(len)?).map_err(|_| "string is not UTF-8")?;
+                Value::Str(text.to_owned())
+            }
+            6 => {
+                let len = self.len()?;
+                Value::Bytes(self.take(len)?.to_vec())
+            }
+            7 => Value::Tuple(self.values(depth)?),
+            8 => Value::List(self.values(depth)?),
+            9 => {
+                let len = self.len()?;
+                let mut pairs = Vec::new();
+                for _ in 0..len {
+                    pairs.push((self.value(depth + 1)?, self.value(depth + 1)?));
+                }
+                Value::Dict(pairs)
+            }
+            _ => return Err("unknown tag"),
+        })
+    }
+
+    /// The items grow as they are read, so that a false count reserves nothing.
+    fn values(&mut self, depth: u32) -> Result<Vec<Value>, &'static str> {
+        let len = self.len()?;
+        let mut values = Vec::new();
+        for _ in 0..len {
+            values.push(self.value(depth + 1)?);
+        }
+        Ok(values)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn values() -> impl Strategy<Value = Value> {
+        let leaf = prop_oneof![
+            Just(Value::None),
+            any::<bool>().prop_map(Value::Bool),
+            any::<i64>().prop_map(Value::Int),
+            (-1e300..1e300).prop_map(Value::Float),
+            ".*".prop_map(Value::Str),
+            prop::collection::vec(any::<u8>(), 0..20).prop_map(Value::Bytes),
+        ];
+        leaf.prop_recursive(6, 40, 5, |inner| {
+            prop_oneof![
+                prop::collection::vec(inner.clone(), 0..5).prop_map(Value::Tuple),
+                prop::collection::vec(inner.clone(), 0..5).prop_map(Value::List),
+                prop::collection::vec((inner.clone(), inner), 0..5).prop_map(Value::Dict),
+            ]
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_encoded_decodes(value in values()) {
+            let mut bytes = Vec::new();
+            value.encode(&mut bytes).unwrap();
+            prop_assert_eq!(Value::decode(&bytes), Ok(value));
+            for cut in 0..bytes.len() {
+                prop_assert!(Value::decode(&bytes[..cut]).is_err());
+            }
+        }
+
+        #[test]
+        fn any_bytes_are_safe_to_decode(bytes in prop::collection::vec(0_u8..12, 0..200)) {
+            let _ = Value::decode(&bytes);
+        }
+    }
+
+    #[test]
+    fn depth_and_counts_are_bounded() {
+        let mut deep = Value::None;
+        for _ in 0..70 {
+            deep = Value::List(vec![deep]);
+        }
+        assert!(deep.encode(&mut Vec::new()).is_err());
+        let mut bytes = Vec::new();
+        for _ in 0..70 {
+            bytes.extend([8, 1, 0, 0, 0]);
+        }
+        bytes.push(0);
+        assert!(Value::decode(&bytes).is_err());
+        assert!(Value::decode(&[8, 255, 255, 255, 255, 0]).is_err());
+    }
+}

@@ -1,0 +1,95 @@
+//! Planner data and small values, to and from Python.
+
+use dcp_rs_core::Dtype;
+use dcp_rs_core::format::{Dims, Value};
+use pyo3::IntoPyObjectExt as _;
+use pyo3::exceptions::PyUnicodeEncodeError;
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
+
+use crate::error::UnsupportedError;
+
+/// Sizes, offsets or strides, from any sequence of integers.
+pub struct Extent(pub Dims);
+
+impl<'py> FromPyObject<'_, 'py> for Extent {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let tuple = object.cast::<PyTuple>()?;
+        tuple
+            .iter_borrowed()
+            .map(|size| size.extract::<u64>())
+            .collect::<PyResult<Dims>>()
+            .map(Self)
+    }
+}
+
+/// A tuple of integers.
+pub fn extent_to_py<'py>(py: Python<'py>, dims: &[u64]) -> PyResult<Bound<'py, PyTuple>> {
+    PyTuple::new(py, dims)
+}
+
+/// The dtype of torch's name.
+pub fn dtype(name: &str) -> PyResult<Dtype> {
+    Dtype::from_name(name).ok_or_else(|| UnsupportedError::new_err(format!("no dtype {name:?} in the format")))
+}
+
+/// Planner data of a Python object: None, bool, int, float, str, bytes, and tuples, lists and dicts of such.
+pub fn to_value(object: &Bound<'_, PyAny>, depth: u32) -> PyResult<Value> {
+    let unsupported = |what: String| UnsupportedError::new_err(format!("planner data holds {what}, which the format cannot"));
+    if depth > 64 {
+        return Err(unsupported("values nested more than 64 deep".into()));
+    }
+    let sequence = |items: Vec<Bound<'_, PyAny>>| items.iter().map(|item| to_value(item, depth + 1)).collect();
+    Ok(if object.is_none() {
+        Value::None
+    } else if object.is_exact_instance_of::<PyBool>() {
+        Value::Bool(object.extract()?)
+    } else if object.is_exact_instance_of::<PyInt>() {
+        Value::Int(object.extract().map_err(|_| unsupported(format!("the integer {object}, over 64 bits")))?)
+    } else if object.is_exact_instance_of::<PyFloat>() {
+        Value::Float(object.extract()?)
+    } else if object.is_instance_of::<PyString>() {
+        Value::Str(object.extract().map_err(|error: PyErr| {
+            if error.is_instance_of::<PyUnicodeEncodeError>(object.py()) {
+                unsupported("text with lone surrogates".into())
+            } else {
+                error
+            }
+        })?)
+    } else if let Ok(bytes) = object.cast_exact::<PyBytes>() {
+        Value::Bytes(bytes.as_bytes().to_vec())
+    } else if let Ok(tuple) = object.cast::<PyTuple>() {
+        Value::Tuple(sequence(tuple.iter().collect())?)
+    } else if let Ok(list) = object.cast::<PyList>() {
+        Value::List(sequence(list.iter().collect())?)
+    } else if let Ok(dict) = object.cast::<PyDict>() {
+        let pair = |(key, value)| Ok((to_value(&key, depth + 1)?, to_value(&value, depth + 1)?));
+        Value::Dict(dict.iter().map(pair).collect::<PyResult<_>>()?)
+    } else {
+        return Err(unsupported(format!("a {}", object.get_type().qualname()?)));
+    })
+}
+
+/// The Python object of planner data.
+pub fn from_value<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
+    let items = |values: &[Value]| values.iter().map(|v| from_value(py, v)).collect::<PyResult<Vec<_>>>();
+    Ok(match value {
+        Value::None => py.None().into_bound(py),
+        Value::Bool(b) => b.into_bound_py_any(py)?,
+        Value::Int(i) => i.into_bound_py_any(py)?,
+        Value::Float(f) => f.into_bound_py_any(py)?,
+        Value::Str(s) => s.into_bound_py_any(py)?,
+        Value::Bytes(b) => PyBytes::new(py, b).into_any(),
+        Value::Tuple(values) => PyTuple::new(py, items(values)?)?.into_any(),
+        Value::List(values) => PyList::new(py, items(values)?)?.into_any(),
+        Value::Dict(pairs) => {
+            let dict = PyDict::new(py);
+            for (key, value) in pairs {
+                dict.set_item(from_value(py, key)?, from_value(py, value)?)?;
+            }
+            dict.into_any()
+        }
+    })
+}

@@ -1,0 +1,78 @@
+//! From the core's errors to the exceptions of `dcp_rs.errors`, which Python defines so that they pickle.
+
+use std::path::Path;
+
+use dcp_rs_core::Error;
+use pyo3::exceptions::{PyKeyboardInterrupt, PyOSError};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+pyo3::import_exception!(dcp_rs.errors, CheckpointNotFoundError);
+pyo3::import_exception!(dcp_rs.errors, CorruptDataError);
+pyo3::import_exception!(dcp_rs.errors, CorruptIndexError);
+pyo3::import_exception!(dcp_rs.errors, PlanError);
+pyo3::import_exception!(dcp_rs.errors, UnsupportedError);
+
+/// The exception for an error of the core.
+pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
+    let message = error.to_string();
+    match error {
+        Error::NotFound { path, .. } => {
+            with_place(py, CheckpointNotFoundError::new_err(message), Some(path), None, None)
+        }
+        Error::CorruptIndex { path, offset, .. } => {
+            with_place(py, CorruptIndexError::new_err(message), Some(path), None, Some(*offset))
+        }
+        Error::CorruptData {
+            path, tensor, offset, ..
+        } => with_place(
+            py,
+            CorruptDataError::new_err(message),
+            Some(path),
+            Some(tensor.as_str()),
+            Some(*offset),
+        ),
+        Error::Unsupported(_) => UnsupportedError::new_err(message),
+        Error::Plan(_) => PlanError::new_err(message),
+        // The standard class, so that callers can look at errno: OSError picks FileNotFoundError and the like by it.
+        Error::Io { action, path, source } => PyOSError::new_err((
+            source.raw_os_error().unwrap_or(libc_eio()),
+            format!("{action}: {source}"),
+            path.display().to_string(),
+        )),
+        Error::Interrupted => PyKeyboardInterrupt::new_err(()),
+        _ => PlanError::new_err(message),
+    }
+}
+
+const fn libc_eio() -> i32 {
+    5
+}
+
+/// Sets `path`, `tensor` and `offset`, which every class of `dcp_rs.errors` has.
+fn with_place(py: Python<'_>, error: PyErr, path: Option<&Path>, tensor: Option<&str>, offset: Option<u64>) -> PyErr {
+    let place = PyDict::new(py);
+    let set = || -> PyResult<()> {
+        place.set_item("path", path.map(|p| p.display().to_string()))?;
+        place.set_item("tensor", tensor)?;
+        place.set_item("offset", offset)?;
+        error.value(py).getattr("__dict__")?.call_method1("update", (&place,))?;
+        Ok(())
+    };
+    match set() {
+        Ok(()) => error,
+        Err(other) => other,
+    }
+}
+
+/// `Result<T, Error>` as a Python result.
+pub trait IntoPy<T> {
+    /// Translates the error.
+    fn into_py(self, py: Python<'_>) -> PyResult<T>;
+}
+
+impl<T> IntoPy<T> for dcp_rs_core::Result<T> {
+    fn into_py(self, py: Python<'_>) -> PyResult<T> {
+        self.map_err(|error| to_py(py, &error))
+    }
+}

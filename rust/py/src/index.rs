@@ -1,0 +1,256 @@
+//! The index of a checkpoint, as Python sees it.
+
+use std::ffi::{c_int, c_void};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use dcp_rs_core::format::{self, Dims, Kind};
+use dcp_rs_core::source;
+use dcp_rs_core::store::PrivateMapping;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList, PyTuple};
+
+use crate::convert::{Extent, extent_to_py, from_value};
+use crate::error::{IntoPy, PlanError};
+
+/// An open, validated index. Immutable, and safe to share between threads.
+#[pyclass(frozen, module = "dcp_rs._core")]
+pub struct Index {
+    pub inner: Arc<format::Index>,
+    /// Whether names that lead out of the folder may be opened.
+    pub allow_external: bool,
+}
+
+/// Name, whether it is bytes, dtype, shape, flags, number of chunks.
+type TensorTuple<'py> = (String, bool, Option<&'static str>, Bound<'py, PyTuple>, u8, u64);
+/// File, offset, length, offsets, sizes.
+type ChunkTuple<'py> = (u32, u64, u64, Bound<'py, PyTuple>, Bound<'py, PyTuple>);
+
+#[pymethods]
+impl Index {
+    /// Maps and checks the index file at `path`.
+    #[staticmethod]
+    fn open(py: Python<'_>, path: PathBuf, allow_external: bool) -> PyResult<Self> {
+        let inner = py.detach(|| source::open_index(&path)).into_py(py)?;
+        Ok(Self {
+            inner: Arc::new(inner),
+            allow_external,
+        })
+    }
+
+    /// Checks the bytes of an index; `path` is where its file would be.
+    #[staticmethod]
+    fn from_bytes(py: Python<'_>, bytes: Vec<u8>, path: PathBuf, allow_external: bool) -> PyResult<Self> {
+        let inner = py.detach(|| format::Index::from_bytes(bytes, &path)).into_py(py)?;
+        Ok(Self {
+            inner: Arc::new(inner),
+            allow_external,
+        })
+    }
+
+    #[getter]
+    fn path(&self) -> PathBuf {
+        self.inner.path().to_owned()
+    }
+
+    #[getter]
+    fn save_id(&self) -> String {
+        self.inner.save_id().iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    #[getter]
+    fn generation(&self) -> u64 {
+        self.inner.generation()
+    }
+
+    #[getter]
+    fn version(&self) -> u32 {
+        self.inner.version()
+    }
+
+    #[getter]
+    fn source(&self) -> &'static str {
+        match self.inner.source() {
+            format::SourceKind::Native => "dcp-rs",
+            format::SourceKind::Safetensors => "safetensors",
+            format::SourceKind::Dcp => "dcp",
+        }
+    }
+
+    #[getter]
+    fn tensor_count(&self) -> u32 {
+        self.inner.tensor_count()
+    }
+
+    #[getter]
+    fn chunk_count(&self) -> u64 {
+        self.inner.chunk_count()
+    }
+
+    /// The index as it stands on disk.
+    fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, self.inner.bytes())
+    }
+
+    /// All FQNs, sorted.
+    fn names<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        PyList::new(py, (0..self.inner.tensor_count()).map(|t| self.inner.name(t)))
+    }
+
+    fn name(&self, tensor: u32) -> PyResult<&str> {
+        self.check_tensor(tensor)?;
+        Ok(self.inner.name(tensor))
+    }
+
+    fn find(&self, fqn: &str) -> Option<u32> {
+        self.inner.find(fqn)
+    }
+
+    fn tensor<'py>(&self, py: Python<'py>, tensor: u32) -> PyResult<TensorTuple<'py>> {
+        self.check_tensor(tensor)?;
+        let view = self.inner.tensor(tensor);
+        Ok((
+            view.name.to_owned(),
+            view.kind == Kind::Bytes,
+            view.dtype.map(dcp_rs_core::Dtype::name),
+            extent_to_py(py, &view.shape)?,
+            view.flags,
+            view.chunks.end - view.chunks.start,
+        ))
+    }
+
+    /// The chunks of a tensor, in the order of their offsets.
+    fn chunks<'py>(&self, py: Python<'py>, tensor: u32) -> PyResult<Vec<ChunkTuple<'py>>> {
+        self.check_tensor(tensor)?;
+        self.inner
+            .tensor(tensor)
+            .chunks
+            .map(|c| {
+                let chunk = self.inner.chunk(c);
+                Ok((
+                    chunk.file,
+                    chunk.offset,
+                    chunk.length,
+                    extent_to_py(py, &chunk.offsets)?,
+                    extent_to_py(py, &chunk.sizes)?,
+                ))
+            })
+            .collect()
+    }
+
+    /// Name, size in bytes, start of the payload, whether external, for every data file.
+    fn files(&self) -> Vec<(String, u64, u64, bool)> {
+        (0..self.inner.file_count())
+            .map(|f| {
+                let file = self.inner.file(f);
+                (file.name.to_owned(), file.size, file.data_start, file.external)
+            })
+            .collect()
+    }
+
+    /// The path of a tensor in the state dict that was saved, as a tuple, or None.
+    fn planner_path<'py>(&self, py: Python<'py>, tensor: u32) -> PyResult<Option<Bound<'py, PyAny>>> {
+        self.check_tensor(tensor)?;
+        self.inner
+            .planner_path(tensor)
+            .map(|path| from_value(py, &path))
+            .transpose()
+    }
+
+    /// The planner data that belongs to no tensor.
+    fn planner_root<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        from_value(py, &self.inner.planner_root())
+    }
+
+    /// The chunk for each (fqn, offset or None, hint or None), as DCP's `MetadataIndex` names one.
+    fn locate(&self, wanted: Vec<(String, Option<Extent>, Option<u64>)>) -> PyResult<Vec<u64>> {
+        wanted
+            .into_iter()
+            .map(|(fqn, offset, hint)| self.locate_one(&fqn, offset.as_ref().map(|o| &o.0), hint))
+            .collect()
+    }
+
+    /// A private (copy-on-write) mapping of a data file, after its length was checked.
+    fn map_file(&self, py: Python<'_>, file: u32) -> PyResult<FileMapping> {
+        let inner = Arc::clone(&self.inner);
+        let allow_external = self.allow_external;
+        let mapping = py
+            .detach(|| source::map_data_file(&inner, file, allow_external))
+            .into_py(py)?;
+        Ok(FileMapping { mapping })
+    }
+}
+
+impl Index {
+    pub fn check_tensor(&self, tensor: u32) -> PyResult<()> {
+        if tensor < self.inner.tensor_count() {
+            Ok(())
+        } else {
+            Err(PlanError::new_err(format!("no tensor {tensor} in {}", self.inner.path().display())))
+        }
+    }
+
+    fn locate_one(&self, fqn: &str, offset: Option<&Dims>, hint: Option<u64>) -> PyResult<u64> {
+        let index = &self.inner;
+        let missing = |what: String| PlanError::new_err(format!("{what} in {}", index.path().display()));
+        let tensor = index.find(fqn).ok_or_else(|| missing(format!("no tensor {fqn:?}")))?;
+        let chunks = index.tensor(tensor).chunks;
+        let is_it = |c: u64| offset.is_none_or(|offset| index.chunk(c).offsets == *offset);
+        if let Some(hinted) = hint.and_then(|hint| chunks.start.checked_add(hint))
+            && hinted < chunks.end
+            && is_it(hinted)
+        {
+            return Ok(hinted);
+        }
+        let Some(offset) = offset else {
+            return match chunks.end - chunks.start {
+                1 => Ok(chunks.start),
+                n => Err(missing(format!("tensor {fqn:?} has {n} chunks, and no offset was given to tell them apart"))),
+            };
+        };
+        // Sorted by offset. Of two chunks at one offset the last is the larger; the other is empty.
+        let (mut low, mut high) = (chunks.start, chunks.end);
+        while low < high {
+            let middle = low + (high - low) / 2;
+            if index.chunk(middle).offsets <= *offset {
+                low = middle + 1;
+            } else {
+                high = middle;
+            }
+        }
+        match low.checked_sub(1) {
+            Some(found) if found >= chunks.start && is_it(found) => Ok(found),
+            _ => Err(missing(format!("no chunk of tensor {fqn:?} at offset {:?}", offset.as_slice()))),
+        }
+    }
+}
+
+/// A data file in memory, writable without changing the file. Lives as long as any tensor over it.
+#[pyclass(frozen, module = "dcp_rs._core")]
+pub struct FileMapping {
+    mapping: PrivateMapping,
+}
+
+#[pymethods]
+impl FileMapping {
+    /// Lends the mapping out for writing: it is private, so writes stay in this process.
+    ///
+    /// # Safety
+    /// Called by Python with a `view` to fill; Python keeps `slf` alive until it releases the view.
+    #[expect(unsafe_code, reason = "the buffer protocol is a C interface")]
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut pyo3::ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let mapping = &slf.get().mapping;
+        let len = isize::try_from(mapping.len()).map_err(|_| PlanError::new_err("file too large to map"))?;
+        // SAFETY: `view` is Python's to fill; the memory is the mapping's, which lives as long as `slf`, to which
+        // PyBuffer_FillInfo takes a reference; writes through it are private to this process, and their
+        // synchronisation is the caller's business as with any tensor.
+        let status = unsafe {
+            pyo3::ffi::PyBuffer_FillInfo(view, slf.as_ptr(), mapping.as_ptr().cast::<c_void>(), len, 0, flags)
+        };
+        if status == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
+    }
+
+    fn __len__(&self) -> usize {
+        self.mapping.len()
+    }
+}

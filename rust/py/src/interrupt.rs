@@ -1,0 +1,46 @@
+//! Long work without the GIL, that Ctrl-C stops.
+
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
+
+use dcp_rs_core::{Control, Result};
+use pyo3::prelude::*;
+
+use crate::error::IntoPy;
+
+/// How often signals are looked at.
+const PERIOD: Duration = Duration::from_millis(20);
+
+/// Runs `work` on another thread while this one, without the GIL, watches for signals. A signal whose handler raises cancels the
+/// work; its threads have ended when this returns.
+pub fn run<T: Send>(py: Python<'_>, work: impl FnOnce(&Control) -> Result<T> + Send) -> PyResult<T> {
+    let control = Control::default();
+    let (result, raised) = py.detach(|| {
+        std::thread::scope(|scope| {
+            let (done, is_done) = channel();
+            let control = &control;
+            let worker = scope.spawn(move || {
+                let result = work(control);
+                // The receiver lives until the worker is joined.
+                let _ = done.send(());
+                result
+            });
+            let mut raised = None;
+            while is_done.recv_timeout(PERIOD) == Err(RecvTimeoutError::Timeout) {
+                if let Err(error) = Python::attach(|py| py.check_signals()) {
+                    control.cancel();
+                    raised = Some(error);
+                    break;
+                }
+            }
+            match worker.join() {
+                Ok(result) => (result, raised),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        })
+    });
+    match raised {
+        Some(error) => Err(error),
+        None => result.into_py(py),
+    }
+}

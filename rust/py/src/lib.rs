@@ -1,0 +1,18 @@
+//! `dcp_rs._core`: the boundary between dcp-rs-core and Python. Translates, validates, releases the GIL; decides nothing.
+
+mod convert;
+mod error;
+mod index;
+mod interrupt;
+mod read;
+mod write;
+
+use pyo3::prelude::*;
+
+#[pymodule(gil_used = false)]
+mod _core {
+    #[pymodule_export]
+    use crate::index::{FileMapping, Index};
+    #[pymodule_export]
+    use crate::write::{Save, commit, merge_indexes, next_generation, publish_index};
+}

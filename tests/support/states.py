@@ -1,0 +1,125 @@
+"""State dicts that cover what a checkpoint can hold."""
+
+from typing import Any
+
+import torch
+
+_NAMES = """
+bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 float32 float64 bfloat16
+complex32 complex64 complex128 bcomplex32 float8_e4m3fn float8_e4m3fnuz float8_e5m2
+float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2
+""".split()  # noqa: SIM905 - twenty-three quoted names, one a line, are no easier to read
+
+# The dtypes of docs/format.md that the installed torch has (bcomplex32 is the newest).
+ALL_DTYPES: list[torch.dtype] = [getattr(torch, name) for name in _NAMES if hasattr(torch, name)]
+
+
+def random_tensor(
+    shape: tuple[int, ...] = (4, 6), dtype: torch.dtype = torch.float32, seed: int = 0
+) -> torch.Tensor:
+    """Random bits, so that NaNs with payloads, infinities and subnormal numbers occur."""
+    generator = torch.Generator().manual_seed(seed)
+    count = 1
+    for size in shape:
+        count *= size
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8).view(dtype)
+    itemsize = torch.empty(0, dtype=dtype).element_size()
+    raw = torch.randint(0, 256, (count * itemsize,), generator=generator, dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+def blank(state: Any) -> Any:
+    """A destination for `state`: contiguous tensors that differ in every byte, and no other values."""
+    if isinstance(state, torch.Tensor):
+        if state.dtype == torch.bool:
+            return ~state
+        plain = state.detach().resolve_conj().resolve_neg().contiguous()
+        return (~plain.reshape(-1).view(torch.uint8)).view(state.dtype).reshape(state.shape)
+    if isinstance(state, dict):
+        return {key: blank(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [blank(value) for value in state]
+    return None
+
+
+def dtypes_state(shape: tuple[int, ...] = (5, 3), seed: int = 0) -> dict[str, torch.Tensor]:
+    """A tensor of each dtype."""
+    return {
+        str(dtype).removeprefix("torch."): random_tensor(shape, dtype, seed + i)
+        for i, dtype in enumerate(ALL_DTYPES)
+    }
+
+
+def shapes_state(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Scalars, empty tensors, and views that are not contiguous or are lazily conjugated or negated."""
+    base = random_tensor((6, 8), seed=seed)
+    # Finite numbers where a view computes its elements.
+    numbers = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    complex_numbers = torch.complex(numbers, -numbers)
+    return {
+        "scalar": random_tensor((), seed=seed + 1),
+        "scalar_int": torch.tensor(7),
+        "empty": torch.empty(0),
+        "empty_inside": torch.empty(3, 0, 2, dtype=torch.bfloat16),
+        "one": random_tensor((1, 1, 1), torch.float64, seed + 2),
+        "deep": random_tensor((1, 2, 1, 3, 1, 2, 1, 2), torch.int16, seed + 3),
+        "transposed": base.t(),
+        "rows": base[2:5],
+        "columns": base[:, 1:7:2],
+        "expanded": base[:1].expand(6, 8),
+        "channels_last": random_tensor((2, 3, 4, 5), seed=seed + 4).to(
+            memory_format=torch.channels_last
+        ),
+        "conjugate": complex_numbers.conj(),
+        "negative": complex_numbers.conj().imag,
+        "odd_length": random_tensor((4097,), torch.uint8, seed + 5),
+        "two_blocks": random_tensor((1 << 20, 2), torch.uint8, seed + 6),
+    }
+
+
+def nested_state(seed: int = 0) -> dict[str, Any]:
+    """A training state in small: model, optimizer with a list of groups, plain values."""
+    parameter = random_tensor((8, 4), torch.bfloat16, seed)
+    return {
+        "model": {
+            "embedding.weight": parameter,
+            "layers": {"0": {"weight": random_tensor((4, 4), seed=seed + 1)}},
+        },
+        "optimizer": {
+            "state": {
+                "embedding.weight": {
+                    "step": torch.tensor(12.0),
+                    "exp_avg": random_tensor((8, 4), seed=seed + 2),
+                    "exp_avg_sq": random_tensor((8, 4), seed=seed + 3),
+                }
+            },
+            "param_groups": [
+                {"lr": 3e-4, "betas": (0.9, 0.95), "params": ["embedding.weight"]},
+            ],
+        },
+        "step": 12,
+        "loss": float("inf"),
+        "name": "ünïcode",
+        "flag": True,
+        "nothing": None,
+        "buffers": [random_tensor((3,), torch.int64, seed + 4), torch.tensor(1)],
+    }
+
+
+def strange_names_state(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Names that are legal as keys and awkward as anything else."""
+    names = [
+        "",
+        " ",
+        "a/b",
+        "../up",
+        "model.0@1",
+        "__metadata__",
+        "__metadata__~",
+        'quote"back\\slash',
+        "line\nbreak\ttab\x00nul",
+        "gewicht.größe.重み.🔥",
+        "n" * 2000,
+    ]
+    return {name: random_tensor((3,), seed=seed + i) for i, name in enumerate(names)}
