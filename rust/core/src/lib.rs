@@ -7,6 +7,7 @@ mod dtype;
 mod error;
 pub mod format;
 pub mod overlap;
+pub mod source;
 
 pub use dtype::Dtype;
 pub use error::{Error, Result};
