@@ -148,9 +148,10 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             msg = f"no rank wrote {missing[0]!r}" + (f" (nor {len(missing) - 1} others)" if missing[1:] else "")
             raise PlanError(msg, tensor=missing[0])
         if self._use_collectives:
-            _core.commit(str(self.path), data, self.options.fsync)
+            for reason in _core.commit(str(self.path), data, self.options.fsync):
+                warnings.warn(f"the checkpoint is saved, but a file of the one before is still there: {reason}", stacklevel=2)
         else:
-            _core.publish_index(str(self.path), rank_index_name(self._rank or 0), data, self.options.fsync)
+            _core.publish(str(self.path), rank_index_name(self._rank or 0), data, self.options.fsync)
         metadata.storage_meta = self.storage_meta()
         if hasattr(metadata, "version"):  # torch 2.8 has none
             metadata.version = DCP_VERSION

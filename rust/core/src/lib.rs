@@ -3,10 +3,18 @@
 //! `format` does no I/O; `store` knows no format; `read` and `write` know files, ranges and memory; `source`
 //! joins them. `docs/format.md` defines what is on disk.
 
+mod control;
+pub mod copy;
 mod dtype;
 mod error;
 pub mod format;
+pub mod load;
 pub mod overlap;
+mod parallel;
+pub mod read;
+pub mod store;
+pub mod write;
 
+pub use control::Control;
 pub use dtype::Dtype;
 pub use error::{Error, Result};

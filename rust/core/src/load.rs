@@ -125,7 +125,11 @@ impl<'a> Gather<'a> {
         if sizes.contains(&0) {
             return Ok(());
         }
-        if sizes.iter().zip(&to.strides).any(|(&size, &stride)| size > 1 && stride == 0) {
+        if sizes
+            .iter()
+            .zip(&to.strides)
+            .any(|(&size, &stride)| size > 1 && stride == 0)
+        {
             return Err(Error::Plan(format!(
                 "tensor {:?}: the destination has several elements in one place of memory",
                 tensor.name
@@ -133,9 +137,14 @@ impl<'a> Gather<'a> {
         }
         let itemsize = tensor.dtype.expect("tensors have one").size();
         let strides = view.strides.unwrap_or_else(|| row_major(&view.sizes));
-        let first: u64 = offsets.iter().zip(&strides).map(|(offset, stride)| offset * stride).sum();
+        let first: u64 = offsets
+            .iter()
+            .zip(&strides)
+            .map(|(offset, stride)| offset * stride)
+            .sum();
+        let file = self.place(view.file)?;
         self.requests.push(ReadReq {
-            file: self.place(view.file)?,
+            file,
             tensor: view.tensor,
             chunk_offset: view.offset,
             chunk_length: view.length,
@@ -181,8 +190,9 @@ impl<'a> Gather<'a> {
             return Err(Error::Plan(format!("bytes beyond the {} of a chunk", view.length)));
         }
         if length > 0 {
+            let file = self.place(view.file)?;
             self.requests.push(ReadReq {
-                file: self.place(view.file)?,
+                file,
                 tensor: view.tensor,
                 chunk_offset: view.offset,
                 chunk_length: view.length,
@@ -257,7 +267,11 @@ pub fn verify_chunks(
         while from < length {
             let part = (capacity - used).min(length - from);
             // A part ends at the end of a block, so that no block is read twice.
-            let part = if from + part < length { part / BLOCK_SIZE * BLOCK_SIZE } else { part };
+            let part = if from + part < length {
+                part / BLOCK_SIZE * BLOCK_SIZE
+            } else {
+                part
+            };
             if part > 0 {
                 let at = usize::try_from(used).expect("below the capacity");
                 gather.add_bytes(chunk, from, part, Destination(base.wrapping_add(at)))?;

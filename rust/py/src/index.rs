@@ -222,7 +222,10 @@ impl Index {
         if tensor < self.inner.tensor_count() {
             Ok(())
         } else {
-            Err(PlanError::new_err(format!("no tensor {tensor} in {}", self.inner.path().display())))
+            Err(PlanError::new_err(format!(
+                "no tensor {tensor} in {}",
+                self.inner.path().display()
+            )))
         }
     }
 
@@ -230,7 +233,10 @@ impl Index {
         if chunk < self.inner.chunk_count() {
             Ok(())
         } else {
-            Err(PlanError::new_err(format!("no chunk {chunk} in {}", self.inner.path().display())))
+            Err(PlanError::new_err(format!(
+                "no chunk {chunk} in {}",
+                self.inner.path().display()
+            )))
         }
     }
 
@@ -254,7 +260,9 @@ impl Index {
         let Some(offset) = offset else {
             return match chunks.end - chunks.start {
                 1 => Ok(chunks.start),
-                n => Err(missing(format!("tensor {fqn:?} has {n} chunks, and no offset was given to tell them apart"))),
+                n => Err(missing(format!(
+                    "tensor {fqn:?} has {n} chunks, and no offset was given to tell them apart"
+                ))),
             };
         };
         // Sorted by offset. Of two chunks at one offset the last is the larger; the other is empty.
@@ -269,7 +277,10 @@ impl Index {
         }
         match low.checked_sub(1) {
             Some(found) if found >= chunks.start && is_it(found) => Ok(found),
-            _ => Err(missing(format!("no chunk of tensor {fqn:?} at offset {:?}", offset.as_slice()))),
+            _ => Err(missing(format!(
+                "no chunk of tensor {fqn:?} at offset {:?}",
+                offset.as_slice()
+            ))),
         }
     }
 }
@@ -296,7 +307,11 @@ impl FileMapping {
         let status = unsafe {
             pyo3::ffi::PyBuffer_FillInfo(view, slf.as_ptr(), mapping.as_ptr().cast::<c_void>(), len, 0, flags)
         };
-        if status == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
+        if status == 0 {
+            Ok(())
+        } else {
+            Err(PyErr::fetch(slf.py()))
+        }
     }
 
     fn __len__(&self) -> usize {

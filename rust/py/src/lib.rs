@@ -14,7 +14,7 @@ mod _core {
     #[pymodule_export]
     use crate::index::{FileMapping, Index};
     #[pymodule_export]
-    use crate::write::{Save, commit, merge_indexes, next_generation};
+    use crate::write::{Save, commit, discard, merge_indexes, next_generation, publish};
 
     #[pymodule_export]
     #[allow(non_upper_case_globals)]

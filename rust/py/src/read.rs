@@ -31,7 +31,11 @@ fn options(io: &str, threads: usize, verify: bool, max_inflight_bytes: u64) -> P
         "mmap" => IoMode::Mmap,
         "direct" => IoMode::Direct,
         "buffered" => IoMode::Buffered,
-        _ => return Err(PlanError::new_err(format!("io is {io:?}: one of auto, mmap, direct, buffered"))),
+        _ => {
+            return Err(PlanError::new_err(format!(
+                "io is {io:?}: one of auto, mmap, direct, buffered"
+            )));
+        }
     };
     Ok(ReadOptions {
         io,

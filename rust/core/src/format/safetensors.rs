@@ -210,7 +210,10 @@ pub fn parse(bytes: &[u8], file_size: u64) -> Result<Header, HeaderError> {
     if data_start.checked_add(end) != Some(file_size) {
         return refuse(
             data_start,
-            format!("tensors take {end} bytes, and {} follow the header", file_size - data_start),
+            format!(
+                "tensors take {end} bytes, and {} follow the header",
+                file_size - data_start
+            ),
         );
     }
     Ok(Header {

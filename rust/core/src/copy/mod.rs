@@ -1,0 +1,21 @@
+//! Strided copies between memory and memory: what to copy ([`Strided`]) and how ([`run`], [`stream`]).
+
+mod run;
+mod stream;
+mod strided;
+
+pub(crate) use run::copy_strided_unfenced;
+pub(crate) use stream::fence;
+
+pub use run::copy_strided;
+pub use stream::{copy_streaming, streaming_kernel};
+pub use strided::{Loop, Strided};
+
+/// How the destination's cache lines are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stores {
+    /// Through the cache, for small amounts that are used next.
+    Cached,
+    /// Around the cache where a run is long enough, so that the lines need not be read before they are overwritten.
+    Streaming,
+}

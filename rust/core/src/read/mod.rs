@@ -1,0 +1,118 @@
+//! Reads rectangles of stored chunks into memory: planned purely ([`plan`]), then carried out in parallel ([`engine`]).
+
+mod bounce;
+mod engine;
+mod plan;
+#[cfg(test)]
+mod plan_tests;
+mod verify;
+
+pub use crate::store::FileRef;
+pub use engine::read;
+
+pub use crate::format::Dims;
+
+/// How bytes come from a file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum IoMode {
+    /// For each file: [`Mmap`](Self::Mmap) if what is wanted of it is in the page cache and it lies on a local disk,
+    /// else [`Direct`](Self::Direct) where the file system takes that, else [`Buffered`](Self::Buffered).
+    #[default]
+    Auto,
+    /// Copied from a mapping of the file.
+    Mmap,
+    /// Read past the page cache, many requests in flight. What is in the page cache already is taken from there.
+    /// On a file system without direct I/O: [`Buffered`](Self::Buffered).
+    Direct,
+    /// Read through the page cache into a small buffer, copied from there.
+    Buffered,
+}
+
+/// How to read.
+#[derive(Clone, Debug)]
+pub struct ReadOptions {
+    /// How bytes come from the files. Default: [`IoMode::Auto`].
+    pub io: IoMode,
+    /// Threads that copy; 0 (the default): as many as the cores this process may use. Reads that wait for a disk use more,
+    /// to keep it busy.
+    pub threads: usize,
+    /// Whether blocks that have digests are checked against them in the same pass. Default: no.
+    pub verify: bool,
+    /// Bytes of buffers that one call may hold, page cache and mappings aside. Default: 64 MiB. At least one buffer for a
+    /// thread is always used.
+    pub max_inflight_bytes: u64,
+}
+
+impl Default for ReadOptions {
+    fn default() -> Self {
+        Self {
+            io: IoMode::Auto,
+            threads: 0,
+            verify: false,
+            max_inflight_bytes: 64 << 20,
+        }
+    }
+}
+
+/// Where a request's bytes go: an address that the caller keeps valid for the length of the call.
+#[derive(Clone, Copy, Debug)]
+pub struct Destination(pub *mut u8);
+
+// SAFETY: an address alone is harmless; whoever calls `read` vouches that its memory may be written from any thread.
+#[allow(unsafe_code)]
+unsafe impl Send for Destination {}
+// SAFETY: as above; nothing is written through a shared `Destination` but what `read` was asked to write.
+#[allow(unsafe_code)]
+unsafe impl Sync for Destination {}
+
+/// A rectangle of one stored chunk, and the memory it goes to.
+#[derive(Clone, Debug)]
+pub struct ReadReq {
+    /// The file, as an index in the slice given to [`read`].
+    pub file: u32,
+    /// The tensor, as the [`Catalog`] knows it; for messages only.
+    pub tensor: u32,
+    /// Where the chunk begins in the file, in bytes.
+    pub chunk_offset: u64,
+    /// Bytes of the chunk in the file.
+    pub chunk_length: u64,
+    /// Number, in the [`Catalog`], of the digest of the chunk's first block; the others follow. `None`: it has none.
+    pub digests: Option<u64>,
+    /// Bytes of an element.
+    pub itemsize: u64,
+    /// Elements of the rectangle in each dimension.
+    pub shape: Dims,
+    /// Bytes from the chunk's first byte to the rectangle's first element.
+    pub src_offset: u64,
+    /// Bytes from an element to the next of each dimension, in the chunk.
+    pub src_strides: Dims,
+    /// Where the rectangle's first element goes.
+    pub dst: Destination,
+    /// Bytes from an element to the next of each dimension, in the destination.
+    pub dst_strides: Dims,
+}
+
+/// What the engine asks about the chunks it reads, and only when it needs it.
+pub trait Catalog: Sync {
+    /// The name of a tensor, for a message.
+    fn tensor_name(&self, tensor: u32) -> String;
+    /// A digest of a block.
+    fn digest(&self, i: u64) -> u64;
+}
+
+/// What a call to [`read`] did. Counts are bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ReadStats {
+    /// Delivered to destinations.
+    pub bytes_wanted: u64,
+    /// Read from files, or loaded from mappings; what lay around the wanted bytes and was read with them is included.
+    pub bytes_read: u64,
+    /// The part of `bytes_read` that came past the page cache.
+    pub bytes_direct: u64,
+    /// The part of `bytes_read` that came from mappings.
+    pub bytes_mapped: u64,
+    /// Bytes hashed and compared with digests.
+    pub bytes_verified: u64,
+    /// Units of work the requests were made into.
+    pub jobs: u64,
+}

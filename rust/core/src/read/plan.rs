@@ -1,0 +1,433 @@
+//! From requests to jobs: pure, so that tables and properties can test it.
+//!
+//! A *piece* is what one copy takes from the file: a run, or a strided rectangle small enough for one job. A *job* is a
+//! group of pieces that lie near each other in one file, done by one thread. A job's *segments* are the file ranges to
+//! fetch for it: the pieces' own, joined where the gap between them is cheaper to read than to skip.
+
+use super::verify::BLOCK_SIZE;
+use super::{Catalog, ReadReq};
+use crate::copy::{Loop, Strided};
+use crate::store::FileRef;
+use crate::{Error, Result};
+use smallvec::SmallVec;
+
+/// How the bytes of a file are best fetched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Policy {
+    /// Bytes a job should fetch.
+    pub target: u64,
+    /// Ends of a segment are multiples of this, a power of two.
+    pub align: u64,
+    /// Whether a skipped gap saves reading it. Not so from memory, where only its pages are set up.
+    pub skip_gaps: bool,
+}
+
+/// Gaps up to this are read rather than skipped wherever the over-read stays within bounds.
+const MAX_GAP: u64 = 64 << 10;
+/// A row further than this from the next is fetched alone if the rows between are not wanted. Below it, skipping cannot
+/// save whole pages.
+const MIN_ROW: u64 = 4096;
+/// A separate read costs the disk about as much as this many bytes more.
+const SEEK_COST: u64 = 32 << 10;
+/// Pieces of a job at most: keeps jobs of tiny pieces small enough to share between threads.
+const MAX_PIECES: usize = 2048;
+
+/// Segments fetch at most 3/2 of what is wanted, alignment aside.
+fn worth_joining(fetched: u64, wanted: u64) -> bool {
+    fetched <= wanted + wanted / 2
+}
+
+/// What one copy takes from the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// The request it belongs to.
+    pub req: u32,
+    /// Index in [`Plan::loops`], or [`RUN`] where the piece is a single run.
+    pub loops: u32,
+    /// First byte in the file.
+    pub src: u64,
+    /// First byte, counted from the request's destination.
+    pub dst: u64,
+    /// Bytes of a run.
+    pub run: u64,
+}
+
+/// [`Piece::loops`] of a piece without loops.
+pub const RUN: u32 = u32::MAX;
+
+/// The loops of a strided piece.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PieceLoops {
+    /// Outermost first.
+    pub loops: SmallVec<[Loop; 4]>,
+    /// How many of the outer loops are fetched step by step, because what lies between the steps is not worth reading.
+    pub sparse: usize,
+}
+
+/// Pieces that one thread fetches and copies.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Job {
+    /// Index of the file.
+    pub file: u32,
+    /// Index in [`Plan::pieces`] of the first piece, and of the one after the last.
+    pub pieces: (usize, usize),
+    /// Bytes delivered.
+    pub wanted: u64,
+}
+
+/// All the work of a call, in the order of files and offsets.
+#[derive(Debug, Default)]
+pub struct Plan {
+    /// All pieces, those of a job together, sorted by file and offset.
+    pub pieces: Vec<Piece>,
+    /// The loops of strided pieces.
+    pub loops: Vec<PieceLoops>,
+    /// The jobs.
+    pub jobs: Vec<Job>,
+}
+
+/// A range of the file that a job needs, and the run or dense rectangle that comes from it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// Index in [`Plan::pieces`].
+    pub piece: usize,
+    /// First byte in the file.
+    pub src: u64,
+    /// Bytes, gaps of a dense rectangle included.
+    pub len: u64,
+    /// First byte, counted from the request's destination.
+    pub dst: u64,
+    /// What is fetched: the extent, or with `verify` the blocks it touches.
+    pub fetch: (u64, u64),
+    /// Index in the job's segments of the one that holds `fetch`.
+    pub segment: usize,
+}
+
+/// A range of the file to fetch, aligned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// First byte.
+    pub start: u64,
+    /// The byte after the last that is needed (not aligned: it may be the end of the file).
+    pub end: u64,
+    /// Where a buffer that holds all segments of the job has it, aligned too.
+    pub at: u64,
+}
+
+impl Segment {
+    /// Where its last aligned unit ends in the buffer.
+    pub fn buffer_end(&self, align: u64) -> u64 {
+        self.at + (self.end - self.start).next_multiple_of(align)
+    }
+}
+
+/// Makes requests into jobs. `policies` has an entry for every file.
+pub fn plan(
+    files: &[FileRef],
+    reqs: &[ReadReq],
+    policies: &[Policy],
+    verify: bool,
+    catalog: &dyn Catalog,
+) -> Result<Plan> {
+    let mut plan = Plan {
+        pieces: Vec::with_capacity(reqs.len()),
+        ..Plan::default()
+    };
+    for (i, req) in reqs.iter().enumerate() {
+        let number = u32::try_from(i).map_err(|_| Error::Plan("more than 2^32 requests in one read".into()))?;
+        let copy = check(files, req).map_err(|reason| {
+            Error::Plan(format!(
+                "cannot read tensor {:?}: {reason}",
+                catalog.tensor_name(req.tensor)
+            ))
+        })?;
+        if copy.run > 0 {
+            let blocks = (verify && req.digests.is_some()).then_some(req.chunk_offset);
+            let base = Piece {
+                req: number,
+                loops: RUN,
+                src: req.chunk_offset + req.src_offset,
+                dst: 0,
+                run: 0,
+            };
+            plan.split(base, copy, policies[req.file as usize], blocks)?;
+        }
+    }
+    let order = |piece: &Piece| (reqs[piece.req as usize].file, piece.src);
+    if !plan.pieces.is_sorted_by_key(order) {
+        plan.pieces.sort_unstable_by_key(order);
+    }
+    plan.group(reqs, policies, verify);
+    Ok(plan)
+}
+
+/// The copy of a request, if all of it lies within its chunk and its file.
+fn check(files: &[FileRef], req: &ReadReq) -> std::result::Result<Strided, String> {
+    let file = files
+        .get(req.file as usize)
+        .ok_or_else(|| format!("there is no file {}", req.file))?;
+    if req
+        .chunk_offset
+        .checked_add(req.chunk_length)
+        .is_none_or(|end| end > file.size)
+    {
+        return Err(format!("its chunk ends after the end of {}", file.path.display()));
+    }
+    let copy = Strided::new(req.itemsize, &req.shape, &req.src_strides, &req.dst_strides)
+        .ok_or("shape and strides do not fit together")?;
+    if req
+        .src_offset
+        .checked_add(copy.src_extent())
+        .is_none_or(|end| end > req.chunk_length)
+        && copy.run > 0
+    {
+        return Err("the rectangle reaches out of its chunk".into());
+    }
+    Ok(copy)
+}
+
+impl Plan {
+    /// Cuts a copy that begins at `base` into pieces whose fetch is near the policy's target. `blocks` is where the chunk
+    /// begins if its blocks are to be fetched whole.
+    fn split(&mut self, base: Piece, mut copy: Strided, policy: Policy, blocks: Option<u64>) -> Result<()> {
+        if copy.is_contiguous() {
+            self.split_run(Piece { run: copy.run, ..base }, policy, blocks);
+            return Ok(());
+        }
+        let sparse = if blocks.is_some() {
+            0
+        } else {
+            sparse_loops(&copy, policy)
+        };
+        if cost(&copy.loops, copy.run, sparse, policy) <= policy.target {
+            return self.push(base, copy, sparse);
+        }
+        // Take as many steps of the outermost loop as fit a job; if not even one does, cut each step further.
+        let outer = copy.loops.remove(0);
+        let one = cost(&copy.loops, copy.run, sparse.saturating_sub(1), policy);
+        let room = policy.target.saturating_sub(one);
+        let stride = if sparse > 0 { one } else { outer.src };
+        let steps = (room / stride.max(1) + 1).min(outer.n);
+        let mut i = 0;
+        while i < outer.n {
+            let n = steps.min(outer.n - i);
+            let base = Piece {
+                src: base.src + i * outer.src,
+                dst: base.dst + i * outer.dst,
+                ..base
+            };
+            let mut part = copy.clone();
+            if n == 1 {
+                self.split(base, part, policy, blocks)?;
+            } else {
+                part.loops.insert(0, Loop { n, ..outer });
+                self.push(base, part, sparse)?;
+            }
+            i += n;
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, base: Piece, copy: Strided, sparse: usize) -> Result<()> {
+        let loops = u32::try_from(self.loops.len())
+            .ok()
+            .filter(|&n| n != RUN)
+            .ok_or_else(|| Error::Plan("more than 2^32 strided pieces in one read".into()))?;
+        self.loops.push(PieceLoops {
+            loops: copy.loops,
+            sparse,
+        });
+        self.pieces.push(Piece {
+            loops,
+            run: copy.run,
+            ..base
+        });
+        Ok(())
+    }
+
+    /// Cuts a run at multiples of the target in the file, or of the block in its chunk, so that neighbours do not fetch
+    /// the same bytes twice.
+    fn split_run(&mut self, run: Piece, policy: Policy, blocks: Option<u64>) {
+        let (origin, unit) = blocks.map_or((0, policy.target), |chunk| (chunk, BLOCK_SIZE));
+        let (mut at, end) = (run.src, run.src + run.run);
+        while at < end {
+            let cut = origin + ((at - origin) / unit + 1) * unit;
+            let to = cut.min(end);
+            self.pieces.push(Piece {
+                src: at,
+                dst: run.dst + (at - run.src),
+                run: to - at,
+                ..run
+            });
+            at = to;
+        }
+    }
+
+    /// The loops of a piece.
+    pub fn loops_of(&self, piece: &Piece) -> (&[Loop], usize) {
+        if piece.loops == RUN {
+            (&[], 0)
+        } else {
+            let PieceLoops { loops, sparse } = &self.loops[piece.loops as usize];
+            (loops, *sparse)
+        }
+    }
+
+    fn bytes(&self, piece: &Piece) -> u64 {
+        self.loops_of(piece).0.iter().fold(piece.run, |n, l| n * l.n)
+    }
+
+    /// Puts neighbouring pieces together into jobs of about the target.
+    fn group(&mut self, reqs: &[ReadReq], policies: &[Policy], verify: bool) {
+        let mut jobs: Vec<Job> = Vec::new();
+        let (mut fetched, mut last) = (0, 0);
+        for (i, piece) in self.pieces.iter().enumerate() {
+            let req = &reqs[piece.req as usize];
+            let policy = policies[req.file as usize];
+            let (loops, sparse) = self.loops_of(piece);
+            let (start, end) = fetch_range(req, piece.src, extent(loops, piece.run), verify);
+            let bytes = self.bytes(piece);
+            let mut add = if sparse > 0 {
+                cost(loops, piece.run, sparse, policy)
+            } else {
+                end - start
+            };
+            let job = jobs.last_mut().filter(|job| job.file == req.file);
+            if let Some(job) = job {
+                if start <= last {
+                    add = end.saturating_sub(last);
+                } else if policy.skip_gaps && start - last > MAX_GAP {
+                    add = add.max(SEEK_COST);
+                }
+                if fetched + add <= policy.target && i - job.pieces.0 < MAX_PIECES {
+                    job.pieces.1 = i + 1;
+                    job.wanted += bytes;
+                    fetched += add;
+                    last = last.max(end);
+                    continue;
+                }
+            }
+            jobs.push(Job {
+                file: req.file,
+                pieces: (i, i + 1),
+                wanted: bytes,
+            });
+            (fetched, last) = (end - start, end);
+            if sparse > 0 {
+                fetched = add;
+            }
+        }
+        self.jobs = jobs;
+    }
+
+    /// The extents of a job in the order of the file, and the segments to fetch for them. Both vectors are emptied first.
+    pub fn extents(
+        &self,
+        job: &Job,
+        reqs: &[ReadReq],
+        policy: Policy,
+        verify: bool,
+        extents: &mut Vec<Extent>,
+        segments: &mut Vec<Segment>,
+    ) {
+        extents.clear();
+        segments.clear();
+        for piece in job.pieces.0..job.pieces.1 {
+            let Piece { req, src, dst, run, .. } = self.pieces[piece];
+            let (loops, sparse) = self.loops_of(&self.pieces[piece]);
+            let (outer, dense) = loops.split_at(sparse);
+            let len = extent(dense, run);
+            each_step(outer, src, dst, &mut |src, dst| {
+                extents.push(Extent {
+                    piece,
+                    src,
+                    len,
+                    dst,
+                    fetch: fetch_range(&reqs[req as usize], src, len, verify),
+                    segment: 0,
+                });
+            });
+        }
+        if !extents.is_sorted_by_key(|e| e.fetch.0) {
+            extents.sort_unstable_by_key(|e| e.fetch.0);
+        }
+        let mut wanted = 0;
+        for extent in extents {
+            let (start, end) = (extent.fetch.0 & !(policy.align - 1), extent.fetch.1);
+            let new = end - extent.fetch.0;
+            if let Some(last) = segments.last_mut() {
+                let covered = last.end.next_multiple_of(policy.align);
+                let fetched = end.max(last.end) - last.start;
+                let near = start.saturating_sub(covered) <= MAX_GAP;
+                if start <= covered || near && (!policy.skip_gaps || worth_joining(fetched, wanted + new)) {
+                    wanted += new.min(end.saturating_sub(last.end));
+                    last.end = last.end.max(end);
+                    extent.segment = segments.len() - 1;
+                    continue;
+                }
+            }
+            extent.segment = segments.len();
+            let at = segments.last().map_or(0, |s| s.buffer_end(policy.align));
+            segments.push(Segment { start, end, at });
+            wanted = new;
+        }
+    }
+}
+
+/// Calls `each` with the source and destination offset of every step of the loops, which begin at `(src, dst)`.
+fn each_step(loops: &[Loop], src: u64, dst: u64, each: &mut impl FnMut(u64, u64)) {
+    match loops {
+        [] => each(src, dst),
+        [outer, rest @ ..] => {
+            for i in 0..outer.n {
+                each_step(rest, src + i * outer.src, dst + i * outer.dst, each);
+            }
+        }
+    }
+}
+
+fn extent(loops: &[Loop], run: u64) -> u64 {
+    loops.iter().fold(run, |sum, l| sum + (l.n - 1) * l.src)
+}
+
+/// What must be fetched for `[src, src + len)`.
+fn fetch_range(req: &ReadReq, src: u64, len: u64, verify: bool) -> (u64, u64) {
+    if !verify || req.digests.is_none() {
+        return (src, src + len);
+    }
+    let first = (src - req.chunk_offset) / BLOCK_SIZE;
+    let end = (src + len - req.chunk_offset).next_multiple_of(BLOCK_SIZE);
+    (
+        req.chunk_offset + first * BLOCK_SIZE,
+        req.chunk_offset + end.min(req.chunk_length),
+    )
+}
+
+/// How many of the outer loops are better fetched step by step.
+fn sparse_loops(copy: &Strided, policy: Policy) -> usize {
+    if !policy.skip_gaps {
+        return 0;
+    }
+    let (mut dense, mut wanted) = (copy.run, copy.run);
+    for (i, l) in copy.loops.iter().enumerate().rev() {
+        let joined = dense + (l.n - 1) * l.src;
+        wanted *= l.n;
+        let touching = l.src <= dense.next_multiple_of(policy.align).max(MIN_ROW);
+        if !touching && !worth_joining(joined, wanted) {
+            return i + 1;
+        }
+        dense = joined;
+    }
+    0
+}
+
+/// Bytes to fetch for a piece.
+fn cost(loops: &[Loop], run: u64, sparse: usize, policy: Policy) -> u64 {
+    let (outer, dense) = loops.split_at(sparse);
+    let one = extent(dense, run);
+    if outer.is_empty() {
+        return one;
+    }
+    let steps = outer.iter().fold(1u64, |n, l| n.saturating_mul(l.n));
+    steps.saturating_mul(one.next_multiple_of(policy.align).max(SEEK_COST))
+}

@@ -1,0 +1,109 @@
+//! Data files: opening them with their checks, and reads that are complete or an error.
+
+use std::fs::{File, Metadata, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::PathBuf;
+
+use crate::{Error, Result};
+
+/// A file to read from, and what must be true of it.
+#[derive(Clone, Debug)]
+pub struct FileRef {
+    /// Where it is.
+    pub path: PathBuf,
+    /// Its length in bytes.
+    pub size: u64,
+    /// Its modification time in nanoseconds since 1970; 0: not to be compared.
+    pub mtime_ns: i64,
+    /// Whether the last part of the path may be a symbolic link.
+    pub follow_symlinks: bool,
+}
+
+impl FileRef {
+    /// Opens the file and checks its kind, length and time. `direct` asks for `O_DIRECT`.
+    ///
+    /// A file that is missing or differs is [`Error::CorruptData`]; what the system refuses is [`Error::Io`].
+    pub fn open(&self, direct: bool) -> Result<File> {
+        let mut flags = libc::O_CLOEXEC;
+        if !self.follow_symlinks {
+            flags |= libc::O_NOFOLLOW;
+        }
+        #[cfg(target_os = "linux")]
+        if direct {
+            flags |= libc::O_DIRECT;
+        }
+        #[cfg(not(target_os = "linux"))]
+        let _ = direct;
+        let file = match OpenOptions::new().read(true).custom_flags(flags).open(&self.path) {
+            Ok(file) => file,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(self.corrupt("the file is missing")),
+            Err(e) if e.raw_os_error() == Some(libc::ELOOP) && !self.follow_symlinks => {
+                return Err(self.corrupt("the file is a symbolic link, which is not followed here"));
+            }
+            Err(e) => return Err(Error::io("open", &self.path, e)),
+        };
+        let meta = file.metadata().map_err(|e| Error::io("stat", &self.path, e))?;
+        self.check(&meta)?;
+        Ok(file)
+    }
+
+    fn check(&self, meta: &Metadata) -> Result<()> {
+        if !meta.is_file() {
+            return Err(self.corrupt("not a regular file"));
+        }
+        if meta.len() != self.size {
+            return Err(self.corrupt(format!("the file is {} bytes long, expected {}", meta.len(), self.size)));
+        }
+        if self.mtime_ns != 0 {
+            let got = meta
+                .mtime()
+                .saturating_mul(1_000_000_000)
+                .saturating_add(meta.mtime_nsec());
+            if got != self.mtime_ns {
+                return Err(self.corrupt(format!(
+                    "the file was modified after it was indexed: time {got} ns, expected {}",
+                    self.mtime_ns
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    fn corrupt(&self, reason: impl Into<String>) -> Error {
+        Error::corrupt_data(&self.path, "", 0, reason)
+    }
+}
+
+/// Fills `buf` from `offset`. Short reads and interruptions go on; an end of file is `UnexpectedEof`.
+pub fn read_at(file: &File, mut buf: &mut [u8], mut offset: u64) -> io::Result<()> {
+    while !buf.is_empty() {
+        match file.read_at(buf, offset) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(n) => {
+                buf = &mut buf[n..];
+                offset += n as u64;
+            }
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
+}
+
+/// Fills at least the first `need` bytes of `buf` from `offset` of a file open for direct I/O.
+///
+/// `buf` and `offset` are aligned to `align`. A read that stops short goes on from the last aligned place.
+pub fn read_direct_at(file: &File, buf: &mut [u8], offset: u64, need: usize, align: usize) -> io::Result<()> {
+    let mut done = 0;
+    while done < need {
+        let from = done / align * align;
+        match file.read_at(&mut buf[from..], offset + from as u64) {
+            Ok(n) if from + n > done => done = from + n,
+            Ok(_) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,383 @@
+//! The read engine on real files: every mode delivers the same bytes, and damage is an error that names its place.
+#![allow(unsafe_code)] // `read` writes to memory that its caller vouches for.
+
+use std::fs::File;
+use std::io::Write;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use dcp_rs_core::read::{Catalog, Destination, FileRef, IoMode, ReadOptions, ReadReq, ReadStats, read};
+use dcp_rs_core::{Control, Error};
+use smallvec::smallvec;
+
+const MIB: usize = 1 << 20;
+const MODES: [IoMode; 4] = [IoMode::Auto, IoMode::Mmap, IoMode::Direct, IoMode::Buffered];
+
+struct Digests(Vec<u64>);
+
+impl Catalog for Digests {
+    fn tensor_name(&self, tensor: u32) -> String {
+        format!("layers.{tensor}.weight")
+    }
+    fn digest(&self, i: u64) -> u64 {
+        self.0[usize::try_from(i).unwrap()]
+    }
+}
+
+fn noise(len: usize, seed: u64) -> Vec<u8> {
+    let mut state = seed;
+    (0..len)
+        .map(|_| {
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            (state >> 56) as u8
+        })
+        .collect()
+}
+
+fn written(dir: &Path, name: &str, bytes: &[u8]) -> FileRef {
+    let path = dir.join(name);
+    File::create(&path).unwrap().write_all(bytes).unwrap();
+    FileRef {
+        path,
+        size: bytes.len() as u64,
+        mtime_ns: 0,
+        follow_symlinks: false,
+    }
+}
+
+/// On the disk of the build folder: a temporary folder may be in memory, where direct I/O and residency mean little.
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
+}
+
+fn drop_cache(file: &FileRef) {
+    let file = File::open(&file.path).unwrap();
+    file.sync_all().unwrap();
+    #[cfg(target_os = "linux")]
+    // SAFETY: advice on an open descriptor.
+    unsafe {
+        libc::posix_fadvise(std::os::fd::AsRawFd::as_raw_fd(&file), 0, 0, libc::POSIX_FADV_DONTNEED);
+    }
+}
+
+/// A request for `len` bytes at `src_offset` of the chunk `[offset, offset + length)`.
+fn run(file: u32, offset: usize, length: usize, src_offset: usize, dst: &mut [u8]) -> ReadReq {
+    ReadReq {
+        file,
+        tensor: 7,
+        chunk_offset: offset as u64,
+        chunk_length: length as u64,
+        digests: None,
+        itemsize: 1,
+        shape: smallvec![dst.len() as u64],
+        src_offset: src_offset as u64,
+        src_strides: smallvec![1],
+        dst: Destination(dst.as_mut_ptr()),
+        dst_strides: smallvec![1],
+    }
+}
+
+fn options(io: IoMode) -> ReadOptions {
+    ReadOptions {
+        io,
+        threads: 2,
+        ..ReadOptions::default()
+    }
+}
+
+fn go(files: &[FileRef], reqs: &[ReadReq], options: &ReadOptions) -> Result<ReadStats, Error> {
+    // SAFETY: the tests build requests from exclusive slices that outlive the call.
+    unsafe { read(files, reqs, &Digests(vec![]), options, &Control::new()) }
+}
+
+#[test]
+fn every_mode_delivers_the_same() {
+    let dir = folder();
+    let data: Vec<_> = [(5 * MIB + 77, 1), (3 * MIB, 2), (100, 3)]
+        .map(|(len, seed)| noise(len, seed))
+        .into();
+    let files: Vec<_> = data
+        .iter()
+        .enumerate()
+        .map(|(i, d)| written(dir.path(), &i.to_string(), d))
+        .collect();
+    for io in MODES {
+        for cold in [false, true] {
+            files.iter().filter(|_| cold).for_each(drop_cache);
+            let mut big = vec![0u8; data[0].len() - 100];
+            let mut whole = vec![0u8; data[1].len()];
+            let mut small: Vec<_> = (0..100).map(|_| vec![0u8; 1]).collect();
+            let mut reqs = vec![
+                run(0, 50, data[0].len() - 50, 50, &mut big),
+                run(1, 0, data[1].len(), 0, &mut whole),
+            ];
+            reqs.extend(small.iter_mut().enumerate().map(|(i, s)| run(2, i, 1, 0, s)));
+            let control = Control::new();
+            // SAFETY: the destinations are exclusive and outlive the call.
+            let stats = unsafe { read(&files, &reqs, &Digests(vec![]), &options(io), &control) }.unwrap();
+            assert!(big == data[0][100..], "{io:?} cold {cold}");
+            assert!(whole == data[1]);
+            assert!(small.concat() == data[2]);
+            assert_eq!(stats.bytes_wanted, (big.len() + whole.len() + 100) as u64);
+            assert_eq!(control.done(), stats.bytes_wanted);
+            assert!(stats.bytes_read >= stats.bytes_wanted, "{stats:?}");
+            assert!(
+                stats.bytes_read * 100 <= stats.bytes_wanted * 105 + 409_600,
+                "{stats:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn strided_sources_and_destinations() {
+    let dir = folder();
+    let (rows, cols) = (700, 1500);
+    let data = noise(64 + rows * cols * 4, 9);
+    let file = written(dir.path(), "f", &data);
+    let at = |r: usize, c: usize| 64 + (r * cols + c) * 4;
+    for io in MODES {
+        for cold in [false, true] {
+            if cold {
+                drop_cache(&file);
+            }
+            // columns 100..600 of all rows, into a destination with rows of 700 elements; and the transpose of columns 600..900
+            let mut columns = vec![0u8; rows * 700 * 4];
+            let mut transposed = vec![0u8; rows * 300 * 4];
+            let template = run(0, 64, rows * cols * 4, 0, &mut []);
+            let wide = |x: usize| x as u64;
+            let reqs = [
+                ReadReq {
+                    itemsize: 4,
+                    shape: smallvec![wide(rows), 500],
+                    src_offset: 400,
+                    src_strides: smallvec![wide(cols * 4), 4],
+                    dst: Destination(columns.as_mut_ptr()),
+                    dst_strides: smallvec![2800, 4],
+                    ..template.clone()
+                },
+                ReadReq {
+                    itemsize: 4,
+                    shape: smallvec![wide(rows), 300],
+                    src_offset: 2400,
+                    src_strides: smallvec![wide(cols * 4), 4],
+                    dst: Destination(transposed.as_mut_ptr()),
+                    dst_strides: smallvec![4, wide(rows * 4)],
+                    ..template
+                },
+            ];
+            go(std::slice::from_ref(&file), &reqs, &options(io)).unwrap();
+            for r in 0..rows {
+                assert!(
+                    columns[r * 2800..r * 2800 + 2000] == data[at(r, 100)..at(r, 600)],
+                    "{io:?} {r}"
+                );
+                assert!(
+                    columns[r * 2800 + 2000..(r + 1) * 2800].iter().all(|&b| b == 0),
+                    "wrote between rows"
+                );
+                for c in 0..300 {
+                    let got = &transposed[(c * rows + r) * 4..][..4];
+                    assert_eq!(got, &data[at(r, 600 + c)..][..4], "{io:?} {r} {c}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn nothing_wanted_is_nothing_done() {
+    let missing = FileRef {
+        path: "/nonexistent/file".into(),
+        size: 10,
+        mtime_ns: 0,
+        follow_symlinks: true,
+    };
+    assert_eq!(go(&[], &[], &options(IoMode::Auto)).unwrap(), ReadStats::default());
+    let empty = run(0, 0, 0, 0, &mut []);
+    assert_eq!(
+        go(&[missing], &[empty], &options(IoMode::Auto)).unwrap(),
+        ReadStats::default()
+    );
+}
+
+fn corrupt(result: Result<ReadStats, Error>) -> (String, String, u64, String) {
+    match result {
+        Err(Error::CorruptData {
+            path,
+            tensor,
+            offset,
+            reason,
+        }) => (
+            path.file_name().unwrap().to_string_lossy().into(),
+            tensor,
+            offset,
+            reason,
+        ),
+        other => panic!("expected corrupt data, got {other:?}"),
+    }
+}
+
+#[test]
+fn files_are_checked_before_reading() {
+    let dir = folder();
+    let data = noise(10_000, 4);
+    let good = written(dir.path(), "good", &data);
+    let mut dst = vec![0u8; 100];
+    let req = run(0, 0, 10_000, 0, &mut dst);
+    for io in MODES {
+        let attempt = |file: FileRef| corrupt(go(&[file], std::slice::from_ref(&req), &options(io)));
+        let (name, _, _, reason) = attempt(FileRef {
+            path: dir.path().join("gone"),
+            ..good.clone()
+        });
+        assert_eq!((name.as_str(), reason.as_str()), ("gone", "the file is missing"));
+        let (_, _, _, reason) = attempt(FileRef {
+            size: 10_001,
+            ..good.clone()
+        });
+        assert!(reason.contains("10000") && reason.contains("10001"), "{reason}");
+        let (_, _, _, reason) = attempt(FileRef {
+            mtime_ns: 12345,
+            ..good.clone()
+        });
+        assert!(reason.contains("modified"), "{reason}");
+        let link = dir.path().join("link");
+        let _ = std::os::unix::fs::symlink(&good.path, &link);
+        let (_, _, _, reason) = attempt(FileRef {
+            path: link.clone(),
+            ..good.clone()
+        });
+        assert!(reason.contains("symbolic link"), "{reason}");
+        let followed = FileRef {
+            path: link,
+            follow_symlinks: true,
+            ..good.clone()
+        };
+        go(&[followed], std::slice::from_ref(&req), &options(io)).unwrap();
+        let folder = FileRef {
+            path: dir.path().into(),
+            ..good.clone()
+        };
+        assert!(attempt(folder).3.contains("regular"));
+    }
+    assert!(dst == data[..100]);
+}
+
+#[test]
+fn verify_names_the_block_that_differs() {
+    let dir = folder();
+    let length = 3 * MIB + 123;
+    let mut data = noise(4096 + length, 5);
+    let digests: Vec<u64> = data[4096..].chunks(MIB).map(twox_hash::XxHash3_64::oneshot).collect();
+    let file = written(dir.path(), "f", &data);
+    let catalog = Digests([vec![1, 2, 3], digests].concat());
+    let verified = |io, reqs: &[ReadReq]| {
+        let options = ReadOptions {
+            verify: true,
+            ..options(io)
+        };
+        // SAFETY: the destinations are exclusive and outlive the call.
+        unsafe { read(std::slice::from_ref(&file), reqs, &catalog, &options, &Control::new()) }
+    };
+    for io in MODES {
+        let mut dst = vec![0u8; length];
+        let mut req = run(0, 4096, length, 0, &mut dst);
+        req.digests = Some(3);
+        let stats = verified(io, std::slice::from_ref(&req)).unwrap();
+        assert_eq!(stats.bytes_verified, length as u64);
+        assert!(dst == data[4096..], "{io:?}");
+        // A strided part: every block it touches is hashed.
+        let mut part = req.clone();
+        part.shape = smallvec![3000, 10];
+        part.src_strides = smallvec![1000, 1];
+        part.dst_strides = smallvec![10, 1];
+        let stats = verified(io, &[part]).unwrap();
+        assert!(stats.bytes_verified >= 3 * MIB as u64, "{stats:?}");
+        assert_eq!(dst[10..20], data[5096..5106]);
+    }
+    // One wrong bit in the third block.
+    let at = 4096 + 2 * MIB + 500_000;
+    data[at] ^= 1;
+    File::options()
+        .write(true)
+        .open(&file.path)
+        .unwrap()
+        .write_all_at(&data[at..=at], at as u64)
+        .unwrap();
+    for io in MODES {
+        for (offset, len) in [(0, length), (2 * MIB + 5, 10), (2 * MIB - 5, 10)] {
+            let mut dst = vec![0u8; len];
+            let mut req = run(0, 4096, length, offset, &mut dst);
+            req.digests = Some(3);
+            let (name, tensor, offset, reason) = corrupt(verified(io, &[req]));
+            assert_eq!(
+                (name.as_str(), tensor.as_str(), offset),
+                ("f", "layers.7.weight", (4096 + 2 * MIB) as u64)
+            );
+            assert!(reason.contains("block 2") && reason.contains("expected"), "{reason}");
+        }
+        let mut dst = vec![0u8; 2 * MIB];
+        let mut req = run(0, 4096, length, 0, &mut dst);
+        req.digests = Some(3);
+        verified(io, &[req]).unwrap();
+    }
+}
+
+#[test]
+fn cancellation_stops_the_work() {
+    let dir = folder();
+    let data = noise(MIB, 6);
+    let file = written(dir.path(), "f", &data);
+    let mut dst = vec![0u8; MIB];
+    let req = run(0, 0, MIB, 0, &mut dst);
+    let control = Control::new();
+    control.cancel();
+    for io in MODES {
+        // SAFETY: the destination is exclusive and outlives the call.
+        let result = unsafe {
+            read(
+                std::slice::from_ref(&file),
+                std::slice::from_ref(&req),
+                &Digests(vec![]),
+                &options(io),
+                &control,
+            )
+        };
+        assert!(matches!(result, Err(Error::Interrupted)), "{result:?}");
+    }
+    assert_eq!(control.done(), 0);
+}
+
+#[test]
+fn a_request_outside_its_file_is_refused() {
+    let dir = folder();
+    let file = written(dir.path(), "f", &[0; 100]);
+    let mut dst = vec![0u8; 60];
+    let error = go(&[file], &[run(0, 50, 60, 0, &mut dst)], &options(IoMode::Auto)).unwrap_err();
+    assert!(
+        matches!(&error, Error::Plan(text) if text.contains("layers.7.weight")),
+        "{error}"
+    );
+}
+
+#[test]
+fn one_thread_and_little_memory_suffice() {
+    let dir = folder();
+    let data = noise(9 * MIB, 8);
+    let file = written(dir.path(), "f", &data);
+    for io in MODES {
+        drop_cache(&file);
+        let mut dst = vec![0u8; data.len() - 1];
+        let req = run(0, 0, data.len(), 1, &mut dst);
+        let options = ReadOptions {
+            threads: 1,
+            max_inflight_bytes: 1,
+            ..options(io)
+        };
+        go(std::slice::from_ref(&file), &[req], &options).unwrap();
+        assert!(dst == data[1..], "{io:?}");
+    }
+}
