@@ -4,7 +4,7 @@ Extents (offsets, sizes, strides) are tuples of non-negative integers. Strides a
 alive and, where it is read into, unaliased until the call returns. The GIL is released during all I/O, and Ctrl-C stops it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from typing_extensions import Buffer
@@ -24,7 +24,7 @@ class Index:
     """An open, validated index."""
 
     @staticmethod
-    def open(path: str, allow_external: bool) -> Index: ...
+    def open(path: str, rank: int | None, allow_external: bool) -> Index: ...
     @staticmethod
     def from_bytes(bytes: bytes, path: str, allow_external: bool) -> Index: ...
     @property
@@ -67,6 +67,10 @@ class Index:
         self, regions: Sequence[tuple[int, _Extent, _Extent]], values: Sequence[int]
     ) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
         """Checks the data files of regions (tensor, offsets, sizes) and of values; returns [(region, offsets, sizes)] that no chunk holds."""
+    def plan_plain(
+        self, names: Sequence[str], tensors: Sequence[Any], types: tuple[type, ...], dtypes: Mapping[Any, str]
+    ) -> tuple[Batch, list[int]]:
+        """A batch that fills those of the tensors that lie in host memory as they are stored, and the places of all others."""
     def touching(
         self, tensor: int, offsets: _Extent, sizes: _Extent
     ) -> list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
@@ -99,6 +103,14 @@ class Index:
         self, chunks: Sequence[int], *, io: str, threads: int, verify: bool, max_inflight_bytes: int
     ) -> list[bytes]: ...
     def verify_chunks(self, chunks: Sequence[int], *, io: str, threads: int, max_inflight_bytes: int) -> None: ...
+
+@final
+class Batch:
+    """Reads of whole tensors that are planned, and checked as far as they can be without reading. The caller keeps the tensors."""
+
+    def __len__(self) -> int: ...
+    def read(self, *, io: str, threads: int, verify: bool, max_inflight_bytes: int) -> tuple[int, int]:
+        """Returns (bytes wanted, bytes read)."""
 
 @final
 class Save:

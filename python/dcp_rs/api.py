@@ -20,6 +20,7 @@ from dcp_rs import _torch
 from dcp_rs.errors import DcpRsError
 from dcp_rs.planner import RsLoadPlanner
 from dcp_rs.reader import RsReader
+from dcp_rs.tree import is_stateful
 from dcp_rs.writer import RsWriter
 
 __all__ = ["async_save", "load", "load_state_dict", "save"]
@@ -95,14 +96,21 @@ def load(
     Raises:
         As :func:`load_state_dict`.
     """
+    stateful = {key: value for key, value in state_dict.items() if is_stateful(value)}
+    values = {key: stateful[key].state_dict() if key in stateful else state_dict[key] for key in sorted(state_dict)}
     with _typed_errors():
-        dcp.load(
-            state_dict,
-            storage_reader=_deferring(RsReader(path, **read_options)),
-            planner=RsLoadPlanner() if planner is None else planner,
+        _torch.load_state_dict(
+            values,
+            _deferring(RsReader(path, **read_options)),
             process_group=process_group,
-            no_dist=no_dist,
+            no_dist=no_dist or not dist.is_initialized(),
+            planner=RsLoadPlanner() if planner is None else planner,
         )
+    for key, value in values.items():
+        if key in stateful:
+            stateful[key].load_state_dict(value)
+        else:
+            state_dict[key] = value
 
 
 def save(

@@ -14,7 +14,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from dcp_rs import _torch
 
-__all__ = ["Piece", "global_shape", "local_pieces"]
+__all__ = ["PLAIN_TYPES", "Piece", "global_shape", "local_pieces"]
+
+#: Tensors of exactly these types hold their values in their own memory.
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(slots=True)
@@ -35,22 +38,21 @@ class Piece:
 
 def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """The shape of the whole, of which ``tensor`` may be a shard."""
-    if type(tensor) in _PLAIN and "global_shape" not in tensor.__dict__:
+    if type(tensor) in PLAIN_TYPES and "global_shape" not in tensor.__dict__:
         return tensor.shape
     if isinstance(tensor, ShardedTensor):
         return tuple(tensor.size())
     return tuple(getattr(tensor, "global_shape", tensor.shape))
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def local_pieces(fqn: str, tensor: torch.Tensor) -> list[Piece]:
     """The rectangles of ``tensor`` that this process holds; none where it is not part of the tensor's mesh."""
-    if type(tensor) in _PLAIN and "global_shape" not in tensor.__dict__:
+    if type(tensor) in PLAIN_TYPES and "global_shape" not in tensor.__dict__:
         zeros = (0,) * tensor.dim()
         return [Piece(zeros, tensor.detach() if tensor.requires_grad else tensor, zeros, tensor.shape)]
-    if isinstance(tensor, DTensor) and type(tensor.to_local()) in _PLAIN:
+    if isinstance(tensor, DTensor) and type(tensor.to_local()) in PLAIN_TYPES:
         return _dtensor_pieces(tensor)
     if isinstance(tensor, ShardedTensor):
         return [

@@ -146,6 +146,8 @@ class RsReader(StorageReader):
         values = index.read_bytes([index.first_chunk(i) for i, _ in reads.values], **self.options.engine())
         for (_, fqn), data in zip(reads.values, values, strict=True):
             planner.set_value(fqn, objects.load(fqn, data, weights_only=self.weights_only))
+        if reads.whole is not None:
+            reads.whole.read(**self.options.engine())
         fill_regions(index, reads.targets, self.options)
         fill(index, reads.fills, self.options)
 
