@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # 2.8, 2.11, 2.15
-from torch.distributed.checkpoint.utils import find_tensor_shard  # 2.8, 2.11, 2.15
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # 2.8, 2.11, 2.15
-from torch.distributed.tensor.placement_types import Placement, _StridedShard  # 2.8, 2.11, 2.15
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint import _version  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint._traverse import set_element  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # 2.8, 2.11, 2.15
+from torch.distributed.checkpoint.utils import find_tensor_shard  # 2.8, 2.11, 2.15
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # 2.8, 2.11, 2.15
+from torch.distributed.tensor.placement_types import Placement, _StridedShard  # 2.8, 2.11, 2.15
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # 2.8, 2.11, 2.15
 
 __all__ = [
     "chunk_list",
@@ -41,7 +41,7 @@ __all__ = [
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, once the collective that makes it is done."""
     if isinstance(tensor, AsyncCollectiveTensor):
-        return cast(torch.Tensor, tensor.wait())
+        return tensor.wait()
     return tensor
 
 
@@ -57,7 +57,8 @@ def load_state_dict(state_dict: dict[str, Any], storage_reader: Any, **kwargs: A
 
 def unflatten(flat: dict[str, Any], paths: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
     """A flat state dict, nested again along ``paths``."""
-    return cast(dict[str, Any], unflatten_state_dict(flat, dict(paths)))
+    nested: dict[str, Any] = unflatten_state_dict(flat, dict(paths))
+    return nested
 
 
 def flatten_as_2_3(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -77,7 +78,8 @@ def chunk_list(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
 
 def find_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
     """The memory of one local chunk."""
-    return cast(torch.Tensor, find_tensor_shard(tensor, index))
+    shard: torch.Tensor = find_tensor_shard(tensor, index)
+    return shard
 
 
 def dtensor_offsets(tensor: DTensor) -> tuple[int, ...]:

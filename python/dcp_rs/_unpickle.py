@@ -317,7 +317,13 @@ def unpickle_metadata(data: bytes) -> dict[str, Any]:
     for index, info in _dict(top.get("storage_data"), "storage_data"):
         items.append(_item(_state(index, _METADATA, "MetadataIndex"), _state(info, _FILESYSTEM, "_StorageInfo"), files))
     planner_data = _plain(top.get("planner_data"), [64 * len(data) + (1 << 16)], 0)
-    return {"files": list(files), "tensors": tensors, "values": list(values), "items": items, "planner_data": planner_data}
+    return {
+        "files": list(files),
+        "tensors": tensors,
+        "values": list(values),
+        "items": items,
+        "planner_data": planner_data,
+    }
 
 
 def _state(item: Any, module: str, name: str) -> Dict:

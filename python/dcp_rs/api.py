@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_rs import _torch
@@ -43,7 +44,9 @@ def _typed_errors() -> Iterator[None]:
                 raise
             rank, error = next(iter(errors.items()))
             ranks = ", ".join(map(str, errors))
-            error.add_note(f"raised on rank {rank}" if len(errors) == 1 else f"raised on ranks {ranks}; this is rank {rank}'s")
+            error.add_note(
+                f"raised on rank {rank}" if len(errors) == 1 else f"raised on ranks {ranks}; this is rank {rank}'s"
+            )
             raise error from failure
 
 
@@ -135,13 +138,14 @@ def save(
         As :func:`load_state_dict`.
     """
     with _typed_errors():
-        return dcp.save(
+        metadata: Metadata = dcp_save(
             state_dict,
             storage_writer=RsWriter(path, **write_options),
             planner=planner,
             process_group=process_group,
             no_dist=no_dist,
         )
+    return metadata
 
 
 def async_save(
@@ -157,10 +161,10 @@ def async_save(
     With a process group, that group needs a CPU backend.
     """
     with _typed_errors():
-        future = dcp.async_save(
+        future: Future[Metadata] = dcp_async_save(
             state_dict, storage_writer=RsWriter(path, **write_options), planner=planner, process_group=process_group
         )
-    return future  # type: ignore[return-value]  # RsWriter stages synchronously, so it is a plain future
+    return future
 
 
 def _deferring(reader: StorageReader) -> StorageReader:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
@@ -45,8 +45,6 @@ def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(getattr(tensor, "global_shape", tensor.shape))
 
 
-
-
 def local_pieces(fqn: str, tensor: torch.Tensor) -> list[Piece]:
     """The rectangles of ``tensor`` that this process holds; none where it is not part of the tensor's mesh."""
     if type(tensor) in PLAIN_TYPES and "global_shape" not in tensor.__dict__:
@@ -55,9 +53,7 @@ def local_pieces(fqn: str, tensor: torch.Tensor) -> list[Piece]:
     if isinstance(tensor, DTensor) and type(tensor.to_local()) in PLAIN_TYPES:
         return _dtensor_pieces(tensor)
     if isinstance(tensor, ShardedTensor):
-        return [
-            _piece(tuple(shard.metadata.shard_offsets), shard.tensor.detach()) for shard in tensor.local_shards()
-        ]
+        return [_piece(tuple(shard.metadata.shard_offsets), shard.tensor.detach()) for shard in tensor.local_shards()]
     return [
         _piece(tuple(chunk.offsets), _torch.find_shard(tensor, MetadataIndex(fqn, chunk.offsets, i)).detach())
         for i, chunk in enumerate(_torch.chunk_list(tensor))

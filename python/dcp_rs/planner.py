@@ -207,7 +207,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         else:
             self.state_dict[fqn] = value
 
-    def resolve_tensor(  # type: ignore[override]  # torch's signature, and a second use by name
+    def resolve_tensor(  # torch's signature, and a second use by name
         self,
         read_item: ReadItem | str,
         *,
@@ -228,10 +228,11 @@ class RsLoadPlanner(DefaultLoadPlanner):
             return tensor
         device = torch.device(device) if device is not None else self.device or torch.device("cpu")
         with self._open(device) as checkpoint:
-            tensor = checkpoint[self._stored_name(read_item)]
-            if not isinstance(tensor, torch.Tensor):
+            value = checkpoint[self._stored_name(read_item)]
+            if not isinstance(value, torch.Tensor):
                 msg = f"{read_item!r} is not a tensor"
                 raise TypeError(msg)
+            tensor = value
             wanted = dtype or (self.dtype if tensor.is_floating_point() else None)
             if wanted is not None and wanted != tensor.dtype:
                 return tensor.to(wanted)
@@ -253,7 +254,9 @@ class RsLoadPlanner(DefaultLoadPlanner):
         if index is not None:
             return Checkpoint(index, device=device, options=ReadOptions())
         if self._checkpoint_path is None:
-            raise PlanError("this planner has no checkpoint: pass RsLoadPlanner(checkpoint=path), or load with it first")
+            raise PlanError(
+                "this planner has no checkpoint: pass RsLoadPlanner(checkpoint=path), or load with it first"
+            )
         return open_checkpoint(self._checkpoint_path, device=device)
 
     def _stored_name(self, fqn: str) -> str:
@@ -271,7 +274,11 @@ class RsLoadPlanner(DefaultLoadPlanner):
         if self._include is not None or self._exclude is not None:
             wanted = [fqn for fqn in wanted if self._wanted(fqn)]
             self.report.excluded = [fqn for fqn in self.state_dict if not self._wanted(fqn)]
-        return {fqn: self._stored_name(fqn) for fqn in wanted} if self._rename is not None else dict(zip(wanted, wanted))
+        return (
+            {fqn: self._stored_name(fqn) for fqn in wanted}
+            if self._rename is not None
+            else dict(zip(wanted, wanted, strict=True))
+        )
 
     def _match(self, wanted: dict[str, str]) -> dict[str, _Stored]:
         """What the checkpoint has for some names of the state dict; what it lacks goes into the report."""
@@ -306,7 +313,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         index = self._index
         if index is not None:
             return [
-                None if row is None else _Stored(name, row[1] is None, row[1] and _dtype(name, row[1]), row[2], row[0])
+                None if row is None else _Stored(name, row[1] is None, _dtype(name, row[1]), row[2], row[0])
                 for name, row in zip(names, index.describe(names), strict=True)
             ]
         described: list[_Stored | None] = []
@@ -413,8 +420,10 @@ class RsLoadPlanner(DefaultLoadPlanner):
     # --- device and dtype -----------------------------------------------------------------------------
 
     def _materialize(self) -> None:
-        if self.dtype is None and self.device is None and not any(
-            value.is_meta for value in self.state_dict.values() if isinstance(value, torch.Tensor)
+        if (
+            self.dtype is None
+            and self.device is None
+            and not any(value.is_meta for value in self.state_dict.values() if isinstance(value, torch.Tensor))
         ):
             return
         for fqn, value in self.state_dict.items():
@@ -424,9 +433,8 @@ class RsLoadPlanner(DefaultLoadPlanner):
             device = self.device if self.device is not None else value.device
             if device.type == "meta":
                 device = _torch.default_device()
-            if value.dtype == dtype and (value.device == device or (device.index is None and value.device.type == device.type)):
-                continue
-            if not self._wanted(fqn):
+            is_there = value.device.type == device.type and device.index in (None, value.device.index)
+            if (is_there and value.dtype == dtype) or not self._wanted(fqn):
                 continue
             made = _torch.empty_like(value, dtype=dtype, device=device)
             self.state_dict[fqn] = made
@@ -441,7 +449,9 @@ def _globs(patterns: str | Iterable[str] | None) -> re.Pattern[str] | None:
     return re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns) or r"(?!)")
 
 
-def _dtype(name: str, dtype: str) -> torch.dtype:
+def _dtype(name: str, dtype: str | None) -> torch.dtype | None:
+    if dtype is None:
+        return None
     found = BY_NAME.get(dtype)
     if found is None:
         msg = f"tensor {name!r} is of dtype {dtype}, which torch {torch.__version__} does not have"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from dcp_rs import _torch
 from dcp_rs.errors import PlanError
@@ -71,9 +71,8 @@ def _children(node: Mapping[str, Any] | list[Any]) -> Mapping[Any, Any]:
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether the value is one of DCP's ``Stateful``: it has ``state_dict`` and ``load_state_dict``. (torch asks a runtime protocol, at some 30
-    microseconds a tensor.)
-    """
+    """Whether the value is one of DCP's ``Stateful``: it has ``state_dict`` and ``load_state_dict``."""
+    # torch asks a runtime protocol, at some 30 microseconds a tensor.
     return not isinstance(value, _NEVER_STATEFUL) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 

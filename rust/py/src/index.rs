@@ -43,8 +43,8 @@ impl Index {
 
     /// Checks the bytes of an index; `path` is where its file would be.
     #[staticmethod]
-    fn from_bytes(py: Python<'_>, bytes: Vec<u8>, path: PathBuf, allow_external: bool) -> PyResult<Self> {
-        let inner = py.detach(|| format::Index::from_bytes(bytes, &path)).into_py(py)?;
+    fn from_bytes(py: Python<'_>, data: Vec<u8>, path: PathBuf, allow_external: bool) -> PyResult<Self> {
+        let inner = py.detach(|| format::Index::from_bytes(data, &path)).into_py(py)?;
         Ok(Self {
             inner: Arc::new(inner),
             allow_external,
