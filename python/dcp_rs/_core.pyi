@@ -4,7 +4,8 @@ Extents (offsets, sizes, strides) are tuples of non-negative integers. Strides a
 alive and, where it is read into, unaliased until the call returns. The GIL is released during all I/O, and Ctrl-C stops it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias, final
 
 from typing_extensions import Buffer
@@ -27,8 +28,11 @@ class Index:
     def open(path: str, rank: int | None, allow_external: bool) -> Index: ...
     @staticmethod
     def from_bytes(data: bytes, path: str, allow_external: bool) -> Index: ...
+    @staticmethod
+    def from_data(path: str) -> Index:
+        """An index made of what others wrote at `path`, whatever index lies there."""
     @property
-    def path(self) -> str: ...
+    def path(self) -> Path: ...
     @property
     def save_id(self) -> str: ...
     @property
@@ -102,6 +106,19 @@ class Index:
     def read_bytes(
         self, chunks: Sequence[int], *, io: str, threads: int, verify: bool, max_inflight_bytes: int
     ) -> list[bytes]: ...
+    def verify(
+        self, *, threads: int, progress: Callable[[int], object] | None = None
+    ) -> tuple[list[tuple[Path, str, int, int, str, str]], int, int]:
+        """([(path, tensor, block, offset, expected, got)], bytes hashed, bytes without a digest)."""
+    def copy(
+        self,
+        *,
+        prefix: str | None,
+        digests: bool,
+        save_id: bytes,
+        threads: int,
+        progress: Callable[[int], object] | None = None,
+    ) -> bytes: ...
     def verify_chunks(self, chunks: Sequence[int], *, io: str, threads: int, max_inflight_bytes: int) -> None: ...
 
 @final
@@ -138,7 +155,16 @@ class Save:
     def abort(self) -> None:
         """Removes the files."""
 
+def recover(
+    folder: str,
+    *,
+    generation: int | None,
+    tokens: Sequence[int],
+    threads: int,
+    progress: Callable[[int], object] | None = None,
+) -> bytes: ...
 def merge_indexes(indexes: Sequence[bytes], save_id: bytes, generation: int, planner_data: Any) -> bytes: ...
+def has_native_data(folder: str) -> bool: ...
 def next_generation(folder: str) -> int: ...
 def commit(folder: str, index: bytes, fsync: bool) -> list[str]: ...
 def publish(folder: str, name: str, index: bytes, fsync: bool) -> None: ...

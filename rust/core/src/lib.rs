@@ -14,6 +14,7 @@ mod parallel;
 pub mod read;
 pub mod source;
 pub mod store;
+pub mod verify;
 pub mod write;
 
 pub use control::Control;
