@@ -10,6 +10,7 @@ mod fault;
 mod kind;
 pub mod metadata_pickle;
 mod parallel;
+mod payload;
 mod pickle;
 mod recover;
 pub mod safetensors;
