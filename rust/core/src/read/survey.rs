@@ -9,8 +9,8 @@ use crate::{Error, Result};
 
 /// Bytes of a job that is copied from a mapping: large against the cost of a job, small against the work of a thread.
 const MAPPED_JOB: u64 = 2 << 20;
-/// Bytes of a job that waits for a disk.
-const DISK_JOB: u64 = 2 << 20;
+/// Bytes of a job read past the page cache.
+const DISK_JOB: u64 = 1 << 20;
 /// Bytes of a job read from the page cache: buffer and all must stay in the second-level cache.
 const CACHED_JOB: u64 = 512 << 10;
 /// Jobs are made smaller than the above to give every thread some, but never below this.
@@ -45,8 +45,7 @@ impl Access {
     pub fn policy(self, share: u64) -> Policy {
         let (target, align) = match self {
             Self::Mapped => (MAPPED_JOB, 1),
-            Self::Cached => (CACHED_JOB, 1),
-            Self::Buffered => (DISK_JOB, 1),
+            Self::Cached | Self::Buffered => (CACHED_JOB, 1),
             Self::Direct { align } => (DISK_JOB, align),
         };
         Policy {
