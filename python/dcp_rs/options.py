@@ -77,7 +77,7 @@ class WriteOptions:
 
     Attributes:
         io: ``"direct"`` writes around the page cache, ``"buffered"`` through it; ``"auto"`` takes what is faster on the file system.
-        threads: default: the cores of this process, divided by ``LOCAL_WORLD_SIZE``.
+        threads: writes in flight; default: as many as keep the disk busy.
         fsync: make files and folder durable before the checkpoint counts as saved.
         max_inflight_bytes: bound on memory for tensors that have to be copied before they are written, in bytes. Default 64 MiB, for an
             accelerator 256 MiB of pinned memory.
@@ -100,7 +100,12 @@ class WriteOptions:
 
     def engine(self) -> dict[str, Any]:
         """The keyword arguments of the engine's calls."""
-        return {"io": self.io, "threads": self.threads or default_threads(), "fsync": self.fsync}
+        return {
+            "io": self.io,
+            "threads": self.threads or 0,  # the engine knows how many writes keep a disk busy
+            "fsync": self.fsync,
+            "max_inflight_bytes": self.inflight_bytes(accelerator=False),
+        }
 
 
 def option_names(options: type[ReadOptions | WriteOptions]) -> frozenset[str]:

@@ -8,9 +8,13 @@ pub mod copy;
 mod dtype;
 mod error;
 pub mod format;
+pub mod load;
 pub mod overlap;
+mod parallel;
 pub mod read;
+pub mod source;
 pub mod store;
+pub mod write;
 
 pub use control::Control;
 pub use dtype::Dtype;

@@ -9,19 +9,22 @@ use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyList, PyString, PyT
 
 use crate::error::UnsupportedError;
 
-/// Sizes, offsets or strides, from any sequence of integers.
+/// Sizes, offsets or strides, from a tuple (`torch.Size` is one) or a list of integers.
 pub struct Extent(pub Dims);
 
 impl<'py> FromPyObject<'_, 'py> for Extent {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let tuple = object.cast::<PyTuple>()?;
-        tuple
-            .iter_borrowed()
-            .map(|size| size.extract::<u64>())
-            .collect::<PyResult<Dims>>()
-            .map(Self)
+        let dims: PyResult<Dims> = match object.cast::<PyTuple>() {
+            Ok(tuple) => tuple.iter_borrowed().map(|size| size.extract::<u64>()).collect(),
+            Err(_) => object
+                .cast::<PyList>()?
+                .iter()
+                .map(|size| size.extract::<u64>())
+                .collect(),
+        };
+        dims.map(Self)
     }
 }
 
@@ -37,17 +40,24 @@ pub fn dtype(name: &str) -> PyResult<Dtype> {
 
 /// Planner data of a Python object: None, bool, int, float, str, bytes, and tuples, lists and dicts of such.
 pub fn to_value(object: &Bound<'_, PyAny>, depth: u32) -> PyResult<Value> {
-    let unsupported = |what: String| UnsupportedError::new_err(format!("planner data holds {what}, which the format cannot"));
+    let unsupported =
+        |what: String| UnsupportedError::new_err(format!("planner data holds {what}, which the format cannot"));
     if depth > 64 {
         return Err(unsupported("values nested more than 64 deep".into()));
     }
-    let sequence = |items: Vec<Bound<'_, PyAny>>| items.iter().map(|item| to_value(item, depth + 1)).collect();
+    let sequence = |items: Vec<Bound<'_, PyAny>>| -> PyResult<Vec<Value>> {
+        items.iter().map(|item| to_value(item, depth + 1)).collect()
+    };
     Ok(if object.is_none() {
         Value::None
     } else if object.is_exact_instance_of::<PyBool>() {
         Value::Bool(object.extract()?)
     } else if object.is_exact_instance_of::<PyInt>() {
-        Value::Int(object.extract().map_err(|_| unsupported(format!("the integer {object}, over 64 bits")))?)
+        Value::Int(
+            object
+                .extract()
+                .map_err(|_| unsupported(format!("the integer {object}, over 64 bits")))?,
+        )
     } else if object.is_exact_instance_of::<PyFloat>() {
         Value::Float(object.extract()?)
     } else if object.is_instance_of::<PyString>() {

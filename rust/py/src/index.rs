@@ -5,9 +5,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use dcp_rs_core::format::{self, Dims, Kind};
-use dcp_rs_core::source;
 use dcp_rs_core::store::PrivateMapping;
+use dcp_rs_core::{load, source};
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBytes, PyList, PyTuple};
 
 use crate::convert::{Extent, extent_to_py, from_value};
@@ -23,15 +24,17 @@ pub struct Index {
 
 /// Name, whether it is bytes, dtype, shape, flags, number of chunks.
 type TensorTuple<'py> = (String, bool, Option<&'static str>, Bound<'py, PyTuple>, u8, u64);
+/// Tensor, dtype, shape.
+type Description<'py> = (u32, Option<&'static str>, Bound<'py, PyTuple>);
 /// File, offset, length, offsets, sizes.
 type ChunkTuple<'py> = (u32, u64, u64, Bound<'py, PyTuple>, Bound<'py, PyTuple>);
 
 #[pymethods]
 impl Index {
-    /// Maps and checks the index file at `path`.
+    /// Opens the checkpoint at `path`, whatever it is; with `rank`, what that rank wrote for itself.
     #[staticmethod]
-    fn open(py: Python<'_>, path: PathBuf, allow_external: bool) -> PyResult<Self> {
-        let inner = py.detach(|| source::open_index(&path)).into_py(py)?;
+    fn open(py: Python<'_>, path: PathBuf, rank: Option<u32>, allow_external: bool) -> PyResult<Self> {
+        let inner = py.detach(|| source::open(&path, rank, 0)).into_py(py)?;
         Ok(Self {
             inner: Arc::new(inner),
             allow_external,
@@ -40,8 +43,8 @@ impl Index {
 
     /// Checks the bytes of an index; `path` is where its file would be.
     #[staticmethod]
-    fn from_bytes(py: Python<'_>, bytes: Vec<u8>, path: PathBuf, allow_external: bool) -> PyResult<Self> {
-        let inner = py.detach(|| format::Index::from_bytes(bytes, &path)).into_py(py)?;
+    fn from_bytes(py: Python<'_>, data: Vec<u8>, path: PathBuf, allow_external: bool) -> PyResult<Self> {
+        let inner = py.detach(|| format::Index::from_bytes(data, &path)).into_py(py)?;
         Ok(Self {
             inner: Arc::new(inner),
             allow_external,
@@ -106,6 +109,21 @@ impl Index {
         self.inner.find(fqn)
     }
 
+    /// For each name: (tensor, dtype or None for bytes, shape), or None where there is none.
+    fn describe<'py>(&self, py: Python<'py>, names: Vec<PyBackedStr>) -> PyResult<Vec<Option<Description<'py>>>> {
+        names
+            .iter()
+            .map(|name| {
+                let Some(tensor) = self.inner.find(name) else {
+                    return Ok(None);
+                };
+                let view = self.inner.tensor(tensor);
+                let dtype = view.dtype.map(dcp_rs_core::Dtype::name);
+                Ok(Some((tensor, dtype, extent_to_py(py, &view.shape)?)))
+            })
+            .collect()
+    }
+
     fn tensor<'py>(&self, py: Python<'py>, tensor: u32) -> PyResult<TensorTuple<'py>> {
         self.check_tensor(tensor)?;
         let view = self.inner.tensor(tensor);
@@ -136,6 +154,42 @@ impl Index {
                 ))
             })
             .collect()
+    }
+
+    /// Index of the first chunk of a tensor, for the methods that read chunks.
+    fn first_chunk(&self, tensor: u32) -> PyResult<u64> {
+        self.check_tensor(tensor)?;
+        Ok(self.inner.tensor(tensor).chunks.start)
+    }
+
+    /// Strides in elements of a chunk, or None where it is contiguous.
+    fn chunk_strides<'py>(&self, py: Python<'py>, chunk: u64) -> PyResult<Option<Bound<'py, PyTuple>>> {
+        self.check_chunk(chunk)?;
+        self.inner
+            .chunk(chunk)
+            .strides
+            .map(|strides| extent_to_py(py, &strides))
+            .transpose()
+    }
+
+    /// The dtype of the tensor that a chunk belongs to; None for bytes.
+    fn dtype_of(&self, chunk: u64) -> PyResult<Option<&'static str>> {
+        self.check_chunk(chunk)?;
+        let tensor = self.inner.tensor(self.inner.chunk(chunk).tensor);
+        Ok(tensor.dtype.map(dcp_rs_core::Dtype::name))
+    }
+
+    /// All tensors, in the order of their first bytes on disk.
+    fn file_order(&self) -> Vec<u32> {
+        let mut order: Vec<u32> = (0..self.inner.tensor_count()).collect();
+        order.sort_by_cached_key(|&t| {
+            let chunks = self.inner.tensor(t).chunks;
+            (!chunks.is_empty()).then(|| {
+                let first = self.inner.chunk(chunks.start);
+                (first.file, first.offset)
+            })
+        });
+        order
     }
 
     /// Name, size in bytes, start of the payload, whether external, for every data file.
@@ -175,7 +229,7 @@ impl Index {
         let inner = Arc::clone(&self.inner);
         let allow_external = self.allow_external;
         let mapping = py
-            .detach(|| source::map_data_file(&inner, file, allow_external))
+            .detach(|| load::map_data_file(&inner, file, allow_external))
             .into_py(py)?;
         Ok(FileMapping { mapping })
     }
@@ -186,8 +240,27 @@ impl Index {
         if tensor < self.inner.tensor_count() {
             Ok(())
         } else {
-            Err(PlanError::new_err(format!("no tensor {tensor} in {}", self.inner.path().display())))
+            Err(PlanError::new_err(format!(
+                "no tensor {tensor} in {}",
+                self.inner.path().display()
+            )))
         }
+    }
+
+    pub fn check_chunk(&self, chunk: u64) -> PyResult<()> {
+        if chunk < self.inner.chunk_count() {
+            Ok(())
+        } else {
+            Err(PlanError::new_err(format!(
+                "no chunk {chunk} in {}",
+                self.inner.path().display()
+            )))
+        }
+    }
+
+    /// Bytes of an element; 1 for bytes.
+    pub fn itemsize(&self, tensor: u32) -> u64 {
+        self.inner.tensor(tensor).dtype.map_or(1, dcp_rs_core::Dtype::size)
     }
 
     fn locate_one(&self, fqn: &str, offset: Option<&Dims>, hint: Option<u64>) -> PyResult<u64> {
@@ -205,7 +278,9 @@ impl Index {
         let Some(offset) = offset else {
             return match chunks.end - chunks.start {
                 1 => Ok(chunks.start),
-                n => Err(missing(format!("tensor {fqn:?} has {n} chunks, and no offset was given to tell them apart"))),
+                n => Err(missing(format!(
+                    "tensor {fqn:?} has {n} chunks, and no offset was given to tell them apart"
+                ))),
             };
         };
         // Sorted by offset. Of two chunks at one offset the last is the larger; the other is empty.
@@ -220,7 +295,10 @@ impl Index {
         }
         match low.checked_sub(1) {
             Some(found) if found >= chunks.start && is_it(found) => Ok(found),
-            _ => Err(missing(format!("no chunk of tensor {fqn:?} at offset {:?}", offset.as_slice()))),
+            _ => Err(missing(format!(
+                "no chunk of tensor {fqn:?} at offset {:?}",
+                offset.as_slice()
+            ))),
         }
     }
 }
@@ -247,7 +325,11 @@ impl FileMapping {
         let status = unsafe {
             pyo3::ffi::PyBuffer_FillInfo(view, slf.as_ptr(), mapping.as_ptr().cast::<c_void>(), len, 0, flags)
         };
-        if status == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
+        if status == 0 {
+            Ok(())
+        } else {
+            Err(PyErr::fetch(slf.py()))
+        }
     }
 
     fn __len__(&self) -> usize {

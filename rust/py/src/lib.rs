@@ -4,6 +4,7 @@ mod convert;
 mod error;
 mod index;
 mod interrupt;
+mod plain;
 mod read;
 mod write;
 
@@ -14,5 +15,11 @@ mod _core {
     #[pymodule_export]
     use crate::index::{FileMapping, Index};
     #[pymodule_export]
-    use crate::write::{Save, commit, merge_indexes, next_generation, publish_index};
+    use crate::plain::Batch;
+    #[pymodule_export]
+    use crate::write::{Save, commit, discard, merge_indexes, next_generation, publish};
+
+    #[pymodule_export]
+    #[allow(non_upper_case_globals)]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
 }

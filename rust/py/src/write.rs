@@ -5,7 +5,7 @@ use std::sync::Mutex;
 
 use dcp_rs_core::format::{Index, IndexBuilder, Kind, SourceKind, Value};
 use dcp_rs_core::store;
-use dcp_rs_core::write::{self, IoMode, Piece, SaveInfo, SaveItem, WriteOptions};
+use dcp_rs_core::write::{self, Part, SaveInfo, SaveItem, WriteIo, WriteOptions};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 
@@ -35,7 +35,7 @@ type ItemTuple<'py> = (
 impl Save {
     /// Lays out the files for `items` in `folder` and creates them.
     #[staticmethod]
-    #[pyo3(signature = (folder, items, *, generation, token, rank, world_size, threads, fsync, io))]
+    #[pyo3(signature = (folder, items, *, generation, token, rank, world_size, threads, fsync, io, max_inflight_bytes))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
     fn create(
         py: Python<'_>,
@@ -48,6 +48,7 @@ impl Save {
         threads: usize,
         fsync: bool,
         io: &str,
+        max_inflight_bytes: u64,
     ) -> PyResult<Self> {
         let items = items.into_iter().map(save_item).collect::<PyResult<Vec<_>>>()?;
         let info = SaveInfo {
@@ -60,36 +61,35 @@ impl Save {
             threads,
             fsync,
             io: io_mode(io)?,
-            ..WriteOptions::default()
+            max_inflight_bytes,
         };
         let save = py
-            .detach(|| write::Save::create(&folder, items, info, options))
+            .detach(|| write::Save::create(&folder, items, info, &options))
             .into_py(py)?;
         Ok(Self {
             inner: Mutex::new(Some(save)),
         })
     }
 
-    /// Writes pieces (item, first byte of the item, address, bytes).
+    /// Writes parts (item, first byte of the item, address, bytes).
     ///
     /// The memory behind every address must be there, and unchanged, until this returns: the caller holds the tensors.
     #[expect(unsafe_code, reason = "tensors are handed over by address")]
-    fn write(&self, py: Python<'_>, pieces: Vec<(u32, u64, usize, u64)>) -> PyResult<()> {
-        let pieces: Vec<Piece> = pieces
+    fn write(&self, py: Python<'_>, parts: Vec<(u32, u64, usize, usize)>) -> PyResult<()> {
+        let parts: Vec<Part<'_>> = parts
             .into_iter()
-            .map(|(item, at, address, len)| Piece {
+            .filter(|&(.., len)| len > 0)
+            .map(|(item, at, address, len)| Part {
                 item,
                 at,
-                data: std::ptr::with_exposed_provenance(address),
-                len,
+                // SAFETY: this method's contract: `dcp_rs.payload` holds every tensor, contiguous and in host memory, until the
+                // call returns. Training code that changes a tensor while it is saved gets a torn save, as with any writer.
+                data: unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(address), len) },
             })
             .collect();
         let inner = self.inner.lock().map_err(|_| closed())?;
         let save = inner.as_ref().ok_or_else(closed)?;
-        interrupt::run(py, |control| {
-            // SAFETY: this method's contract: `dcp_rs.writer` holds every tensor until the call returns.
-            unsafe { save.write(&pieces, control) }
-        })
+        interrupt::run(py, |control| save.write(&parts, control))
     }
 
     /// Completes the files, and returns the bytes of an index over them.
@@ -110,22 +110,31 @@ fn closed() -> PyErr {
     PlanError::new_err("the save has ended")
 }
 
-fn io_mode(name: &str) -> PyResult<IoMode> {
+fn io_mode(name: &str) -> PyResult<WriteIo> {
     match name {
-        "auto" => Ok(IoMode::Auto),
-        "direct" => Ok(IoMode::Direct),
-        "buffered" => Ok(IoMode::Buffered),
-        _ => Err(PlanError::new_err(format!("io is {name:?}: one of auto, direct, buffered"))),
+        "auto" => Ok(WriteIo::Auto),
+        "direct" => Ok(WriteIo::Direct),
+        "buffered" => Ok(WriteIo::Buffered),
+        _ => Err(PlanError::new_err(format!(
+            "io is {name:?}: one of auto, direct, buffered"
+        ))),
     }
 }
 
 fn save_item(item: ItemTuple<'_>) -> PyResult<SaveItem> {
     let (name, dtype_name, shape, flags, path, offsets, sizes, length) = item;
     let Ok(name) = name.extract::<String>() else {
-        return Err(UnsupportedError::new_err(format!("the name {} is not valid Unicode text", name.repr()?)));
+        return Err(UnsupportedError::new_err(format!(
+            "the name {} is not valid Unicode text",
+            name.repr()?
+        )));
     };
     Ok(SaveItem {
-        kind: if dtype_name.is_some() { Kind::Tensor } else { Kind::Bytes },
+        kind: if dtype_name.is_some() {
+            Kind::Tensor
+        } else {
+            Kind::Bytes
+        },
         dtype: dtype_name.as_deref().map(dtype).transpose()?,
         shape: shape.0,
         flags,
@@ -178,20 +187,28 @@ fn spread(builder: &mut IndexBuilder, planner_data: &Bound<'_, PyAny>) -> PyResu
     Ok(Value::Dict(rest))
 }
 
-/// 1 + the highest generation of a file in `folder`.
+/// The generation of the next save into `folder`.
 #[pyfunction]
 pub fn next_generation(py: Python<'_>, folder: PathBuf) -> PyResult<u64> {
-    py.detach(|| store::next_generation(&folder)).into_py(py)
+    py.detach(|| write::next_generation(&folder)).into_py(py)
 }
 
-/// Puts an index in place under `name`, atomically.
+/// Makes `index` the index `name` of `folder`, atomically, then removes the data files that only the replaced one named. Returns
+/// why any of those are still there.
 #[pyfunction]
-pub fn publish_index(py: Python<'_>, folder: PathBuf, name: &str, bytes: Vec<u8>, fsync: bool) -> PyResult<()> {
-    py.detach(|| store::publish_index(&folder, name, &bytes, fsync)).into_py(py)
+pub fn commit(py: Python<'_>, folder: PathBuf, index: Vec<u8>, fsync: bool) -> PyResult<Vec<String>> {
+    let committed = py.detach(|| write::commit(&folder, index, fsync)).into_py(py)?;
+    Ok(committed.left.iter().map(ToString::to_string).collect())
 }
 
-/// Puts the index of a whole checkpoint in place, then removes the data files that only the replaced one named.
+/// Makes `index` the index `name` of `folder`, atomically.
 #[pyfunction]
-pub fn commit(py: Python<'_>, folder: PathBuf, bytes: Vec<u8>, fsync: bool) -> PyResult<()> {
-    py.detach(|| store::commit(&folder, &bytes, fsync)).into_py(py)
+pub fn publish(py: Python<'_>, folder: PathBuf, name: &str, index: Vec<u8>, fsync: bool) -> PyResult<()> {
+    py.detach(|| store::publish(&folder, name, &index, fsync)).into_py(py)
+}
+
+/// Removes the data files that an index names: those of a save that will not be committed.
+#[pyfunction]
+pub fn discard(py: Python<'_>, folder: PathBuf, index: Vec<u8>) -> PyResult<()> {
+    py.detach(|| write::discard(&folder, index)).into_py(py)
 }

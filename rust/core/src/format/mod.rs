@@ -1,14 +1,17 @@
 //! What is on disk, and nothing about how it gets there: `docs/format.md` in code, with its names.
 
 mod build;
+mod data_file;
 mod digest;
 mod index;
 mod layout;
 mod name;
+pub mod safetensors;
 mod validate;
 mod value;
 
 pub use build::{ChunkEntry, FileEntry, IndexBuilder, TensorEntry};
+pub use data_file::DataFileName;
 pub use digest::{BLOCK_SIZE, block_count, block_digest};
 pub use index::{ChunkView, FileView, Index, IndexBytes, TensorView};
 pub use layout::{Kind, PAYLOAD_ALIGNMENT, SourceKind};

@@ -1,10 +1,18 @@
-//! Files and mappings: what the operating system offers, without knowledge of the format.
+//! Files, folders and mappings: what the operating system offers, without knowledge of the format.
 
+pub(crate) mod disk;
 mod file;
 mod mapping;
+mod private;
+mod publish;
+mod random;
 mod residency;
 
 pub use file::FileRef;
 pub(crate) use file::{read_at, read_direct_at};
 pub use mapping::Mapping;
+pub use private::PrivateMapping;
+pub use publish::publish;
+pub(crate) use publish::publish_on;
+pub use random::{random_bytes, random_token};
 pub use residency::{direct_align, is_remote, resident_bytes};

@@ -1,0 +1,145 @@
+"""The extension module. Internal: use the names of ``dcp_rs`` itself.
+
+Extents (offsets, sizes, strides) are tuples of non-negative integers. Strides are in elements. Addresses are those of memory that the caller keeps
+alive and, where it is read into, unaliased until the call returns. The GIL is released during all I/O, and Ctrl-C stops it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, final
+
+from typing_extensions import Buffer
+
+__version__: str
+
+_Extent: TypeAlias = Sequence[int]
+
+@final
+class FileMapping(Buffer):
+    """A private (copy-on-write) mapping of a data file, with the buffer protocol."""
+
+    def __len__(self) -> int: ...
+
+@final
+class Index:
+    """An open, validated index."""
+
+    @staticmethod
+    def open(path: str, rank: int | None, allow_external: bool) -> Index: ...
+    @staticmethod
+    def from_bytes(data: bytes, path: str, allow_external: bool) -> Index: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def save_id(self) -> str: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def tensor_count(self) -> int: ...
+    @property
+    def chunk_count(self) -> int: ...
+    def to_bytes(self) -> bytes: ...
+    def names(self) -> list[str]: ...
+    def name(self, tensor: int) -> str: ...
+    def find(self, fqn: str) -> int | None: ...
+    def tensor(self, tensor: int) -> tuple[str, bool, str | None, tuple[int, ...], int, int]:
+        """(name, is_bytes, dtype, shape, flags, number of chunks)."""
+    def chunks(self, tensor: int) -> list[tuple[int, int, int, tuple[int, ...], tuple[int, ...]]]:
+        """[(file, offset, length, offsets, sizes)], sorted by offsets."""
+    def first_chunk(self, tensor: int) -> int: ...
+    def chunk_strides(self, chunk: int) -> tuple[int, ...] | None: ...
+    def dtype_of(self, chunk: int) -> str | None: ...
+    def file_order(self) -> list[int]: ...
+    def files(self) -> list[tuple[str, int, int, bool]]:
+        """[(name, size, start of the payload, external)]."""
+    def planner_path(self, tensor: int) -> tuple[Any, ...] | None: ...
+    def planner_root(self) -> Any: ...
+    def locate(self, wanted: Sequence[tuple[str, _Extent | None, int | None]]) -> list[int]:
+        """The chunk for each (fqn, offset, hint)."""
+    def map_file(self, file: int) -> FileMapping: ...
+    def check_files(self, chunks: Sequence[int]) -> None: ...
+    def describe(self, names: Sequence[str]) -> list[tuple[int, str | None, tuple[int, ...]] | None]:
+        """[(tensor, dtype or None for bytes, shape)], None where there is no such name."""
+    def check_regions(
+        self, regions: Sequence[tuple[int, _Extent, _Extent]], values: Sequence[int]
+    ) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        """Checks the data files of regions (tensor, offsets, sizes) and of values; returns [(region, offsets, sizes)] that no chunk holds."""
+    def plan_plain(
+        self, names: Sequence[str], tensors: Sequence[Any], types: tuple[type, ...], dtypes: Mapping[Any, str]
+    ) -> tuple[Batch, list[int]]:
+        """A batch that fills those of the tensors that lie in host memory as they are stored, and the places of all others."""
+    def touching(
+        self, tensor: int, offsets: _Extent, sizes: _Extent
+    ) -> list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+        """As ``cover``, but the region need not be held whole."""
+    def cover(
+        self, tensor: int, offsets: _Extent, sizes: _Extent
+    ) -> list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+        """[(chunk, offsets in it, offsets in the region, sizes)]."""
+    def read_chunks(
+        self,
+        requests: Sequence[tuple[int, _Extent, _Extent, int, _Extent]],
+        *,
+        io: str,
+        threads: int,
+        verify: bool,
+        max_inflight_bytes: int,
+    ) -> tuple[int, int]:
+        """Requests are (chunk, offsets, sizes, address, strides); returns (bytes wanted, bytes read)."""
+    def read_regions(
+        self,
+        requests: Sequence[tuple[int, _Extent, _Extent, int, _Extent]],
+        *,
+        io: str,
+        threads: int,
+        verify: bool,
+        max_inflight_bytes: int,
+    ) -> tuple[int, int]:
+        """Requests are (tensor, offsets, sizes, address, strides); returns (bytes wanted, bytes read)."""
+    def read_bytes(
+        self, chunks: Sequence[int], *, io: str, threads: int, verify: bool, max_inflight_bytes: int
+    ) -> list[bytes]: ...
+    def verify_chunks(self, chunks: Sequence[int], *, io: str, threads: int, max_inflight_bytes: int) -> None: ...
+
+@final
+class Batch:
+    """Reads of whole tensors that are planned, and checked as far as they can be without reading. The caller keeps the tensors."""
+
+    def __len__(self) -> int: ...
+    def read(self, *, io: str, threads: int, verify: bool, max_inflight_bytes: int) -> tuple[int, int]:
+        """Returns (bytes wanted, bytes read)."""
+
+@final
+class Save:
+    """One rank's data files of one save."""
+
+    @staticmethod
+    def create(
+        folder: str,
+        items: Sequence[tuple[str, str | None, _Extent, int, tuple[Any, ...] | None, _Extent, _Extent, int]],
+        *,
+        generation: int,
+        token: int,
+        rank: int,
+        world_size: int,
+        threads: int,
+        fsync: bool,
+        io: str,
+        max_inflight_bytes: int,
+    ) -> Save:
+        """Items are (fqn, dtype or None for bytes, shape, flags, path, offsets, sizes, bytes)."""
+    def write(self, parts: Sequence[tuple[int, int, int, int]]) -> None:
+        """Parts are (item, first byte of it, address, bytes). Parts of an item come in order; all but the last are multiples of 1 MiB."""
+    def finish(self) -> bytes:
+        """Completes the files and returns an index over them."""
+    def abort(self) -> None:
+        """Removes the files."""
+
+def merge_indexes(indexes: Sequence[bytes], save_id: bytes, generation: int, planner_data: Any) -> bytes: ...
+def next_generation(folder: str) -> int: ...
+def commit(folder: str, index: bytes, fsync: bool) -> list[str]: ...
+def publish(folder: str, name: str, index: bytes, fsync: bool) -> None: ...
+def discard(folder: str, index: bytes) -> None: ...

@@ -1,0 +1,364 @@
+//! Joins an index and the read engine: from chunks and regions of tensors to requests for bytes.
+
+#![allow(unsafe_code)] // destinations are addresses that a caller vouches for
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::format::{BLOCK_SIZE, Dims, Index, Kind};
+use crate::overlap::{self, Region};
+use crate::read::{self, Catalog, Destination, FileRef, ReadOptions, ReadReq, ReadStats};
+use crate::store::{Mapping, PrivateMapping};
+use crate::{Control, Error, Result};
+
+/// Opens the index file at `path`: maps it and checks it.
+pub fn open_index(path: &Path) -> Result<Index> {
+    let file = File::open(path).map_err(|error| match error.kind() {
+        std::io::ErrorKind::NotFound => Error::NotFound {
+            path: path.to_owned(),
+            reason: "no such file".into(),
+        },
+        _ => Error::io("open", path, error),
+    })?;
+    let mapping = Mapping::new(&file).map_err(|error| Error::io("map", path, error))?;
+    Index::from_bytes(IndexMapping(mapping), path)
+}
+
+/// An index file in memory. Published indexes are never changed in place (section 9 of the format), which is what makes a slice of one sound.
+struct IndexMapping(Mapping);
+
+impl AsRef<[u8]> for IndexMapping {
+    fn as_ref(&self) -> &[u8] {
+        if self.0.is_empty() {
+            return &[];
+        }
+        // SAFETY: the mapping is readable for its length, and lives as long as `self`. No one writes to a published index: a save replaces
+        // it by rename, and leaves the mapped file as it is.
+        unsafe { std::slice::from_raw_parts(self.0.as_ptr(), self.0.len()) }
+    }
+}
+
+/// What the engine needs to know of a data file. `allow_external`: whether names may lead out of the folder.
+pub fn file_ref(index: &Index, file: u32, allow_external: bool) -> Result<FileRef> {
+    let view = index.file(file);
+    let path = index.file_path(file);
+    let leads_out = Path::new(view.name)
+        .components()
+        .any(|part| !matches!(part, std::path::Component::Normal(_)));
+    if leads_out && !allow_external {
+        return Err(Error::Unsupported(format!(
+            "{} names {}, outside its folder; pass allow_external=True to open it",
+            index.path().display(),
+            path.display()
+        )));
+    }
+    Ok(FileRef {
+        path,
+        size: view.size,
+        mtime_ns: view.mtime_ns,
+        follow_symlinks: allow_external || view.external,
+    })
+}
+
+/// Maps a data file privately, after its length was checked.
+pub fn map_data_file(index: &Index, file: u32, allow_external: bool) -> Result<PrivateMapping> {
+    let file_ref = file_ref(index, file, allow_external)?;
+    let opened = file_ref.open(false)?;
+    PrivateMapping::new(&opened).map_err(|error| Error::io("map", &file_ref.path, error))
+}
+
+/// Checks that the files of some chunks are there and as long as they should be.
+pub fn check_files(index: &Index, chunks: &[u64], allow_external: bool) -> Result<()> {
+    let files: HashSet<u32> = chunks.iter().map(|&c| index.chunk_file(c)).collect();
+    for file in files {
+        file_ref(index, file, allow_external)?.open(false)?;
+    }
+    Ok(())
+}
+
+/// Checks a plan before anything is read: finds what of the regions no chunk holds (by their number), and checks the data files
+/// of all of them and of some values, as [`check_files`] does.
+pub fn check_regions(
+    index: &Index,
+    regions: &[(u32, Region)],
+    values: &[u32],
+    allow_external: bool,
+) -> Result<Vec<(usize, Region)>> {
+    let mut holes = Vec::new();
+    let mut files = HashSet::new();
+    for (i, (tensor, region)) in regions.iter().enumerate() {
+        match overlap::cover(index, *tensor, region) {
+            Ok(parts) => files.extend(parts.iter().map(|part| index.chunk_file(part.chunk))),
+            Err(hole) => holes.push((i, hole)),
+        }
+    }
+    files.extend(
+        values
+            .iter()
+            .flat_map(|&value| index.tensor(value).chunks)
+            .map(|chunk| index.chunk_file(chunk)),
+    );
+    for file in files {
+        file_ref(index, file, allow_external)?.open(false)?;
+    }
+    Ok(holes)
+}
+
+/// Memory for a rectangle: its address, and the step in bytes along each dimension.
+#[derive(Clone, Debug)]
+pub struct Memory {
+    /// Where the first element goes.
+    pub address: Destination,
+    /// Bytes from an element to the next of each dimension.
+    pub strides: Dims,
+}
+
+/// A batch of reads from one checkpoint.
+pub struct Gather {
+    index: Arc<Index>,
+    allow_external: bool,
+    files: Vec<FileRef>,
+    /// The place in `files` of each file of the index.
+    places: Vec<Option<u32>>,
+    requests: Vec<ReadReq>,
+}
+
+impl Gather {
+    /// An empty batch.
+    pub fn new(index: Arc<Index>, allow_external: bool) -> Self {
+        Self {
+            places: vec![None; index.file_count() as usize],
+            index,
+            allow_external,
+            files: Vec::new(),
+            requests: Vec::new(),
+        }
+    }
+
+    /// Adds the rectangle of `sizes` elements at `offsets` of a chunk.
+    pub fn add_chunk(&mut self, chunk: u64, offsets: &[u64], sizes: &[u64], to: Memory) -> Result<()> {
+        let view = self.index.chunk(chunk);
+        let tensor = self.index.tensor(view.tensor);
+        if tensor.kind == Kind::Bytes {
+            return Err(Error::Plan(format!("{:?} is not a tensor", tensor.name)));
+        }
+        if !Region::new(offsets, sizes).fits(&view.sizes) || to.strides.len() != sizes.len() {
+            return Err(Error::Plan(format!(
+                "tensor {:?}: {sizes:?} elements at {offsets:?} of a chunk of {:?}",
+                tensor.name,
+                view.sizes.as_slice()
+            )));
+        }
+        if sizes.contains(&0) {
+            return Ok(());
+        }
+        if sizes
+            .iter()
+            .zip(&to.strides)
+            .any(|(&size, &stride)| size > 1 && stride == 0)
+        {
+            return Err(Error::Plan(format!(
+                "tensor {:?}: the destination has several elements in one place of memory",
+                tensor.name
+            )));
+        }
+        let itemsize = tensor.dtype.expect("tensors have one").size();
+        let strides = view.strides.unwrap_or_else(|| row_major(&view.sizes));
+        let first: u64 = offsets
+            .iter()
+            .zip(&strides)
+            .map(|(offset, stride)| offset * stride)
+            .sum();
+        let file = self.place(view.file)?;
+        self.requests.push(ReadReq {
+            file,
+            tensor: view.tensor,
+            chunk_offset: view.offset,
+            chunk_length: view.length,
+            digests: view.digests.map(|range| range.start),
+            itemsize,
+            shape: Dims::from_slice(sizes),
+            src_offset: first * itemsize,
+            src_strides: strides.iter().map(|stride| stride * itemsize).collect(),
+            dst: to.address,
+            dst_strides: to.strides,
+        });
+        Ok(())
+    }
+
+    /// Adds a region of a tensor, from whichever chunks hold it.
+    pub fn add_region(&mut self, tensor: u32, region: &Region, to: &Memory) -> Result<()> {
+        let view = self.index.tensor(tensor);
+        if !region.fits(&view.shape) || to.strides.len() != view.shape.len() {
+            return Err(Error::Plan(format!(
+                "tensor {:?}: {:?} elements at {:?} of {:?}",
+                view.name,
+                region.sizes.as_slice(),
+                region.offsets.as_slice(),
+                view.shape.as_slice()
+            )));
+        }
+        for part in cover(&self.index, tensor, region)? {
+            let bytes: u64 = part.region_offsets.iter().zip(&to.strides).map(|(o, s)| o * s).sum();
+            let bytes = usize::try_from(bytes).map_err(|_| Error::Plan("destination too large".into()))?;
+            let memory = Memory {
+                address: Destination(to.address.0.wrapping_add(bytes)),
+                strides: to.strides.clone(),
+            };
+            self.add_chunk(part.chunk, &part.chunk_offsets, &part.sizes, memory)?;
+        }
+        Ok(())
+    }
+
+    /// Adds some bytes of a chunk, as they are stored.
+    pub fn add_bytes(&mut self, chunk: u64, from: u64, length: u64, to: Destination) -> Result<()> {
+        let view = self.index.chunk(chunk);
+        if from.checked_add(length).is_none_or(|end| end > view.length) {
+            return Err(Error::Plan(format!("bytes beyond the {} of a chunk", view.length)));
+        }
+        if length > 0 {
+            let file = self.place(view.file)?;
+            self.requests.push(ReadReq {
+                file,
+                tensor: view.tensor,
+                chunk_offset: view.offset,
+                chunk_length: view.length,
+                digests: view.digests.map(|range| range.start),
+                itemsize: 1,
+                shape: Dims::from_slice(&[length]),
+                src_offset: from,
+                src_strides: Dims::from_slice(&[1]),
+                dst: to,
+                dst_strides: Dims::from_slice(&[1]),
+            });
+        }
+        Ok(())
+    }
+
+    fn place(&mut self, file: u32) -> Result<u32> {
+        if let Some(place) = self.places[file as usize] {
+            return Ok(place);
+        }
+        let place = u32::try_from(self.files.len()).expect("no more than the index has");
+        self.files.push(file_ref(&self.index, file, self.allow_external)?);
+        self.places[file as usize] = Some(place);
+        Ok(place)
+    }
+
+    /// How many rectangles were added, empty ones aside.
+    pub fn len(&self) -> usize {
+        self.requests.len()
+    }
+
+    /// Forgets what was added after there were `len` rectangles.
+    pub fn truncate(&mut self, len: usize) {
+        self.requests.truncate(len);
+    }
+
+    /// Whether there is nothing to read.
+    pub fn is_empty(&self) -> bool {
+        self.requests.is_empty()
+    }
+
+    /// Checks the files of all that was added, as [`check_files`] does.
+    pub fn check_files(&self) -> Result<()> {
+        for file in &self.files {
+            file.open(false)?;
+        }
+        Ok(())
+    }
+
+    /// Reads all that was added.
+    ///
+    /// # Errors
+    /// Those of [`read::read`].
+    ///
+    /// # Safety
+    /// Every destination is valid for writes to all its elements, from any thread, until this returns, and no two
+    /// share a byte.
+    pub unsafe fn read(&self, options: &ReadOptions, control: &Control) -> Result<ReadStats> {
+        // SAFETY: the caller's promise, passed on. Files are never made shorter (section 9 of the format).
+        unsafe { read::read(&self.files, &self.requests, &Names(&self.index), options, control) }
+    }
+}
+
+/// The parts of a region and the chunks that hold them; an error that names what no chunk holds.
+pub fn cover(index: &Index, tensor: u32, region: &Region) -> Result<Vec<overlap::Overlap>> {
+    overlap::cover(index, tensor, region).map_err(|hole| {
+        Error::Plan(format!(
+            "tensor {:?}: the checkpoint does not hold {:?} elements at {:?}",
+            index.name(tensor),
+            hole.sizes.as_slice(),
+            hole.offsets.as_slice()
+        ))
+    })
+}
+
+/// Checks the digests of some chunks, through a buffer of `options.max_inflight_bytes`.
+pub fn verify_chunks(
+    index: &Arc<Index>,
+    chunks: &[u64],
+    allow_external: bool,
+    options: &ReadOptions,
+    control: &Control,
+) -> Result<()> {
+    let options = ReadOptions {
+        verify: true,
+        ..options.clone()
+    };
+    let capacity = (options.max_inflight_bytes / BLOCK_SIZE).max(1) * BLOCK_SIZE;
+    let mut buffer = vec![0_u8; usize::try_from(capacity).map_err(|_| Error::Plan("buffer too large".into()))?];
+    let base = buffer.as_mut_ptr();
+    let mut gather = Gather::new(Arc::clone(index), allow_external);
+    let mut used = 0;
+    for &chunk in chunks {
+        let length = index.chunk(chunk).length;
+        let mut from = 0;
+        while from < length {
+            let part = (capacity - used).min(length - from);
+            // A part ends at the end of a block, so that no block is read twice.
+            let part = if from + part < length {
+                part / BLOCK_SIZE * BLOCK_SIZE
+            } else {
+                part
+            };
+            if part > 0 {
+                let at = usize::try_from(used).expect("below the capacity");
+                gather.add_bytes(chunk, from, part, Destination(base.wrapping_add(at)))?;
+            } else {
+                // SAFETY: the parts lie in `buffer` one after another.
+                unsafe { gather.read(&options, control)? };
+                gather.requests.clear();
+                used = 0;
+            }
+            used += part;
+            from += part;
+        }
+    }
+    // SAFETY: as above.
+    unsafe { gather.read(&options, control)? };
+    Ok(())
+}
+
+struct Names<'a>(&'a Index);
+
+impl Catalog for Names<'_> {
+    fn tensor_name(&self, tensor: u32) -> String {
+        self.0.name(tensor).to_owned()
+    }
+
+    fn digest(&self, i: u64) -> u64 {
+        self.0.digest(i)
+    }
+}
+
+/// Strides in elements of a contiguous rectangle.
+fn row_major(sizes: &[u64]) -> Dims {
+    let mut strides = Dims::from_elem(1, sizes.len());
+    for d in (1..sizes.len()).rev() {
+        strides[d - 1] = strides[d] * sizes[d];
+    }
+    strides
+}

@@ -1,0 +1,103 @@
+//! Threads that live for one call.
+
+use std::panic::resume_unwind;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
+
+use crate::Result;
+
+/// Calls `work` with every number below `count`, in order, on up to `workers` threads, of which the caller's is one.
+/// Each thread has a state of its own. The first error keeps the others from starting anything new, and is returned.
+///
+/// Where the system has no more threads to give, fewer do the work.
+pub(crate) fn for_each<S>(
+    count: usize,
+    workers: usize,
+    state: impl Fn() -> S + Sync,
+    work: impl Fn(&mut S, usize) -> Result<()> + Sync,
+) -> Result<()> {
+    let next = AtomicUsize::new(0);
+    let stopped = AtomicBool::new(false);
+    let run = || {
+        let mut state = state();
+        while !stopped.load(Ordering::Relaxed) {
+            let job = next.fetch_add(1, Ordering::Relaxed);
+            if job >= count {
+                break;
+            }
+            if let Err(error) = work(&mut state, job) {
+                stopped.store(true, Ordering::Relaxed);
+                return Err(error);
+            }
+        }
+        Ok(())
+    };
+    thread::scope(|scope| {
+        let helpers: Vec<_> = (1..workers.min(count))
+            .map_while(|_| {
+                thread::Builder::new()
+                    .name("dcp-rs".into())
+                    .spawn_scoped(scope, run)
+                    .ok()
+            })
+            .collect();
+        let own = run();
+        helpers
+            .into_iter()
+            .map(|helper| helper.join().unwrap_or_else(|panic| resume_unwind(panic)))
+            .fold(own, Result::and)
+    })
+}
+
+/// As many as the cores that this process may use.
+pub(crate) fn available() -> usize {
+    thread::available_parallelism().map_or(1, std::num::NonZero::get)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+    use crate::Error;
+
+    #[test]
+    fn does_everything_once() {
+        for workers in [0, 1, 3, 100] {
+            let seen = Mutex::new(Vec::new());
+            for_each(
+                50,
+                workers,
+                || (),
+                |(), job| {
+                    seen.lock().unwrap().push(job);
+                    Ok(())
+                },
+            )
+            .unwrap();
+            let mut seen = seen.into_inner().unwrap();
+            seen.sort_unstable();
+            assert_eq!(seen, (0..50).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn an_error_stops_the_rest() {
+        let done = AtomicUsize::new(0);
+        let result = for_each(
+            1_000_000,
+            4,
+            || (),
+            |(), job| {
+                done.fetch_add(1, Ordering::Relaxed);
+                if job == 10 {
+                    Err(Error::Plan("ten".into()))
+                } else {
+                    Ok(())
+                }
+            },
+        );
+        assert_eq!(result.unwrap_err().to_string(), "ten");
+        assert!(done.into_inner() < 1_000_000);
+    }
+}

@@ -1,0 +1,221 @@
+//! Every change that this crate makes to a folder goes through [`Disk`], so that a test can watch the order of the
+//! calls and let any of them fail.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
+use std::path::Path;
+use std::sync::Arc;
+
+use rustix::fs::{FallocateFlags, fallocate};
+use rustix::io::Errno;
+
+use crate::{Error, Result};
+
+/// A call to the operating system.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Call {
+    /// Creates a folder.
+    CreateFolder,
+    /// Creates a file that was not there.
+    Create,
+    /// Reserves space for the whole of a file.
+    Allocate,
+    /// Opens a file for writing past the page cache.
+    OpenDirect,
+    /// Opens a file for writing.
+    Open,
+    /// Writes bytes.
+    Write { offset: u64, len: usize, direct: bool },
+    /// Puts a file's bytes on stable storage.
+    Sync,
+    /// Renames a file; the path is the new one.
+    Rename,
+    /// Puts a folder's entries on stable storage.
+    SyncFolder,
+    /// Removes a file.
+    Remove,
+}
+
+/// What a test may do to a call.
+pub(crate) trait Hook: Send + Sync {
+    /// Looks at a call before it is made. An error stands in for the call; for a write, a number is the most bytes
+    /// that the call may take.
+    fn before(&self, call: Call, path: &Path) -> io::Result<usize>;
+}
+
+/// The disk, or a test's view of it.
+#[derive(Clone, Default)]
+pub(crate) struct Disk {
+    hook: Option<Arc<dyn Hook>>,
+}
+
+impl Disk {
+    #[cfg(test)]
+    pub(crate) fn hooked(hook: Arc<dyn Hook>) -> Self {
+        Self { hook: Some(hook) }
+    }
+
+    fn before(&self, call: Call, path: &Path) -> io::Result<usize> {
+        self.hook
+            .as_ref()
+            .map_or(Ok(usize::MAX), |hook| hook.before(call, path))
+    }
+
+    /// Creates a folder and those it is in, where they are missing.
+    pub(crate) fn create_folder(&self, folder: &Path, sync: bool) -> Result<()> {
+        if folder.is_dir() {
+            return Ok(());
+        }
+        let parent = folder.parent().filter(|parent| !parent.as_os_str().is_empty());
+        if let Some(parent) = parent {
+            self.create_folder(parent, sync)?;
+        }
+        match self
+            .before(Call::CreateFolder, folder)
+            .and_then(|_| fs::create_dir(folder))
+        {
+            // Another rank was faster.
+            Err(error) if error.kind() == ErrorKind::AlreadyExists && folder.is_dir() => Ok(()),
+            Err(error) => Err(Error::io("create", folder, error)),
+            Ok(()) if sync => self.sync_folder(parent.unwrap_or(Path::new("."))),
+            Ok(()) => Ok(()),
+        }
+    }
+
+    /// Creates a file that may not exist yet, to write to.
+    pub(crate) fn create(&self, path: &Path) -> Result<File> {
+        self.before(Call::Create, path)
+            .and_then(|_| OpenOptions::new().write(true).create_new(true).open(path))
+            .map_err(|error| Error::io("create", path, error))
+    }
+
+    /// Gives a file its length, with the space for it where the file system can reserve it: a full disk is noticed
+    /// here, and writers of different parts do not wait for each other.
+    pub(crate) fn allocate(&self, file: &File, path: &Path, size: u64) -> Result<()> {
+        let reserve = || {
+            self.before(Call::Allocate, path)?;
+            match fallocate(file, FallocateFlags::empty(), 0, size) {
+                Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => file.set_len(size),
+                result => Ok(result?),
+            }
+        };
+        retry(reserve).map_err(|error| Error::io("allocate space for", path, error))
+    }
+
+    /// Opens a file that exists, to write to.
+    pub(crate) fn open(&self, path: &Path) -> Result<File> {
+        self.before(Call::Open, path)
+            .and_then(|_| OpenOptions::new().write(true).open(path))
+            .map_err(|error| Error::io("open", path, error))
+    }
+
+    /// Opens a file that exists, to write to past the page cache. `None` where the file system does not do that.
+    pub(crate) fn open_direct(&self, path: &Path) -> Result<Option<File>> {
+        let open = |_| OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(path);
+        match self.before(Call::OpenDirect, path).and_then(open) {
+            Ok(file) => Ok(Some(file)),
+            Err(error) if is_unsupported(&error) => Ok(None),
+            Err(error) => Err(Error::io("open", path, error)),
+        }
+    }
+
+    /// Writes all of `bytes` at `offset`.
+    pub(crate) fn write(&self, file: &File, path: &Path, bytes: &[u8], offset: u64) -> Result<()> {
+        let written = self.write_while(file, path, bytes, offset, 1)?;
+        debug_assert_eq!(written, bytes.len());
+        Ok(())
+    }
+
+    /// Writes `bytes` at `offset` through a handle from [`open_direct`](Self::open_direct); memory, offset and length
+    /// are multiples of `alignment`. Returns how much of it was written: less where the file system
+    /// refuses direct writes after all (for some memory, or for good), or left off inside a block.
+    pub(crate) fn write_direct(
+        &self,
+        file: &File,
+        path: &Path,
+        bytes: &[u8],
+        offset: u64,
+        alignment: usize,
+    ) -> Result<usize> {
+        self.write_while(file, path, bytes, offset, alignment)
+    }
+
+    fn write_while(&self, file: &File, path: &Path, bytes: &[u8], offset: u64, alignment: usize) -> Result<usize> {
+        let mut at = 0;
+        while at < bytes.len() && at.is_multiple_of(alignment) {
+            let (rest, offset) = (&bytes[at..], offset + at as u64);
+            let call = Call::Write {
+                offset,
+                len: rest.len(),
+                direct: alignment > 1,
+            };
+            let write = || {
+                let most = self.before(call, path)?;
+                file.write_at(&rest[..most.min(rest.len())], offset)
+            };
+            match retry(write) {
+                Ok(0) => return Err(Error::io("write", path, ErrorKind::WriteZero.into())),
+                Ok(n) => at += n,
+                Err(error) if alignment > 1 && is_refused(&error) => return Ok(at),
+                Err(error) => return Err(Error::io("write", path, error)),
+            }
+        }
+        Ok(at)
+    }
+
+    /// Puts a file's bytes and length on stable storage.
+    pub(crate) fn sync(&self, file: &File, path: &Path) -> Result<()> {
+        let sync = || {
+            self.before(Call::Sync, path)?;
+            file.sync_all()
+        };
+        retry(sync).map_err(|error| Error::io("sync", path, error))
+    }
+
+    /// Renames a file over another one.
+    pub(crate) fn rename(&self, from: &Path, to: &Path) -> Result<()> {
+        self.before(Call::Rename, to)
+            .and_then(|_| fs::rename(from, to))
+            .map_err(|error| Error::io("rename to", to, error))
+    }
+
+    /// Puts the entries of a folder on stable storage.
+    pub(crate) fn sync_folder(&self, folder: &Path) -> Result<()> {
+        let sync = |_| match retry(|| File::open(folder)?.sync_all()) {
+            // Some network file systems cannot, and need not: their renames are durable when they return.
+            Err(error) if is_unsupported(&error) => Ok(()),
+            result => result,
+        };
+        self.before(Call::SyncFolder, folder)
+            .and_then(sync)
+            .map_err(|error| Error::io("sync", folder, error))
+    }
+
+    /// Removes a file. One that is not there is as good as removed.
+    pub(crate) fn remove(&self, path: &Path) -> Result<()> {
+        match self.before(Call::Remove, path).and_then(|_| fs::remove_file(path)) {
+            Err(error) if error.kind() != ErrorKind::NotFound => Err(Error::io("remove", path, error)),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn retry<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+    loop {
+        match call() {
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            result => return result,
+        }
+    }
+}
+
+fn is_unsupported(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::InvalidInput | ErrorKind::Unsupported)
+}
+
+/// What a direct write fails with where a buffered one of the same bytes may succeed: alignment, or memory that a
+/// device driver mapped.
+fn is_refused(error: &io::Error) -> bool {
+    is_unsupported(error) || error.raw_os_error() == Some(libc::EFAULT)
+}

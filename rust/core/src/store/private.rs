@@ -1,0 +1,38 @@
+//! Private mappings: memory that begins as a file's bytes, and that may be written to without changing the file.
+
+#![allow(unsafe_code)] // mapping a file is
+
+use std::fs::File;
+use std::io;
+
+use memmap2::{MmapMut, MmapOptions};
+
+/// A copy-on-write mapping of a whole file.
+pub struct PrivateMapping {
+    map: MmapMut,
+}
+
+impl PrivateMapping {
+    /// Maps the whole file.
+    pub fn new(file: &File) -> io::Result<Self> {
+        // SAFETY: a published data file is never changed or made shorter (section 9 of docs/format.md), and its length was
+        // checked when it was opened. The bytes are handed out as an address only.
+        let map = unsafe { MmapOptions::new().map_copy(file)? };
+        Ok(Self { map })
+    }
+
+    /// The first byte; [`len`](Self::len) bytes follow, valid for reads and writes as long as `self` lives.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.map.as_ptr().cast_mut()
+    }
+
+    /// Bytes mapped.
+    pub fn len(&self) -> usize {
+        self.map.len()
+    }
+
+    /// Whether nothing is mapped.
+    pub fn is_empty(&self) -> bool {
+        self.map.is_empty()
+    }
+}

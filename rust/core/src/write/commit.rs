@@ -1,0 +1,111 @@
+//! The end of a save, and the number of the next one.
+
+use std::collections::HashSet;
+use std::fs::{self, File};
+use std::io::{ErrorKind, Read as _};
+use std::path::Path;
+
+use crate::format::{DataFileName, INDEX_NAME, Index};
+use crate::store::disk::Disk;
+use crate::store::publish_on;
+use crate::{Error, Result};
+
+/// What a commit did besides committing.
+#[derive(Debug, Default)]
+pub struct Committed {
+    /// Data files of the checkpoint that was replaced, which are gone now.
+    pub removed: Vec<String>,
+    /// Why others of them could not be removed. The new checkpoint is whole all the same.
+    pub left: Vec<Error>,
+}
+
+/// Makes `index` the index of the folder, and removes the data files that the one before it named as its own and this
+/// one does not. No other file is touched.
+///
+/// # Errors
+/// [`Error::CorruptIndex`] where the bytes are no index; [`Error::Io`] where it could not be published. The old
+/// checkpoint is whole then.
+pub fn commit(dir: &Path, index: Vec<u8>, fsync: bool) -> Result<Committed> {
+    commit_on(&Disk::default(), dir, index, fsync)
+}
+
+pub(super) fn commit_on(disk: &Disk, dir: &Path, index: Vec<u8>, fsync: bool) -> Result<Committed> {
+    let path = dir.join(INDEX_NAME);
+    let index = Index::from_bytes(index, &path)?;
+    // One that cannot be read names nothing that may be removed.
+    let old = fs::read(&path)
+        .ok()
+        .and_then(|bytes| Index::from_bytes(bytes, &path).ok());
+    publish_on(disk, dir, INDEX_NAME, index.bytes(), fsync)?;
+
+    let kept = own_files(&index);
+    let mut committed = Committed::default();
+    for name in old.iter().flat_map(own_files).filter(|name| !kept.contains(name)) {
+        match disk.remove(&dir.join(name)) {
+            Ok(()) => committed.removed.push(name.to_owned()),
+            Err(error) => committed.left.push(error),
+        }
+    }
+    Ok(committed)
+}
+
+/// Removes the data files that an index names as its own: a save that will not be committed, because
+/// another rank failed. None of them may be named by an index that was published.
+///
+/// # Errors
+/// [`Error::CorruptIndex`] where the bytes are no index; the first file that could not be removed, after trying all.
+pub fn discard(dir: &Path, index: Vec<u8>) -> Result<()> {
+    let index = Index::from_bytes(index, &dir.join(INDEX_NAME))?;
+    let disk = Disk::default();
+    own_files(&index)
+        .into_iter()
+        .map(|name| disk.remove(&dir.join(name)))
+        .fold(Ok(()), Result::and)
+}
+
+/// The data files that a save wrote for this index. Their names are those of data files, whatever the index says:
+/// one that was tampered with gets nothing else removed.
+fn own_files(index: &Index) -> HashSet<&str> {
+    (0..index.file_count())
+        .map(|number| index.file(number))
+        .filter(|file| !file.external && DataFileName::parse(file.name).is_some())
+        .map(|file| file.name)
+        .collect()
+}
+
+/// The generation of the next save into a folder: 1 + the highest that a data file or the index carries.
+/// 1 where there is no such folder.
+///
+/// # Errors
+/// [`Error::Io`] where the folder cannot be read; [`Error::Unsupported`] after generation 2^64 - 1.
+pub fn next_generation(dir: &Path) -> Result<u64> {
+    let entries = match fs::read_dir(dir) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(1),
+        entries => entries.map_err(|error| Error::io("list", dir, error))?,
+    };
+    let mut highest = index_generation(&dir.join(INDEX_NAME)).unwrap_or(0);
+    for entry in entries {
+        let name = entry.map_err(|error| Error::io("list", dir, error))?.file_name();
+        if let Some(name) = name.to_str().and_then(DataFileName::parse) {
+            highest = highest.max(name.generation);
+        }
+    }
+    highest
+        .checked_add(1)
+        .ok_or_else(|| Error::Unsupported(format!("a save after generation {highest}")))
+}
+
+/// The generation in the header of an index, without the rest of it: a damaged index does not hinder the save that
+/// replaces it.
+fn index_generation(path: &Path) -> Option<u64> {
+    const MAGIC: &[u8] = b"\x89DCPRS\r\n";
+    const GENERATION_AT: usize = 64;
+    let mut start = [0; GENERATION_AT + 8];
+    File::open(path).ok()?.read_exact(&mut start).ok()?;
+    let generation = u64::from_le_bytes(start[GENERATION_AT..].try_into().ok()?);
+    start.starts_with(MAGIC).then_some(generation)
+}
+
+#[cfg(test)]
+#[path = "commit_tests.rs"]
+mod tests;

@@ -1,0 +1,166 @@
+//! A crash at any point leaves a checkpoint whole: what is asserted is the order of the calls.
+
+use std::sync::Arc;
+
+use tempfile::tempdir;
+
+use super::super::testing::{INFO, Recorder, assert_saved, names_in, save, whole};
+use super::super::{SaveInfo, SaveItem, WriteOptions};
+use super::*;
+use crate::format::{FileEntry, IndexBuilder, SourceKind};
+use crate::store::disk::{Call, Hook};
+
+fn items() -> Vec<SaveItem> {
+    vec![whole("a", "float32", &[3, 5]), whole("b", "bfloat16", &[2048])]
+}
+
+fn saved(dir: &Path, generation: u64) -> Vec<u8> {
+    let info = SaveInfo {
+        generation,
+        token: generation,
+        ..INFO
+    };
+    save(dir, &items(), info, &WriteOptions::default()).bytes().to_vec()
+}
+
+fn open(dir: &Path) -> Index {
+    let path = dir.join(INDEX_NAME);
+    Index::from_bytes(fs::read(&path).unwrap(), &path).unwrap()
+}
+
+fn data(generation: u64) -> String {
+    format!("g{generation:08}-{generation:016x}-r00003-f00000.safetensors")
+}
+
+fn hooked(recorder: &Arc<Recorder>) -> Disk {
+    let hook: Arc<dyn Hook> = recorder.clone();
+    Disk::hooked(hook)
+}
+
+#[test]
+fn a_second_save_replaces_the_first_and_nothing_else() {
+    let dir = tempdir().unwrap();
+    let dir = dir.path();
+    assert_eq!(next_generation(&dir.join("missing")).unwrap(), 1);
+    assert_eq!(next_generation(dir).unwrap(), 1);
+    let first = commit(dir, saved(dir, 1), true).unwrap();
+    assert!(first.removed.is_empty() && first.left.is_empty());
+    for other in ["notes.txt", "model.safetensors", &data(7)] {
+        fs::write(dir.join(other), "theirs").unwrap();
+    }
+    assert_eq!(next_generation(dir).unwrap(), 8);
+    let second = commit(dir, saved(dir, 8), false).unwrap();
+    assert_eq!(second.removed, [data(1)]);
+    assert_eq!(
+        names_in(dir),
+        [&data(7), &data(8), INDEX_NAME, "model.safetensors", "notes.txt"]
+    );
+    assert_saved(&open(dir), &items());
+}
+
+#[test]
+fn the_order_of_a_commit() {
+    let dir = tempdir().unwrap();
+    commit(dir.path(), saved(dir.path(), 1), true).unwrap();
+    let recorder = Arc::new(Recorder::default());
+    commit_on(&hooked(&recorder), dir.path(), saved(dir.path(), 2), true).unwrap();
+    let calls = recorder.calls.lock().unwrap();
+    let kinds: Vec<_> = calls.iter().map(|(call, _)| *call).collect();
+    assert!(
+        matches!(
+            kinds[..],
+            [
+                Call::Create,
+                Call::Write { offset: 0, .. },
+                Call::Sync,
+                Call::Rename,
+                Call::SyncFolder,
+                Call::Remove
+            ]
+        ),
+        "{kinds:?}"
+    );
+    assert!(calls[0].1.starts_with("index.dcprs.") && calls[0].1.strip_suffix(".tmp").is_some());
+    assert_eq!((calls[3].1.as_str(), &calls[5].1), (INDEX_NAME, &data(1)));
+}
+
+#[test]
+fn a_commit_that_fails_leaves_the_old_checkpoint() {
+    for at in 0..5 {
+        let dir = tempdir().unwrap();
+        commit(dir.path(), saved(dir.path(), 1), true).unwrap();
+        let bytes = saved(dir.path(), 2);
+        let recorder = Arc::new(Recorder {
+            fault: Some((at, libc::ENOSPC)),
+            ..Recorder::default()
+        });
+        let error = commit_on(&hooked(&recorder), dir.path(), bytes.clone(), true).unwrap_err();
+        assert!(matches!(error, Error::Io { .. }));
+        let renamed = at == 4;
+        assert_eq!(open(dir.path()).generation(), if renamed { 2 } else { 1 });
+        assert_eq!(names_in(dir.path()), [&data(1), &data(2), INDEX_NAME], "call {at}");
+        assert_saved(&open(dir.path()), &items());
+        if !renamed {
+            discard(dir.path(), bytes).unwrap();
+            assert_eq!(names_in(dir.path()), [&data(1), INDEX_NAME]);
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_removed_is_told() {
+    let dir = tempdir().unwrap();
+    commit(dir.path(), saved(dir.path(), 1), true).unwrap();
+    let recorder = Arc::new(Recorder {
+        fault: Some((5, libc::EPERM)),
+        ..Recorder::default()
+    });
+    let committed = commit_on(&hooked(&recorder), dir.path(), saved(dir.path(), 2), true).unwrap();
+    assert!(committed.removed.is_empty());
+    assert!(committed.left[0].to_string().contains(&data(1)));
+}
+
+#[test]
+fn an_index_gets_no_file_removed_that_no_save_wrote() {
+    let dir = tempdir().unwrap();
+    let mut builder = IndexBuilder::new(SourceKind::Native);
+    for (name, external) in [("notes.txt", false), (&*data(5), true), ("sub/x.safetensors", false)] {
+        let name = name.to_owned();
+        let file = FileEntry {
+            name,
+            size: 4096,
+            data_start: 4096,
+            external,
+            head_digest: None,
+            mtime_ns: 0,
+        };
+        builder.add_file(file).unwrap();
+    }
+    let bytes = builder.build().unwrap();
+    for name in ["notes.txt", &data(5)] {
+        fs::write(dir.path().join(name), "theirs").unwrap();
+    }
+    fs::write(dir.path().join(INDEX_NAME), &bytes).unwrap();
+    let committed = commit(dir.path(), saved(dir.path(), 6), true).unwrap();
+    assert!(committed.removed.is_empty() && committed.left.is_empty());
+    discard(dir.path(), bytes).unwrap();
+    assert_eq!(names_in(dir.path()), [&data(5), &data(6), INDEX_NAME, "notes.txt"]);
+}
+
+#[test]
+fn a_damaged_index_is_replaced_and_no_index_is_refused() {
+    let dir = tempdir().unwrap();
+    fs::write(dir.path().join(INDEX_NAME), "damaged").unwrap();
+    assert_eq!(next_generation(dir.path()).unwrap(), 1);
+    assert!(matches!(
+        commit(dir.path(), vec![1, 2, 3], true),
+        Err(Error::CorruptIndex { .. })
+    ));
+    commit(dir.path(), saved(dir.path(), 1), true).unwrap();
+    assert_saved(&open(dir.path()), &items());
+    // The index alone counts, too.
+    fs::remove_file(dir.path().join(data(1))).unwrap();
+    assert_eq!(next_generation(dir.path()).unwrap(), 2);
+    fs::write(dir.path().join(data(u64::MAX)), "").unwrap();
+    assert!(matches!(next_generation(dir.path()), Err(Error::Unsupported(_))));
+}

@@ -1,0 +1,382 @@
+//! A save by one rank: its data files from creation to the bytes of its index.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::files::{DataFiles, Handles};
+use super::jobs::{Job, Span, cut};
+use super::layout::{Layout, SaveInfo, SaveItem, plan_files};
+use super::options::{Resolved, WriteOptions};
+use super::staging::Staging;
+use crate::format::{
+    BLOCK_SIZE, ChunkEntry, FileEntry, IndexBuilder, SourceKind, TensorEntry, Value, block_count, block_digest,
+};
+use crate::store::disk::Disk;
+use crate::store::random_bytes;
+use crate::{Control, Error, Result, parallel};
+
+/// Some bytes of an item.
+#[derive(Clone, Copy, Debug)]
+pub struct Part<'a> {
+    /// Index of the item.
+    pub item: u32,
+    /// Where in the item they begin.
+    pub at: u64,
+    /// The bytes.
+    pub data: &'a [u8],
+}
+
+/// The data files of one rank, on their way to the disk.
+///
+/// Dropped without [`finish`](Self::finish), it removes the files that it created.
+pub struct Save {
+    disk: Disk,
+    dir: PathBuf,
+    info: SaveInfo,
+    items: Vec<SaveItem>,
+    layout: Layout,
+    how: Resolved,
+    files: DataFiles,
+    /// For each item, the index of its first digest; and the end of the last.
+    first_digest: Vec<usize>,
+    digests: Vec<AtomicU64>,
+    progress: Mutex<Progress>,
+    /// Buffers that no thread uses at the moment.
+    staging: Mutex<Vec<Staging>>,
+}
+
+/// Held for the length of a write: writes follow each other, so that memory stays bounded.
+struct Progress {
+    /// Bytes of each item that were written.
+    written: Vec<u64>,
+    failed: bool,
+}
+
+impl Save {
+    /// Lays out the files, creates them in `dir` (which is created too) and reserves their space.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] for items that cannot be saved, [`Error::Io`] where the disk refuses (it may be full). No
+    /// file is left then.
+    pub fn create(dir: &Path, items: Vec<SaveItem>, info: SaveInfo, options: &WriteOptions) -> Result<Self> {
+        Self::create_on(Disk::default(), dir, items, info, options)
+    }
+
+    pub(super) fn create_on(
+        disk: Disk,
+        dir: &Path,
+        items: Vec<SaveItem>,
+        info: SaveInfo,
+        options: &WriteOptions,
+    ) -> Result<Self> {
+        let layout = plan_files(&items, &info)?;
+        let how = options.resolve(layout.files.iter().map(|file| file.size).max().unwrap_or(0));
+        let mut first_digest = Vec::with_capacity(items.len() + 1);
+        let mut digests = 0;
+        for item in &items {
+            first_digest.push(digests);
+            digests += to_usize(block_count(item.length));
+        }
+        first_digest.push(digests);
+        disk.create_folder(dir, how.fsync)?;
+        let files = DataFiles::create(disk.clone(), dir, &layout.files, how.direct)?;
+        Ok(Self {
+            disk,
+            dir: dir.to_owned(),
+            info,
+            layout,
+            how,
+            files,
+            first_digest,
+            digests: std::iter::repeat_with(AtomicU64::default).take(digests).collect(),
+            progress: Mutex::new(Progress {
+                written: vec![0; items.len()],
+                failed: false,
+            }),
+            staging: Mutex::default(),
+            items,
+        })
+    }
+
+    /// Where everything goes.
+    #[must_use]
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Writes parts of items, in parallel. The parts of one item come in order, over all calls, and each but its last
+    /// is a multiple of [`BLOCK_SIZE`] long. One call for many parts is much faster than many calls.
+    ///
+    /// `control` counts the bytes, and can stop the call.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] for a part out of order or too long; [`Error::Io`], [`Error::Interrupted`]. After any error the
+    /// save takes no more, and is there to be dropped.
+    pub fn write(&self, parts: &[Part<'_>], control: &Control) -> Result<()> {
+        let mut progress = self.progress();
+        if progress.failed {
+            return Err(Error::Plan("an earlier write of this save failed".into()));
+        }
+        let result = self
+            .spans(parts, &mut progress.written)
+            .and_then(|spans| self.write_spans(&spans, control));
+        progress.failed = result.is_err();
+        result
+    }
+
+    fn progress(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The parts as places in files, sorted. Counts them as written.
+    fn spans<'a>(&self, parts: &[Part<'a>], written: &mut [u64]) -> Result<Vec<Span<'a>>> {
+        let mut spans = Vec::with_capacity(parts.len());
+        for part in parts {
+            let number = part.item as usize;
+            let Some(item) = self.items.get(number) else {
+                return Err(Error::Plan(format!(
+                    "there is no item {number} in this save of {}",
+                    self.items.len()
+                )));
+            };
+            let length = part.data.len() as u64;
+            let done = &mut written[number];
+            let end = part.at.checked_add(length).filter(|&end| end <= item.length);
+            let (Some(end), true) = (end, part.at == *done) else {
+                return Err(Error::Plan(format!(
+                    "{:?}: {length} bytes at {}, where {} of {} bytes were written before",
+                    item.name, part.at, done, item.length
+                )));
+            };
+            if end < item.length && !length.is_multiple_of(BLOCK_SIZE) {
+                return Err(Error::Plan(format!(
+                    "{:?}: {length} bytes at {} are not the last, and no multiple of {BLOCK_SIZE}",
+                    item.name, part.at
+                )));
+            }
+            *done = end;
+            if length > 0 {
+                let place = self.layout.places[number];
+                spans.push(Span {
+                    file: place.file,
+                    offset: place.offset + part.at,
+                    digest: self.first_digest[number] + to_usize(part.at / BLOCK_SIZE),
+                    data: part.data,
+                });
+            }
+        }
+        spans.sort_unstable_by_key(|span| (span.file, span.offset));
+        Ok(spans)
+    }
+
+    fn write_spans(&self, spans: &[Span], control: &Control) -> Result<()> {
+        let total = spans.iter().map(|span| span.data.len() as u64).sum();
+        let jobs = cut(spans, self.how.job_bytes_for(total), self.how.alignment);
+        parallel::for_each(
+            jobs.len(),
+            self.how.threads,
+            || None,
+            |open, number| {
+                control.check()?;
+                let job = &jobs[number];
+                let handles = self.handles(open, job.file)?;
+                self.write_job(job, &spans[job.spans.clone()], handles)?;
+                control.add(job.bytes.end - job.bytes.start);
+                Ok(())
+            },
+        )
+    }
+
+    /// The handles of a file; jobs come sorted by file, so a worker keeps the last ones.
+    fn handles<'a>(&self, open: &'a mut Option<(u32, Arc<Handles>)>, file: u32) -> Result<&'a Handles> {
+        let kept = open.take().filter(|(number, _)| *number == file);
+        let handles = match kept {
+            Some((_, handles)) => handles,
+            None => self.files.handles(file)?,
+        };
+        Ok(&open.insert((file, handles)).1)
+    }
+
+    fn write_job(&self, job: &Job, spans: &[Span], handles: &Handles) -> Result<()> {
+        if let [span] = spans
+            && let bytes = &span.data[to_usize(job.bytes.start - span.offset)..to_usize(job.bytes.end - span.offset)]
+            && (handles.direct.is_none() || self.is_aligned_alike(bytes, job.bytes.start))
+        {
+            self.digest(span, job, |_| ());
+            return self.store(job, bytes, handles);
+        }
+        let pool = || self.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = pool().pop();
+        let mut buffer = kept.unwrap_or_else(|| {
+            Staging::new(
+                to_usize(self.how.job_bytes + self.how.alignment),
+                to_usize(self.how.alignment),
+            )
+        });
+        // Where the job begins in its first page, it begins in the buffer.
+        let begin = to_usize(job.bytes.start % self.how.alignment);
+        let bytes = &mut buffer.bytes()[begin..begin + to_usize(job.bytes.end - job.bytes.start)];
+        let mut at = 0;
+        for span in spans {
+            self.digest(span, job, |piece| {
+                bytes[at..at + piece.len()].copy_from_slice(piece);
+                at += piece.len();
+            });
+        }
+        let result = self.store(job, bytes, handles);
+        pool().push(buffer);
+        result
+    }
+
+    /// Hashes the blocks of a span that begin in the job, and hands on the bytes of the span that lie in the job, each
+    /// piece right after it was hashed. A block that reaches beyond the job is hashed here and handed on with the next.
+    fn digest<'a>(&self, span: &Span<'a>, job: &Job, mut hand_on: impl FnMut(&'a [u8])) {
+        let block_size = to_usize(BLOCK_SIZE);
+        let end = to_usize(job.bytes.end.min(span.end()) - span.offset);
+        let mut at = to_usize(job.bytes.start.saturating_sub(span.offset));
+        while at < end {
+            let block = at / block_size;
+            let next = (block + 1) * block_size;
+            if at.is_multiple_of(block_size) {
+                let digest = block_digest(&span.data[at..next.min(span.data.len())]);
+                self.digests[span.digest + block].store(digest, Ordering::Relaxed);
+            }
+            hand_on(&span.data[at..next.min(end)]);
+            at = next;
+        }
+    }
+
+    /// Whether direct writes can start from this memory for this place in a file.
+    fn is_aligned_alike(&self, bytes: &[u8], offset: u64) -> bool {
+        bytes.as_ptr().addr() as u64 % self.how.alignment == offset % self.how.alignment
+    }
+
+    /// Writes the bytes of a job: whole pages past the cache where that is possible, the rest through it.
+    fn store(&self, job: &Job, bytes: &[u8], handles: &Handles) -> Result<()> {
+        let Range { start, end } = job.bytes;
+        let path = self.files.path(job.file);
+        let alignment = self.how.alignment;
+        let mut direct = start..start;
+        if let Some(file) = &handles.direct {
+            let (first, last) = (start.next_multiple_of(alignment), end - end % alignment);
+            if first < last {
+                let pages = &bytes[to_usize(first - start)..to_usize(last - start)];
+                let written = self.disk.write_direct(file, path, pages, first, to_usize(alignment))?;
+                direct = first..first + written as u64;
+            }
+        }
+        let rest = [start..direct.start, direct.end..end];
+        for part in rest.iter().filter(|part| !part.is_empty()) {
+            let bytes = &bytes[to_usize(part.start - start)..to_usize(part.end - start)];
+            self.disk.write(&handles.plain, path, bytes, part.start)?;
+        }
+        if self.how.fsync && self.files.is_transient(job.file) && rest.iter().any(|part| !part.is_empty()) {
+            self.disk.sync(&handles.plain, path)?;
+        }
+        Ok(())
+    }
+
+    /// Makes the files valid and durable, and returns the bytes of this rank's index, which no file holds yet.
+    ///
+    /// Headers are written last, after the payload is on stable storage: a file with a header is complete.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] where bytes of an item are missing; [`Error::Io`]. The files are removed then.
+    pub fn finish(self) -> Result<Vec<u8>> {
+        let progress = self.progress();
+        if progress.failed {
+            return Err(Error::Plan("a write of this save failed".into()));
+        }
+        for (item, written) in self.items.iter().zip(&progress.written) {
+            if *written != item.length {
+                return Err(Error::Plan(format!(
+                    "{:?}: {written} of {} bytes were written",
+                    item.name, item.length
+                )));
+            }
+        }
+        drop(progress);
+        self.sync()?;
+        for (number, plan) in (0..).zip(&self.layout.files) {
+            let handles = self.files.handles(number)?;
+            self.disk
+                .write(&handles.plain, self.files.path(number), &plan.header, 0)?;
+            if self.how.fsync && self.files.is_transient(number) {
+                self.disk.sync(&handles.plain, self.files.path(number))?;
+            }
+        }
+        self.sync()?;
+        if self.how.fsync {
+            self.disk.sync_folder(&self.dir)?;
+        }
+        let index = self.index()?;
+        self.files.keep();
+        Ok(index)
+    }
+
+    fn sync(&self) -> Result<()> {
+        if !self.how.fsync {
+            return Ok(());
+        }
+        let numbers: Vec<u32> = (0..).take(self.layout.files.len()).collect();
+        parallel::for_each(
+            numbers.len(),
+            self.how.threads,
+            || (),
+            |(), i| {
+                let handles = self.files.handles(numbers[i])?;
+                self.disk.sync(&handles.plain, self.files.path(numbers[i]))
+            },
+        )
+    }
+
+    fn index(&self) -> Result<Vec<u8>> {
+        let mut builder = IndexBuilder::new(SourceKind::Native);
+        builder.save_id = random_bytes()?;
+        builder.generation = self.info.generation;
+        builder.root = Value::Dict(vec![]);
+        for plan in &self.layout.files {
+            builder.add_file(FileEntry {
+                name: plan.name.clone(),
+                size: plan.size,
+                data_start: plan.header.len() as u64,
+                external: false,
+                head_digest: Some(block_digest(&plan.header)),
+                mtime_ns: 0,
+            })?;
+        }
+        for (number, (item, place)) in self.items.iter().zip(&self.layout.places).enumerate() {
+            let tensor = builder.add_tensor(TensorEntry {
+                name: item.name.clone(),
+                kind: item.kind,
+                dtype: item.dtype,
+                shape: item.shape.clone(),
+                flags: item.flags,
+                path: item.path.clone(),
+            })?;
+            let digests = &self.digests[self.first_digest[number]..self.first_digest[number + 1]];
+            builder.add_chunk(ChunkEntry {
+                tensor,
+                file: place.file,
+                offset: place.offset,
+                length: item.length,
+                offsets: item.offsets.clone(),
+                sizes: item.sizes.clone(),
+                strides: None,
+                digests: Some(digests.iter().map(|digest| digest.load(Ordering::Relaxed)).collect()),
+            })?;
+        }
+        builder.build()
+    }
+}
+
+/// For lengths of what is in memory.
+fn to_usize(value: u64) -> usize {
+    usize::try_from(value).expect("the length of something in memory")
+}
+
+#[cfg(test)]
+#[path = "engine_tests.rs"]
+mod tests;

@@ -1,0 +1,107 @@
+//! The data files of a save while they are written.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::layout::FilePlan;
+use crate::Result;
+use crate::store::disk::Disk;
+
+/// Files that stay open for the length of a save. Those beyond are opened by whoever writes to them.
+const MAX_HELD: usize = 64;
+
+/// The ways to write to one file.
+pub(super) struct Handles {
+    pub plain: File,
+    /// Past the page cache.
+    pub direct: Option<File>,
+}
+
+struct DataFile {
+    path: PathBuf,
+    held: Option<Arc<Handles>>,
+}
+
+/// The data files that a save created. Dropped without [`keep`](Self::keep), it removes them.
+pub(super) struct DataFiles {
+    disk: Disk,
+    direct: bool,
+    files: Vec<DataFile>,
+    /// The process that created them: a forked child that lets go of its copy removes nothing.
+    owner: u32,
+}
+
+impl DataFiles {
+    /// Creates the files and gives them their lengths. If that fails, none is left.
+    pub(super) fn create(disk: Disk, dir: &Path, plans: &[FilePlan], direct: bool) -> Result<Self> {
+        let mut files = Self {
+            disk,
+            direct,
+            files: Vec::with_capacity(plans.len()),
+            owner: std::process::id(),
+        };
+        for plan in plans {
+            let path = dir.join(&plan.name);
+            let plain = files.disk.create(&path)?;
+            files.files.push(DataFile {
+                path: path.clone(),
+                held: None,
+            });
+            files.disk.allocate(&plain, &path, plan.size)?;
+            if files.files.len() <= MAX_HELD {
+                let held = Some(Arc::new(Handles {
+                    plain,
+                    direct: files.open_direct(&path)?,
+                }));
+                files.files.last_mut().expect("one was just added").held = held;
+            }
+        }
+        Ok(files)
+    }
+
+    pub(super) fn path(&self, file: u32) -> &Path {
+        &self.files[file as usize].path
+    }
+
+    /// Ways to write to a file: those that are open, or new ones.
+    pub(super) fn handles(&self, file: u32) -> Result<Arc<Handles>> {
+        let DataFile { path, held } = &self.files[file as usize];
+        if let Some(held) = held {
+            return Ok(Arc::clone(held));
+        }
+        Ok(Arc::new(Handles {
+            plain: self.disk.open(path)?,
+            direct: self.open_direct(path)?,
+        }))
+    }
+
+    /// Whether the handles of a file go away when their user lets go of them, and errors of the page cache with them.
+    pub(super) fn is_transient(&self, file: u32) -> bool {
+        self.files[file as usize].held.is_none()
+    }
+
+    fn open_direct(&self, path: &Path) -> Result<Option<File>> {
+        if self.direct {
+            self.disk.open_direct(path)
+        } else {
+            Ok(None)
+        }
+    }
+
+    /// The files shall stay.
+    pub(super) fn keep(mut self) {
+        self.files.clear();
+    }
+}
+
+impl Drop for DataFiles {
+    fn drop(&mut self) {
+        if self.owner == std::process::id() {
+            for file in &self.files {
+                // What led here is the error worth reporting, and no index names these files.
+                let _ = self.disk.remove(&file.path);
+            }
+        }
+    }
+}

@@ -1,0 +1,214 @@
+//! The header of a data file: section 2 of `docs/format.md` as text.
+
+use std::io::Write as _;
+use std::ops::Range;
+
+use super::layout::{SaveInfo, SaveItem};
+use crate::Dtype;
+use crate::format::{Kind, PAYLOAD_ALIGNMENT, Value, to_header_name};
+
+/// The most bytes that the parts take which every header has: the length before the JSON, brackets, fixed keys, numbers.
+pub(super) const FIXED_BOUND: u64 = 512;
+
+/// Digits of the largest offset, twice, and the punctuation of an entry.
+const OFFSETS_BOUND: usize = 2 * 20 + 8;
+
+/// What one item adds to a header, in all three places.
+#[derive(Default)]
+pub(super) struct ItemText {
+    /// Its entry, up to the offsets.
+    entry: Vec<u8>,
+    /// Its entry in `DCP_SHARDING_INFO`.
+    sharding: Vec<u8>,
+    /// Its entry in `DCPRS`; empty where all of it can be derived.
+    about: Vec<u8>,
+}
+
+impl ItemText {
+    pub(super) fn set(&mut self, item: &SaveItem) {
+        self.entry.clear();
+        self.sharding.clear();
+        self.about.clear();
+
+        let mut name = Vec::with_capacity(item.name.len() + 2);
+        push_string(&mut name, &to_header_name(&item.name));
+        let (dtype, extra) = in_header(item);
+
+        self.entry.extend(&name);
+        self.entry.extend(b":{\"dtype\":\"");
+        self.entry.extend(dtype.as_bytes());
+        self.entry.extend(b"\",\"shape\":");
+        push_list(&mut self.entry, item.sizes.iter().copied().chain(extra));
+        self.entry.extend(b",\"data_offsets\":");
+
+        self.sharding.extend(&name);
+        self.sharding.extend(b":{\"saved_offsets\":");
+        push_list(&mut self.sharding, item.offsets.iter().copied().chain(extra.map(|_| 0)));
+        self.sharding.push(b'}');
+
+        if !is_derivable(item) {
+            self.about.extend(&name);
+            push_about(&mut self.about, item);
+        }
+    }
+
+    /// The most bytes that the item adds.
+    pub(super) fn bound(&self) -> u64 {
+        let separators = 3;
+        (self.entry.len() + OFFSETS_BOUND + escaped_len(&self.sharding) + escaped_len(&self.about) + separators) as u64
+    }
+}
+
+/// The texts of the items of one file.
+#[derive(Default)]
+pub(super) struct FileText {
+    entries: Vec<u8>,
+    ranges: Vec<Range<usize>>,
+    sharding: Vec<u8>,
+    about: Vec<u8>,
+}
+
+impl FileText {
+    pub(super) fn push(&mut self, item: &ItemText) {
+        let begin = self.entries.len();
+        self.entries.extend(&item.entry);
+        self.ranges.push(begin..self.entries.len());
+        push_member(&mut self.sharding, &item.sharding);
+        push_member(&mut self.about, &item.about);
+    }
+
+    /// The header: length, JSON, padding. `spans` are the items' places in the payload, as (position in this file's
+    /// items, first byte, byte after the last), in the order they shall stand in.
+    pub(super) fn header(
+        &self,
+        info: &SaveInfo,
+        file: u32,
+        files: u32,
+        spans: impl Iterator<Item = (usize, u64, u64)>,
+    ) -> Vec<u8> {
+        let SaveInfo {
+            generation,
+            rank,
+            world_size,
+            ..
+        } = info;
+        let mut about = format!(
+            "{{\"version\":1,\"generation\":{generation},\"rank\":{rank},\"world_size\":{world_size},\
+             \"file\":{file},\"files\":{files},\"tensors\":{{"
+        )
+        .into_bytes();
+        about.extend(&self.about);
+        about.extend(b"}}");
+
+        let capacity = self.entries.len() + 2 * (self.sharding.len() + about.len()) + 4096;
+        let mut out = Vec::with_capacity(capacity);
+        out.extend([0; 8]);
+        out.extend(b"{\"__metadata__\":{\"format\":\"pt\",\"DCP_VERSION\":\"1.0\",\"DCP_SHARDING_INFO\":\"{");
+        push_escaped(&mut out, &self.sharding);
+        out.extend(b"}\",\"DCPRS\":\"");
+        push_escaped(&mut out, &about);
+        out.extend(b"\"}");
+        for (position, begin, end) in spans {
+            out.push(b',');
+            out.extend(&self.entries[self.ranges[position].clone()]);
+            write!(out, "[{begin},{end}]}}").expect("a Vec takes all");
+        }
+        out.push(b'}');
+        let alignment = usize::try_from(PAYLOAD_ALIGNMENT).expect("a small constant");
+        out.resize(out.len().next_multiple_of(alignment), b' ');
+        let json_len = out.len() as u64 - 8;
+        out[..8].copy_from_slice(&json_len.to_le_bytes());
+        out
+    }
+}
+
+/// The type in the header, and the size of the dimension that is appended to the shape (section 2.1).
+pub(super) fn in_header(item: &SaveItem) -> (&'static str, Option<u64>) {
+    match item.dtype {
+        None => ("U8", Some(item.length)),
+        Some(dtype) if dtype.is_native_to_safetensors() || dtype.size() == 1 => (dtype.header_name(), None),
+        Some(dtype) => (dtype.header_name(), Some(dtype.size())),
+    }
+}
+
+/// Whether the entry in `DCPRS` says nothing that the rest of the header does not (section 2.2).
+fn is_derivable(item: &SaveItem) -> bool {
+    item.kind == Kind::Tensor
+        && item.dtype.is_some_and(Dtype::is_native_to_safetensors)
+        && item.flags == 0
+        && item.sizes == item.shape
+        && item.offsets.iter().all(|&offset| offset == 0)
+        && item.path.as_ref().and_then(path_parts).is_none()
+}
+
+fn push_about(out: &mut Vec<u8>, item: &SaveItem) {
+    match item.dtype {
+        None => out.extend(b":{\"kind\":\"bytes\""),
+        Some(dtype) => {
+            write!(out, ":{{\"kind\":\"tensor\",\"dtype\":\"{}\",\"shape\":", dtype.name()).expect("a Vec takes all");
+            push_list(out, item.shape.iter().copied());
+            write!(out, ",\"flags\":{}", item.flags).expect("a Vec takes all");
+        }
+    }
+    if let Some(parts) = item.path.as_ref().and_then(path_parts) {
+        out.extend(b",\"path\":[");
+        for (i, part) in parts.iter().enumerate() {
+            if i > 0 {
+                out.push(b',');
+            }
+            match part {
+                Value::Str(text) => push_string(out, text),
+                Value::Int(number) => write!(out, "{number}").expect("a Vec takes all"),
+                _ => unreachable!("path_parts lets only strings and integers through"),
+            }
+        }
+        out.push(b']');
+    }
+    out.push(b'}');
+}
+
+/// The parts of a path that a header can hold: a tuple of strings and integers.
+fn path_parts(path: &Value) -> Option<&[Value]> {
+    match path {
+        Value::Tuple(parts) if parts.iter().all(|part| matches!(part, Value::Str(_) | Value::Int(_))) => Some(parts),
+        _ => None,
+    }
+}
+
+fn push_member(object: &mut Vec<u8>, member: &[u8]) {
+    if !member.is_empty() {
+        if !object.is_empty() {
+            object.push(b',');
+        }
+        object.extend(member);
+    }
+}
+
+fn push_string(out: &mut Vec<u8>, text: &str) {
+    serde_json::to_writer(out, text).expect("a Vec takes all");
+}
+
+fn push_list(out: &mut Vec<u8>, numbers: impl Iterator<Item = u64>) {
+    out.push(b'[');
+    for (i, number) in numbers.enumerate() {
+        if i > 0 {
+            out.push(b',');
+        }
+        write!(out, "{number}").expect("a Vec takes all");
+    }
+    out.push(b']');
+}
+
+/// JSON as the inside of a JSON string. There are no control characters in JSON that was written without line breaks.
+fn push_escaped(out: &mut Vec<u8>, json: &[u8]) {
+    for &byte in json {
+        if byte == b'"' || byte == b'\\' {
+            out.push(b'\\');
+        }
+        out.push(byte);
+    }
+}
+
+fn escaped_len(json: &[u8]) -> usize {
+    json.len() + json.iter().filter(|&&byte| byte == b'"' || byte == b'\\').count()
+}

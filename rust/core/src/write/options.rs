@@ -1,0 +1,156 @@
+//! How to write.
+
+use crate::format::PAYLOAD_ALIGNMENT;
+use crate::parallel;
+
+/// Where bytes go on their way to the disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WriteIo {
+    /// Direct for large files that are synced, else buffered.
+    #[default]
+    Auto,
+    /// Past the page cache, where the file system can do that.
+    Direct,
+    /// Through the page cache.
+    Buffered,
+}
+
+/// How to write; data with defaults, no environment variables.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WriteOptions {
+    /// Where bytes go on their way to the disk.
+    pub io: WriteIo,
+    /// Threads, each with one write in flight. 0: 16 for direct writes, of which most wait for the disk; for
+    /// buffered ones as many as the cores that this process may use.
+    pub threads: usize,
+    /// Whether everything is on stable storage when a save is done.
+    pub fsync: bool,
+    /// The most memory that a save may take for bytes in flight.
+    pub max_inflight_bytes: u64,
+}
+
+impl Default for WriteOptions {
+    fn default() -> Self {
+        Self {
+            io: WriteIo::Auto,
+            threads: 0,
+            fsync: true,
+            max_inflight_bytes: 64 << 20,
+        }
+    }
+}
+
+/// Below this many bytes a synced file is written through the page cache too: one flush, no wait for each write.
+const DIRECT_MIN: u64 = 4 << 20;
+const DIRECT_THREADS: usize = 16;
+/// Bytes a write. More gains nothing on disks that were tried, and leaves the cache between digest and copy.
+const JOB_BYTES: u64 = 1 << 20;
+
+/// [`WriteOptions`] with every choice made.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Resolved {
+    pub direct: bool,
+    pub threads: usize,
+    pub fsync: bool,
+    pub job_bytes: u64,
+    /// Of offsets, lengths and memory, for direct writes. A page, so that a direct and a buffered write never
+    /// meet in one page of the cache.
+    pub alignment: u64,
+}
+
+impl Resolved {
+    /// Bytes a job for a call that writes `total`: smaller ones where there would be too few for all threads.
+    pub(super) fn job_bytes_for(&self, total: u64) -> u64 {
+        (total / self.threads as u64)
+            .next_multiple_of(self.alignment)
+            .clamp((128 << 10_u64).min(self.job_bytes), self.job_bytes)
+    }
+}
+
+impl WriteOptions {
+    /// The choices for a save whose largest file has `largest` bytes.
+    pub(super) fn resolve(&self, largest: u64) -> Resolved {
+        let direct = match self.io {
+            WriteIo::Auto => self.fsync && largest >= DIRECT_MIN,
+            WriteIo::Direct => true,
+            WriteIo::Buffered => false,
+        };
+        let alignment = PAYLOAD_ALIGNMENT.max(rustix::param::page_size() as u64);
+        let threads = match self.threads {
+            0 if direct => DIRECT_THREADS,
+            0 => parallel::available(),
+            threads => threads,
+        };
+        // One page more for each thread: a buffer begins at the page that its first byte lies in.
+        let pages = (self.max_inflight_bytes / alignment).max(2);
+        let threads = threads.min(usize::try_from(pages / 2).unwrap_or(usize::MAX));
+        let pages_each = pages / threads as u64 - 1;
+        let job_bytes = (pages_each * alignment).min(JOB_BYTES);
+        Resolved {
+            direct,
+            threads,
+            fsync: self.fsync,
+            job_bytes,
+            alignment,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_bounded() {
+        for max_inflight_bytes in [0, 5000, 100_000, 3 << 20, 64 << 20, u64::MAX] {
+            for threads in [0, 1, 2, 1000] {
+                let options = WriteOptions {
+                    threads,
+                    max_inflight_bytes,
+                    ..WriteOptions::default()
+                };
+                let resolved = options.resolve(u64::MAX);
+                assert!(
+                    resolved.job_bytes >= resolved.alignment && resolved.job_bytes.is_multiple_of(resolved.alignment)
+                );
+                assert!(resolved.threads >= 1 && (threads == 0 || resolved.threads <= threads));
+                let used = resolved.threads as u64 * (resolved.job_bytes + resolved.alignment);
+                assert!(
+                    used <= max_inflight_bytes.max(2 * resolved.alignment),
+                    "{options:?}: {resolved:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn direct_is_for_large_synced_files() {
+        let options = WriteOptions::default();
+        assert!(options.resolve(1 << 30).direct);
+        assert!(!options.resolve(1 << 20).direct);
+        assert!(
+            !WriteOptions {
+                fsync: false,
+                ..options
+            }
+            .resolve(1 << 30)
+            .direct
+        );
+        assert!(
+            WriteOptions {
+                io: WriteIo::Direct,
+                ..options
+            }
+            .resolve(1)
+            .direct
+        );
+        assert!(
+            !WriteOptions {
+                io: WriteIo::Buffered,
+                ..options
+            }
+            .resolve(1 << 30)
+            .direct
+        );
+    }
+}

@@ -1,0 +1,245 @@
+//! Items for the tests of this folder.
+
+use std::path::Path;
+use std::sync::Mutex;
+use std::{fs, io};
+
+use proptest::prelude::*;
+use smallvec::smallvec;
+
+use super::{Part, Save, SaveInfo, SaveItem, WriteOptions};
+use crate::format::{BLOCK_SIZE, Dims, INDEX_NAME, Index, Kind, Value, block_digest};
+use crate::store::disk::{Call, Hook};
+use crate::{Control, Dtype};
+
+pub(crate) const INFO: SaveInfo = SaveInfo {
+    generation: 7,
+    token: 0xabc,
+    rank: 3,
+    world_size: 5,
+};
+
+/// A tensor that is one chunk.
+pub(crate) fn whole(name: &str, dtype: &str, shape: &[u64]) -> SaveItem {
+    rows(name, dtype, shape, &vec![0; shape.len()], shape)
+}
+
+/// A chunk of a tensor.
+pub(crate) fn rows(name: &str, dtype: &str, shape: &[u64], offsets: &[u64], sizes: &[u64]) -> SaveItem {
+    let dtype = Dtype::from_name(dtype).unwrap();
+    SaveItem {
+        name: name.into(),
+        kind: Kind::Tensor,
+        dtype: Some(dtype),
+        shape: Dims::from_slice(shape),
+        flags: 0,
+        path: None,
+        offsets: Dims::from_slice(offsets),
+        sizes: Dims::from_slice(sizes),
+        length: sizes.iter().product::<u64>() * dtype.size(),
+    }
+}
+
+/// A non-tensor value.
+pub(crate) fn value(name: &str, length: u64) -> SaveItem {
+    SaveItem {
+        name: name.into(),
+        kind: Kind::Bytes,
+        dtype: None,
+        shape: smallvec![],
+        flags: 0,
+        path: Some(Value::Tuple(vec![Value::Str(name.into()), Value::Int(-1)])),
+        offsets: smallvec![],
+        sizes: smallvec![],
+        length,
+    }
+}
+
+/// Bytes that differ from item to item and within one.
+pub(crate) fn content(item: usize, length: u64) -> Vec<u8> {
+    (0..length)
+        .map(|at| ((at * 2_654_435_761 + item as u64 * 97) >> 7).to_le_bytes()[0])
+        .collect()
+}
+
+/// The names that are most likely to go wrong.
+pub(crate) fn odd_names() -> Vec<String> {
+    [
+        "",
+        "__metadata__",
+        "__metadata__~",
+        "__metadata__~~",
+        "__metadata__x",
+        "\"",
+        "\\",
+        "\\\"",
+        "\n\t\u{1}\u{7f}",
+        "ключ.重み.🙂",
+        "a/b",
+    ]
+    .map(String::from)
+    .into_iter()
+    .chain(["x".repeat(2000), "\"\\".repeat(1000)])
+    .collect()
+}
+
+fn names() -> impl Strategy<Value = String> {
+    prop_oneof![
+        4 => "[a-d]{1,2}",
+        1 => ".{0,12}",
+        1 => prop::sample::select(odd_names()),
+    ]
+}
+
+fn paths() -> impl Strategy<Value = Option<Value>> {
+    let part = prop_oneof![".{0,8}".prop_map(Value::Str), any::<i64>().prop_map(Value::Int)];
+    prop::option::of(prop::collection::vec(part, 0..4).prop_map(Value::Tuple))
+}
+
+fn dtypes() -> impl Strategy<Value = Dtype> {
+    prop::sample::select(Dtype::all().collect::<Vec<_>>())
+}
+
+/// The chunks of one tensor, by rows; or a value.
+fn entry() -> impl Strategy<Value = Vec<SaveItem>> {
+    let tensor = (
+        names(),
+        dtypes(),
+        prop::collection::vec(0_u64..9, 0..4),
+        0_u8..12,
+        paths(),
+        1_u64..4,
+    )
+        .prop_map(|(name, dtype, shape, flags, path, chunks)| {
+            let height = shape.first().copied().unwrap_or(1);
+            let step = if shape.is_empty() {
+                1
+            } else {
+                height.div_ceil(chunks).max(1)
+            };
+            let mut items = Vec::new();
+            for begin in (0..height.max(1)).step_by(usize::try_from(step).unwrap()) {
+                let (mut offsets, mut sizes) = (vec![0; shape.len()], shape.clone());
+                if !shape.is_empty() {
+                    offsets[0] = begin;
+                    sizes[0] = step.min(height - begin);
+                }
+                let item = rows(&name, dtype.name(), &shape, &offsets, &sizes);
+                items.push(SaveItem {
+                    flags,
+                    path: path.clone(),
+                    ..item
+                });
+            }
+            items
+        });
+    prop_oneof![
+        5 => tensor,
+        1 => (names(), 0_u64..9000, paths()).prop_map(|(name, length, path)| vec![SaveItem { path, ..value(&name, length) }]),
+    ]
+}
+
+prop_compose! {
+    /// What a rank may save: consistent items in any order.
+    pub(crate) fn saves(most: usize)(entries in prop::collection::vec(entry(), 0..most))(
+        items in Just({
+            let mut names = std::collections::HashSet::new();
+            entries.into_iter().filter(|chunks| names.insert(chunks[0].name.clone())).flatten().collect::<Vec<_>>()
+        }).prop_shuffle()
+    ) -> Vec<SaveItem> {
+        items
+    }
+}
+
+/// All bytes of all items, in one call.
+pub(crate) fn parts(contents: &[Vec<u8>]) -> Vec<Part<'_>> {
+    (0..)
+        .zip(contents)
+        .map(|(item, data)| Part { item, at: 0, data })
+        .collect()
+}
+
+pub(crate) fn contents(items: &[SaveItem]) -> Vec<Vec<u8>> {
+    items
+        .iter()
+        .enumerate()
+        .map(|(number, item)| content(number, item.length))
+        .collect()
+}
+
+/// Saves everything, and returns the index.
+pub(crate) fn save(dir: &Path, items: &[SaveItem], info: SaveInfo, options: &WriteOptions) -> Index {
+    let save = Save::create(dir, items.to_vec(), info, options).unwrap();
+    save.write(&parts(&contents(items)), &Control::new()).unwrap();
+    Index::from_bytes(save.finish().unwrap(), &dir.join(INDEX_NAME)).unwrap()
+}
+
+/// Checks every byte, digest and length that an index of these items promises.
+pub(crate) fn assert_saved(index: &Index, items: &[SaveItem]) {
+    let files: Vec<_> = (0..index.file_count())
+        .map(|number| {
+            let (bytes, file) = (fs::read(index.file_path(number)).unwrap(), index.file(number));
+            assert_eq!(bytes.len() as u64, file.size);
+            assert_eq!(
+                file.head_digest,
+                Some(block_digest(&bytes[..usize::try_from(file.data_start).unwrap()]))
+            );
+            safetensors::SafeTensors::deserialize(&bytes).unwrap();
+            bytes
+        })
+        .collect();
+    for (number, item) in items.iter().enumerate() {
+        let tensor = index.tensor(index.find(&item.name).unwrap());
+        assert_eq!(
+            (tensor.kind, tensor.dtype, &tensor.shape),
+            (item.kind, item.dtype, &item.shape)
+        );
+        let chunk = tensor
+            .chunks
+            .map(|c| index.chunk(c))
+            .find(|c| (&c.offsets, &c.sizes) == (&item.offsets, &item.sizes));
+        let chunk = chunk.unwrap();
+        let begin = usize::try_from(chunk.offset).unwrap();
+        let bytes = &files[chunk.file as usize][begin..begin + usize::try_from(chunk.length).unwrap()];
+        assert!(bytes == content(number, item.length), "item {number}, {:?}", item.name);
+        let digests: Vec<_> = chunk.digests.unwrap().map(|d| index.digest(d)).collect();
+        let block_size = usize::try_from(BLOCK_SIZE).unwrap();
+        assert_eq!(digests, bytes.chunks(block_size).map(block_digest).collect::<Vec<_>>());
+    }
+}
+
+pub(crate) fn names_in(dir: &Path) -> Vec<String> {
+    let mut names: Vec<_> = fs::read_dir(dir)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+/// Writes down the calls, and may let one fail.
+#[derive(Default)]
+pub(crate) struct Recorder {
+    pub calls: Mutex<Vec<(Call, String)>>,
+    /// What happens to the call of this number.
+    pub fault: Option<(usize, i32)>,
+    /// The most bytes of a write, where that is limited.
+    pub most: Option<usize>,
+    /// What every direct write fails with.
+    pub refuse_direct: bool,
+}
+
+impl Hook for Recorder {
+    fn before(&self, call: Call, path: &Path) -> io::Result<usize> {
+        let mut calls = self.calls.lock().unwrap();
+        let number = calls.len();
+        calls.push((call, path.file_name().unwrap().to_str().unwrap().to_owned()));
+        if let Some((_, errno)) = self.fault.filter(|(at, _)| *at == number) {
+            return Err(io::Error::from_raw_os_error(errno));
+        }
+        if self.refuse_direct && matches!(call, Call::Write { direct: true, .. }) {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        }
+        Ok(self.most.unwrap_or(usize::MAX))
+    }
+}

@@ -1,0 +1,252 @@
+//! Reads, as Python asks for them: a batch a call, destinations by address.
+
+#![allow(unsafe_code)] // tensors are handed over by address
+
+use std::sync::Arc;
+
+use dcp_rs_core::format::Dims;
+use dcp_rs_core::load::{self, Gather, Memory};
+use dcp_rs_core::overlap::{self, Overlap, Region};
+use dcp_rs_core::read::{Destination, IoMode, ReadOptions, ReadStats};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyTuple};
+
+use crate::convert::{Extent, extent_to_py};
+use crate::error::{IntoPy, PlanError};
+use crate::index::Index;
+use crate::interrupt;
+
+/// Chunk, offsets in it, sizes, address, strides in elements.
+type ChunkRequest = (u64, Extent, Extent, usize, Extent);
+/// Tensor, offsets in it, sizes, address, strides in elements.
+type RegionRequest = (u32, Extent, Extent, usize, Extent);
+/// Bytes wanted, bytes read.
+pub type Stats = (u64, u64);
+/// Chunk, offsets in it, offsets in the region, sizes.
+type Part<'py> = (u64, Bound<'py, PyTuple>, Bound<'py, PyTuple>, Bound<'py, PyTuple>);
+/// Region, offsets and sizes of what it lacks.
+type Hole<'py> = (usize, Bound<'py, PyTuple>, Bound<'py, PyTuple>);
+
+pub fn options(io: &str, threads: usize, verify: bool, max_inflight_bytes: u64) -> PyResult<ReadOptions> {
+    let io = match io {
+        "auto" => IoMode::Auto,
+        "mmap" => IoMode::Mmap,
+        "direct" => IoMode::Direct,
+        "buffered" => IoMode::Buffered,
+        _ => {
+            return Err(PlanError::new_err(format!(
+                "io is {io:?}: one of auto, mmap, direct, buffered"
+            )));
+        }
+    };
+    Ok(ReadOptions {
+        io,
+        threads,
+        verify,
+        max_inflight_bytes,
+    })
+}
+
+pub fn memory(address: usize, strides: &Dims, itemsize: u64) -> PyResult<Memory> {
+    let strides: Option<Dims> = strides.iter().map(|stride| stride.checked_mul(itemsize)).collect();
+    Ok(Memory {
+        address: Destination(std::ptr::with_exposed_provenance_mut(address)),
+        strides: strides.ok_or_else(|| PlanError::new_err("strides overflow"))?,
+    })
+}
+
+pub fn run(py: Python<'_>, gather: &Gather, options: &ReadOptions) -> PyResult<ReadStats> {
+    // SAFETY: the contract of the methods below: the caller holds the tensors at the addresses until they return,
+    // and fills none of them twice at once. Shapes and strides are the tensors' own.
+    interrupt::run(py, |control| unsafe { gather.read(options, control) })
+}
+
+#[pymethods]
+impl Index {
+    /// Fills rectangles of chunks into memory.
+    ///
+    /// The memory behind every address must stay there until this returns: the caller holds the tensors.
+    #[pyo3(signature = (requests, *, io, threads, verify, max_inflight_bytes))]
+    fn read_chunks(
+        &self,
+        py: Python<'_>,
+        requests: Vec<ChunkRequest>,
+        io: &str,
+        threads: usize,
+        verify: bool,
+        max_inflight_bytes: u64,
+    ) -> PyResult<Stats> {
+        let options = options(io, threads, verify, max_inflight_bytes)?;
+        let index = Arc::clone(&self.inner);
+        let mut gather = Gather::new(Arc::clone(&index), self.allow_external);
+        for (chunk, offsets, sizes, address, strides) in &requests {
+            self.check_chunk(*chunk)?;
+            let itemsize = self.itemsize(index.chunk(*chunk).tensor);
+            let to = memory(*address, &strides.0, itemsize)?;
+            gather.add_chunk(*chunk, &offsets.0, &sizes.0, to).into_py(py)?;
+        }
+        let stats = run(py, &gather, &options)?;
+        Ok((stats.bytes_wanted, stats.bytes_read))
+    }
+
+    /// Fills regions of tensors into memory, from whichever chunks hold them.
+    ///
+    /// As with `read_chunks`, the caller holds the tensors.
+    #[pyo3(signature = (requests, *, io, threads, verify, max_inflight_bytes))]
+    fn read_regions(
+        &self,
+        py: Python<'_>,
+        requests: Vec<RegionRequest>,
+        io: &str,
+        threads: usize,
+        verify: bool,
+        max_inflight_bytes: u64,
+    ) -> PyResult<Stats> {
+        let options = options(io, threads, verify, max_inflight_bytes)?;
+        let index = Arc::clone(&self.inner);
+        let mut gather = Gather::new(Arc::clone(&index), self.allow_external);
+        for (tensor, offsets, sizes, address, strides) in &requests {
+            self.check_tensor(*tensor)?;
+            let to = memory(*address, &strides.0, self.itemsize(*tensor))?;
+            let region = Region {
+                offsets: offsets.0.clone(),
+                sizes: sizes.0.clone(),
+            };
+            gather.add_region(*tensor, &region, &to).into_py(py)?;
+        }
+        let stats = run(py, &gather, &options)?;
+        Ok((stats.bytes_wanted, stats.bytes_read))
+    }
+
+    /// The bytes of whole chunks, as they are stored.
+    #[pyo3(signature = (chunks, *, io, threads, verify, max_inflight_bytes))]
+    fn read_bytes<'py>(
+        &self,
+        py: Python<'py>,
+        chunks: Vec<u64>,
+        io: &str,
+        threads: usize,
+        verify: bool,
+        max_inflight_bytes: u64,
+    ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+        let options = options(io, threads, verify, max_inflight_bytes)?;
+        let index = Arc::clone(&self.inner);
+        // The files first: the lengths of chunks are only as true as those of the files that hold them.
+        self.check_files(py, chunks.clone())?;
+        let mut gather = Gather::new(Arc::clone(&index), self.allow_external);
+        let mut buffers = Vec::with_capacity(chunks.len());
+        for chunk in chunks {
+            let length = index.chunk(chunk).length;
+            let len = usize::try_from(length).map_err(|_| PlanError::new_err("value too large"))?;
+            let mut buffer = vec![0_u8; len];
+            gather
+                .add_bytes(chunk, 0, length, Destination(buffer.as_mut_ptr()))
+                .into_py(py)?;
+            buffers.push(buffer);
+        }
+        run(py, &gather, &options)?;
+        Ok(buffers.iter().map(|buffer| PyBytes::new(py, buffer)).collect())
+    }
+
+    /// Raises unless the files of these chunks are there, and as long as they should be.
+    fn check_files(&self, py: Python<'_>, chunks: Vec<u64>) -> PyResult<()> {
+        for &chunk in &chunks {
+            self.check_chunk(chunk)?;
+        }
+        let index = Arc::clone(&self.inner);
+        let allow_external = self.allow_external;
+        py.detach(|| load::check_files(&index, &chunks, allow_external))
+            .into_py(py)
+    }
+
+    /// Raises unless the digests of these chunks are right.
+    #[pyo3(signature = (chunks, *, io, threads, max_inflight_bytes))]
+    fn verify_chunks(
+        &self,
+        py: Python<'_>,
+        chunks: Vec<u64>,
+        io: &str,
+        threads: usize,
+        max_inflight_bytes: u64,
+    ) -> PyResult<()> {
+        for &chunk in &chunks {
+            self.check_chunk(chunk)?;
+        }
+        let options = options(io, threads, true, max_inflight_bytes)?;
+        let index = Arc::clone(&self.inner);
+        let allow_external = self.allow_external;
+        interrupt::run(py, |control| {
+            load::verify_chunks(&index, &chunks, allow_external, &options, control)
+        })
+    }
+
+    /// The parts of a region that chunks hold, which may leave some of it out.
+    fn touching<'py>(&self, py: Python<'py>, tensor: u32, offsets: Extent, sizes: Extent) -> PyResult<Vec<Part<'py>>> {
+        let region = self.region(tensor, offsets, sizes)?;
+        parts_to_py(py, overlap::touching(&self.inner, tensor, &region))
+    }
+
+    /// Checks a plan before anything is read. Raises unless the data files of these regions and values are there and as long as they
+    /// should be; returns (region, offsets, sizes) for what no chunk holds.
+    fn check_regions<'py>(
+        &self,
+        py: Python<'py>,
+        regions: Vec<(u32, Extent, Extent)>,
+        values: Vec<u32>,
+    ) -> PyResult<Vec<Hole<'py>>> {
+        let regions = regions
+            .into_iter()
+            .map(|(tensor, offsets, sizes)| Ok((tensor, self.region(tensor, offsets, sizes)?)))
+            .collect::<PyResult<Vec<_>>>()?;
+        for &value in &values {
+            self.check_tensor(value)?;
+        }
+        let index = Arc::clone(&self.inner);
+        let allow_external = self.allow_external;
+        py.detach(|| load::check_regions(&index, &regions, &values, allow_external))
+            .into_py(py)?
+            .into_iter()
+            .map(|(at, hole)| Ok((at, extent_to_py(py, &hole.offsets)?, extent_to_py(py, &hole.sizes)?)))
+            .collect()
+    }
+
+    /// The chunks that hold a region of a tensor.
+    fn cover<'py>(&self, py: Python<'py>, tensor: u32, offsets: Extent, sizes: Extent) -> PyResult<Vec<Part<'py>>> {
+        let region = self.region(tensor, offsets, sizes)?;
+        parts_to_py(py, load::cover(&self.inner, tensor, &region).into_py(py)?)
+    }
+}
+
+impl Index {
+    fn region(&self, tensor: u32, offsets: Extent, sizes: Extent) -> PyResult<Region> {
+        self.check_tensor(tensor)?;
+        let region = Region {
+            offsets: offsets.0,
+            sizes: sizes.0,
+        };
+        if region.fits(&self.inner.tensor(tensor).shape) {
+            Ok(region)
+        } else {
+            Err(PlanError::new_err(format!(
+                "tensor {:?}: {:?} elements at {:?} lie outside of it",
+                self.inner.name(tensor),
+                region.sizes.as_slice(),
+                region.offsets.as_slice()
+            )))
+        }
+    }
+}
+
+fn parts_to_py(py: Python<'_>, parts: Vec<Overlap>) -> PyResult<Vec<Part<'_>>> {
+    parts
+        .into_iter()
+        .map(|part| {
+            Ok((
+                part.chunk,
+                extent_to_py(py, &part.chunk_offsets)?,
+                extent_to_py(py, &part.region_offsets)?,
+                extent_to_py(py, &part.sizes)?,
+            ))
+        })
+        .collect()
+}
