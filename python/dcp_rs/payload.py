@@ -77,6 +77,9 @@ def _entry(item: WriteItem, data: torch.Tensor | io.BytesIO, path: Any) -> Entry
         msg = f"tensor {fqn!r}: the planner resolved a {type(data).__name__}"
         raise PlanError(msg, tensor=fqn)
     tensor = _torch.wait_tensor(data.detach())
+    if tensor.device.type == "meta":  # torch.save would take it, and store nothing
+        msg = f"tensor {fqn!r} is on the meta device: there is nothing to save"
+        raise UnsupportedError(msg, tensor=fqn)
     refusal = _why_not_raw(tensor)
     if refusal is not None:
         return Entry(fqn, _as_object(fqn, tensor, refusal), path=path)
@@ -97,8 +100,6 @@ def _entry(item: WriteItem, data: torch.Tensor | io.BytesIO, path: Any) -> Entry
 
 def _why_not_raw(tensor: torch.Tensor) -> str | None:
     """Why raw bytes cannot hold the tensor, if they cannot."""
-    if tensor.device.type == "meta":
-        return "it is on the meta device"
     if tensor.is_quantized:
         return "it is quantized"
     if tensor.layout != torch.strided or tensor.is_nested:
