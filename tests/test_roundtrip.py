@@ -275,6 +275,17 @@ def test_a_tensor_that_raw_bytes_cannot_hold_is_refused_by_name(ckpt):
     assert list(ckpt.iterdir()) == []
 
 
+def test_a_tensor_whose_memory_was_freed_is_refused_by_name(ckpt):
+    """FSDP frees the storage of parameters that it gathers again later: their address is null."""
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(BaseException, match="'w' .*memory has been freed"):  # noqa: PT011
+        save_rs({"w": freed}, ckpt)
+    save_rs({"w": torch.ones(4)}, ckpt)
+    with pytest.raises(BaseException, match="'w' has no memory"):  # noqa: PT011
+        load_rs({"w": freed}, ckpt)
+
+
 def test_a_tensor_without_data_is_refused_by_name(ckpt):
     with pytest.raises(BaseException, match=r"'m' is on the meta device"):  # noqa: PT011
         save_rs({"m": torch.empty(3, device="meta")}, ckpt)

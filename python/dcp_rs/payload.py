@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from dcp_rs import _core, _torch, objects
 from dcp_rs._dtypes import NAMES
-from dcp_rs.errors import PlanError, UnsafePickleError, UnsupportedError
+from dcp_rs.errors import CorruptDataError, PlanError, UnsafePickleError, UnsupportedError
 from dcp_rs.metadata import tensor_flags
 from dcp_rs.options import WriteOptions
 from dcp_rs.staging import StagingRing
@@ -104,8 +104,9 @@ def _why_not_raw(tensor: torch.Tensor) -> str | None:
         return "it is quantized"
     if tensor.layout != torch.strided or tensor.is_nested:
         return f"its layout is {tensor.layout}"
-    if _torch.is_wrapper_subclass(tensor):
-        return f"it is a {type(tensor).__name__}"
+    if _torch.is_wrapper_subclass(tensor) or not _torch.has_memory(tensor):
+        kind = type(tensor)
+        return "its memory has been freed" if kind in _torch.PLAIN_TYPES else f"it is a {kind.__name__}"
     if tensor.dtype not in NAMES:
         return f"its dtype is {tensor.dtype}"
     return None
@@ -116,7 +117,7 @@ def _as_object(fqn: str, tensor: torch.Tensor, refusal: str) -> bytes:
     try:
         data = objects.dump(tensor)
         objects.check_loadable(fqn, data)
-    except (UnsafePickleError, RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+    except (CorruptDataError, UnsafePickleError, RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
         msg = f"tensor {fqn!r} cannot be saved as raw bytes ({refusal}), nor as an object that loads with weights_only=True: {error}"
         raise UnsupportedError(msg, tensor=fqn) from error
     return data
@@ -198,7 +199,8 @@ def _slabfuls(tensors: Sequence[tuple[int, torch.Tensor]], slab_bytes: int) -> I
     for item, tensor in tensors:
         if tensor.numel() == 0:
             continue
-        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+        # Not reshape(-1): a tensor of one element keeps whatever stride it has, and could not be viewed as bytes.
+        flat = tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         begin = 0
         while begin < flat.nbytes:
             room = slab_bytes - at
