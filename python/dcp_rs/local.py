@@ -13,11 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from dcp_rs import _torch
+from dcp_rs._torch import PLAIN_TYPES
 
-__all__ = ["PLAIN_TYPES", "Piece", "global_shape", "local_pieces"]
-
-#: Tensors of exactly these types hold their values in their own memory.
-PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+__all__ = ["Piece", "global_shape", "local_pieces"]
 
 
 @dataclass(slots=True)

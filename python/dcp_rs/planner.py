@@ -24,10 +24,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from dcp_rs import _core, _torch
 from dcp_rs._dtypes import BY_NAME
 from dcp_rs._dtypes import NAMES as DTYPE_NAMES
+from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs.checkpoint import Checkpoint, open_checkpoint
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.fill import Fill, Target
-from dcp_rs.local import PLAIN_TYPES, Piece, global_shape, local_pieces
+from dcp_rs.local import Piece, global_shape, local_pieces
 from dcp_rs.options import ReadOptions
 from dcp_rs.tree import flatten, is_plain_state_dict, set_at
 
