@@ -125,7 +125,9 @@ def _fill_staged(index: _core.Index, fills: Sequence[Fill], options: ReadOptions
         with ring:
             for slab_fills in _slabfuls(items, ring.slab_bytes):
                 slab = ring.acquire()
-                views = [slab[at : at + nbytes].view(item.dtype).view(item.tensor.shape) for item, at, nbytes in slab_fills]
+                views = [
+                    slab[at : at + nbytes].view(item.dtype).view(item.tensor.shape) for item, at, nbytes in slab_fills
+                ]
                 requests = [_request(item, view) for (item, _, _), view in zip(slab_fills, views, strict=True)]
                 index.read_chunks(requests, **options.engine())
                 ring.copy_out(slab, [(item.tensor, view) for (item, _, _), view in zip(slab_fills, views, strict=True)])
@@ -157,9 +159,7 @@ def _slabfuls(items: Sequence[Fill], slab_bytes: int) -> Iterator[list[tuple[Fil
         yield batch
 
 
-def split(
-    sizes: Sequence[int], itemsize: int, limit: int
-) -> Iterator[tuple[Sequence[int] | None, Sequence[int]]]:
+def split(sizes: Sequence[int], itemsize: int, limit: int) -> Iterator[tuple[Sequence[int] | None, Sequence[int]]]:
     """Cuts a rectangle into (offsets, sizes) of at most ``limit`` bytes each, in row-major order; offsets None: not cut.
 
     A single element is never cut.

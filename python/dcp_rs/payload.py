@@ -201,7 +201,9 @@ def _slabfuls(tensors: Sequence[tuple[int, torch.Tensor]], slab_bytes: int) -> I
         begin = 0
         while begin < flat.nbytes:
             room = slab_bytes - at
-            length = min(flat.nbytes - begin, room if begin + room >= flat.nbytes else room // BLOCK_BYTES * BLOCK_BYTES)
+            length = min(
+                flat.nbytes - begin, room if begin + room >= flat.nbytes else room // BLOCK_BYTES * BLOCK_BYTES
+            )
             if length == 0:
                 yield parts
                 parts, at = [], 0

@@ -4,6 +4,7 @@ mod convert;
 mod error;
 mod index;
 mod interrupt;
+mod plain;
 mod read;
 mod write;
 
@@ -13,6 +14,8 @@ use pyo3::prelude::*;
 mod _core {
     #[pymodule_export]
     use crate::index::{FileMapping, Index};
+    #[pymodule_export]
+    use crate::plain::Batch;
     #[pymodule_export]
     use crate::write::{Save, commit, discard, merge_indexes, next_generation, publish};
 
