@@ -14,12 +14,14 @@ FUZZ_SECONDS ?= 60
 BIN  := $(VENV)/bin
 PY   := $(BIN)/python
 UV   := $(BIN)/uv
-RUST_SOURCES := Cargo.toml $(wildcard Cargo.lock) $(shell find rust -path '*/target' -prune -o \( -name '*.rs' -o -name 'Cargo.toml' \) -print)
+RUST_SOURCES := Cargo.toml $(wildcard Cargo.lock) $(shell find rust -path rust/fuzz -prune -o \( -name '*.rs' -o -name 'Cargo.toml' \) -print)
 # What ruff formats and checks.
 PYTHON_FOLDERS := $(wildcard python tests benches examples)
 
 # PyO3 asks this interpreter; one value for all commands, or each would rebuild what the other built.
 export PYO3_PYTHON := $(abspath $(PY))
+# uv brings certificates of its own; behind a proxy those of the machine are the right ones.
+export UV_SYSTEM_CERTS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

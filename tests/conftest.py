@@ -16,9 +16,7 @@ settings.register_profile(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-settings.register_profile(
-    "thorough", settings.get_profile("bounded"), max_examples=1000, derandomize=False
-)
+settings.register_profile("thorough", settings.get_profile("bounded"), max_examples=1000, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "bounded"))
 
 

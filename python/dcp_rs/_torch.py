@@ -3,24 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # 2.8, 2.11, 2.15
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # 2.8, 2.11, 2.15
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict  # 2.8, 2.11, 2.15
+from torch.distributed.checkpoint import _version  # 2.8, 2.11, 2.15
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict  # 2.8, 2.11, 2.15
+from torch.distributed.checkpoint._traverse import set_element  # 2.8, 2.11, 2.15
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # 2.8, 2.11, 2.15
+from torch.distributed.checkpoint.utils import find_tensor_shard  # 2.8, 2.11, 2.15
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # 2.8, 2.11, 2.15
+from torch.distributed.tensor.placement_types import Placement, _StridedShard  # 2.8, 2.11, 2.15
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # 2.8, 2.11, 2.15
 
-__all__ = ["PLAIN_TYPES", "has_memory", "is_wrapper_subclass", "load_state_dict", "unflatten", "wait_tensor"]
-
-#: Tensors whose operations are torch's own.
-PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+__all__ = [
+    "chunk_list",
+    "default_device",
+    "dtensor_offsets",
+    "empty_like",
+    "find_shard",
+    "flatten_as_2_3",
+    "has_memory",
+    "is_strided_shard",
+    "is_wrapper_subclass",
+    "load_state_dict",
+    "refuse_partial",
+    "set_element",
+    "unflatten",
+    "wait_tensor",
+    "with_dim",
+]
 
 
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, once the collective that makes it is done."""
     if isinstance(tensor, AsyncCollectiveTensor):
-        return cast(torch.Tensor, tensor.wait())
+        return tensor.wait()
     return tensor
 
 
@@ -41,4 +63,77 @@ def load_state_dict(state_dict: dict[str, Any], storage_reader: Any, **kwargs: A
 
 def unflatten(flat: dict[str, Any], paths: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
     """A flat state dict, nested again along ``paths``."""
-    return cast(dict[str, Any], unflatten_state_dict(flat, dict(paths)))
+    nested: dict[str, Any] = unflatten_state_dict(flat, dict(paths))
+    return nested
+
+
+def flatten_as_2_3(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A state dict flattened as torch did before 2.4: containers without tensors stay whole."""
+    _version._derived_version = "2_3"
+    try:
+        flat, paths = flatten_state_dict(state_dict)
+    finally:
+        _version._derived_version = None
+    return flat, paths
+
+
+def chunk_list(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
+    """The local chunks of a tensor of any kind that DCP knows."""
+    return list(_create_chunk_list(tensor))
+
+
+def find_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
+    """The memory of one local chunk."""
+    shard: torch.Tensor = find_tensor_shard(tensor, index)
+    return shard
+
+
+def dtensor_offsets(tensor: DTensor) -> tuple[int, ...]:
+    """Where this rank's shard begins in the whole."""
+    return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
+
+
+def is_strided_shard(placement: Placement) -> bool:
+    """Whether the placement may interleave ranks (FSDP2 over TP)."""
+    return isinstance(placement, _StridedShard)
+
+
+def with_dim(placement: Placement, dim: int) -> Placement:
+    """The same sharding of another dimension."""
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(dim, split_factor=placement.split_factor)
+    return type(placement)(dim)  # type: ignore[call-arg]  # Shard
+
+
+def refuse_partial(tensor: DTensor) -> None:
+    """Raises for pending reductions: such a tensor has no values yet."""
+    tensor._raise_if_contains_partial_placements()
+
+
+def default_device() -> torch.device:
+    """Where a tensor without a device goes: the process group's device, else the CPU (as DCP decides it)."""
+    if not dist.is_initialized():
+        return torch.device("cpu")
+    kind = dist.distributed_c10d._get_pg_default_device().type
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def empty_like(tensor: torch.Tensor, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """New memory of the same shape and sharding, elsewhere or of another dtype."""
+    if not isinstance(tensor, DTensor):
+        made = torch.empty_like(tensor, dtype=dtype, device=device)
+        for name in ("global_shape", "global_offsets", "local_offsets", "local_sizes"):  # torch's CheckpointableTensor
+            if name in tensor.__dict__:
+                setattr(made, name, tensor.__dict__[name])
+        return made
+    local = torch.empty_like(tensor.to_local(), dtype=dtype, device=device)
+    return DTensor.from_local(
+        local,
+        device_mesh=tensor.device_mesh,
+        placements=tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )

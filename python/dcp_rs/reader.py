@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_rs import _core
+from dcp_rs import _core, objects
 from dcp_rs.errors import PlanError
-from dcp_rs.fill import Fill, fill, stored_dtype
+from dcp_rs.fill import Fill, fill, fill_regions, stored_dtype
 from dcp_rs.metadata import make_metadata
-from dcp_rs.objects import check_loadable
 from dcp_rs.options import ReadOptions
+from dcp_rs.planner import LocalReads, RsLoadPlanner
 from dcp_rs.sources import is_rank_local, open_index
 
 __all__ = ["RsReader"]
@@ -111,6 +111,15 @@ class RsReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fills what ``planner`` resolves for the items of ``plan``, and commits it. The future is done when this returns."""
         index = self._index()
+        if isinstance(planner, RsLoadPlanner) and (reads := planner.local_reads(plan)) is not None:
+            self._read_local(index, reads, planner)
+        else:
+            self._read_items(index, plan, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_items(self, index: _core.Index, plan: LoadPlan, planner: LoadPlanner) -> None:
         chunks = index.locate(
             [(item.storage_index.fqn, item.storage_index.offset, item.storage_index.index) for item in plan.items]
         )
@@ -119,9 +128,6 @@ class RsReader(StorageReader):
         values = [(c, item) for c, item in zip(chunks, plan.items, strict=True) if item.type == LoadItemType.BYTE_IO]
         self._read_values(index, values, planner)
         self._read_tensors(index, tensors, planner)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -134,6 +140,15 @@ class RsReader(StorageReader):
             index = open_index(self.path, rank=None, allow_external=self.allow_external)
             self._local.index = index
         return index
+
+    def _read_local(self, index: _core.Index, reads: LocalReads, planner: RsLoadPlanner) -> None:
+        values = index.read_bytes([index.first_chunk(i) for i, _ in reads.values], **self.options.engine())
+        for (_, fqn), data in zip(reads.values, values, strict=True):
+            planner.set_value(fqn, objects.load(fqn, data, weights_only=self.weights_only))
+        if reads.whole is not None:
+            reads.whole.read(**self.options.engine())
+        fill_regions(index, reads.targets, self.options)
+        fill(index, reads.fills, self.options)
 
     def _read_tensors(self, index: _core.Index, items: list[tuple[int, ReadItem]], planner: LoadPlanner) -> None:
         batch: list[tuple[ReadItem, torch.Tensor]] = []
@@ -163,9 +178,11 @@ class RsReader(StorageReader):
                 planner.commit_tensor(item, tensor)
 
     def _read_values(self, index: _core.Index, items: list[tuple[int, ReadItem]], planner: LoadPlanner) -> None:
-        for (_, item), data in zip(items, index.read_bytes([c for c, _ in items], **self.options.engine()), strict=True):
+        for (_, item), data in zip(
+            items, index.read_bytes([c for c, _ in items], **self.options.engine()), strict=True
+        ):
             if self.weights_only:
-                check_loadable(item.storage_index.fqn, data)
+                objects.check_loadable(item.storage_index.fqn, data)
             planner.load_bytes(item, io.BytesIO(data))
 
     def __getstate__(self) -> dict[str, Any]:

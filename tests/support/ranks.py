@@ -116,9 +116,7 @@ def _perform(call: _Call) -> Outcome:
         try:
             pickle.dumps(value)
         except Exception as reason:
-            raise UnpicklableError(
-                f"the result, a {type(value).__qualname__}: {reason!r}"
-            ) from reason
+            raise UnpicklableError(f"the result, a {type(value).__qualname__}: {reason!r}") from reason
         outcome.value = value
     except BaseException as error:  # noqa: BLE001 - CheckpointException is not an Exception
         outcome.error = _portable(error)
@@ -253,9 +251,7 @@ class RankPool:
                     died = RankDiedError(f"rank {number} ended with exit code {code}")
                     outcomes[number] = Outcome(number, error=died)
         for number in waiting.values():
-            hung = RankTimeoutError(
-                f"rank {number} did not finish in {timeout} s\n{ranks[number].stack_dump()}"
-            )
+            hung = RankTimeoutError(f"rank {number} did not finish in {timeout} s\n{ranks[number].stack_dump()}")
             outcomes[number] = Outcome(number, error=hung)
         for number, outcome in outcomes.items():
             if number in waiting.values() or not outcome.reusable:

@@ -40,6 +40,14 @@ pub enum Error {
         /// What is wrong: expected and got.
         reason: String,
     },
+    /// A pickle asks for something that is not on the list of what is taken from one. Nothing was executed.
+    #[error("unsafe pickle {}: it asks for {global}", path.display())]
+    UnsafePickle {
+        /// The file the pickle is in.
+        path: PathBuf,
+        /// What it asks for, as `module.name`.
+        global: String,
+    },
     /// Well-formed, but something this version cannot do.
     #[error("unsupported: {0}")]
     Unsupported(String),

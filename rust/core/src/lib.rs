@@ -12,7 +12,9 @@ pub mod load;
 pub mod overlap;
 mod parallel;
 pub mod read;
+pub mod source;
 pub mod store;
+pub mod verify;
 pub mod write;
 
 pub use control::Control;

@@ -5,6 +5,7 @@
 use std::collections::HashSet;
 use std::fs::File;
 use std::path::Path;
+use std::sync::Arc;
 
 use crate::format::{BLOCK_SIZE, Dims, Index, Kind};
 use crate::overlap::{self, Region};
@@ -70,11 +71,39 @@ pub fn map_data_file(index: &Index, file: u32, allow_external: bool) -> Result<P
 
 /// Checks that the files of some chunks are there and as long as they should be.
 pub fn check_files(index: &Index, chunks: &[u64], allow_external: bool) -> Result<()> {
-    let files: HashSet<u32> = chunks.iter().map(|&c| index.chunk(c).file).collect();
+    let files: HashSet<u32> = chunks.iter().map(|&c| index.chunk_file(c)).collect();
     for file in files {
         file_ref(index, file, allow_external)?.open(false)?;
     }
     Ok(())
+}
+
+/// Checks a plan before anything is read: finds what of the regions no chunk holds (by their number), and checks the data files
+/// of all of them and of some values, as [`check_files`] does.
+pub fn check_regions(
+    index: &Index,
+    regions: &[(u32, Region)],
+    values: &[u32],
+    allow_external: bool,
+) -> Result<Vec<(usize, Region)>> {
+    let mut holes = Vec::new();
+    let mut files = HashSet::new();
+    for (i, (tensor, region)) in regions.iter().enumerate() {
+        match overlap::cover(index, *tensor, region) {
+            Ok(parts) => files.extend(parts.iter().map(|part| index.chunk_file(part.chunk))),
+            Err(hole) => holes.push((i, hole)),
+        }
+    }
+    files.extend(
+        values
+            .iter()
+            .flat_map(|&value| index.tensor(value).chunks)
+            .map(|chunk| index.chunk_file(chunk)),
+    );
+    for file in files {
+        file_ref(index, file, allow_external)?.open(false)?;
+    }
+    Ok(holes)
 }
 
 /// Memory for a rectangle: its address, and the step in bytes along each dimension.
@@ -86,9 +115,25 @@ pub struct Memory {
     pub strides: Dims,
 }
 
+/// Checks that a rectangle can be written to `to`.
+fn check_memory(tensor: &str, sizes: &[u64], to: &Memory) -> Result<()> {
+    let refuse = |why| Err(Error::Plan(format!("tensor {tensor:?}: the destination has {why}")));
+    if sizes.contains(&0) {
+        return Ok(());
+    }
+    if to.address.0.is_null() {
+        return refuse("no memory: its storage has been freed");
+    }
+    let shared = |(&size, &stride): (&u64, &u64)| size > 1 && stride == 0;
+    if sizes.iter().zip(&to.strides).any(shared) {
+        return refuse("several elements in one place of memory");
+    }
+    Ok(())
+}
+
 /// A batch of reads from one checkpoint.
-pub struct Gather<'a> {
-    index: &'a Index,
+pub struct Gather {
+    index: Arc<Index>,
     allow_external: bool,
     files: Vec<FileRef>,
     /// The place in `files` of each file of the index.
@@ -96,14 +141,14 @@ pub struct Gather<'a> {
     requests: Vec<ReadReq>,
 }
 
-impl<'a> Gather<'a> {
+impl Gather {
     /// An empty batch.
-    pub fn new(index: &'a Index, allow_external: bool) -> Self {
+    pub fn new(index: Arc<Index>, allow_external: bool) -> Self {
         Self {
+            places: vec![None; index.file_count() as usize],
             index,
             allow_external,
             files: Vec::new(),
-            places: vec![None; index.file_count() as usize],
             requests: Vec::new(),
         }
     }
@@ -125,16 +170,7 @@ impl<'a> Gather<'a> {
         if sizes.contains(&0) {
             return Ok(());
         }
-        if sizes
-            .iter()
-            .zip(&to.strides)
-            .any(|(&size, &stride)| size > 1 && stride == 0)
-        {
-            return Err(Error::Plan(format!(
-                "tensor {:?}: the destination has several elements in one place of memory",
-                tensor.name
-            )));
-        }
+        check_memory(tensor.name, sizes, &to)?;
         let itemsize = tensor.dtype.expect("tensors have one").size();
         let strides = view.strides.unwrap_or_else(|| row_major(&view.sizes));
         let first: u64 = offsets
@@ -171,7 +207,8 @@ impl<'a> Gather<'a> {
                 view.shape.as_slice()
             )));
         }
-        for part in cover(self.index, tensor, region)? {
+        check_memory(view.name, &region.sizes, to)?;
+        for part in cover(&self.index, tensor, region)? {
             let bytes: u64 = part.region_offsets.iter().zip(&to.strides).map(|(o, s)| o * s).sum();
             let bytes = usize::try_from(bytes).map_err(|_| Error::Plan("destination too large".into()))?;
             let memory = Memory {
@@ -213,9 +250,32 @@ impl<'a> Gather<'a> {
             return Ok(place);
         }
         let place = u32::try_from(self.files.len()).expect("no more than the index has");
-        self.files.push(file_ref(self.index, file, self.allow_external)?);
+        self.files.push(file_ref(&self.index, file, self.allow_external)?);
         self.places[file as usize] = Some(place);
         Ok(place)
+    }
+
+    /// How many rectangles were added, empty ones aside.
+    pub fn len(&self) -> usize {
+        self.requests.len()
+    }
+
+    /// Forgets what was added after there were `len` rectangles.
+    pub fn truncate(&mut self, len: usize) {
+        self.requests.truncate(len);
+    }
+
+    /// Whether there is nothing to read.
+    pub fn is_empty(&self) -> bool {
+        self.requests.is_empty()
+    }
+
+    /// Checks the files of all that was added, as [`check_files`] does.
+    pub fn check_files(&self) -> Result<()> {
+        for file in &self.files {
+            file.open(false)?;
+        }
+        Ok(())
     }
 
     /// Reads all that was added.
@@ -228,7 +288,7 @@ impl<'a> Gather<'a> {
     /// share a byte.
     pub unsafe fn read(&self, options: &ReadOptions, control: &Control) -> Result<ReadStats> {
         // SAFETY: the caller's promise, passed on. Files are never made shorter (section 9 of the format).
-        unsafe { read::read(&self.files, &self.requests, &Names(self.index), options, control) }
+        unsafe { read::read(&self.files, &self.requests, &Names(&self.index), options, control) }
     }
 }
 
@@ -246,7 +306,7 @@ pub fn cover(index: &Index, tensor: u32, region: &Region) -> Result<Vec<overlap:
 
 /// Checks the digests of some chunks, through a buffer of `options.max_inflight_bytes`.
 pub fn verify_chunks(
-    index: &Index,
+    index: &Arc<Index>,
     chunks: &[u64],
     allow_external: bool,
     options: &ReadOptions,
@@ -259,7 +319,7 @@ pub fn verify_chunks(
     let capacity = (options.max_inflight_bytes / BLOCK_SIZE).max(1) * BLOCK_SIZE;
     let mut buffer = vec![0_u8; usize::try_from(capacity).map_err(|_| Error::Plan("buffer too large".into()))?];
     let base = buffer.as_mut_ptr();
-    let mut gather = Gather::new(index, allow_external);
+    let mut gather = Gather::new(Arc::clone(index), allow_external);
     let mut used = 0;
     for &chunk in chunks {
         let length = index.chunk(chunk).length;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use dcp_rs_core::format::Dims;
 use dcp_rs_core::load::{self, Gather, Memory};
-use dcp_rs_core::overlap::Region;
+use dcp_rs_core::overlap::{self, Overlap, Region};
 use dcp_rs_core::read::{Destination, IoMode, ReadOptions, ReadStats};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
@@ -21,11 +21,13 @@ type ChunkRequest = (u64, Extent, Extent, usize, Extent);
 /// Tensor, offsets in it, sizes, address, strides in elements.
 type RegionRequest = (u32, Extent, Extent, usize, Extent);
 /// Bytes wanted, bytes read.
-type Stats = (u64, u64);
+pub type Stats = (u64, u64);
 /// Chunk, offsets in it, offsets in the region, sizes.
 type Part<'py> = (u64, Bound<'py, PyTuple>, Bound<'py, PyTuple>, Bound<'py, PyTuple>);
+/// Region, offsets and sizes of what it lacks.
+type Hole<'py> = (usize, Bound<'py, PyTuple>, Bound<'py, PyTuple>);
 
-fn options(io: &str, threads: usize, verify: bool, max_inflight_bytes: u64) -> PyResult<ReadOptions> {
+pub fn options(io: &str, threads: usize, verify: bool, max_inflight_bytes: u64) -> PyResult<ReadOptions> {
     let io = match io {
         "auto" => IoMode::Auto,
         "mmap" => IoMode::Mmap,
@@ -45,7 +47,7 @@ fn options(io: &str, threads: usize, verify: bool, max_inflight_bytes: u64) -> P
     })
 }
 
-fn memory(address: usize, strides: &Dims, itemsize: u64) -> PyResult<Memory> {
+pub fn memory(address: usize, strides: &Dims, itemsize: u64) -> PyResult<Memory> {
     let strides: Option<Dims> = strides.iter().map(|stride| stride.checked_mul(itemsize)).collect();
     Ok(Memory {
         address: Destination(std::ptr::with_exposed_provenance_mut(address)),
@@ -53,7 +55,7 @@ fn memory(address: usize, strides: &Dims, itemsize: u64) -> PyResult<Memory> {
     })
 }
 
-fn run(py: Python<'_>, gather: &Gather<'_>, options: &ReadOptions) -> PyResult<ReadStats> {
+pub fn run(py: Python<'_>, gather: &Gather, options: &ReadOptions) -> PyResult<ReadStats> {
     // SAFETY: the contract of the methods below: the caller holds the tensors at the addresses until they return,
     // and fills none of them twice at once. Shapes and strides are the tensors' own.
     interrupt::run(py, |control| unsafe { gather.read(options, control) })
@@ -76,7 +78,7 @@ impl Index {
     ) -> PyResult<Stats> {
         let options = options(io, threads, verify, max_inflight_bytes)?;
         let index = Arc::clone(&self.inner);
-        let mut gather = Gather::new(&index, self.allow_external);
+        let mut gather = Gather::new(Arc::clone(&index), self.allow_external);
         for (chunk, offsets, sizes, address, strides) in &requests {
             self.check_chunk(*chunk)?;
             let itemsize = self.itemsize(index.chunk(*chunk).tensor);
@@ -102,7 +104,7 @@ impl Index {
     ) -> PyResult<Stats> {
         let options = options(io, threads, verify, max_inflight_bytes)?;
         let index = Arc::clone(&self.inner);
-        let mut gather = Gather::new(&index, self.allow_external);
+        let mut gather = Gather::new(Arc::clone(&index), self.allow_external);
         for (tensor, offsets, sizes, address, strides) in &requests {
             self.check_tensor(*tensor)?;
             let to = memory(*address, &strides.0, self.itemsize(*tensor))?;
@@ -131,7 +133,7 @@ impl Index {
         let index = Arc::clone(&self.inner);
         // The files first: the lengths of chunks are only as true as those of the files that hold them.
         self.check_files(py, chunks.clone())?;
-        let mut gather = Gather::new(&index, self.allow_external);
+        let mut gather = Gather::new(Arc::clone(&index), self.allow_external);
         let mut buffers = Vec::with_capacity(chunks.len());
         for chunk in chunks {
             let length = index.chunk(chunk).length;
@@ -178,30 +180,73 @@ impl Index {
         })
     }
 
+    /// The parts of a region that chunks hold, which may leave some of it out.
+    fn touching<'py>(&self, py: Python<'py>, tensor: u32, offsets: Extent, sizes: Extent) -> PyResult<Vec<Part<'py>>> {
+        let region = self.region(tensor, offsets, sizes)?;
+        parts_to_py(py, overlap::touching(&self.inner, tensor, &region))
+    }
+
+    /// Checks a plan before anything is read. Raises unless the data files of these regions and values are there and as long as they
+    /// should be; returns (region, offsets, sizes) for what no chunk holds.
+    fn check_regions<'py>(
+        &self,
+        py: Python<'py>,
+        regions: Vec<(u32, Extent, Extent)>,
+        values: Vec<u32>,
+    ) -> PyResult<Vec<Hole<'py>>> {
+        let regions = regions
+            .into_iter()
+            .map(|(tensor, offsets, sizes)| Ok((tensor, self.region(tensor, offsets, sizes)?)))
+            .collect::<PyResult<Vec<_>>>()?;
+        for &value in &values {
+            self.check_tensor(value)?;
+        }
+        let index = Arc::clone(&self.inner);
+        let allow_external = self.allow_external;
+        py.detach(|| load::check_regions(&index, &regions, &values, allow_external))
+            .into_py(py)?
+            .into_iter()
+            .map(|(at, hole)| Ok((at, extent_to_py(py, &hole.offsets)?, extent_to_py(py, &hole.sizes)?)))
+            .collect()
+    }
+
     /// The chunks that hold a region of a tensor.
     fn cover<'py>(&self, py: Python<'py>, tensor: u32, offsets: Extent, sizes: Extent) -> PyResult<Vec<Part<'py>>> {
+        let region = self.region(tensor, offsets, sizes)?;
+        parts_to_py(py, load::cover(&self.inner, tensor, &region).into_py(py)?)
+    }
+}
+
+impl Index {
+    fn region(&self, tensor: u32, offsets: Extent, sizes: Extent) -> PyResult<Region> {
         self.check_tensor(tensor)?;
         let region = Region {
             offsets: offsets.0,
             sizes: sizes.0,
         };
-        if !region.fits(&self.inner.tensor(tensor).shape) {
-            return Err(PlanError::new_err(format!(
-                "tensor {:?}: a region that lies outside",
-                self.inner.name(tensor)
-            )));
+        if region.fits(&self.inner.tensor(tensor).shape) {
+            Ok(region)
+        } else {
+            Err(PlanError::new_err(format!(
+                "tensor {:?}: {:?} elements at {:?} lie outside of it",
+                self.inner.name(tensor),
+                region.sizes.as_slice(),
+                region.offsets.as_slice()
+            )))
         }
-        load::cover(&self.inner, tensor, &region)
-            .into_py(py)?
-            .into_iter()
-            .map(|part| {
-                Ok((
-                    part.chunk,
-                    extent_to_py(py, &part.chunk_offsets)?,
-                    extent_to_py(py, &part.region_offsets)?,
-                    extent_to_py(py, &part.sizes)?,
-                ))
-            })
-            .collect()
     }
+}
+
+fn parts_to_py(py: Python<'_>, parts: Vec<Overlap>) -> PyResult<Vec<Part<'_>>> {
+    parts
+        .into_iter()
+        .map(|part| {
+            Ok((
+                part.chunk,
+                extent_to_py(py, &part.chunk_offsets)?,
+                extent_to_py(py, &part.region_offsets)?,
+                extent_to_py(py, &part.sizes)?,
+            ))
+        })
+        .collect()
 }

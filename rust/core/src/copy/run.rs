@@ -183,7 +183,9 @@ mod tests {
         let wide = |x: &[usize]| x.iter().map(|&v| v as u64).collect::<Vec<_>>();
         let copy = Strided::new(itemsize as u64, &wide(shape), &wide(src_strides), &wide(dst_strides)).unwrap();
         let size = |x: u64| usize::try_from(x).unwrap();
-        let src: Vec<u8> = (0..size(copy.src_extent())).map(|i| (i * 7 + i / 251) as u8).collect();
+        let src: Vec<u8> = (0..size(copy.src_extent()))
+            .map(|i| (i * 7 + i / 251).to_le_bytes()[0])
+            .collect();
         let mut want = vec![0u8; size(copy.dst_extent())];
         let mut got = want.clone();
         let dims: Vec<_> = (0..shape.len())

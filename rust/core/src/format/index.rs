@@ -257,6 +257,11 @@ impl Index {
         }
     }
 
+    /// The data file of a chunk, without the rest of it.
+    pub fn chunk_file(&self, chunk: u64) -> u32 {
+        self.chunk_records()[to_usize(chunk)].file.get()
+    }
+
     /// Begin and end of a chunk along one dimension, without the rest of it.
     pub fn chunk_extent(&self, chunk: u64, dim: usize) -> Range<u64> {
         let record = &self.chunk_records()[to_usize(chunk)];

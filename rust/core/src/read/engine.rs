@@ -8,9 +8,10 @@ use std::sync::{Mutex, PoisonError};
 
 use super::bounce::Bounce;
 use super::plan::{Extent, Job, Plan, Policy, Segment, plan};
-use super::verify::{self, BLOCK_SIZE};
+use super::verify;
 use super::{Catalog, FileRef, IoMode, ReadOptions, ReadReq, ReadStats};
 use crate::copy::{Stores, copy_strided_unfenced, fence};
+use crate::format::{BLOCK_SIZE, block_digest};
 use crate::store::{Mapping, direct_align, is_remote, resident_bytes};
 use crate::{Control, Error, Result};
 
@@ -419,7 +420,7 @@ impl Worker {
                     // SAFETY: `fetch` covers its blocks whole and lies within its segment, which was populated or read;
                     // the planner has checked that it ends within the file. Published files do not change.
                     let bytes = unsafe { std::slice::from_raw_parts(locate(extent.segment, from), index(to - from)) };
-                    verify::compare(file, req, block, verify::block_digest(bytes), batch.catalog)?;
+                    verify::compare(file, req, block, block_digest(bytes), batch.catalog)?;
                     stats.bytes_verified += to - from;
                     checked = Some((req.chunk_offset, block));
                 }

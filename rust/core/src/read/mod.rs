@@ -7,10 +7,9 @@ mod plan;
 mod plan_tests;
 mod verify;
 
+use crate::format::Dims;
 pub use crate::store::FileRef;
 pub use engine::read;
-
-pub use crate::format::Dims;
 
 /// How bytes come from a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

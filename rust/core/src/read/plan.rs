@@ -4,9 +4,9 @@
 //! group of pieces that lie near each other in one file, done by one thread. A job's *segments* are the file ranges to
 //! fetch for it: the pieces' own, joined where the gap between them is cheaper to read than to skip.
 
-use super::verify::BLOCK_SIZE;
 use super::{Catalog, ReadReq};
 use crate::copy::{Loop, Strided};
+use crate::format::BLOCK_SIZE;
 use crate::store::FileRef;
 use crate::{Error, Result};
 use smallvec::SmallVec;

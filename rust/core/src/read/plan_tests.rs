@@ -6,7 +6,8 @@ use proptest::prelude::*;
 use smallvec::smallvec;
 
 use super::plan::*;
-use super::{Catalog, Destination, Dims, FileRef, ReadReq};
+use super::{Catalog, Destination, FileRef, ReadReq};
+use crate::format::Dims;
 
 const MIB: u64 = 1 << 20;
 const DISK: Policy = Policy {
@@ -226,14 +227,14 @@ fn pairs(reqs: &[ReadReq]) -> Vec<(usize, u64, u64)> {
                     src + i * req.src_strides[d],
                     dst + i * req.dst_strides[d],
                     each,
-                )
+                );
             });
         }
     }
     let mut all = vec![];
     for (i, req) in reqs.iter().enumerate() {
         walk(req, 0, req.chunk_offset + req.src_offset, 0, &mut |s, d| {
-            all.push((i, s, d))
+            all.push((i, s, d));
         });
     }
     all.sort_unstable();

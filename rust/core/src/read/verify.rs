@@ -1,15 +1,18 @@
 //! Blocks against their digests.
 
 use super::{Catalog, ReadReq};
+use crate::format::{BLOCK_SIZE, Index};
 use crate::store::FileRef;
 use crate::{Error, Result};
 
-/// Bytes of payload a digest covers (section 3 of `docs/format.md`).
-pub const BLOCK_SIZE: u64 = 1 << 20;
+impl Catalog for Index {
+    fn tensor_name(&self, tensor: u32) -> String {
+        self.tensor(tensor).name.to_owned()
+    }
 
-/// XXH3-64 of a block.
-pub fn block_digest(block: &[u8]) -> u64 {
-    twox_hash::XxHash3_64::oneshot(block)
+    fn digest(&self, i: u64) -> u64 {
+        Index::digest(self, i)
+    }
 }
 
 /// Where block `block` of the request's chunk lies in the file.

@@ -187,7 +187,7 @@ fn many_small_items_take_few_writes() {
     save.write(&parts(&contents(&items)), &Control::new()).unwrap();
     assert_saved(&finish(save, dir.path()), &items);
     let calls = recorder.calls.lock().unwrap().len();
-    assert!(calls < 20, "{calls} calls");
+    assert!(calls < 32, "{calls} calls");
 }
 
 fn recorded(recorder: Recorder, dir: &Path, io: WriteIo) -> (Arc<Recorder>, Result<Vec<u8>>) {

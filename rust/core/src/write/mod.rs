@@ -9,7 +9,7 @@ mod layout;
 mod options;
 mod staging;
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;
 
 pub use commit::{Committed, commit, discard, next_generation};
 pub use engine::{Part, Save};

@@ -20,7 +20,7 @@ pub enum WriteIo {
 pub struct WriteOptions {
     /// Where bytes go on their way to the disk.
     pub io: WriteIo,
-    /// Threads, each with one write in flight. 0: 8 for direct writes, of which most wait for the disk; for
+    /// Threads, each with one write in flight. 0: 16 for direct writes, of which most wait for the disk; for
     /// buffered ones as many as the cores that this process may use.
     pub threads: usize,
     /// Whether everything is on stable storage when a save is done.
@@ -42,7 +42,7 @@ impl Default for WriteOptions {
 
 /// Below this many bytes a synced file is written through the page cache too: one flush, no wait for each write.
 const DIRECT_MIN: u64 = 4 << 20;
-const DIRECT_THREADS: usize = 8;
+const DIRECT_THREADS: usize = 16;
 /// Bytes a write. More gains nothing on disks that were tried, and leaves the cache between digest and copy.
 const JOB_BYTES: u64 = 1 << 20;
 

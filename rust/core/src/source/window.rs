@@ -1,0 +1,77 @@
+//! The bytes of one item of a file, most of them fetched beforehand together with its neighbours'.
+
+use std::borrow::Cow;
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+
+use super::fault::{Fault, FaultResult};
+use crate::{Error, Result};
+
+/// A part of a file that is in memory.
+pub(super) struct Fetched {
+    pub at: u64,
+    pub bytes: Vec<u8>,
+}
+
+/// A file to read ranges of.
+pub(super) struct Source<'a> {
+    pub file: &'a File,
+    pub path: &'a Path,
+    pub size: u64,
+}
+
+impl Source<'_> {
+    /// Reads `[at, at + len)`, which must lie in the file.
+    pub(super) fn fetch(&self, at: u64, len: u64) -> Result<Fetched> {
+        let end = at.checked_add(len).filter(|&end| end <= self.size);
+        let (Some(_), Ok(len)) = (end, usize::try_from(len)) else {
+            return Err(Error::corrupt_data(
+                self.path,
+                "",
+                at,
+                format!("{len} bytes are wanted here, of a file of {} bytes", self.size),
+            ));
+        };
+        let mut bytes = vec![0; len];
+        match self.file.read_exact_at(&mut bytes, at) {
+            Ok(()) => Ok(Fetched { at, bytes }),
+            Err(e) => Err(Error::io("read", self.path, e)),
+        }
+    }
+}
+
+/// Longest piece that a parser may ask for: directories and pickles of single tensors are far smaller.
+const MAX_PIECE: u64 = 16 << 20;
+
+/// The bytes `[start, start + len)` of a file. Positions count from `start`.
+pub(super) struct Window<'a> {
+    pub source: &'a Source<'a>,
+    pub start: u64,
+    pub len: u64,
+    /// In order of their place; whatever they do not hold is read on its own.
+    pub fetched: &'a [Fetched],
+}
+
+impl<'a> Window<'a> {
+    /// Bytes `[at, at + len)` of the item.
+    pub(super) fn get(&self, at: u64, len: u64) -> FaultResult<Cow<'a, [u8]>> {
+        if at.checked_add(len).is_none_or(|end| end > self.len) {
+            return Err(Fault::corrupt(at, format!("{len} bytes here lead out of the item")));
+        }
+        if len > MAX_PIECE {
+            return Err(Fault::Unsupported(format!("a directory or pickle of {len} bytes")));
+        }
+        let from = self.start + at;
+        let next = self.fetched.partition_point(|piece| piece.at <= from);
+        if let Some(piece) = next.checked_sub(1).map(|i| &self.fetched[i]) {
+            let skip = usize::try_from(from - piece.at).unwrap_or(usize::MAX);
+            let len = usize::try_from(len).unwrap_or(usize::MAX);
+            if let Some(bytes) = skip.checked_add(len).and_then(|end| piece.bytes.get(skip..end)) {
+                return Ok(Cow::Borrowed(bytes));
+            }
+        }
+        let piece = self.source.fetch(from, len).map_err(Fault::Read)?;
+        Ok(Cow::Owned(piece.bytes))
+    }
+}

@@ -1,0 +1,227 @@
+//! Zip archives as `torch.save` writes them: records that are stored, not compressed.
+//!
+//! ```text
+//! local header (30 bytes, name, extra), payload, descriptor     for every record
+//! central directory: 46 bytes, name, extra, comment             for every record
+//! zip64 end of directory (56), its locator (20)                 where there is a zip64 one
+//! end of directory (22), which is the end of the archive
+//! ```
+//!
+//! The central directory is what counts, as it does for torch; the local header is read for the place
+//! of the payload and must name the same record.
+
+use super::fault::{Fault, FaultResult};
+use super::window::Window;
+
+const END_LEN: u64 = 22;
+const LOCATOR_LEN: u64 = 20;
+const END64_LEN: u64 = 56;
+const ENTRY_LEN: usize = 46;
+const LOCAL_LEN: u64 = 30;
+const ZIP64_EXTRA: u16 = 1;
+/// Of a 16 or 32 bit field whose value stands in the zip64 part.
+const IN_ZIP64: u64 = 0xffff_ffff;
+
+/// What every archive begins with.
+pub(super) const LOCAL_MAGIC: [u8; 4] = *b"PK\x03\x04";
+
+/// A record's entry in the directory.
+#[derive(Clone, Debug)]
+pub(super) struct Record {
+    pub name: String,
+    pub size: u64,
+    header_at: u64,
+    method: u16,
+    flags: u16,
+}
+
+/// The directory of an archive.
+#[derive(Debug)]
+pub(super) struct Archive {
+    records: Vec<Record>,
+    directory_at: u64,
+}
+
+fn u16_at(bytes: &[u8], at: usize) -> u16 {
+    bytes
+        .get(at..)
+        .and_then(<[u8]>::first_chunk)
+        .map_or(0, |b| u16::from_le_bytes(*b))
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    bytes
+        .get(at..)
+        .and_then(<[u8]>::first_chunk)
+        .map_or(0, |b| u32::from_le_bytes(*b))
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    bytes
+        .get(at..)
+        .and_then(<[u8]>::first_chunk)
+        .map_or(0, |b| u64::from_le_bytes(*b))
+}
+
+impl Archive {
+    /// Reads the directory of the archive that `window` holds exactly.
+    pub(super) fn open(window: &Window<'_>) -> FaultResult<Self> {
+        let Some(end_at) = window.len.checked_sub(END_LEN) else {
+            return Err(Fault::corrupt(
+                0,
+                format!("{} bytes are too few for a zip archive", window.len),
+            ));
+        };
+        let end = window.get(end_at, END_LEN)?;
+        if !end.starts_with(b"PK\x05\x06") || u16_at(&end, 20) != 0 {
+            return Err(Fault::corrupt(
+                end_at,
+                "the zip archive does not end here: no end of central directory",
+            ));
+        }
+        let mut count = u64::from(u16_at(&end, 10));
+        let mut size = u64::from(u32_at(&end, 12));
+        let mut directory_at = u64::from(u32_at(&end, 16));
+        let mut directory_end = end_at;
+        if let Some(at) = end_at.checked_sub(LOCATOR_LEN + END64_LEN) {
+            let both = window.get(at, LOCATOR_LEN + END64_LEN)?;
+            let (end64, locator) = both.split_at(56);
+            if locator.starts_with(b"PK\x06\x07") {
+                if !end64.starts_with(b"PK\x06\x06") || u64_at(locator, 8) != at {
+                    return Err(Fault::corrupt(at, "zip64 end of directory is not where it should be"));
+                }
+                count = u64_at(end64, 32);
+                size = u64_at(end64, 40);
+                directory_at = u64_at(end64, 48);
+                directory_end = at;
+            }
+        }
+        if directory_at.checked_add(size) != Some(directory_end) {
+            return Err(Fault::corrupt(
+                end_at,
+                "zip directory does not lie before its end record",
+            ));
+        }
+        let directory = window.get(directory_at, size)?;
+        let records = read_directory(&directory, directory_at, count)?;
+        Ok(Self { records, directory_at })
+    }
+
+    /// The folder that all records are in: what stands before the first `/` of the first.
+    pub(super) fn folder(&self) -> &str {
+        let first = self.records.first().map_or("", |record| record.name.as_str());
+        first.split_once('/').map_or("", |(folder, _)| folder)
+    }
+
+    /// The record `name` of the archive's folder.
+    pub(super) fn find(&self, name: &str) -> Option<&Record> {
+        let folder = self.folder();
+        self.records.iter().find(|record| {
+            let rest = record.name.strip_prefix(folder).and_then(|rest| rest.strip_prefix('/'));
+            rest == Some(name)
+        })
+    }
+
+    /// Where the payload of `record` begins; all of it lies before the directory.
+    pub(super) fn payload(&self, window: &Window<'_>, record: &Record) -> FaultResult<u64> {
+        let at = record.header_at;
+        if record.flags & 1 != 0 {
+            return Err(Fault::Unsupported(format!("zip record {:?} is encrypted", record.name)));
+        }
+        if record.method != 0 {
+            return Err(Fault::Unsupported(format!(
+                "zip record {:?} is compressed (method {})",
+                record.name, record.method
+            )));
+        }
+        let name_len = record.name.len() as u64;
+        let local = window.get(at, LOCAL_LEN + name_len)?;
+        let (fixed, name) = local.split_at(30);
+        if !fixed.starts_with(&LOCAL_MAGIC)
+            || u64::from(u16_at(fixed, 26)) != name_len
+            || name != record.name.as_bytes()
+        {
+            return Err(Fault::corrupt(
+                at,
+                format!("zip record {:?} has no header of that name here", record.name),
+            ));
+        }
+        let payload = at + LOCAL_LEN + name_len + u64::from(u16_at(fixed, 28));
+        match payload.checked_add(record.size) {
+            Some(end) if end <= self.directory_at => Ok(payload),
+            _ => Err(Fault::corrupt(
+                at,
+                format!(
+                    "zip record {:?} of {} bytes leads into the directory",
+                    record.name, record.size
+                ),
+            )),
+        }
+    }
+}
+
+fn read_directory(directory: &[u8], directory_at: u64, count: u64) -> FaultResult<Vec<Record>> {
+    let mut records: Vec<Record> = Vec::new();
+    let mut rest = directory;
+    while !rest.is_empty() {
+        let at = directory_at + (directory.len() - rest.len()) as u64;
+        let bad = |reason: &str| Err(Fault::corrupt(at, format!("zip directory: {reason}")));
+        if rest.len() < ENTRY_LEN || !rest.starts_with(b"PK\x01\x02") {
+            return bad("an entry was expected here");
+        }
+        let (fixed, more) = rest.split_at(ENTRY_LEN);
+        let [name_len, extra_len, comment_len] = [28, 30, 32].map(|at| usize::from(u16_at(fixed, at)));
+        let Some(after) = more.get(name_len + extra_len + comment_len..) else {
+            return bad("an entry leads out of it");
+        };
+        let Ok(name) = std::str::from_utf8(&more[..name_len]) else {
+            return bad("a name that is not UTF-8");
+        };
+        let [mut packed, mut size, mut header_at] = [20, 24, 42].map(|at| u64::from(u32_at(fixed, at)));
+        let mut wide = zip64_fields(&more[name_len..name_len + extra_len]);
+        // In this order, and only those that did not fit.
+        for field in [&mut size, &mut packed, &mut header_at] {
+            if *field == IN_ZIP64 {
+                match wide.split_first_chunk::<8>() {
+                    Some((value, left)) => {
+                        *field = u64::from_le_bytes(*value);
+                        wide = left;
+                    }
+                    None => return bad("a 64-bit field is missing"),
+                }
+            }
+        }
+        let method = u16_at(fixed, 10);
+        if method == 0 && packed != size {
+            return bad("a stored record with two sizes");
+        }
+        if header_at >= directory_at {
+            return bad("a record after the directory");
+        }
+        records.push(Record {
+            name: name.to_owned(),
+            size,
+            header_at,
+            method,
+            flags: u16_at(fixed, 8),
+        });
+        rest = after;
+    }
+    if records.len() as u64 != count {
+        let reason = format!("zip directory: {} entries, and its end says {count}", records.len());
+        return Err(Fault::corrupt(directory_at, reason));
+    }
+    Ok(records)
+}
+
+/// The 64-bit fields among the extra fields of an entry; empty where there are none.
+fn zip64_fields(mut extra: &[u8]) -> &[u8] {
+    while let Some((head, rest)) = extra.split_first_chunk::<4>() {
+        let len = usize::from(u16_at(head, 2));
+        if u16_at(head, 0) == ZIP64_EXTRA {
+            return rest.get(..len).unwrap_or_default();
+        }
+        extra = rest.get(len..).unwrap_or_default();
+    }
+    &[]
+}
