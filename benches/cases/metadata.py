@@ -62,7 +62,7 @@ def write_native(path: Path, fqns: int, ranks: int) -> None:
         indexes.append(save.finish())
     paths = {name: tuple(name.split(".")) for name in names(fqns)}
     index = _core.merge_indexes(indexes, bytes(16), 1, paths)
-    _core.commit(str(path), index, False)
+    _core.commit(str(path), None, index, False)
 
 
 def write_stock(path: Path, fqns: int, ranks: int) -> None:

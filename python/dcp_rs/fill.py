@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from dcp_rs import _core, _torch
+from dcp_rs import _core
 from dcp_rs._dtypes import BY_NAME
 from dcp_rs.errors import PlanError, UnsupportedError
+from dcp_rs.local import PLAIN_TYPES
 from dcp_rs.options import ReadOptions
 from dcp_rs.staging import StagingRing
 
@@ -86,7 +87,7 @@ def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
         tensor.dtype == dtype
         and tensor.device.type == "cpu"
         and tensor.layout == torch.strided
-        and type(tensor) in _torch.PLAIN_TYPES
+        and type(tensor) in PLAIN_TYPES
         and not tensor.is_neg()
         and not (dtype.is_complex and tensor.is_conj())
     )
@@ -98,20 +99,11 @@ def fill(index: _core.Index, fills: Sequence[Fill], options: ReadOptions) -> Non
     """
     direct, staged = [], []
     for item in fills:
-        if not is_plain(item.tensor, item.dtype):
-            staged.append(item)
-        elif _torch.has_memory(item.tensor):
-            direct.append(item)
-        else:
-            raise _freed(item.name)
+        (direct if is_plain(item.tensor, item.dtype) else staged).append(item)
     if direct:
         index.read_chunks([_request(item, item.tensor) for item in direct], **options.engine())
     if staged:
         _fill_staged(index, staged, options)
-
-
-def _freed(name: str) -> PlanError:
-    return PlanError(f"tensor {name!r} has no memory to fill: its storage has been freed", tensor=name)
 
 
 def _request(item: Fill, memory: torch.Tensor) -> tuple[int, Sequence[int], Sequence[int], int, Sequence[int]]:

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from dcp_rs import _core, _torch, objects
 from dcp_rs._dtypes import NAMES
 from dcp_rs.errors import CorruptDataError, PlanError, UnsafePickleError, UnsupportedError
+from dcp_rs.local import PLAIN_TYPES
 from dcp_rs.metadata import tensor_flags
 from dcp_rs.options import WriteOptions
 from dcp_rs.staging import StagingRing
@@ -106,7 +107,7 @@ def _why_not_raw(tensor: torch.Tensor) -> str | None:
         return f"its layout is {tensor.layout}"
     if _torch.is_wrapper_subclass(tensor) or not _torch.has_memory(tensor):
         kind = type(tensor)
-        return "its memory has been freed" if kind in _torch.PLAIN_TYPES else f"it is a {kind.__name__}"
+        return "its memory has been freed" if kind in PLAIN_TYPES else f"it is a {kind.__name__}"
     if tensor.dtype not in NAMES:
         return f"its dtype is {tensor.dtype}"
     return None
