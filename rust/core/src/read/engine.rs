@@ -10,7 +10,7 @@ use super::bounce::Bounce;
 use super::plan::{Extent, Job, Plan, Policy, Segment, plan};
 use super::verify;
 use super::{Catalog, FileRef, IoMode, ReadOptions, ReadReq, ReadStats};
-use crate::copy::{Stores, copy_strided_unfenced, fence};
+use crate::copy::{Stores, copy_strided_unfenced, copy_with_digest_unfenced, fence};
 use crate::format::{BLOCK_SIZE, block_digest};
 use crate::store::{Mapping, direct_align, is_remote, resident_bytes};
 use crate::{Control, Error, Result};
@@ -25,6 +25,12 @@ const CACHED_JOB: u64 = 512 << 10;
 const MIN_JOB: u64 = 256 << 10;
 /// Reads in flight that keep a disk busy, whatever the number of cores.
 const DISK_DEPTH: usize = 16;
+/// The same for reads so small that their number is what limits the disk.
+const SMALL_READ_DEPTH: usize = 64;
+/// What counts as such.
+const SMALL_READ: u64 = 32 << 10;
+/// Files opened to be checked are kept open for the workers, if there are no more than this many.
+const KEEP_OPEN: usize = 64;
 /// From here on a batch is streamed: what it writes would not stay in a cache anyway.
 const STREAM_BATCH: u64 = 1 << 20;
 /// Of a file that is taken as resident, at most one part in this many is not.
@@ -85,14 +91,15 @@ pub unsafe fn read(
     control: &Control,
 ) -> Result<ReadStats> {
     control.check()?;
-    let threads = if options.threads > 0 {
-        options.threads
-    } else {
-        std::thread::available_parallelism().map_or(1, usize::from)
-    };
     let wanted = spans(files, reqs)?;
-    let access = survey(files, &wanted, options)?;
-    let total: u64 = wanted.iter().map(|w| w.bytes).sum();
+    let total: u64 = wanted.iter().fold(0, |sum, w| sum.saturating_add(w.bytes));
+    let threads = match options.threads {
+        // Asking for the number of cores takes longer than a small batch.
+        0 if total < MIN_JOB => 1,
+        0 => std::thread::available_parallelism().map_or(1, usize::from),
+        n => n,
+    };
+    let (access, open) = survey(files, &wanted, options)?;
     let policies: Vec<Policy> = access
         .iter()
         .map(|access| {
@@ -115,6 +122,7 @@ pub unsafe fn read(
         catalog,
         verify: options.verify,
         control,
+        open,
         access,
         policies,
         plan,
@@ -152,7 +160,11 @@ fn spans(files: &[FileRef], reqs: &[ReadReq]) -> Result<Vec<Wanted>> {
         // Saturating: what is out of bounds is refused by the planner, this only weighs.
         let bytes = req.shape.iter().fold(req.itemsize, |n, &s| n.saturating_mul(s));
         let start = req.chunk_offset.saturating_add(req.src_offset);
-        let end = req.chunk_offset.saturating_add(req.chunk_length);
+        let steps = req.shape.iter().zip(&req.src_strides);
+        let reach = steps.fold(req.itemsize, |n, (&s, &stride)| {
+            n.saturating_add(s.saturating_sub(1).saturating_mul(stride))
+        });
+        let end = start.saturating_add(reach);
         if bytes > 0 {
             wanted.start = if wanted.bytes == 0 {
                 start
@@ -167,11 +179,14 @@ fn spans(files: &[FileRef], reqs: &[ReadReq]) -> Result<Vec<Wanted>> {
 }
 
 /// Opens and checks every file that is needed before a byte of any is read, and decides how to read each.
-fn survey(files: &[FileRef], wanted: &[Wanted], options: &ReadOptions) -> Result<Vec<Access>> {
+fn survey(files: &[FileRef], wanted: &[Wanted], options: &ReadOptions) -> Result<(Vec<Access>, Vec<Option<File>>)> {
     let mut all = Vec::with_capacity(files.len());
+    let mut kept: Vec<Option<File>> = Vec::with_capacity(files.len());
+    let keep = wanted.iter().filter(|w| w.bytes > 0).count() <= KEEP_OPEN;
     for (file, wanted) in files.iter().zip(wanted) {
         if wanted.bytes == 0 {
             all.push(Access::Buffered);
+            kept.push(None);
             continue;
         }
         let open = file.open(false)?;
@@ -196,8 +211,9 @@ fn survey(files: &[FileRef], wanted: &[Wanted], options: &ReadOptions) -> Result
                 (_, false) => direct().unwrap_or(Access::Buffered),
             },
         });
+        kept.push(Some(open).filter(|_| keep));
     }
-    Ok(all)
+    Ok((all, kept))
 }
 
 /// Jobs in the order of files and offsets, and how many were taken.
@@ -213,6 +229,8 @@ struct Batch<'a> {
     catalog: &'a dyn Catalog,
     verify: bool,
     control: &'a Control,
+    /// Files that are kept open.
+    open: Vec<Option<File>>,
     access: Vec<Access>,
     policies: Vec<Policy>,
     plan: Plan,
@@ -226,13 +244,8 @@ struct Batch<'a> {
 
 impl Batch<'_> {
     fn run(&self, threads: usize, max_inflight: u64) -> Result<ReadStats> {
-        // A disk job's buffer can exceed its target by half, for what is read between.
-        let buffers = usize::try_from(max_inflight / (DISK_JOB + DISK_JOB / 2)).unwrap_or(usize::MAX);
         let copying = threads.min(self.queues[0].jobs.len());
-        let waiting = threads
-            .max(DISK_DEPTH)
-            .min(buffers.max(1))
-            .min(self.queues[1].jobs.len());
+        let waiting = self.depth(threads, max_inflight).min(self.queues[1].jobs.len());
         std::thread::scope(|scope| {
             // The calling thread is one of them. Where the system refuses a thread, fewer do the work.
             for i in 1..copying + waiting {
@@ -248,6 +261,24 @@ impl Batch<'_> {
             return Err(error);
         }
         Ok(*self.stats.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// How many jobs may wait for storage at a time.
+    fn depth(&self, threads: usize, max_inflight: u64) -> usize {
+        let (mut largest, mut wanted, mut seeks) = (1, 0, 0);
+        for &job in &self.queues[1].jobs {
+            let job = &self.plan.jobs[job];
+            largest = largest.max(job.buffer);
+            wanted += job.wanted;
+            seeks += job.seeks;
+        }
+        let buffers = usize::try_from(max_inflight / largest).unwrap_or(usize::MAX);
+        let depth = if wanted / SMALL_READ < seeks {
+            SMALL_READ_DEPTH
+        } else {
+            DISK_DEPTH
+        };
+        threads.max(depth).min(buffers).max(1)
     }
 
     fn work(&self, queues: &[usize]) {
@@ -297,14 +328,36 @@ impl Open {
             };
         }
     }
+
+    /// The file for reads through the page cache. One that is kept open serves all, but for storage: read-ahead is by open
+    /// file, and would take many readers of one for random access.
+    fn plain<'o>(&'o mut self, batch: &'o Batch, file: u32) -> Result<&'o File> {
+        let kept = batch.open[file as usize].as_ref();
+        match kept.filter(|_| batch.access[file as usize] != Access::Buffered) {
+            Some(kept) => Ok(kept),
+            None => once(&mut self.plain, || batch.files[file as usize].open(false)),
+        }
+    }
+
+    fn direct(&mut self, file: &FileRef) -> Result<&File> {
+        once(&mut self.direct, || file.open(true))
+    }
+
+    fn mapping(&mut self, batch: &Batch, file: u32) -> Result<&Mapping> {
+        let mapping = match self.mapping.take() {
+            Some(mapping) => mapping,
+            None => Mapping::new(self.plain(batch, file)?)
+                .map_err(|e| Error::io("map", &batch.files[file as usize].path, e))?,
+        };
+        Ok(self.mapping.insert(mapping))
+    }
 }
 
-fn opened<'o>(slot: &'o mut Option<File>, file: &FileRef, direct: bool) -> Result<&'o File> {
-    if slot.is_none() {
-        *slot = Some(file.open(direct)?);
+fn once<T>(slot: &mut Option<T>, make: impl FnOnce() -> Result<T>) -> Result<&T> {
+    match slot {
+        Some(made) => Ok(made),
+        None => Ok(slot.insert(make()?)),
     }
-    slot.as_ref()
-        .ok_or_else(|| Error::io("open", &file.path, io::ErrorKind::Other.into()))
 }
 
 #[derive(Default)]
@@ -331,11 +384,18 @@ impl Worker {
         self.open.turn_to(job.file);
         let mapped = batch.access[index] == Access::Mapped;
         if mapped {
-            self.map(file)?;
+            // Touching the pages cannot fail once they are set up.
+            let mapping = self.open.mapping(batch, job.file)?;
+            for segment in &self.segments {
+                let populated = mapping.populate(segment.start, segment.end);
+                populated.map_err(|e| failed(file, segment.start, e))?;
+            }
         } else {
-            self.fill(file, batch.access[index])?;
+            self.fill(batch, job.file)?;
         }
-        self.deliver(batch, file, mapped)?;
+        let delivered = self.deliver(batch, file, mapped);
+        fence();
+        delivered?;
         self.stats.bytes_wanted += job.wanted;
         self.stats.jobs += 1;
         if mapped {
@@ -345,31 +405,16 @@ impl Worker {
         Ok(())
     }
 
-    /// Sets up the pages of the segments, so that touching them cannot fail.
-    fn map(&mut self, file: &FileRef) -> Result<()> {
-        if self.open.mapping.is_none() {
-            let plain = opened(&mut self.open.plain, file, false)?;
-            self.open.mapping = Some(Mapping::new(plain).map_err(|e| Error::io("map", &file.path, e))?);
-        }
-        for segment in &self.segments {
-            if let Some(mapping) = &self.open.mapping {
-                let populated = mapping.populate(segment.start, segment.end);
-                populated.map_err(|e| failed(file, segment.start, e))?;
-            }
-        }
-        Ok(())
-    }
-
     /// Reads the segments into the bounce buffer.
-    fn fill(&mut self, file: &FileRef, access: Access) -> Result<()> {
+    fn fill(&mut self, batch: &Batch, index: u32) -> Result<()> {
+        let file = &batch.files[index as usize];
         let bytes: u64 = self.segments.iter().map(|s| s.end - s.start).sum();
         self.stats.bytes_read += bytes;
-        if let Access::Direct { align } = access {
-            let plain = opened(&mut self.open.plain, file, false)?;
+        if let Access::Direct { align } = batch.access[index as usize] {
+            let plain = self.open.plain(batch, index)?;
             let cached = |s: &Segment| resident_bytes(plain, s.start, s.end) == Some(s.end - s.start);
             if !self.segments.iter().all(cached) {
-                let direct = opened(&mut self.open.direct, file, true)?;
-                match self.bounce.fill(direct, &self.segments, Some(align)) {
+                match self.bounce.fill(self.open.direct(file)?, &self.segments, Some(align)) {
                     Ok(()) => {
                         self.stats.bytes_direct += bytes;
                         return Ok(());
@@ -381,7 +426,7 @@ impl Worker {
             }
             // The segments keep the places that the alignment gave them.
         }
-        let plain = opened(&mut self.open.plain, file, false)?;
+        let plain = self.open.plain(batch, index)?;
         self.bounce
             .fill(plain, &self.segments, None)
             .map_err(|(at, e)| failed(file, at, e))
@@ -405,37 +450,52 @@ impl Worker {
                 None => bounce.as_ptr().wrapping_add(index(at + (offset - start))),
             }
         };
+        // The block that was hashed last: neighbours often share one.
         let mut checked = None;
         for extent in extents.iter() {
             let piece = &batch.plan.pieces[extent.piece];
             let req = &batch.reqs[piece.req as usize];
+            let (loops, sparse) = batch.plan.loops_of(piece);
+            let loops = &loops[sparse..];
+            let dst = req.dst.0.wrapping_add(index(extent.dst));
+            let mut copied = false;
             if batch.verify && req.digests.is_some() {
                 let first = (extent.fetch.0 - req.chunk_offset) / BLOCK_SIZE;
                 let end = (extent.fetch.1 - req.chunk_offset).div_ceil(BLOCK_SIZE);
+                copied = loops.is_empty() && end - first == 1 && checked != Some((req.chunk_offset, first));
                 for block in first..end {
                     if checked == Some((req.chunk_offset, block)) {
                         continue;
                     }
                     let (from, to) = verify::block_range(req, block);
+                    let (bytes, length) = (locate(extent.segment, from), index(to - from));
                     // SAFETY: `fetch` covers its blocks whole and lies within its segment, which was populated or read;
-                    // the planner has checked that it ends within the file. Published files do not change.
-                    let bytes = unsafe { std::slice::from_raw_parts(locate(extent.segment, from), index(to - from)) };
-                    verify::compare(file, req, block, block_digest(bytes), batch.catalog)?;
+                    // the planner has checked that it ends within the file. Published files do not change. The
+                    // destination is as below.
+                    let got = unsafe {
+                        if copied {
+                            let (at, len) = (index(extent.src - from), index(extent.len));
+                            copy_with_digest_unfenced(dst, bytes, length, at, len, batch.stores)
+                        } else {
+                            block_digest(std::slice::from_raw_parts(bytes, length))
+                        }
+                    };
+                    verify::compare(file, req, block, got, batch.catalog)?;
                     stats.bytes_verified += to - from;
                     checked = Some((req.chunk_offset, block));
                 }
             }
-            let (loops, sparse) = batch.plan.loops_of(piece);
-            let dst = req.dst.0.wrapping_add(index(extent.dst));
+            if copied {
+                continue;
+            }
             // SAFETY: the source: all of the extent lies in its segment, as above. The destination: the planner only
             // divides the request's rectangle, all of which the caller of `read` vouches for, and no other
-            // piece holds these bytes. A fence follows before this worker ends or takes another job.
+            // piece holds these bytes. A fence follows in `job`.
             unsafe {
                 let src = locate(extent.segment, extent.src);
-                copy_strided_unfenced(dst, src, &loops[sparse..], piece.run, batch.stores);
+                copy_strided_unfenced(dst, src, loops, piece.run, batch.stores);
             }
         }
-        fence();
         Ok(())
     }
 }

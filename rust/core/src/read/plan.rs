@@ -73,6 +73,10 @@ pub struct Job {
     pub pieces: (usize, usize),
     /// Bytes delivered.
     pub wanted: u64,
+    /// Bytes that a buffer for its segments needs at most.
+    pub buffer: u64,
+    /// Separate reads it takes, about.
+    pub seeks: u64,
 }
 
 /// All the work of a call, in the order of files and offsets.
@@ -280,42 +284,63 @@ impl Plan {
     /// Puts neighbouring pieces together into jobs of about the target.
     fn group(&mut self, reqs: &[ReadReq], policies: &[Policy], verify: bool) {
         let mut jobs: Vec<Job> = Vec::new();
-        let (mut fetched, mut last) = (0, 0);
+        // Of the last job: what it costs to fetch, against the target, and the range that it fetches all of.
+        let (mut fetched, mut covered) = (0_u64, None::<(u64, u64)>);
         for (i, piece) in self.pieces.iter().enumerate() {
             let req = &reqs[piece.req as usize];
             let policy = policies[req.file as usize];
             let (loops, sparse) = self.loops_of(piece);
             let (start, end) = fetch_range(req, piece.src, extent(loops, piece.run), verify);
-            let bytes = self.bytes(piece);
-            let mut add = if sparse > 0 {
-                cost(loops, piece.run, sparse, policy)
+            let wanted = self.bytes(piece);
+            let open = jobs
+                .last_mut()
+                .filter(|job| job.file == req.file && i - job.pieces.0 < MAX_PIECES);
+            let near = covered.filter(|c| open.is_some() && start <= c.1.saturating_add(MAX_GAP));
+            // Alone in a job, and what it adds to the last one: bytes to fetch, room in a buffer. Segments that are joined
+            // fetch half as much again as is wanted.
+            let ends = 2 * policy.align;
+            let (bytes, buffer, seeks) = if sparse > 0 {
+                let step = extent(&loops[sparse..], piece.run) + ends;
+                let steps = loops[..sparse].iter().fold(1, |n, l| n * l.n);
+                let bytes = cost(loops, piece.run, sparse, policy);
+                (bytes, steps * (step + step / 2), bytes / SEEK_COST)
             } else {
-                end - start
+                let bytes = end - start;
+                (bytes, bytes + bytes / 2 + ends, 1)
             };
-            let job = jobs.last_mut().filter(|job| job.file == req.file);
-            if let Some(job) = job {
-                if start <= last {
-                    add = end.saturating_sub(last);
-                } else if policy.skip_gaps && start - last > MAX_GAP {
-                    add = add.max(SEEK_COST);
+            let (more, more_buffer, more_seeks) = match near {
+                Some((first, last)) if sparse == 0 => {
+                    let more = end.saturating_sub(last) + first.saturating_sub(start);
+                    (more, more + if start > last { ends } else { 0 }, 0)
                 }
-                if fetched + add <= policy.target && i - job.pieces.0 < MAX_PIECES {
+                _ if policy.skip_gaps => (bytes.max(SEEK_COST), buffer, seeks),
+                _ => (bytes, buffer, seeks),
+            };
+            match open.filter(|_| fetched + more <= policy.target) {
+                Some(job) => {
                     job.pieces.1 = i + 1;
-                    job.wanted += bytes;
-                    fetched += add;
-                    last = last.max(end);
-                    continue;
+                    job.wanted += wanted;
+                    job.buffer += more_buffer;
+                    job.seeks += more_seeks;
+                    fetched += more;
+                }
+                None => {
+                    jobs.push(Job {
+                        file: req.file,
+                        pieces: (i, i + 1),
+                        wanted,
+                        buffer,
+                        seeks,
+                    });
+                    fetched = bytes;
+                    covered = None;
                 }
             }
-            jobs.push(Job {
-                file: req.file,
-                pieces: (i, i + 1),
-                wanted: bytes,
-            });
-            (fetched, last) = (end - start, end);
-            if sparse > 0 {
-                fetched = add;
-            }
+            covered = match covered.filter(|_| near.is_some()) {
+                _ if sparse > 0 => None,
+                Some((first, last)) => Some((first.min(start), last.max(end))),
+                None => Some((start, end)),
+            };
         }
         self.jobs = jobs;
     }
