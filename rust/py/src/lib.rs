@@ -5,6 +5,7 @@ mod error;
 mod index;
 mod interrupt;
 mod read;
+mod slabs;
 mod write;
 
 use pyo3::prelude::*;
@@ -13,6 +14,8 @@ use pyo3::prelude::*;
 mod _core {
     #[pymodule_export]
     use crate::index::{FileMapping, Index};
+    #[pymodule_export]
+    use crate::slabs::SlabReader;
     #[pymodule_export]
     use crate::write::{Save, commit, discard, merge_indexes, next_generation, publish};
 

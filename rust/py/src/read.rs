@@ -27,7 +27,7 @@ type Part<'py> = (u64, Bound<'py, PyTuple>, Bound<'py, PyTuple>, Bound<'py, PyTu
 /// Region, offsets and sizes of what it lacks.
 type Hole<'py> = (usize, Bound<'py, PyTuple>, Bound<'py, PyTuple>);
 
-fn options(io: &str, threads: usize, verify: bool, max_inflight_bytes: u64) -> PyResult<ReadOptions> {
+pub fn options(io: &str, threads: usize, verify: bool, max_inflight_bytes: u64) -> PyResult<ReadOptions> {
     let io = match io {
         "auto" => IoMode::Auto,
         "mmap" => IoMode::Mmap,

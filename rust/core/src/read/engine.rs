@@ -1,6 +1,8 @@
 //! Carries out a plan: workers that live for one call take jobs, fetch them, check them and copy them out.
 #![allow(unsafe_code)] // Writes to destinations and reads from mappings: this is one of the few places that need it.
 
+mod sequential;
+
 use std::fs::File;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -14,6 +16,8 @@ use crate::copy::{Stores, copy_strided_unfenced, copy_with_digest_unfenced, fenc
 use crate::format::{BLOCK_SIZE, block_digest};
 use crate::store::{Mapping, direct_align, is_remote, resident_bytes};
 use crate::{Control, Error, Result};
+
+pub use sequential::{Sequential, Survey};
 
 /// Bytes of a job that is copied from a mapping: large against the cost of a job, small against the work of a thread.
 const MAPPED_JOB: u64 = 2 << 20;
@@ -122,21 +126,26 @@ pub unsafe fn read(
         catalog,
         verify: options.verify,
         control,
-        open,
-        access,
-        policies,
+        open: &open,
+        access: &access,
+        policies: &policies,
         plan,
         queues,
-        stores: if total < STREAM_BATCH {
-            Stores::Cached
-        } else {
-            Stores::Streaming
-        },
+        stores: stores(total),
         stop: AtomicBool::new(false),
         failure: Mutex::new(None),
         stats: Mutex::new(ReadStats::default()),
     };
     batch.run(threads, options.max_inflight_bytes)
+}
+
+/// How to copy what a batch of so many bytes wants.
+fn stores(total: u64) -> Stores {
+    if total < STREAM_BATCH {
+        Stores::Cached
+    } else {
+        Stores::Streaming
+    }
 }
 
 /// What is wanted of a file.
@@ -230,9 +239,9 @@ struct Batch<'a> {
     verify: bool,
     control: &'a Control,
     /// Files that are kept open.
-    open: Vec<Option<File>>,
-    access: Vec<Access>,
-    policies: Vec<Policy>,
+    open: &'a [Option<File>],
+    access: &'a [Access],
+    policies: &'a [Policy],
     plan: Plan,
     /// Jobs that only need a core, and jobs that wait for storage.
     queues: [Queue; 2],

@@ -9,7 +9,7 @@ mod verify;
 
 use crate::format::Dims;
 pub use crate::store::FileRef;
-pub use engine::read;
+pub use engine::{Sequential, Survey, read};
 
 /// How bytes come from a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use serde_json::Value as Json;
 
 use super::{Foreign, Found, find, index};
-use crate::format::{Dims, Index, Kind, Value, element_count};
 use crate::Error;
+use crate::format::{Dims, Index, Kind, Value, element_count};
 
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/stock")
