@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # 2.8, 2.11, 2.15
-from torch.distributed.checkpoint.utils import find_tensor_shard  # 2.8, 2.11, 2.15
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # 2.8, 2.11, 2.15
-from torch.distributed.tensor.placement_types import Placement, _StridedShard  # 2.8, 2.11, 2.15
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint import _version  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint._traverse import set_element  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # 2.8, 2.11, 2.15
+from torch.distributed.checkpoint.utils import find_tensor_shard  # 2.8, 2.11, 2.15
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # 2.8, 2.11, 2.15
+from torch.distributed.tensor.placement_types import Placement, _StridedShard  # 2.8, 2.11, 2.15
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # 2.8, 2.11, 2.15
 
 __all__ = [
+    "PLAIN_TYPES",
     "chunk_list",
     "default_device",
     "dtensor_offsets",
     "empty_like",
     "find_shard",
     "flatten_as_2_3",
+    "has_memory",
     "is_strided_shard",
     "is_wrapper_subclass",
     "load_state_dict",
@@ -36,18 +38,25 @@ __all__ = [
     "wait_tensor",
     "with_dim",
 ]
+#: Tensors whose operations are torch's own.
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, once the collective that makes it is done."""
     if isinstance(tensor, AsyncCollectiveTensor):
-        return cast(torch.Tensor, tensor.wait())
+        return tensor.wait()
     return tensor
 
 
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
     """Whether the values are somewhere else than in the tensor's own memory."""
     return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether there is anything behind the tensor's address: not so for some subclasses, nor after ``storage.resize_(0)``."""
+    return tensor.numel() == 0 or tensor.data_ptr() != 0
 
 
 def load_state_dict(state_dict: dict[str, Any], storage_reader: Any, **kwargs: Any) -> None:
@@ -57,7 +66,8 @@ def load_state_dict(state_dict: dict[str, Any], storage_reader: Any, **kwargs: A
 
 def unflatten(flat: dict[str, Any], paths: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
     """A flat state dict, nested again along ``paths``."""
-    return cast(dict[str, Any], unflatten_state_dict(flat, dict(paths)))
+    nested: dict[str, Any] = unflatten_state_dict(flat, dict(paths))
+    return nested
 
 
 def flatten_as_2_3(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -77,7 +87,8 @@ def chunk_list(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
 
 def find_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
     """The memory of one local chunk."""
-    return cast(torch.Tensor, find_tensor_shard(tensor, index))
+    shard: torch.Tensor = find_tensor_shard(tensor, index)
+    return shard
 
 
 def dtensor_offsets(tensor: DTensor) -> tuple[int, ...]:

@@ -10,16 +10,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_rs import _torch
 from dcp_rs.errors import DcpRsError
 from dcp_rs.planner import RsLoadPlanner
 from dcp_rs.reader import RsReader
+from dcp_rs.tree import is_stateful
 from dcp_rs.writer import RsWriter
 
 __all__ = ["async_save", "load", "load_state_dict", "save"]
@@ -42,7 +44,9 @@ def _typed_errors() -> Iterator[None]:
                 raise
             rank, error = next(iter(errors.items()))
             ranks = ", ".join(map(str, errors))
-            error.add_note(f"raised on rank {rank}" if len(errors) == 1 else f"raised on ranks {ranks}; this is rank {rank}'s")
+            error.add_note(
+                f"raised on rank {rank}" if len(errors) == 1 else f"raised on ranks {ranks}; this is rank {rank}'s"
+            )
             raise error from failure
 
 
@@ -95,14 +99,21 @@ def load(
     Raises:
         As :func:`load_state_dict`.
     """
+    stateful = {key: value for key, value in state_dict.items() if is_stateful(value)}
+    values = {key: stateful[key].state_dict() if key in stateful else state_dict[key] for key in sorted(state_dict)}
     with _typed_errors():
-        dcp.load(
-            state_dict,
-            storage_reader=_deferring(RsReader(path, **read_options)),
-            planner=RsLoadPlanner() if planner is None else planner,
+        _torch.load_state_dict(
+            values,
+            _deferring(RsReader(path, **read_options)),
             process_group=process_group,
-            no_dist=no_dist,
+            no_dist=no_dist or not dist.is_initialized(),
+            planner=RsLoadPlanner() if planner is None else planner,
         )
+    for key, value in values.items():
+        if key in stateful:
+            stateful[key].load_state_dict(value)
+        else:
+            state_dict[key] = value
 
 
 def save(
@@ -127,13 +138,14 @@ def save(
         As :func:`load_state_dict`.
     """
     with _typed_errors():
-        return dcp.save(
+        metadata: Metadata = dcp_save(
             state_dict,
             storage_writer=RsWriter(path, **write_options),
             planner=planner,
             process_group=process_group,
             no_dist=no_dist,
         )
+    return metadata
 
 
 def async_save(
@@ -149,10 +161,10 @@ def async_save(
     With a process group, that group needs a CPU backend.
     """
     with _typed_errors():
-        future = dcp.async_save(
+        future: Future[Metadata] = dcp_async_save(
             state_dict, storage_writer=RsWriter(path, **write_options), planner=planner, process_group=process_group
         )
-    return future  # type: ignore[return-value]  # RsWriter stages synchronously, so it is a plain future
+    return future
 
 
 def _deferring(reader: StorageReader) -> StorageReader:

@@ -10,7 +10,6 @@ import warnings
 from pathlib import Path
 from typing import Any, Literal
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
@@ -21,7 +20,7 @@ from dcp_rs import _core
 from dcp_rs.errors import CheckpointExistsError, PlanError
 from dcp_rs.metadata import DCP_VERSION
 from dcp_rs.options import WriteOptions
-from dcp_rs.payload import Entry, collect, write_entries
+from dcp_rs.payload import collect, write_entries
 from dcp_rs.sources import INDEX_NAME, rank_index_name
 
 __all__ = ["RsWriter"]
@@ -141,7 +140,9 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Merges the indexes of all ranks and commits the checkpoint."""
         indexes = [result.storage_data for rank_results in results for result in rank_results]
-        data = _core.merge_indexes(indexes, uuid.UUID(self.save_id).bytes, self._generation, _plain(metadata.planner_data))
+        data = _core.merge_indexes(
+            indexes, uuid.UUID(self.save_id).bytes, self._generation, _plain(metadata.planner_data)
+        )
         merged = _core.Index.from_bytes(data, str(self.path / INDEX_NAME), False)
         missing = [fqn for fqn in metadata.state_dict_metadata if merged.find(fqn) is None]
         if missing:
@@ -149,7 +150,9 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             raise PlanError(msg, tensor=missing[0])
         if self._use_collectives:
             for reason in _core.commit(str(self.path), data, self.options.fsync):
-                warnings.warn(f"the checkpoint is saved, but a file of the one before is still there: {reason}", stacklevel=2)
+                warnings.warn(
+                    f"the checkpoint is saved, but a file of the one before is still there: {reason}", stacklevel=2
+                )
         else:
             _core.publish(str(self.path), rank_index_name(self._rank or 0), data, self.options.fsync)
         metadata.storage_meta = self.storage_meta()

@@ -15,6 +15,7 @@ pub mod read;
 pub mod slabs;
 pub mod source;
 pub mod store;
+pub mod verify;
 pub mod write;
 
 pub use control::Control;

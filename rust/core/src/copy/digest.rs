@@ -8,9 +8,9 @@ use twox_hash::xxhash3_64::Hasher;
 use super::Stores;
 use super::run::copy_run_unfenced;
 
-/// Bytes copied, then hashed while they are still in the first caches. The copy goes first because it reads memory from
+/// Bytes copied, then hashed while they are still in the second-level cache. The copy goes first because it reads memory from
 /// several places at once, which hashing cannot.
-const PART: usize = 16 << 10;
+const PART: usize = 256 << 10;
 
 /// Copies `len` bytes from byte `from` of a block, and returns the digest (XXH3-64) of all of the block. Other threads
 /// may see what is written only after a [`fence`](super::fence).

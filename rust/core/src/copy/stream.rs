@@ -148,7 +148,7 @@ pub unsafe fn copy_unfenced(dst: *mut u8, src: *const u8, len: usize) {
 /// All four runs are valid for `len` bytes, and sources and destinations do not overlap.
 pub unsafe fn copy_four_unfenced(dst: *mut u8, dst_step: usize, src: *const u8, src_step: usize, len: usize) -> bool {
     #[cfg(target_arch = "x86_64")]
-    if dst.align_offset(x86::LINE) == 0 && dst_step % x86::LINE == 0 {
+    if dst.align_offset(x86::LINE) == 0 && dst_step.is_multiple_of(x86::LINE) {
         let body = len / x86::LINE * x86::LINE;
         // SAFETY: destinations begin at lines, `body` has whole lines; what is left of each run is copied after it.
         unsafe {

@@ -67,7 +67,7 @@ impl Plan {
         } else {
             pack(&items, slab_bytes, options.verify)
         };
-        let mut gather = Gather::new(&index, allow_external);
+        let mut gather = Gather::new(Arc::clone(&index), allow_external);
         let mut ranges = Vec::with_capacity(batches.len());
         let mut count = 0;
         for batch in &batches {

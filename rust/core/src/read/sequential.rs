@@ -1,11 +1,13 @@
 //! Reads batch after batch on one thread, for callers with threads of their own.
+#![allow(unsafe_code)] // `read` is unsafe to call: it writes to addresses that it is given.
 
-use super::{
-    Access, Batch, DISK_DEPTH, DISK_JOB, Error, File, FileRef, Mutex, Policy, Queue, ReadOptions, ReadReq, ReadStats,
-    Worker, failed, plan, spans, stores, survey,
-};
-use crate::read::Catalog;
-use crate::store::{read_direct_at, resident_bytes};
+use std::fs::File;
+
+use super::engine::{Batch, DISK_DEPTH, stores};
+use super::plan::{Policy, plan};
+use super::survey::{Access, spans, survey};
+use super::worker::Worker;
+use super::{Catalog, FileRef, ReadOptions, ReadReq, ReadStats};
 use crate::{Control, Result};
 
 /// How each file of a series of batches is read: looked at once, before the first.
@@ -22,7 +24,7 @@ impl Survey {
     /// Those of [`read`](super::read) for files.
     pub fn new(files: &[FileRef], reqs: &[ReadReq], options: &ReadOptions) -> Result<Self> {
         let (access, open) = survey(files, &spans(files, reqs)?, options)?;
-        let policies = access.iter().map(|access| access.policy(DISK_JOB)).collect();
+        let policies = access.iter().map(|access| access.policy(u64::from(u32::MAX))).collect();
         Ok(Self { access, open, policies })
     }
 
@@ -43,6 +45,10 @@ impl Survey {
             Some(Access::Direct { align }) => Some(*align),
             _ => None,
         }
+    }
+
+    fn parts(&self) -> (&[Option<File>], &[Access], &[Policy]) {
+        (&self.open, &self.access, &self.policies)
     }
 }
 
@@ -72,7 +78,7 @@ impl Sequential {
         control.check()?;
         let plan = plan(files, reqs, &survey.policies, verify, catalog)?;
         let total = plan.jobs.iter().map(|job| job.wanted).sum();
-        let mut batch = batch(files, survey, catalog, control);
+        let mut batch = Batch::empty(files, survey.parts(), catalog, control);
         batch.reqs = reqs;
         batch.verify = verify;
         batch.stores = stores(total);
@@ -101,57 +107,18 @@ impl Sequential {
         control: &Control,
     ) -> Result<bool> {
         control.check()?;
-        let (Some(align), Ok(need)) = (survey.direct_align(file), usize::try_from(end - start)) else {
-            return Ok(false);
-        };
-        let open = &mut self.worker.open;
-        open.turn_to(file);
-        let empty = batch(files, survey, &Nameless, control);
-        let plain = open.plain(&empty, file)?;
-        if resident_bytes(plain, start, end) == Some(end - start) {
-            return Ok(false);
+        let batch = Batch::empty(files, survey.parts(), &Nameless, control);
+        let read = self.worker.read_direct(&batch, file, (start, end), memory)?;
+        if read {
+            control.add(end - start);
         }
-        let file = &files[file as usize];
-        let unit = usize::try_from(align).unwrap_or(usize::MAX);
-        match read_direct_at(open.direct(file)?, memory, start, need, unit) {
-            Ok(()) => {}
-            // Some file systems refuse single reads.
-            Err(e) if e.raw_os_error() == Some(libc::EINVAL) => return Ok(false),
-            Err(e) => return Err(failed(file, start, e)),
-        }
-        let stats = &mut self.worker.stats;
-        stats.bytes_wanted += end - start;
-        stats.bytes_read += end - start;
-        stats.bytes_direct += end - start;
-        stats.jobs += 1;
-        control.add(end - start);
-        Ok(true)
+        Ok(read)
     }
 
     /// What this thread did so far.
     #[must_use]
     pub fn stats(&self) -> ReadStats {
         self.worker.stats
-    }
-}
-
-/// An empty batch over the files.
-fn batch<'a>(files: &'a [FileRef], survey: &'a Survey, catalog: &'a dyn Catalog, control: &'a Control) -> Batch<'a> {
-    Batch {
-        files,
-        reqs: &[],
-        catalog,
-        verify: false,
-        control,
-        open: &survey.open,
-        access: &survey.access,
-        policies: &survey.policies,
-        plan: super::Plan::default(),
-        queues: [Queue::default(), Queue::default()],
-        stores: stores(0),
-        stop: false.into(),
-        failure: Mutex::<Option<Error>>::default(),
-        stats: Mutex::default(),
     }
 }
 
