@@ -183,7 +183,8 @@ impl Packer {
             let left = length - from;
             let begin = item.offset + from;
             let continued = self.continued(item, begin);
-            let image = continued.is_some() || aligned(item) && !self.verify && (left >= MIN_IMAGE || joined);
+            let image =
+                continued.is_some() || aligned(item) && !self.verify && (left >= MIN_IMAGE || joined || from > 0);
             let at = match continued {
                 Some(at) => at,
                 None if image => self.used.next_multiple_of(PAGE) + begin % PAGE,
