@@ -278,6 +278,11 @@ impl Gather {
         Ok(())
     }
 
+    /// The files, and the requests in the order in which they were added.
+    pub(crate) fn into_parts(self) -> (Vec<FileRef>, Vec<ReadReq>) {
+        (self.files, self.requests)
+    }
+
     /// Reads all that was added.
     ///
     /// # Errors
@@ -350,7 +355,8 @@ pub fn verify_chunks(
     Ok(())
 }
 
-struct Names<'a>(&'a Index);
+/// The names and digests of an index, for the engine.
+pub(crate) struct Names<'a>(pub &'a Index);
 
 impl Catalog for Names<'_> {
     fn tensor_name(&self, tensor: u32) -> String {
@@ -363,7 +369,7 @@ impl Catalog for Names<'_> {
 }
 
 /// Strides in elements of a contiguous rectangle.
-fn row_major(sizes: &[u64]) -> Dims {
+pub(crate) fn row_major(sizes: &[u64]) -> Dims {
     let mut strides = Dims::from_elem(1, sizes.len());
     for d in (1..sizes.len()).rev() {
         strides[d - 1] = strides[d] * sizes[d];
