@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_rs import _core, objects
+from dcp_rs.checkpoint import Checkpoint
 from dcp_rs.errors import PlanError
 from dcp_rs.fill import Fill, fill, fill_regions, stored_dtype
 from dcp_rs.metadata import make_metadata
@@ -118,6 +119,14 @@ class RsReader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def read_value(self, fqn: str) -> Any:
+        """The value or, in host memory, the tensor ``fqn``, read now and without a planner.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return Checkpoint(self._index(), weights_only=self.weights_only, options=self.options)[fqn]
 
     def _read_items(self, index: _core.Index, plan: LoadPlan, planner: LoadPlanner) -> None:
         chunks = index.locate(
