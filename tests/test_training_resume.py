@@ -105,9 +105,10 @@ def resume(path, kinds):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_resumed_job_equals_one_that_never_stopped(tmp_path, ranks):
     want = run_ranks(ranks, train_and_save, tmp_path, KINDS)
-    for other in (1, 2, 4):
-        got = run_ranks(other, resume, tmp_path, KINDS)
-        for kind in KINDS:
+    for turn, other in enumerate((1, 2, 4)):
+        kinds = KINDS if other == ranks else KINDS[turn % 2 :: 2]
+        got = run_ranks(other, resume, tmp_path, kinds)
+        for kind in kinds:
             losses, parameters = want[0][kind]
             for rank, result in enumerate(got):
                 new_losses, new_parameters, position, _ = result[kind]

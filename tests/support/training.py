@@ -33,7 +33,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Uneven sizes, fewer rows than ranks somewhere, a frozen parameter, buffers, and tied weights if asked."""
 
-    def __init__(self, *, tied: bool = False, frozen: bool = True) -> None:
+    def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(13, 8)
         self.blocks = nn.ModuleList([Block(8, 12), Block(8, 12)])
@@ -43,8 +43,7 @@ class Model(nn.Module):
         self.register_buffer("mean", torch.randn(8))
         if tied:
             self.head.weight = self.embed.weight
-        if frozen:
-            self.frozen = nn.Parameter(torch.randn(5, 2), requires_grad=False)
+        self.frozen = nn.Parameter(torch.randn(5, 2), requires_grad=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         self.seen += 1
@@ -85,8 +84,7 @@ def parallelize(kind: str, seed: int, **options: Any) -> nn.Module:
             return fsdp1(model, use_orig_params=True)
         case "fsdp1_flat":
             # Flat parameters are trained or frozen as a whole.
-            model = Model(frozen=False, **options)
-            return fsdp1(model, use_orig_params=False)
+            return fsdp1(model, use_orig_params=False, ignored_states=[model.frozen])
         case "fsdp1_hybrid":
             rows = 2 if size == 4 else 1
             mesh = init_device_mesh("cpu", (rows, size // rows), mesh_dim_names=("replicate", "shard"))
