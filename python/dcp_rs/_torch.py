@@ -26,6 +26,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard  #
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # 2.8, 2.11, 2.15
 
 __all__ = [
+    "PLAIN_TYPES",
     "chunk_list",
     "default_device",
     "dtensor_offsets",
@@ -34,6 +35,8 @@ __all__ = [
     "find_shard",
     "flatten_as_2_3",
     "fqns",
+    "group_devices",
+    "has_memory",
     "is_strided_shard",
     "is_wrapper_subclass",
     "load_state_dict",
@@ -44,6 +47,8 @@ __all__ = [
     "with_dim",
     "without_fsdp1_warnings",
 ]
+#: Tensors whose operations are torch's own.
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,6 +61,11 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
     """Whether the values are somewhere else than in the tensor's own memory."""
     return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether there is anything behind the tensor's address: not so for some subclasses, nor after ``storage.resize_(0)``."""
+    return tensor.numel() == 0 or tensor.data_ptr() != 0
 
 
 def load_state_dict(state_dict: dict[str, Any], storage_reader: Any, **kwargs: Any) -> None:
@@ -105,6 +115,11 @@ def with_dim(placement: Placement, dim: int) -> Placement:
     if isinstance(placement, _StridedShard):
         return _StridedShard(dim, split_factor=placement.split_factor)
     return type(placement)(dim)  # type: ignore[call-arg]  # Shard
+
+
+def group_devices(group: dist.ProcessGroup) -> list[torch.device]:
+    """The kinds of devices whose memory a process group can send."""
+    return list(group._device_types)
 
 
 def refuse_partial(tensor: DTensor) -> None:

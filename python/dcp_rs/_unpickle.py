@@ -169,14 +169,10 @@ class _Machine:
                 break
             handler = ops.get(op)
             if handler is None:
-                raise CorruptIndexError(
-                    f"pickle opcode {op:#04x} is not allowed (at byte {self.at - 1})"
-                )
+                raise CorruptIndexError(f"pickle opcode {op:#04x} is not allowed (at byte {self.at - 1})")
             handler(self)
         if self.at != len(data) or len(self.stack) != 1 or self.stack[0] is _MARK:
-            raise CorruptIndexError(
-                "bytes after the end of the pickle, or values left on its stack"
-            )
+            raise CorruptIndexError("bytes after the end of the pickle, or values left on its stack")
         return self.stack[0]
 
     def take(self, count: int) -> bytes:
@@ -287,9 +283,7 @@ class _Machine:
     def make(self) -> None:
         args, made_by = self.pop(), self.pop()
         if not isinstance(made_by, Global) or type(args) is not tuple:
-            raise CorruptIndexError(
-                "a call of what is not a global, or without a tuple of arguments"
-            )
+            raise CorruptIndexError("a call of what is not a global, or without a tuple of arguments")
         if made_by == ("torch", "Size") and len(args) == 1 and type(args[0]) is tuple:
             self.stack.append(args[0])
         elif made_by == ("collections", "OrderedDict") and not args:
@@ -398,12 +392,7 @@ def unpickle_metadata(data: bytes) -> dict[str, Any]:
 
 
 def _state(item: Any, module: str, name: str) -> Dict:
-    if (
-        isinstance(item, Object)
-        and item.made_by == (module, name)
-        and not item.args
-        and type(item.state) is Dict
-    ):
+    if isinstance(item, Object) and item.made_by == (module, name) and not item.args and type(item.state) is Dict:
         return item.state
     raise CorruptIndexError(f"a {name} was expected")
 
@@ -462,21 +451,11 @@ def _item(index: Dict, info: Dict, files: dict[str, int]) -> tuple[Any, ...]:
     if extensions:
         raise UnsupportedError(f"{fqn!r} is stored through the extension {extensions!r:.100}")
     name, at, length = info.get("relative_path"), info.get("offset"), info.get("length")
-    if (
-        type(fqn) is not str
-        or type(name) is not str
-        or type(at) is not int
-        or type(length) is not int
-    ):
+    if type(fqn) is not str or type(name) is not str or type(at) is not int or type(length) is not int:
         raise CorruptIndexError(f"stored data of {fqn!r:.100}: its place")
     if at < 0 or length < 0:
         raise CorruptIndexError(f"stored data of {fqn!r:.100}: its place in the file")
-    if (
-        name.startswith("/")
-        or "\\" in name
-        or "\0" in name
-        or any(part in ("", ".", "..") for part in name.split("/"))
-    ):
+    if name.startswith("/") or "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
         raise CorruptIndexError(f"data file {name!r} leads out of the folder")
     file = files.setdefault(name, len(files))
     return fqn, None if offset is None else _sizes(offset), file, at, length
@@ -496,10 +475,7 @@ def _plain(item: Any, budget: list[int], depth: int) -> Any:
     if type(item) is list:
         return [_plain(part, budget, depth + 1) for part in item]
     if type(item) is Dict:
-        pairs = [
-            (_plain(key, budget, depth + 1), _plain(value, budget, depth + 1))
-            for key, value in item
-        ]
+        pairs = [(_plain(key, budget, depth + 1), _plain(value, budget, depth + 1)) for key, value in item]
         try:
             return dict(pairs)
         except TypeError:

@@ -10,6 +10,7 @@ import torch
 from dcp_rs import _core
 from dcp_rs._dtypes import BY_NAME
 from dcp_rs.errors import PlanError, UnsupportedError
+from dcp_rs.local import PLAIN_TYPES
 from dcp_rs.options import ReadOptions
 from dcp_rs.staging import StagingRing
 
@@ -86,7 +87,7 @@ def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
         tensor.dtype == dtype
         and tensor.device.type == "cpu"
         and tensor.layout == torch.strided
-        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and type(tensor) in PLAIN_TYPES
         and not tensor.is_neg()
         and not (dtype.is_complex and tensor.is_conj())
     )

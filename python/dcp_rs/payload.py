@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from dcp_rs import _core, _torch, objects
 from dcp_rs._dtypes import NAMES
-from dcp_rs.errors import PlanError, UnsafePickleError, UnsupportedError
+from dcp_rs.errors import CorruptDataError, PlanError, UnsafePickleError, UnsupportedError
+from dcp_rs.local import PLAIN_TYPES
 from dcp_rs.metadata import tensor_flags
 from dcp_rs.options import WriteOptions
 from dcp_rs.staging import StagingRing
@@ -77,6 +78,9 @@ def _entry(item: WriteItem, data: torch.Tensor | io.BytesIO, path: Any) -> Entry
         msg = f"tensor {fqn!r}: the planner resolved a {type(data).__name__}"
         raise PlanError(msg, tensor=fqn)
     tensor = _torch.wait_tensor(data.detach())
+    if tensor.device.type == "meta":  # torch.save would take it, and store nothing
+        msg = f"tensor {fqn!r} is on the meta device: there is nothing to save"
+        raise UnsupportedError(msg, tensor=fqn)
     refusal = _why_not_raw(tensor)
     if refusal is not None:
         return Entry(fqn, _as_object(fqn, tensor, refusal), path=path)
@@ -97,14 +101,13 @@ def _entry(item: WriteItem, data: torch.Tensor | io.BytesIO, path: Any) -> Entry
 
 def _why_not_raw(tensor: torch.Tensor) -> str | None:
     """Why raw bytes cannot hold the tensor, if they cannot."""
-    if tensor.device.type == "meta":
-        return "it is on the meta device"
     if tensor.is_quantized:
         return "it is quantized"
     if tensor.layout != torch.strided or tensor.is_nested:
         return f"its layout is {tensor.layout}"
-    if _torch.is_wrapper_subclass(tensor):
-        return f"it is a {type(tensor).__name__}"
+    if _torch.is_wrapper_subclass(tensor) or not _torch.has_memory(tensor):
+        kind = type(tensor)
+        return "its memory has been freed" if kind in PLAIN_TYPES else f"it is a {kind.__name__}"
     if tensor.dtype not in NAMES:
         return f"its dtype is {tensor.dtype}"
     return None
@@ -115,7 +118,7 @@ def _as_object(fqn: str, tensor: torch.Tensor, refusal: str) -> bytes:
     try:
         data = objects.dump(tensor)
         objects.check_loadable(fqn, data)
-    except (UnsafePickleError, RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+    except (CorruptDataError, UnsafePickleError, RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
         msg = f"tensor {fqn!r} cannot be saved as raw bytes ({refusal}), nor as an object that loads with weights_only=True: {error}"
         raise UnsupportedError(msg, tensor=fqn) from error
     return data
@@ -197,7 +200,8 @@ def _slabfuls(tensors: Sequence[tuple[int, torch.Tensor]], slab_bytes: int) -> I
     for item, tensor in tensors:
         if tensor.numel() == 0:
             continue
-        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+        # Not reshape(-1): a tensor of one element keeps whatever stride it has, and could not be viewed as bytes.
+        flat = tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         begin = 0
         while begin < flat.nbytes:
             room = slab_bytes - at

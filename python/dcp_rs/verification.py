@@ -84,8 +84,7 @@ def verify(
     opened = open_index(path, rank=None, allow_external=allow_external)
     found, hashed, without = opened.verify(threads=threads or 0, progress=progress)
     problems = [
-        Problem(str(file), tensor, block, offset, expected, got)
-        for file, tensor, block, offset, expected, got in found
+        Problem(str(file), tensor, block, offset, expected, got) for file, tensor, block, offset, expected, got in found
     ]
     return VerifyReport(problems, hashed, without)
 
