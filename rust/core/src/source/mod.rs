@@ -9,7 +9,6 @@ pub mod distcp;
 mod fault;
 mod kind;
 pub mod metadata_pickle;
-mod parallel;
 mod payload;
 mod pickle;
 mod recover;
