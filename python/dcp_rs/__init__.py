@@ -4,6 +4,7 @@ from dcp_rs._core import __version__
 from dcp_rs.api import async_save, load, load_state_dict, save
 from dcp_rs.checkpoint import Checkpoint
 from dcp_rs.checkpoint import open_checkpoint as open  # noqa: A004  # the name that users of safetensors expect
+from dcp_rs.conversion import ConvertReport, convert
 from dcp_rs.options import ReadOptions, WriteOptions
 from dcp_rs.planner import LoadReport, RsLoadPlanner
 from dcp_rs.reader import RsReader
@@ -12,6 +13,7 @@ from dcp_rs.writer import RsWriter
 
 __all__ = [
     "Checkpoint",
+    "ConvertReport",
     "LoadReport",
     "ReadOptions",
     "RsLoadPlanner",
@@ -21,6 +23,7 @@ __all__ = [
     "WriteOptions",
     "__version__",
     "async_save",
+    "convert",
     "index",
     "load",
     "load_state_dict",
