@@ -73,6 +73,11 @@ class Checkpoint(Mapping[str, Any]):
         return os.fspath(self._index.path)
 
     @property
+    def source(self) -> str:
+        """What the data files are: ``dcp-rs``, ``safetensors`` or ``dcp``."""
+        return self._index.source
+
+    @property
     def save_id(self) -> str:
         """32 hexadecimal digits that identify the save."""
         return self._index.save_id
