@@ -19,7 +19,7 @@ from dcp_rs.metadata import tensor_flags
 from dcp_rs.options import WriteOptions
 from dcp_rs.staging import Lane, Transfer
 
-__all__ = ["Entry", "collect", "write_entries"]
+__all__ = ["Entry", "as_object", "collect", "why_not_raw", "write_entries"]
 
 #: Digests cover blocks of this many bytes, so a tensor that is written in parts is cut at multiples of it.
 BLOCK_BYTES = 1 << 20
@@ -82,9 +82,9 @@ def _entry(item: WriteItem, data: torch.Tensor | io.BytesIO, path: Any) -> Entry
     if tensor.device.type == "meta":  # torch.save would take it, and store nothing
         msg = f"tensor {fqn!r} is on the meta device: there is nothing to save"
         raise UnsupportedError(msg, tensor=fqn)
-    refusal = _why_not_raw(tensor)
+    refusal = why_not_raw(tensor)
     if refusal is not None:
-        return Entry(fqn, _as_object(fqn, tensor, refusal), path=path)
+        return Entry(fqn, as_object(fqn, tensor, refusal), path=path)
     chunk = item.tensor_data.chunk
     if tuple(tensor.shape) != tuple(chunk.sizes):
         msg = f"tensor {fqn!r}: the planner resolved {tuple(tensor.shape)} for a chunk of {tuple(chunk.sizes)}"
@@ -100,7 +100,7 @@ def _entry(item: WriteItem, data: torch.Tensor | io.BytesIO, path: Any) -> Entry
     )
 
 
-def _why_not_raw(tensor: torch.Tensor) -> str | None:
+def why_not_raw(tensor: torch.Tensor) -> str | None:
     """Why raw bytes cannot hold the tensor, if they cannot."""
     if tensor.is_quantized:
         return "it is quantized"
@@ -114,7 +114,7 @@ def _why_not_raw(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _as_object(fqn: str, tensor: torch.Tensor, refusal: str) -> bytes:
+def as_object(fqn: str, tensor: torch.Tensor, refusal: str) -> bytes:
     """The tensor as ``torch.save`` bytes, if those load under ``weights_only=True``."""
     try:
         data = objects.dump(tensor)

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 
 use dcp_rs_core::format::{Index, IndexBuilder, Kind, SourceKind, Value};
 use dcp_rs_core::store;
-use dcp_rs_core::write::{self, Part, SaveInfo, SaveItem, WriteIo, WriteOptions};
+use dcp_rs_core::write::{self, FilePlan, Part, Place, SaveInfo, SaveItem, WriteIo, WriteOptions};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 
@@ -65,6 +65,47 @@ impl Save {
         };
         let save = py
             .detach(|| write::Save::create(&folder, items, info, &options))
+            .into_py(py)?;
+        Ok(Self {
+            inner: Mutex::new(Some(save)),
+        })
+    }
+
+    /// Creates files (name, header, size) of the caller's own layout, with values (name, file, offset, length) in them.
+    #[staticmethod]
+    #[pyo3(signature = (folder, files, values, *, threads, fsync, io, max_inflight_bytes))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
+    fn create_files(
+        py: Python<'_>,
+        folder: PathBuf,
+        files: Vec<(String, Vec<u8>, u64)>,
+        values: Vec<(String, u32, u64, u64)>,
+        threads: usize,
+        fsync: bool,
+        io: &str,
+        max_inflight_bytes: u64,
+    ) -> PyResult<Self> {
+        let files = files
+            .into_iter()
+            .map(|(name, header, size)| FilePlan {
+                name,
+                header,
+                size,
+                items: vec![],
+            })
+            .collect();
+        let values = values
+            .into_iter()
+            .map(|(name, file, offset, length)| (name, Place { file, offset }, length))
+            .collect();
+        let options = WriteOptions {
+            threads,
+            fsync,
+            io: io_mode(io)?,
+            max_inflight_bytes,
+        };
+        let save = py
+            .detach(|| write::Save::create_files(&folder, files, values, &options))
             .into_py(py)?;
         Ok(Self {
             inner: Mutex::new(Some(save)),
@@ -217,4 +258,10 @@ pub fn publish(py: Python<'_>, folder: PathBuf, name: &str, index: Vec<u8>, fsyn
 #[pyfunction]
 pub fn discard(py: Python<'_>, folder: PathBuf, index: Vec<u8>) -> PyResult<()> {
     py.detach(|| write::discard(&folder, index)).into_py(py)
+}
+
+/// Gives a finished file or folder its name; with `replace`, what had it before is at `from` then.
+#[pyfunction]
+pub fn put_in_place(py: Python<'_>, from: PathBuf, to: PathBuf, replace: bool) -> PyResult<()> {
+    py.detach(|| store::put_in_place(&from, &to, replace)).into_py(py)
 }
