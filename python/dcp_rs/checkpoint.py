@@ -188,7 +188,8 @@ class Checkpoint(Mapping[str, Any]):
             self._index.verify_chunks([self._index.first_chunk(tensor)], **engine)
         mapping = self._files.get(file)
         if mapping is None:
-            mapping = self._files[file] = self._index.map_file(file)
+            # Of two threads that get here at once, both must see one memory.
+            mapping = self._files.setdefault(file, self._index.map_file(file))
         flat = torch.frombuffer(mapping, dtype=torch.uint8, count=length, offset=offset)
         strides = self._index.chunk_strides(self._index.first_chunk(tensor))
         if offset % dtype.itemsize:
