@@ -82,8 +82,11 @@ def verify(
         CheckpointNotFoundError, CorruptIndexError, UnsupportedError: see :mod:`dcp_rs.errors`. Damaged data is in the report.
     """
     opened = open_index(path, rank=None, allow_external=allow_external)
-    problems, hashed, without = opened.verify(threads=threads or 0, progress=progress)
-    return VerifyReport([Problem(str(file), *rest) for file, *rest in problems], hashed, without)
+    found, hashed, without = opened.verify(threads=threads or 0, progress=progress)
+    problems = [
+        Problem(str(file), tensor, block, offset, expected, got) for file, tensor, block, offset, expected, got in found
+    ]
+    return VerifyReport(problems, hashed, without)
 
 
 def index(

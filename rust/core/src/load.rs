@@ -121,9 +121,6 @@ fn check_memory(tensor: &str, sizes: &[u64], to: &Memory) -> Result<()> {
     if sizes.contains(&0) {
         return Ok(());
     }
-    if to.address.0.is_null() {
-        return refuse("no memory: its storage has been freed");
-    }
     let shared = |(&size, &stride): (&u64, &u64)| size > 1 && stride == 0;
     if sizes.iter().zip(&to.strides).any(shared) {
         return refuse("several elements in one place of memory");
@@ -278,6 +275,11 @@ impl Gather {
         Ok(())
     }
 
+    /// The files, and the requests in the order in which they were added.
+    pub(crate) fn into_parts(self) -> (Vec<FileRef>, Vec<ReadReq>) {
+        (self.files, self.requests)
+    }
+
     /// Reads all that was added.
     ///
     /// # Errors
@@ -350,7 +352,8 @@ pub fn verify_chunks(
     Ok(())
 }
 
-struct Names<'a>(&'a Index);
+/// The names and digests of an index, for the engine.
+pub(crate) struct Names<'a>(pub &'a Index);
 
 impl Catalog for Names<'_> {
     fn tensor_name(&self, tensor: u32) -> String {
@@ -363,7 +366,7 @@ impl Catalog for Names<'_> {
 }
 
 /// Strides in elements of a contiguous rectangle.
-fn row_major(sizes: &[u64]) -> Dims {
+pub(crate) fn row_major(sizes: &[u64]) -> Dims {
     let mut strides = Dims::from_elem(1, sizes.len());
     for d in (1..sizes.len()).rev() {
         strides[d - 1] = strides[d] * sizes[d];
