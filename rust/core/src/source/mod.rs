@@ -80,5 +80,5 @@ fn stat_data_file(path: &Path) -> Result<Stat> {
 }
 
 fn open_data_file(path: &Path) -> Result<File> {
-    File::open(path).map_err(|e| Error::io("open", path, e))
+    crate::store::open_file(path).map_err(|e| Error::io("open", path, e))
 }
