@@ -200,7 +200,8 @@ class Checkpoint(Mapping[str, Any]):
     def _map(self, file: int, offset: int, length: int) -> torch.Tensor:
         mapping = self._files.get(file)
         if mapping is None:
-            mapping = self._files[file] = self._index.map_file(file)
+            # Of two threads that get here at once, both must see one memory.
+            mapping = self._files.setdefault(file, self._index.map_file(file))
         return torch.frombuffer(mapping, dtype=torch.uint8, count=length, offset=offset)
 
     def _view(self, tensor: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
