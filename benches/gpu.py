@@ -99,9 +99,7 @@ class Data:
         if kind == "hugging-face":
             return checkpoints.hugging_face(self.folder, self.pattern)
         if kind == "torch":
-            return checkpoints.ensure(
-                self.folder / "torch.pt", lambda path: torch.save(self.pattern.state(), path)
-            )
+            return checkpoints.ensure(self.folder / "torch.pt", lambda path: torch.save(self.pattern.state(), path))
         pack = importlib.import_module("flashpack").pack_to_file
         return checkpoints.ensure(
             self.folder / "flashpack",
@@ -320,10 +318,7 @@ def synchronize(device: torch.device) -> None:
 
 def blank(pattern: Pattern, device: torch.device) -> State:
     """Tensors to fill, with what no checkpoint holds."""
-    state = {
-        name: torch.empty(shape, dtype=pattern.dtype, device=device)
-        for name, shape in pattern.shapes.items()
-    }
+    state = {name: torch.empty(shape, dtype=pattern.dtype, device=device) for name, shape in pattern.shapes.items()}
     for tensor in state.values():
         tensor.view(torch.uint8).fill_(0x5A)
     synchronize(device)
@@ -340,9 +335,7 @@ def check(pattern: Pattern, state: State, device: torch.device) -> None:
         assert torch.equal(stored, pattern.bytes_of(name)), f"{name} was not loaded as it was saved"
 
 
-def one_load(
-    contender: Contender, data: Data, device: torch.device, *, cold: bool, row: Row
-) -> float:
+def one_load(contender: Contender, data: Data, device: torch.device, *, cold: bool, row: Row) -> float:
     path = data.path(contender.kind)
     (page_cache.drop if cold else page_cache.warm)(path)
     state = blank(data.pattern, device)
@@ -356,9 +349,7 @@ def one_load(
     seconds = time.perf_counter() - begin
     if module is not None:
         own = 0 if loaded is None else data.pattern.nbytes
-        row.device_extra = max(
-            row.device_extra or 0, module.max_memory_allocated(device) - before - own
-        )
+        row.device_extra = max(row.device_extra or 0, module.max_memory_allocated(device) - before - own)
         if hasattr(module, "host_memory_stats"):
             row.pinned = int(module.host_memory_stats().get("allocated_bytes.current", 0))
     check(data.pattern, state if loaded is None else loaded, device)
@@ -412,9 +403,7 @@ def measure_saves(case: str, data: Data, device: torch.device, rounds: int) -> l
     state = {name: data.pattern.view(name).to(device) for name in data.pattern.shapes}
     writers = {
         "dcp_rs.save": lambda path: dcp_rs.save(state, path, no_dist=True),
-        "FileSystemWriter": lambda path: dcp.save(
-            state, storage_writer=dcp.FileSystemWriter(path), no_dist=True
-        ),
+        "FileSystemWriter": lambda path: dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=True),
     }
     rows = {name: Row(case, name) for name in writers}
     for i in range(rounds + 1):
@@ -468,16 +457,12 @@ def markdown(results: dict[str, Any]) -> str:
             times = f"{row['gb_s'] / base:.1f}" if base else ""
             first = f"{row['first_seconds']:.3f}" if row["first_seconds"] is not None else ""
             extra = size_of(row["device_extra"]) if row["device_extra"] is not None else ""
-            lines.append(
-                f"| {row['name']} | {row['gb_s']:.2f} | {share} | {times} | {first} | {extra} |"
-            )
+            lines.append(f"| {row['name']} | {row['gb_s']:.2f} | {share} | {times} | {first} | {extra} |")
     return "\n".join(lines) + "\n"
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     has = torch.accelerator.is_available()
     default = torch.accelerator.current_accelerator() if has else "cpu"
     parser.add_argument("--device", default=str(default), help="(default: %(default)s)")
@@ -499,9 +484,7 @@ def main(arguments: list[str] | None = None) -> int:
         device = torch.device(device.type, torch.accelerator.current_device_index())
     if options.only:
         wanted = options.only.split(",")
-        CONTENDERS[:] = [
-            c for c in CONTENDERS if c.name == OURS or any(word in c.name for word in wanted)
-        ]
+        CONTENDERS[:] = [c for c in CONTENDERS if c.name == OURS or any(word in c.name for word in wanted)]
     options.folder.mkdir(parents=True, exist_ok=True)
     options.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """FSDP1: its optimizer state saved with FSDP's own functions, and resumed in three ways.
 
-    torchrun --nproc-per-node 2 examples/fsdp1_optimizer.py /tmp/fsdp1
+torchrun --nproc-per-node 2 examples/fsdp1_optimizer.py /tmp/fsdp1
 """
 
 import sys

@@ -1,7 +1,7 @@
 """FSDP2 training that goes on where it stopped, on any number of ranks.
 
-    torchrun --nproc-per-node 4 examples/fsdp2_restart.py /tmp/run     # trains 10 steps, or what is left of them
-    torchrun --nproc-per-node 2 examples/fsdp2_restart.py /tmp/run 20  # goes on with two ranks
+torchrun --nproc-per-node 4 examples/fsdp2_restart.py /tmp/run     # trains 10 steps, or what is left of them
+torchrun --nproc-per-node 2 examples/fsdp2_restart.py /tmp/run 20  # goes on with two ranks
 """
 
 import sys

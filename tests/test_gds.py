@@ -41,9 +41,7 @@ class FakeDriver:
                     file.seek(offset)
                     data = bytearray(file.read(storage.nbytes()))
                 assert len(data) == storage.nbytes()
-                torch.empty(0, dtype=torch.uint8).set_(storage).copy_(
-                    torch.frombuffer(data, dtype=torch.uint8)
-                )
+                torch.empty(0, dtype=torch.uint8).set_(storage).copy_(torch.frombuffer(data, dtype=torch.uint8))
 
         self.GdsFile = GdsFile
 

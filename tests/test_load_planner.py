@@ -54,7 +54,9 @@ def load(path, state=None, **options):
 # --- dtype and device ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
+)
 def test_dtype_is_what_floating_point_tensors_become(saved, dtype):
     state, planner = load(saved, dtype=dtype)
     want = {name: {k: v.to(dtype) for k, v in layer.items()} for name, layer in STATE["layers"].items()}
@@ -399,5 +401,3 @@ def test_a_rank_that_dies_ends_the_load_of_all(saved, where, replicas):
         assert outcomes[rank].value is not None
         seconds, _ = outcomes[rank].value
         assert seconds < 40
-
-

@@ -116,9 +116,7 @@ def test_a_save_that_fails_changes_nothing(ckpt):
 
 def test_a_save_that_fails_at_the_commit_leaves_the_old_checkpoint(ckpt, monkeypatch):
     save_rs({"w": torch.ones(1)}, ckpt)
-    monkeypatch.setattr(
-        "dcp_rs.writer._core.commit", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full"))
-    )
+    monkeypatch.setattr("dcp_rs.writer._core.commit", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")))
     with pytest.raises(CheckpointException, match="disk full"):
         save_rs({"w": torch.zeros(1)}, ckpt)
     monkeypatch.undo()

@@ -64,7 +64,9 @@ def test_copies_into_memory_that_is_used_again_come_after_its_last_use(ckpt, wan
         return tensor
 
     monkeypatch.setattr(torch, "empty", used_before)
-    monkeypatch.setattr(staging, "_new_slab", lambda nbytes, pinned: staging._aligned(empty(nbytes + 4096, dtype=torch.uint8), nbytes))
+    monkeypatch.setattr(
+        staging, "_new_slab", lambda nbytes, pinned: staging._aligned(empty(nbytes + 4096, dtype=torch.uint8), nbytes)
+    )
     got = {}
     with dcp_rs.open(ckpt, max_inflight_bytes=1 << 20) as source:
         for name, tensor in source.stream():
