@@ -33,6 +33,9 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
             Some(*offset),
         ),
         Error::Unsupported(_) => UnsupportedError::new_err(message),
+        Error::TensorPlan { tensor, .. } => {
+            with_place(py, PlanError::new_err(message), None, Some(tensor.as_str()), None)
+        }
         Error::Plan(_) => PlanError::new_err(message),
         // The standard class, so that callers can look at errno: OSError picks FileNotFoundError and the like by it.
         Error::Io { action, path, source } => PyOSError::new_err((

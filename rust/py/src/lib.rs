@@ -5,6 +5,8 @@ mod error;
 mod index;
 mod interrupt;
 mod read;
+mod save_plan;
+mod tensors;
 mod write;
 
 use pyo3::prelude::*;
@@ -14,7 +16,11 @@ mod _core {
     #[pymodule_export]
     use crate::index::{FileMapping, Index};
     #[pymodule_export]
-    use crate::write::{Save, commit, discard, merge_indexes, next_generation, publish};
+    use crate::save_plan::{SavePlan, assign_saves};
+    #[pymodule_export]
+    use crate::tensors::Torch;
+    #[pymodule_export]
+    use crate::write::{Save, commit_indexes, discard, next_generation};
 
     #[pymodule_export]
     #[allow(non_upper_case_globals)]

@@ -1,26 +1,30 @@
 //! Saves, as Python sees them.
 
-use std::path::PathBuf;
-use std::sync::Mutex;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 
-use dcp_rs_core::format::{Index, IndexBuilder, Kind, SourceKind, Value};
-use dcp_rs_core::store;
+use dcp_rs_core::format::{INDEX_NAME, Index, IndexBuilder, Kind, SourceKind, Value};
 use dcp_rs_core::write::{self, Part, SaveInfo, SaveItem, WriteIo, WriteOptions};
+use dcp_rs_core::{Error, store};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyTuple};
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 use crate::convert::{Extent, dtype, to_value};
 use crate::error::{IntoPy, PlanError, UnsupportedError};
-use crate::interrupt;
+use crate::save_plan::Planned;
+use crate::tensors::Torch;
+use crate::{index, interrupt};
 
 /// One rank's data files of one save. Dropped before `finish`, it removes what it created.
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct Save {
     inner: Mutex<Option<write::Save>>,
+    planned: Planned,
 }
 
 /// FQN, dtype (None: bytes), shape of the whole, flags, path, offsets, sizes, length in bytes.
-type ItemTuple<'py> = (
+pub type ItemTuple<'py> = (
     Bound<'py, PyAny>,
     Option<String>,
     Extent,
@@ -57,18 +61,8 @@ impl Save {
             rank,
             world_size,
         };
-        let options = WriteOptions {
-            threads,
-            fsync,
-            io: io_mode(io)?,
-            max_inflight_bytes,
-        };
-        let save = py
-            .detach(|| write::Save::create(&folder, items, info, &options))
-            .into_py(py)?;
-        Ok(Self {
-            inner: Mutex::new(Some(save)),
-        })
+        let options = options(threads, fsync, io, max_inflight_bytes)?;
+        Self::begin(py, &folder, items, info, &options, Planned { plain: Vec::new() })
     }
 
     /// Writes parts (item, first byte of the item, address, bytes).
@@ -92,6 +86,14 @@ impl Save {
         interrupt::run(py, |control| save.write(&parts, control))
     }
 
+    /// Writes the plain tensors of the plan that this save was created from; they are in the list that the plan was made with.
+    fn write_plain(&self, py: Python<'_>, torch: &Torch, tensors: &Bound<'_, PyList>) -> PyResult<()> {
+        let parts = self.planned.parts(torch, tensors)?;
+        let inner = self.inner.lock().map_err(|_| closed())?;
+        let save = inner.as_ref().ok_or_else(closed)?;
+        interrupt::run(py, |control| save.write(&parts, control))
+    }
+
     /// Completes the files, and returns the bytes of an index over them.
     fn finish<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let save = self.inner.lock().map_err(|_| closed())?.take().ok_or_else(closed)?;
@@ -104,6 +106,34 @@ impl Save {
         let save = self.inner.lock().ok().and_then(|mut inner| inner.take());
         py.detach(|| drop(save));
     }
+}
+
+impl Save {
+    pub fn begin(
+        py: Python<'_>,
+        folder: &Path,
+        items: Vec<SaveItem>,
+        info: SaveInfo,
+        options: &WriteOptions,
+        planned: Planned,
+    ) -> PyResult<Self> {
+        let save = py
+            .detach(|| write::Save::create(folder, items, info, options))
+            .into_py(py)?;
+        Ok(Self {
+            inner: Mutex::new(Some(save)),
+            planned,
+        })
+    }
+}
+
+pub fn options(threads: usize, fsync: bool, io: &str, max_inflight_bytes: u64) -> PyResult<WriteOptions> {
+    Ok(WriteOptions {
+        threads,
+        fsync,
+        io: io_mode(io)?,
+        max_inflight_bytes,
+    })
 }
 
 fn closed() -> PyErr {
@@ -121,14 +151,19 @@ fn io_mode(name: &str) -> PyResult<WriteIo> {
     }
 }
 
-fn save_item(item: ItemTuple<'_>) -> PyResult<SaveItem> {
-    let (name, dtype_name, shape, flags, path, offsets, sizes, length) = item;
-    let Ok(name) = name.extract::<String>() else {
-        return Err(UnsupportedError::new_err(format!(
+pub fn name_of(name: &Bound<'_, PyAny>) -> PyResult<String> {
+    match name.extract::<String>() {
+        Ok(name) => Ok(name),
+        Err(_) => Err(UnsupportedError::new_err(format!(
             "the name {} is not valid Unicode text",
             name.repr()?
-        )));
-    };
+        ))),
+    }
+}
+
+pub fn save_item(item: ItemTuple<'_>) -> PyResult<SaveItem> {
+    let (name, dtype_name, shape, flags, path, offsets, sizes, length) = item;
+    let name = name_of(&name)?;
     Ok(SaveItem {
         kind: if dtype_name.is_some() {
             Kind::Tensor
@@ -146,28 +181,70 @@ fn save_item(item: ItemTuple<'_>) -> PyResult<SaveItem> {
     })
 }
 
-/// One index of the indexes of all ranks.
+/// Merges the indexes of all ranks and commits them as the index `name` of `folder`. Returns that index, and why files of the checkpoint it
+/// replaces are still there, if some are.
 ///
 /// `planner_data` as DCP's `Metadata` has it: a mapping of FQN to path is spread over the tensors; what names no tensor, and any
-/// other value, goes to the root.
+/// other value, goes to the root. `items`: how many chunks and values there must be, where that is known; or names that must be there.
 #[pyfunction]
-pub fn merge_indexes<'py>(
-    py: Python<'py>,
-    indexes: Vec<Vec<u8>>,
+#[pyo3(signature = (folder, name, indexes, *, save_id, generation, planner_data, items, names, fsync))]
+#[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
+pub fn commit_indexes(
+    py: Python<'_>,
+    folder: PathBuf,
+    name: &str,
+    indexes: Vec<PyBackedBytes>,
     save_id: [u8; 16],
     generation: u64,
-    planner_data: &Bound<'py, PyAny>,
-) -> PyResult<Bound<'py, PyBytes>> {
-    let mut builder = IndexBuilder::new(SourceKind::Native);
-    builder.save_id = save_id;
-    builder.generation = generation;
-    for (rank, bytes) in indexes.into_iter().enumerate() {
-        let part = Index::from_bytes(bytes, std::path::Path::new(&format!("(index of rank {rank})"))).into_py(py)?;
-        builder.merge(&part).into_py(py)?;
+    planner_data: &Bound<'_, PyAny>,
+    items: Option<u64>,
+    names: &Bound<'_, PyAny>,
+    fsync: bool,
+) -> PyResult<(index::Index, Vec<String>)> {
+    let mut builder = py
+        .detach(|| {
+            let mut builder = IndexBuilder::new(SourceKind::Native);
+            builder.save_id = save_id;
+            builder.generation = generation;
+            for (rank, bytes) in indexes.into_iter().enumerate() {
+                let part = Index::from_bytes(bytes, Path::new(&format!("(index of rank {rank})")))?;
+                builder.merge(&part)?;
+            }
+            Ok(builder)
+        })
+        .into_py(py)?;
+    for fqn in names.try_iter()? {
+        let fqn = name_of(&fqn?)?;
+        if !builder.has_tensor(&fqn) {
+            return Err(PlanError::new_err(format!("no rank wrote {fqn:?}")));
+        }
     }
     builder.root = spread(&mut builder, planner_data)?;
-    let bytes = py.detach(|| builder.build()).into_py(py)?;
-    Ok(PyBytes::new(py, &bytes))
+    let path = folder.join(name);
+    let (index, left) = py
+        .detach(|| {
+            let index = Index::from_bytes(builder.build()?, &path)?;
+            if items.is_some_and(|items| items != index.chunk_count()) {
+                return Err(Error::Plan(format!(
+                    "ranks wrote {} chunks and values, of {} that were planned",
+                    index.chunk_count(),
+                    items.unwrap_or_default()
+                )));
+            }
+            let left = if name == INDEX_NAME {
+                write::commit(&folder, index.bytes().to_vec(), fsync)?.left
+            } else {
+                store::publish(&folder, name, index.bytes(), fsync)?;
+                Vec::new()
+            };
+            Ok((index, left))
+        })
+        .into_py(py)?;
+    let index = index::Index {
+        inner: Arc::new(index),
+        allow_external: false,
+    };
+    Ok((index, left.iter().map(ToString::to_string).collect()))
 }
 
 fn spread(builder: &mut IndexBuilder, planner_data: &Bound<'_, PyAny>) -> PyResult<Value> {
@@ -193,22 +270,9 @@ pub fn next_generation(py: Python<'_>, folder: PathBuf) -> PyResult<u64> {
     py.detach(|| write::next_generation(&folder)).into_py(py)
 }
 
-/// Makes `index` the index `name` of `folder`, atomically, then removes the data files that only the replaced one named. Returns
-/// why any of those are still there.
+/// Removes the data files that an index names, but for those that the published index `name` names too: those of a save that was not
+/// committed.
 #[pyfunction]
-pub fn commit(py: Python<'_>, folder: PathBuf, index: Vec<u8>, fsync: bool) -> PyResult<Vec<String>> {
-    let committed = py.detach(|| write::commit(&folder, index, fsync)).into_py(py)?;
-    Ok(committed.left.iter().map(ToString::to_string).collect())
-}
-
-/// Makes `index` the index `name` of `folder`, atomically.
-#[pyfunction]
-pub fn publish(py: Python<'_>, folder: PathBuf, name: &str, index: Vec<u8>, fsync: bool) -> PyResult<()> {
-    py.detach(|| store::publish(&folder, name, &index, fsync)).into_py(py)
-}
-
-/// Removes the data files that an index names: those of a save that will not be committed.
-#[pyfunction]
-pub fn discard(py: Python<'_>, folder: PathBuf, index: Vec<u8>) -> PyResult<()> {
-    py.detach(|| write::discard(&folder, index)).into_py(py)
+pub fn discard(py: Python<'_>, folder: PathBuf, name: &str, index: PyBackedBytes) -> PyResult<()> {
+    py.detach(|| write::discard(&folder, name, index)).into_py(py)
 }

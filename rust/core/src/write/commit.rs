@@ -49,16 +49,25 @@ pub(super) fn commit_on(disk: &Disk, dir: &Path, index: Vec<u8>, fsync: bool) ->
     Ok(committed)
 }
 
-/// Removes the data files that an index names as its own: a save that will not be committed, because
-/// another rank failed. None of them may be named by an index that was published.
+/// Removes the data files that an index names as its own: those of a save that was not committed, because another rank failed. What the
+/// published index `name` of the folder names stays, should the save have been committed after all.
 ///
 /// # Errors
-/// [`Error::CorruptIndex`] where the bytes are no index; the first file that could not be removed, after trying all.
-pub fn discard(dir: &Path, index: Vec<u8>) -> Result<()> {
-    let index = Index::from_bytes(index, &dir.join(INDEX_NAME))?;
+/// [`Error::CorruptIndex`] where the bytes are no index; [`Error::Io`] where the published index cannot be read (nothing is removed then),
+/// or for the first file that could not be removed, after trying all.
+pub fn discard(dir: &Path, name: &str, index: impl AsRef<[u8]> + Send + Sync + 'static) -> Result<()> {
+    let path = dir.join(name);
+    let index = Index::from_bytes(index, &path)?;
+    let published = match fs::read(&path) {
+        Ok(bytes) => Some(Index::from_bytes(bytes, &path)?),
+        Err(error) if error.kind() == ErrorKind::NotFound => None,
+        Err(error) => return Err(Error::io("read", &path, error)),
+    };
+    let kept = published.as_ref().map(own_files).unwrap_or_default();
     let disk = Disk::default();
     own_files(&index)
         .into_iter()
+        .filter(|name| !kept.contains(name))
         .map(|name| disk.remove(&dir.join(name)))
         .fold(Ok(()), Result::and)
 }
