@@ -7,6 +7,8 @@ from dcp_rs.checkpoint import open_checkpoint as open  # noqa: A004  # the name 
 from dcp_rs.options import ReadOptions, WriteOptions
 from dcp_rs.planner import LoadReport, RsLoadPlanner
 from dcp_rs.reader import RsReader
+from dcp_rs.save_planner import RsSavePlanner
+from dcp_rs.verification import VerifyReport, index, verify
 from dcp_rs.writer import RsWriter
 
 __all__ = [
@@ -15,12 +17,16 @@ __all__ = [
     "ReadOptions",
     "RsLoadPlanner",
     "RsReader",
+    "RsSavePlanner",
     "RsWriter",
+    "VerifyReport",
     "WriteOptions",
     "__version__",
     "async_save",
+    "index",
     "load",
     "load_state_dict",
     "open",
     "save",
+    "verify",
 ]

@@ -4,14 +4,15 @@ Extents (offsets, sizes, strides) are tuples of non-negative integers. Strides a
 alive and, where it is read into, unaliased until the call returns. The GIL is released during all I/O, and Ctrl-C stops it.
 """
 
-from collections.abc import Sequence
-from typing import Any, final
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, final
 
 from typing_extensions import Buffer
 
 __version__: str
 
-_Extent = Sequence[int]
+_Extent: TypeAlias = Sequence[int]
 
 @final
 class FileMapping(Buffer):
@@ -24,11 +25,14 @@ class Index:
     """An open, validated index."""
 
     @staticmethod
-    def open(path: str, allow_external: bool) -> Index: ...
+    def open(path: str, rank: int | None, allow_external: bool) -> Index: ...
     @staticmethod
-    def from_bytes(bytes: bytes, path: str, allow_external: bool) -> Index: ...
+    def from_bytes(data: bytes, path: str, allow_external: bool) -> Index: ...
+    @staticmethod
+    def from_data(path: str) -> Index:
+        """An index made of what others wrote at `path`, whatever index lies there."""
     @property
-    def path(self) -> str: ...
+    def path(self) -> Path: ...
     @property
     def save_id(self) -> str: ...
     @property
@@ -46,15 +50,15 @@ class Index:
     def name(self, tensor: int) -> str: ...
     def find(self, fqn: str) -> int | None: ...
     def tensor(self, tensor: int) -> tuple[str, bool, str | None, tuple[int, ...], int, int]:
-        """(name, is_bytes, dtype, shape, flags, number of chunks)"""
+        """(name, is_bytes, dtype, shape, flags, number of chunks)."""
     def chunks(self, tensor: int) -> list[tuple[int, int, int, tuple[int, ...], tuple[int, ...]]]:
-        """[(file, offset, length, offsets, sizes)], sorted by offsets"""
+        """[(file, offset, length, offsets, sizes)], sorted by offsets."""
     def first_chunk(self, tensor: int) -> int: ...
     def chunk_strides(self, chunk: int) -> tuple[int, ...] | None: ...
     def dtype_of(self, chunk: int) -> str | None: ...
     def file_order(self) -> list[int]: ...
     def files(self) -> list[tuple[str, int, int, bool]]:
-        """[(name, size, start of the payload, external)]"""
+        """[(name, size, start of the payload, external)]."""
     def planner_path(self, tensor: int) -> tuple[Any, ...] | None: ...
     def planner_root(self) -> Any: ...
     def locate(self, wanted: Sequence[tuple[str, _Extent | None, int | None]]) -> list[int]:
@@ -62,11 +66,15 @@ class Index:
     def map_file(self, file: int) -> FileMapping: ...
     def check_files(self, chunks: Sequence[int]) -> None: ...
     def describe(self, names: Sequence[str]) -> list[tuple[int, str | None, tuple[int, ...]] | None]:
-        """[(tensor, dtype or None for bytes, shape)], None where there is no such name"""
+        """[(tensor, dtype or None for bytes, shape)], None where there is no such name."""
     def check_regions(
         self, regions: Sequence[tuple[int, _Extent, _Extent]], values: Sequence[int]
     ) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
         """Checks the data files of regions (tensor, offsets, sizes) and of values; returns [(region, offsets, sizes)] that no chunk holds."""
+    def plan_plain(
+        self, names: Sequence[str], tensors: Sequence[Any], types: tuple[type, ...], dtypes: Mapping[Any, str]
+    ) -> tuple[Batch, list[int]]:
+        """A batch that fills those of the tensors that lie in host memory as they are stored, and the places of all others."""
     def touching(
         self, tensor: int, offsets: _Extent, sizes: _Extent
     ) -> list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
@@ -74,7 +82,7 @@ class Index:
     def cover(
         self, tensor: int, offsets: _Extent, sizes: _Extent
     ) -> list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-        """[(chunk, offsets in it, offsets in the region, sizes)]"""
+        """[(chunk, offsets in it, offsets in the region, sizes)]."""
     def read_chunks(
         self,
         requests: Sequence[tuple[int, _Extent, _Extent, int, _Extent]],
@@ -98,7 +106,70 @@ class Index:
     def read_bytes(
         self, chunks: Sequence[int], *, io: str, threads: int, verify: bool, max_inflight_bytes: int
     ) -> list[bytes]: ...
+    def verify(
+        self, *, threads: int, progress: Callable[[int], object] | None = None
+    ) -> tuple[list[tuple[Path, str, int, int, str, str]], int, int]:
+        """([(path, tensor, block, offset, expected, got)], bytes hashed, bytes without a digest)."""
+    def copy(
+        self,
+        *,
+        prefix: str | None,
+        digests: bool,
+        save_id: bytes,
+        threads: int,
+        progress: Callable[[int], object] | None = None,
+    ) -> bytes: ...
     def verify_chunks(self, chunks: Sequence[int], *, io: str, threads: int, max_inflight_bytes: int) -> None: ...
+
+@final
+class Batch:
+    """Reads of whole tensors that are planned, and checked as far as they can be without reading. The caller keeps the tensors."""
+
+    def __len__(self) -> int: ...
+    def read(self, *, io: str, threads: int, verify: bool, max_inflight_bytes: int) -> tuple[int, int]:
+        """Returns (bytes wanted, bytes read)."""
+
+@final
+class SavePlan:
+    """The items that one rank holds: plain tensors, which are places in a list, then others."""
+
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    def add_plain(
+        self,
+        names: list[str],
+        paths: list[tuple[Any, ...]] | None,
+        tensors: list[Any],
+        types: tuple[type, ...],
+        dtypes: dict[Any, str],
+        *,
+        cast: str | None,
+    ) -> list[int]:
+        """Adds those that are plain; returns the places of the others."""
+    def add(
+        self, items: Sequence[tuple[str, str | None, _Extent, int, tuple[Any, ...] | None, _Extent, _Extent, int]]
+    ) -> None:
+        """Items as for ``Save.create``."""
+    def request(self) -> bytes:
+        """What the coordinator has to know."""
+    def kept_others(self, keep: bytes | None) -> list[int]:
+        """Which of the items given to ``add`` this rank saves."""
+    def create(
+        self,
+        folder: str,
+        keep: bytes | None,
+        lengths: Sequence[int],
+        *,
+        generation: int,
+        token: int,
+        rank: int,
+        world_size: int,
+        threads: int,
+        fsync: bool,
+        io: str,
+        max_inflight_bytes: int,
+    ) -> Save:
+        """A save of the plain tensors that this rank keeps, then of the others, whose lengths are given."""
 
 @final
 class Save:
@@ -121,13 +192,46 @@ class Save:
         """Items are (fqn, dtype or None for bytes, shape, flags, path, offsets, sizes, bytes)."""
     def write(self, parts: Sequence[tuple[int, int, int, int]]) -> None:
         """Parts are (item, first byte of it, address, bytes). Parts of an item come in order; all but the last are multiples of 1 MiB."""
-    def finish(self) -> bytes:
+    def write_plain(self, tensors: list[Any], types: tuple[type, ...], dtypes: dict[Any, str]) -> None:
+        """Writes the plain tensors of the plan that this was created from."""
+    def write_values(self, values: Sequence[tuple[int, bytes]]) -> None:
+        """Values are (item, bytes)."""
+    @property
+    def plain_count(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    def finish(self) -> builtins.bytes:
         """Completes the files and returns an index over them."""
     def abort(self) -> None:
         """Removes the files."""
 
-def merge_indexes(indexes: Sequence[bytes], save_id: bytes, generation: int, planner_data: Any) -> bytes: ...
+def recover(
+    folder: str,
+    *,
+    generation: int | None,
+    tokens: Sequence[int],
+    threads: int,
+    progress: Callable[[int], object] | None = None,
+) -> bytes: ...
+def assign_saves(requests: Sequence[bytes], *, lowest_rank: bool) -> tuple[list[bytes], int, list[int]]:
+    """Who saves what: (for each rank a bit for each item of its request, the number of items of all, the bytes of each rank)."""
+
+def commit_indexes(
+    folder: str,
+    name: str,
+    indexes: Sequence[bytes],
+    *,
+    save_id: bytes,
+    generation: int,
+    planner_data: Any,
+    items: int | None,
+    names: Iterable[str],
+    fsync: bool,
+) -> tuple[Index, list[str]]:
+    """Merges the indexes of all ranks and commits them; (the index, why files of the checkpoint before are still there)."""
+
+def has_native_data(folder: str) -> bool: ...
 def next_generation(folder: str) -> int: ...
-def commit(folder: str, index: bytes, fsync: bool) -> list[str]: ...
 def publish(folder: str, name: str, index: bytes, fsync: bool) -> None: ...
-def discard(folder: str, index: bytes) -> None: ...
+def discard(folder: str, name: str, index: bytes) -> None:
+    """Removes the data files that ``index`` names and the published index ``name`` does not."""

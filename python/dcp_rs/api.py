@@ -10,16 +10,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_rs import _torch
 from dcp_rs.errors import DcpRsError
 from dcp_rs.planner import RsLoadPlanner
 from dcp_rs.reader import RsReader
+from dcp_rs.save_planner import RsSavePlanner
+from dcp_rs.tree import is_stateful
 from dcp_rs.writer import RsWriter
 
 __all__ = ["async_save", "load", "load_state_dict", "save"]
@@ -42,7 +45,9 @@ def _typed_errors() -> Iterator[None]:
                 raise
             rank, error = next(iter(errors.items()))
             ranks = ", ".join(map(str, errors))
-            error.add_note(f"raised on rank {rank}" if len(errors) == 1 else f"raised on ranks {ranks}; this is rank {rank}'s")
+            error.add_note(
+                f"raised on rank {rank}" if len(errors) == 1 else f"raised on ranks {ranks}; this is rank {rank}'s"
+            )
             raise error from failure
 
 
@@ -95,14 +100,21 @@ def load(
     Raises:
         As :func:`load_state_dict`.
     """
+    stateful = {key: value for key, value in state_dict.items() if is_stateful(value)}
+    values = {key: stateful[key].state_dict() if key in stateful else state_dict[key] for key in sorted(state_dict)}
     with _typed_errors():
-        dcp.load(
-            state_dict,
-            storage_reader=_deferring(RsReader(path, **read_options)),
-            planner=RsLoadPlanner() if planner is None else planner,
+        _torch.load_state_dict(
+            values,
+            _deferring(RsReader(path, **read_options)),
             process_group=process_group,
-            no_dist=no_dist,
+            no_dist=no_dist or not dist.is_initialized(),
+            planner=RsLoadPlanner() if planner is None else planner,
         )
+    for key, value in values.items():
+        if key in stateful:
+            stateful[key].load_state_dict(value)
+        else:
+            state_dict[key] = value
 
 
 def save(
@@ -119,21 +131,42 @@ def save(
     Args:
         state_dict: as for ``dcp.save``.
         path: the folder.
-        planner: default: torch's ``DefaultSavePlanner``.
+        planner: default: :class:`RsSavePlanner`.
         process_group, no_dist: as in ``dcp.save``.
         write_options: arguments of :class:`RsWriter`.
 
     Raises:
-        As :func:`load_state_dict`.
+        As :func:`load_state_dict`. Then no rank has left data files behind, and the checkpoint that was there is whole.
     """
     with _typed_errors():
-        return dcp.save(
+        return _save(_without_stateful(state_dict), RsWriter(path, **write_options), planner, process_group, no_dist)
+
+
+def _save(
+    state_dict: dict[str, Any],
+    writer: RsWriter,
+    planner: SavePlanner | None,
+    process_group: dist.ProcessGroup | None,
+    no_dist: bool,  # noqa: FBT001  # not public
+) -> Metadata:
+    try:
+        return _torch.save_state_dict(
             state_dict,
-            storage_writer=RsWriter(path, **write_options),
-            planner=planner,
+            writer,
             process_group=process_group,
-            no_dist=no_dist,
+            no_dist=no_dist or not dist.is_initialized(),
+            planner=RsSavePlanner() if planner is None else planner,
         )
+    except CheckpointException:
+        # Every rank gets this one, so nobody commits. After any other error the coordinator still may.
+        writer.discard()
+        raise
+    finally:
+        writer.close()
+
+
+def _without_stateful(state_dict: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.state_dict() if is_stateful(value) else value for key, value in state_dict.items()}
 
 
 def async_save(
@@ -149,10 +182,10 @@ def async_save(
     With a process group, that group needs a CPU backend.
     """
     with _typed_errors():
-        future = dcp.async_save(
+        future: Future[Metadata] = dcp_async_save(
             state_dict, storage_writer=RsWriter(path, **write_options), planner=planner, process_group=process_group
         )
-    return future  # type: ignore[return-value]  # RsWriter stages synchronously, so it is a plain future
+    return future
 
 
 def _deferring(reader: StorageReader) -> StorageReader:

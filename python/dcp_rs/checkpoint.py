@@ -183,7 +183,9 @@ class Checkpoint(Mapping[str, Any]):
         if tuple(sizes) != tuple(shape) or length == 0:
             return self._read(tensor, self._index.name(tensor), dtype, [0] * len(shape), shape)
         if self._options.verify:
-            self._index.verify_chunks([self._index.first_chunk(tensor)], self._options.engine()["threads"])
+            engine = self._options.engine()
+            del engine["verify"]
+            self._index.verify_chunks([self._index.first_chunk(tensor)], **engine)
         mapping = self._files.get(file)
         if mapping is None:
             mapping = self._files[file] = self._index.map_file(file)

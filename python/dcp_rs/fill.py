@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dcp_rs import _core
+from dcp_rs import _core, _torch
 from dcp_rs._dtypes import BY_NAME
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.options import ReadOptions
@@ -86,7 +86,7 @@ def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
         tensor.dtype == dtype
         and tensor.device.type == "cpu"
         and tensor.layout == torch.strided
-        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and type(tensor) in _torch.PLAIN_TYPES
         and not tensor.is_neg()
         and not (dtype.is_complex and tensor.is_conj())
     )
@@ -98,11 +98,20 @@ def fill(index: _core.Index, fills: Sequence[Fill], options: ReadOptions) -> Non
     """
     direct, staged = [], []
     for item in fills:
-        (direct if is_plain(item.tensor, item.dtype) else staged).append(item)
+        if not is_plain(item.tensor, item.dtype):
+            staged.append(item)
+        elif _torch.has_memory(item.tensor):
+            direct.append(item)
+        else:
+            raise _freed(item.name)
     if direct:
         index.read_chunks([_request(item, item.tensor) for item in direct], **options.engine())
     if staged:
         _fill_staged(index, staged, options)
+
+
+def _freed(name: str) -> PlanError:
+    return PlanError(f"tensor {name!r} has no memory to fill: its storage has been freed", tensor=name)
 
 
 def _request(item: Fill, memory: torch.Tensor) -> tuple[int, Sequence[int], Sequence[int], int, Sequence[int]]:
@@ -125,7 +134,9 @@ def _fill_staged(index: _core.Index, fills: Sequence[Fill], options: ReadOptions
         with ring:
             for slab_fills in _slabfuls(items, ring.slab_bytes):
                 slab = ring.acquire()
-                views = [slab[at : at + nbytes].view(item.dtype).view(item.tensor.shape) for item, at, nbytes in slab_fills]
+                views = [
+                    slab[at : at + nbytes].view(item.dtype).view(item.tensor.shape) for item, at, nbytes in slab_fills
+                ]
                 requests = [_request(item, view) for (item, _, _), view in zip(slab_fills, views, strict=True)]
                 index.read_chunks(requests, **options.engine())
                 ring.copy_out(slab, [(item.tensor, view) for (item, _, _), view in zip(slab_fills, views, strict=True)])
@@ -157,9 +168,7 @@ def _slabfuls(items: Sequence[Fill], slab_bytes: int) -> Iterator[list[tuple[Fil
         yield batch
 
 
-def split(
-    sizes: Sequence[int], itemsize: int, limit: int
-) -> Iterator[tuple[Sequence[int] | None, Sequence[int]]]:
+def split(sizes: Sequence[int], itemsize: int, limit: int) -> Iterator[tuple[Sequence[int] | None, Sequence[int]]]:
     """Cuts a rectangle into (offsets, sizes) of at most ``limit`` bytes each, in row-major order; offsets None: not cut.
 
     A single element is never cut.

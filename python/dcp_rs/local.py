@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from dcp_rs import _torch
+from dcp_rs._torch import PLAIN_TYPES
 
 __all__ = ["Piece", "global_shape", "local_pieces"]
 
@@ -35,27 +36,22 @@ class Piece:
 
 def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """The shape of the whole, of which ``tensor`` may be a shard."""
-    if type(tensor) in _PLAIN and "global_shape" not in tensor.__dict__:
+    if type(tensor) in PLAIN_TYPES and "global_shape" not in tensor.__dict__:
         return tensor.shape
     if isinstance(tensor, ShardedTensor):
         return tuple(tensor.size())
     return tuple(getattr(tensor, "global_shape", tensor.shape))
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
 def local_pieces(fqn: str, tensor: torch.Tensor) -> list[Piece]:
     """The rectangles of ``tensor`` that this process holds; none where it is not part of the tensor's mesh."""
-    if type(tensor) in _PLAIN and "global_shape" not in tensor.__dict__:
+    if type(tensor) in PLAIN_TYPES and "global_shape" not in tensor.__dict__:
         zeros = (0,) * tensor.dim()
         return [Piece(zeros, tensor.detach() if tensor.requires_grad else tensor, zeros, tensor.shape)]
-    if isinstance(tensor, DTensor) and type(tensor.to_local()) in _PLAIN:
+    if isinstance(tensor, DTensor) and type(tensor.to_local()) in PLAIN_TYPES:
         return _dtensor_pieces(tensor)
     if isinstance(tensor, ShardedTensor):
-        return [
-            _piece(tuple(shard.metadata.shard_offsets), shard.tensor.detach()) for shard in tensor.local_shards()
-        ]
+        return [_piece(tuple(shard.metadata.shard_offsets), shard.tensor.detach()) for shard in tensor.local_shards()]
     return [
         _piece(tuple(chunk.offsets), _torch.find_shard(tensor, MetadataIndex(fqn, chunk.offsets, i)).detach())
         for i, chunk in enumerate(_torch.chunk_list(tensor))

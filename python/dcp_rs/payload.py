@@ -5,19 +5,19 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from dcp_rs import _core, _torch, objects
 from dcp_rs._dtypes import NAMES
-from dcp_rs.errors import PlanError, UnsafePickleError, UnsupportedError
+from dcp_rs.errors import CorruptDataError, PlanError, UnsafePickleError, UnsupportedError
 from dcp_rs.metadata import tensor_flags
 from dcp_rs.options import WriteOptions
 from dcp_rs.staging import StagingRing
 
-__all__ = ["Entry", "collect", "write_entries"]
+__all__ = ["Entry", "collect", "dump", "refuse_meta", "why_not_raw", "write_entries"]
 
 #: Digests cover blocks of this many bytes, so a tensor that is written in parts is cut at multiples of it.
 BLOCK_BYTES = 1 << 20
@@ -33,6 +33,7 @@ class Entry:
         shape, offsets, sizes: of the whole tensor, and of this chunk in it.
         flags: section 3.3 of the format.
         path: in the state dict, where the planner gave it.
+        dtype: what the tensor is cast to while it is written; None: it stays what it is.
     """
 
     fqn: str
@@ -42,15 +43,31 @@ class Entry:
     sizes: tuple[int, ...] = ()
     flags: int = 0
     path: tuple[Any, ...] | None = None
+    dtype: torch.dtype | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of payload."""
-        return self.data.nbytes if isinstance(self.data, torch.Tensor) else len(self.data)
+        if not isinstance(self.data, torch.Tensor):
+            return len(self.data)
+        return self.data.numel() * (self.dtype or self.data.dtype).itemsize
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the payload lies in host memory as it is written."""
+        data = self.data
+        return (
+            isinstance(data, torch.Tensor)
+            and data.device.type == "cpu"
+            and self.dtype in (None, data.dtype)
+            and data.is_contiguous()
+            and not data.is_conj()
+            and not data.is_neg()
+        )
 
     def item(self) -> tuple[Any, ...]:
         """What ``_core.Save.create`` takes."""
-        dtype = NAMES[self.data.dtype] if isinstance(self.data, torch.Tensor) else None
+        dtype = NAMES[self.dtype or self.data.dtype] if isinstance(self.data, torch.Tensor) else None
         return self.fqn, dtype, self.shape, self.flags, self.path, self.offsets, self.sizes, self.nbytes
 
 
@@ -77,7 +94,8 @@ def _entry(item: WriteItem, data: torch.Tensor | io.BytesIO, path: Any) -> Entry
         msg = f"tensor {fqn!r}: the planner resolved a {type(data).__name__}"
         raise PlanError(msg, tensor=fqn)
     tensor = _torch.wait_tensor(data.detach())
-    refusal = _why_not_raw(tensor)
+    refuse_meta(fqn, tensor)
+    refusal = why_not_raw(tensor)
     if refusal is not None:
         return Entry(fqn, _as_object(fqn, tensor, refusal), path=path)
     chunk = item.tensor_data.chunk
@@ -86,7 +104,7 @@ def _entry(item: WriteItem, data: torch.Tensor | io.BytesIO, path: Any) -> Entry
         raise PlanError(msg, tensor=fqn)
     return Entry(
         fqn,
-        tensor.resolve_conj().resolve_neg(),
+        tensor,
         shape=tuple(item.tensor_data.size),
         offsets=tuple(chunk.offsets),
         sizes=tuple(chunk.sizes),
@@ -95,19 +113,35 @@ def _entry(item: WriteItem, data: torch.Tensor | io.BytesIO, path: Any) -> Entry
     )
 
 
-def _why_not_raw(tensor: torch.Tensor) -> str | None:
-    """Why raw bytes cannot hold the tensor, if they cannot."""
+def refuse_meta(fqn: str, tensor: torch.Tensor) -> None:
+    """Raises for a tensor on the meta device: torch.save would take it, and store nothing."""
     if tensor.device.type == "meta":
-        return "it is on the meta device"
+        msg = f"tensor {fqn!r} is on the meta device: there is nothing to save"
+        raise UnsupportedError(msg, tensor=fqn)
+
+
+def why_not_raw(tensor: torch.Tensor) -> str | None:
+    """Why raw bytes cannot hold the tensor, if they cannot."""
     if tensor.is_quantized:
         return "it is quantized"
     if tensor.layout != torch.strided or tensor.is_nested:
         return f"its layout is {tensor.layout}"
-    if _torch.is_wrapper_subclass(tensor):
-        return f"it is a {type(tensor).__name__}"
+    if _torch.is_wrapper_subclass(tensor) or not _torch.has_memory(tensor):
+        kind = type(tensor)
+        return "its memory has been freed" if kind in _torch.PLAIN_TYPES else f"it is a {kind.__name__}"
     if tensor.dtype not in NAMES:
         return f"its dtype is {tensor.dtype}"
     return None
+
+
+def dump(fqn: str, value: Any) -> bytes:
+    """The bytes of a value, or of a tensor that raw bytes cannot hold.
+
+    Raises:
+        UnsupportedError: such a tensor does not load under ``weights_only=True`` either.
+    """
+    refusal = why_not_raw(value) if isinstance(value, torch.Tensor) else None
+    return objects.dump(value) if refusal is None else _as_object(fqn, value, refusal)
 
 
 def _as_object(fqn: str, tensor: torch.Tensor, refusal: str) -> bytes:
@@ -115,46 +149,85 @@ def _as_object(fqn: str, tensor: torch.Tensor, refusal: str) -> bytes:
     try:
         data = objects.dump(tensor)
         objects.check_loadable(fqn, data)
-    except (UnsafePickleError, RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+    except (CorruptDataError, UnsafePickleError, RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
         msg = f"tensor {fqn!r} cannot be saved as raw bytes ({refusal}), nor as an object that loads with weights_only=True: {error}"
         raise UnsupportedError(msg, tensor=fqn) from error
     return data
 
 
-def write_entries(save: _core.Save, entries: Sequence[Entry], options: WriteOptions) -> None:
-    """Writes every entry: from where it is, if it is contiguous in host memory, or else through memory of bounded size."""
-    in_place: list[tuple[int, Any]] = []
-    devices: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    strided: list[tuple[int, torch.Tensor]] = []
-    for i, entry in enumerate(entries):
-        if not isinstance(entry.data, torch.Tensor):
-            in_place.append((i, torch.frombuffer(bytearray(entry.data), dtype=torch.uint8) if entry.data else None))
-        elif entry.data.device.type != "cpu":
-            devices.setdefault(entry.data.device, []).append((i, entry.data))
-        elif entry.data.is_contiguous():
-            in_place.append((i, entry.data))
-        else:
-            strided.append((i, entry.data))
-    save.write([(i, 0, data.data_ptr(), data.nbytes) for i, data in in_place if data is not None and data.nbytes])
-    for batch in _batches(strided, options.inflight_bytes(accelerator=False)):
-        copies = [(i, tensor.contiguous()) for i, tensor in batch]
-        save.write([(i, 0, copy.data_ptr(), copy.nbytes) for i, copy in copies if copy.nbytes])
-    for device, tensors in devices.items():
-        _write_from_device(save, device, tensors, options)
+def write_entries(save: _core.Save, entries: Sequence[Entry], options: WriteOptions, first: int = 0) -> None:
+    """Writes every entry, the items of ``save`` from ``first``: from where it is, if it lies in host memory as it is stored, or else through
+    memory of bounded size."""
+    save.write_values([(i, entry.data) for i, entry in enumerate(entries, first) if isinstance(entry.data, bytes)])
+    tensors = [
+        (i, entry) for i, entry in enumerate(entries, first) if isinstance(entry.data, torch.Tensor) and entry.nbytes
+    ]
+    in_place = [(i, entry) for i, entry in tensors if entry.is_in_place]
+    save.write([(i, 0, entry.data.data_ptr(), entry.nbytes) for i, entry in in_place])  # type: ignore[union-attr]
+    devices: dict[torch.device, list[tuple[int, Entry]]] = {}
+    host: list[tuple[int, Entry]] = []
+    for i, entry in tensors:
+        if entry.data.device.type != "cpu":  # type: ignore[union-attr]
+            devices.setdefault(entry.data.device, []).append((i, entry))  # type: ignore[union-attr]
+        elif not entry.is_in_place:
+            host.append((i, entry))
+    if host:
+        _write_converted(save, host, options.inflight_bytes(accelerator=False))
+    for device, entries_there in devices.items():
+        _write_from_device(save, device, entries_there, options)
 
 
-def _batches(items: Sequence[tuple[int, torch.Tensor]], limit: int) -> Iterator[list[tuple[int, torch.Tensor]]]:
-    """Groups of at most ``limit`` bytes, but never less than one tensor."""
-    batch: list[tuple[int, torch.Tensor]] = []
-    total = 0
-    for item in items:
-        if batch and total + item[1].nbytes > limit:
-            yield batch
-            batch, total = [], 0
-        batch.append(item)
-        total += item[1].nbytes
-    if batch:
-        yield batch
+def _write_converted(save: _core.Save, entries: Sequence[tuple[int, Entry]], limit: int) -> None:
+    """Writes host tensors that are cast, strided or lazily conjugated, through a buffer."""
+    # Half of the limit: while a part is cast or gathered it exists twice.
+    size = max(BLOCK_BYTES, limit // 2 // BLOCK_BYTES * BLOCK_BYTES)
+    buffer = torch.empty(min(size, sum(_aligned(entry.nbytes) for _, entry in entries)), dtype=torch.uint8)
+    base, at = buffer.data_ptr(), 0
+    parts: list[tuple[int, int, int, int]] = []
+    for i, entry in entries:
+        if at + entry.nbytes > buffer.nbytes:
+            save.write(parts)
+            at, parts = 0, []
+        done = 0
+        for part in _raw_parts(entry, size):
+            taken = 0
+            while taken < part.nbytes:
+                if at == buffer.nbytes:  # full of this entry alone: whole blocks
+                    save.write([(i, done, base, at)])
+                    done, at = done + at, 0
+                length = min(part.nbytes - taken, buffer.nbytes - at)
+                buffer[at : at + length] = part[taken : taken + length]
+                taken, at = taken + length, at + length
+        parts.append((i, done, base + at - (entry.nbytes - done), entry.nbytes - done))
+        at = min(_aligned(at), buffer.nbytes)
+    save.write(parts)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 64) * 64
+
+
+def _raw_parts(entry: Entry, limit: int) -> Iterator[torch.Tensor]:
+    """The payload of a tensor, in order, as flat uint8 tensors of about ``limit`` bytes at most."""
+    tensor = cast(torch.Tensor, entry.data)
+    dtype = entry.dtype or tensor.dtype
+    for part in _slices(tensor, limit // dtype.itemsize):
+        yield part.resolve_conj().resolve_neg().to(dtype).contiguous().reshape(-1).view(torch.uint8)
+
+
+def _slices(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
+    """Views that follow each other in row-major order, of at most ``limit`` elements."""
+    if tensor.numel() <= limit:
+        yield tensor
+        return
+    row = tensor.numel() // tensor.shape[0]
+    if row > limit:
+        for i in range(tensor.shape[0]):
+            yield from _slices(tensor[i], limit)
+        return
+    rows = limit // row
+    for i in range(0, tensor.shape[0], rows):
+        yield tensor[i : i + rows]
 
 
 @dataclass(slots=True)
@@ -168,13 +241,13 @@ class _Part:
 
 
 def _write_from_device(
-    save: _core.Save, device: torch.device, tensors: Sequence[tuple[int, torch.Tensor]], options: WriteOptions
+    save: _core.Save, device: torch.device, entries: Sequence[tuple[int, Entry]], options: WriteOptions
 ) -> None:
     """Copies down into one slab while another is being written."""
     ring = StagingRing.for_device(device, options.inflight_bytes(accelerator=True), align=BLOCK_BYTES)
     with ring:
         ready: tuple[torch.Tensor, list[_Part], Any] | None = None
-        for parts in _slabfuls(tensors, ring.slab_bytes):
+        for parts in _slabfuls(entries, ring.slab_bytes):
             slab = ring.acquire()
             token = ring.copy_in(slab, [(slab[p.slab_at : p.slab_at + p.source.nbytes], p.source) for p in parts])
             if ready is not None:
@@ -190,24 +263,26 @@ def _write_slab(save: _core.Save, ring: StagingRing, slab: torch.Tensor, parts: 
     save.write([(p.item, p.at, base + p.slab_at, p.source.nbytes) for p in parts])
 
 
-def _slabfuls(tensors: Sequence[tuple[int, torch.Tensor]], slab_bytes: int) -> Iterator[list[_Part]]:
-    """Cuts tensors at multiples of a block, and packs the parts into slabs."""
+def _slabfuls(entries: Sequence[tuple[int, Entry]], slab_bytes: int) -> Iterator[list[_Part]]:
+    """Cuts tensors at multiples of a block, casts them, and packs the parts into slabs."""
     parts: list[_Part] = []
     at = 0
-    for item, tensor in tensors:
-        if tensor.numel() == 0:
-            continue
-        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    for item, entry in entries:
+        tensor = cast(torch.Tensor, entry.data)
+        dtype = entry.dtype or tensor.dtype
+        flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
         begin = 0
-        while begin < flat.nbytes:
+        while begin < entry.nbytes:
             room = slab_bytes - at
-            length = min(flat.nbytes - begin, room if begin + room >= flat.nbytes else room // BLOCK_BYTES * BLOCK_BYTES)
+            left = entry.nbytes - begin
+            length = left if left <= room else room // BLOCK_BYTES * BLOCK_BYTES
             if length == 0:
                 yield parts
                 parts, at = [], 0
                 continue
-            parts.append(_Part(item, begin, flat[begin : begin + length], at))
+            source = flat[begin // dtype.itemsize : (begin + length) // dtype.itemsize].to(dtype).view(torch.uint8)
+            parts.append(_Part(item, begin, source, at))
             begin += length
-            at += -(-length // 64) * 64
+            at += _aligned(length)
     if parts:
         yield parts

@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dcp_rs import _core, _torch
 from dcp_rs._dtypes import BY_NAME
+from dcp_rs._dtypes import NAMES as DTYPE_NAMES
+from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs.checkpoint import Checkpoint, open_checkpoint
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.fill import Fill, Target
@@ -73,8 +75,9 @@ class LoadReport:
 
 @dataclass
 class LocalReads:
-    """What one rank reads, without items: regions of tensors, parts of chunks, and values (index, name)."""
+    """What one rank reads, without items: whole tensors, regions of tensors, parts of chunks, and values (index, name)."""
 
+    whole: _core.Batch | None = None
     targets: list[Target] = field(default_factory=list)
     fills: list[Fill] = field(default_factory=list)
     values: list[tuple[int, str]] = field(default_factory=list)
@@ -167,7 +170,13 @@ class RsLoadPlanner(DefaultLoadPlanner):
         index = self._index
         reads, items = LocalReads(), []
         explicit = index is None or self._overrides(*_ITEM_HOOKS, *_GLOBAL_HOOKS)
-        stored = self._match()
+        wanted = self._wanted_names()
+        if index is not None and not explicit:
+            fqns = list(wanted)
+            tensors = [self.state_dict[fqn] for fqn in fqns]
+            reads.whole, others = index.plan_plain(list(wanted.values()), tensors, PLAIN_TYPES, DTYPE_NAMES)
+            wanted = {fqns[i]: wanted[fqns[i]] for i in others}
+        stored = self._match(wanted)
         for fqn, found in stored.items():
             if found.is_bytes:
                 reads.values.append((found.index, fqn))
@@ -199,7 +208,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         else:
             self.state_dict[fqn] = value
 
-    def resolve_tensor(  # type: ignore[override]  # torch's signature, and a second use by name
+    def resolve_tensor(  # torch's signature, and a second use by name
         self,
         read_item: ReadItem | str,
         *,
@@ -220,10 +229,11 @@ class RsLoadPlanner(DefaultLoadPlanner):
             return tensor
         device = torch.device(device) if device is not None else self.device or torch.device("cpu")
         with self._open(device) as checkpoint:
-            tensor = checkpoint[self._stored_name(read_item)]
-            if not isinstance(tensor, torch.Tensor):
+            value = checkpoint[self._stored_name(read_item)]
+            if not isinstance(value, torch.Tensor):
                 msg = f"{read_item!r} is not a tensor"
                 raise TypeError(msg)
+            tensor = value
             wanted = dtype or (self.dtype if tensor.is_floating_point() else None)
             if wanted is not None and wanted != tensor.dtype:
                 return tensor.to(wanted)
@@ -245,7 +255,9 @@ class RsLoadPlanner(DefaultLoadPlanner):
         if index is not None:
             return Checkpoint(index, device=device, options=ReadOptions())
         if self._checkpoint_path is None:
-            raise PlanError("this planner has no checkpoint: pass RsLoadPlanner(checkpoint=path), or load with it first")
+            raise PlanError(
+                "this planner has no checkpoint: pass RsLoadPlanner(checkpoint=path), or load with it first"
+            )
         return open_checkpoint(self._checkpoint_path, device=device)
 
     def _stored_name(self, fqn: str) -> str:
@@ -257,44 +269,52 @@ class RsLoadPlanner(DefaultLoadPlanner):
         included = self._include is None or self._include.match(fqn) is not None
         return included and (self._exclude is None or self._exclude.match(fqn) is None)
 
-    def _match(self) -> dict[str, _Stored]:
-        """What the checkpoint has for each name of the state dict that is to be loaded; the rest goes into the report."""
+    def _wanted_names(self) -> dict[str, str]:
+        """The names of the state dict that are to be loaded, and what the checkpoint calls them."""
+        wanted = list(self.state_dict)
+        if self._include is not None or self._exclude is not None:
+            wanted = [fqn for fqn in wanted if self._wanted(fqn)]
+            self.report.excluded = [fqn for fqn in self.state_dict if not self._wanted(fqn)]
+        return (
+            {fqn: self._stored_name(fqn) for fqn in wanted}
+            if self._rename is not None
+            else dict(zip(wanted, wanted, strict=True))
+        )
+
+    def _match(self, wanted: dict[str, str]) -> dict[str, _Stored]:
+        """What the checkpoint has for some names of the state dict; what it lacks goes into the report."""
         if self.metadata is None:
             raise PlanError("the planner was not set up with metadata")
-        report = self.report
-        found = self._look_up()
+        found = self._look_up(wanted)
         missing = [fqn for fqn, stored in found.items() if stored is None]
         if missing and self.flatten_state_dict:
             older = _torch.flatten_as_2_3(self.original_state_dict)
-            if any(self._stored_name(fqn) in self.metadata.state_dict_metadata for fqn in older[0].keys() - found.keys()):
+            entries = self.metadata.state_dict_metadata
+            extra = [fqn for fqn in older[0] if fqn not in self.state_dict and self._stored_name(fqn) in entries]
+            if extra:
                 # Saved before torch 2.4, which flattened less.
                 self.state_dict, self.mappings = older
-                found = self._look_up()
+                renamed = {fqn: self._stored_name(fqn) for fqn in [*wanted, *extra] if fqn in older[0]}
+                found = self._look_up(renamed)
                 missing = [fqn for fqn, stored in found.items() if stored is None]
-        report.missing = missing
-        names = {stored.name for stored in found.values() if stored is not None}
-        names.update(self._stored_name(fqn) for fqn in report.excluded)
+        self.report.missing = missing
         if self.allow_partial_load:
-            report.unexpected = [name for name in self.metadata.state_dict_metadata if name not in names]
+            known = {self._stored_name(fqn) for fqn in self.state_dict}
+            self.report.unexpected = [name for name in self.metadata.state_dict_metadata if name not in known]
         elif missing:
             more = f" (and {len(missing) - 1} more: {', '.join(map(repr, missing[1:6]))})" if missing[1:] else ""
             msg = f"the checkpoint has no {missing[0]!r}{more}"
             raise PlanError(msg, tensor=missing[0])
         return {fqn: stored for fqn, stored in found.items() if stored is not None and self._fits(fqn, stored)}
 
-    def _look_up(self) -> dict[str, _Stored | None]:
-        wanted = self.state_dict
-        if self._include is not None or self._exclude is not None:
-            wanted = {fqn: value for fqn, value in self.state_dict.items() if self._wanted(fqn)}
-            self.report.excluded = [fqn for fqn in self.state_dict if fqn not in wanted]
-        names = list(wanted) if self._rename is None else [self._stored_name(fqn) for fqn in wanted]
-        return dict(zip(wanted, self._describe(names), strict=True))
+    def _look_up(self, wanted: dict[str, str]) -> dict[str, _Stored | None]:
+        return dict(zip(wanted, self._describe(list(wanted.values())), strict=True))
 
     def _describe(self, names: list[str]) -> list[_Stored | None]:
         index = self._index
         if index is not None:
             return [
-                None if row is None else _Stored(name, row[1] is None, row[1] and _dtype(name, row[1]), row[2], row[0])
+                None if row is None else _Stored(name, row[1] is None, _dtype(name, row[1]), row[2], row[0])
                 for name, row in zip(names, index.describe(names), strict=True)
             ]
         described: list[_Stored | None] = []
@@ -401,6 +421,12 @@ class RsLoadPlanner(DefaultLoadPlanner):
     # --- device and dtype -----------------------------------------------------------------------------
 
     def _materialize(self) -> None:
+        if (
+            self.dtype is None
+            and self.device is None
+            and not any(value.is_meta for value in self.state_dict.values() if isinstance(value, torch.Tensor))
+        ):
+            return
         for fqn, value in self.state_dict.items():
             if not isinstance(value, torch.Tensor):
                 continue
@@ -408,9 +434,8 @@ class RsLoadPlanner(DefaultLoadPlanner):
             device = self.device if self.device is not None else value.device
             if device.type == "meta":
                 device = _torch.default_device()
-            if value.dtype == dtype and (value.device == device or (device.index is None and value.device.type == device.type)):
-                continue
-            if not self._wanted(fqn):
+            is_there = value.device.type == device.type and device.index in (None, value.device.index)
+            if (is_there and value.dtype == dtype) or not self._wanted(fqn):
                 continue
             made = _torch.empty_like(value, dtype=dtype, device=device)
             self.state_dict[fqn] = made
@@ -425,7 +450,9 @@ def _globs(patterns: str | Iterable[str] | None) -> re.Pattern[str] | None:
     return re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns) or r"(?!)")
 
 
-def _dtype(name: str, dtype: str) -> torch.dtype:
+def _dtype(name: str, dtype: str | None) -> torch.dtype | None:
+    if dtype is None:
+        return None
     found = BY_NAME.get(dtype)
     if found is None:
         msg = f"tensor {name!r} is of dtype {dtype}, which torch {torch.__version__} does not have"

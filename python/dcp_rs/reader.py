@@ -111,8 +111,7 @@ class RsReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fills what ``planner`` resolves for the items of ``plan``, and commits it. The future is done when this returns."""
         index = self._index()
-        reads = planner.local_reads(plan) if isinstance(planner, RsLoadPlanner) else None
-        if reads is not None:
+        if isinstance(planner, RsLoadPlanner) and (reads := planner.local_reads(plan)) is not None:
             self._read_local(index, reads, planner)
         else:
             self._read_items(index, plan, planner)
@@ -146,6 +145,8 @@ class RsReader(StorageReader):
         values = index.read_bytes([index.first_chunk(i) for i, _ in reads.values], **self.options.engine())
         for (_, fqn), data in zip(reads.values, values, strict=True):
             planner.set_value(fqn, objects.load(fqn, data, weights_only=self.weights_only))
+        if reads.whole is not None:
+            reads.whole.read(**self.options.engine())
         fill_regions(index, reads.targets, self.options)
         fill(index, reads.fills, self.options)
 
@@ -177,7 +178,9 @@ class RsReader(StorageReader):
                 planner.commit_tensor(item, tensor)
 
     def _read_values(self, index: _core.Index, items: list[tuple[int, ReadItem]], planner: LoadPlanner) -> None:
-        for (_, item), data in zip(items, index.read_bytes([c for c, _ in items], **self.options.engine()), strict=True):
+        for (_, item), data in zip(
+            items, index.read_bytes([c for c, _ in items], **self.options.engine()), strict=True
+        ):
             if self.weights_only:
                 objects.check_loadable(item.storage_index.fqn, data)
             planner.load_bytes(item, io.BytesIO(data))

@@ -251,15 +251,8 @@ class RsSavePlanner(DefaultSavePlanner):
             paths = [path or (fqn,) for path, fqn in zip(paths, names, strict=True)]
         plan = _core.SavePlan()
         cast = None if self.dtype is None else NAMES[self.dtype]
-        # torch 2.15 hangs the place of a shard in a larger tensor on plain tensors.
-        sharded = [i for i, value in enumerate(values) if hasattr(value, "global_shape")]
-        tensors = values
-        if sharded:
-            tensors = list(values)
-            for i in sharded:
-                tensors[i] = None
-        rest = plan.add_plain(payload.TORCH, names, paths, tensors, cast)
-        local = _Local(plan, tensors)
+        rest = plan.add_plain(names, paths, values, _torch.PLAIN_TYPES, NAMES, cast=cast)
+        local = _Local(plan, values)
         for i in rest:
             local.others += self._others(names[i], values[i], paths[i] if paths else None)
         plan.add([other.item() for other in local.others])
@@ -271,6 +264,7 @@ class RsSavePlanner(DefaultSavePlanner):
         is_sharded = isinstance(value, (DTensor, ShardedTensor)) or hasattr(value, "global_shape")
         if not is_sharded:
             value = _torch.wait_tensor(value)
+            payload.refuse_meta(fqn, value)
             if payload.why_not_raw(value) is not None:
                 return [_Other(fqn, value, path)]
         try:
@@ -282,6 +276,7 @@ class RsSavePlanner(DefaultSavePlanner):
         others = []
         for piece in pieces:
             tensor = _torch.wait_tensor(piece.tensor)
+            payload.refuse_meta(fqn, tensor)
             refusal = payload.why_not_raw(tensor)
             if refusal is not None:
                 msg = f"tensor {fqn!r}: a shard of it cannot be saved: {refusal}"

@@ -15,6 +15,7 @@ pub mod read;
 pub mod save_plan;
 pub mod source;
 pub mod store;
+pub mod verify;
 pub mod write;
 
 pub use control::Control;

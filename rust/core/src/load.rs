@@ -5,6 +5,7 @@
 use std::collections::HashSet;
 use std::fs::File;
 use std::path::Path;
+use std::sync::Arc;
 
 use crate::format::{BLOCK_SIZE, Dims, Index, Kind};
 use crate::overlap::{self, Region};
@@ -115,8 +116,8 @@ pub struct Memory {
 }
 
 /// A batch of reads from one checkpoint.
-pub struct Gather<'a> {
-    index: &'a Index,
+pub struct Gather {
+    index: Arc<Index>,
     allow_external: bool,
     files: Vec<FileRef>,
     /// The place in `files` of each file of the index.
@@ -124,14 +125,14 @@ pub struct Gather<'a> {
     requests: Vec<ReadReq>,
 }
 
-impl<'a> Gather<'a> {
+impl Gather {
     /// An empty batch.
-    pub fn new(index: &'a Index, allow_external: bool) -> Self {
+    pub fn new(index: Arc<Index>, allow_external: bool) -> Self {
         Self {
+            places: vec![None; index.file_count() as usize],
             index,
             allow_external,
             files: Vec::new(),
-            places: vec![None; index.file_count() as usize],
             requests: Vec::new(),
         }
     }
@@ -199,7 +200,7 @@ impl<'a> Gather<'a> {
                 view.shape.as_slice()
             )));
         }
-        for part in cover(self.index, tensor, region)? {
+        for part in cover(&self.index, tensor, region)? {
             let bytes: u64 = part.region_offsets.iter().zip(&to.strides).map(|(o, s)| o * s).sum();
             let bytes = usize::try_from(bytes).map_err(|_| Error::Plan("destination too large".into()))?;
             let memory = Memory {
@@ -241,9 +242,32 @@ impl<'a> Gather<'a> {
             return Ok(place);
         }
         let place = u32::try_from(self.files.len()).expect("no more than the index has");
-        self.files.push(file_ref(self.index, file, self.allow_external)?);
+        self.files.push(file_ref(&self.index, file, self.allow_external)?);
         self.places[file as usize] = Some(place);
         Ok(place)
+    }
+
+    /// How many rectangles were added, empty ones aside.
+    pub fn len(&self) -> usize {
+        self.requests.len()
+    }
+
+    /// Forgets what was added after there were `len` rectangles.
+    pub fn truncate(&mut self, len: usize) {
+        self.requests.truncate(len);
+    }
+
+    /// Whether there is nothing to read.
+    pub fn is_empty(&self) -> bool {
+        self.requests.is_empty()
+    }
+
+    /// Checks the files of all that was added, as [`check_files`] does.
+    pub fn check_files(&self) -> Result<()> {
+        for file in &self.files {
+            file.open(false)?;
+        }
+        Ok(())
     }
 
     /// Reads all that was added.
@@ -256,7 +280,7 @@ impl<'a> Gather<'a> {
     /// share a byte.
     pub unsafe fn read(&self, options: &ReadOptions, control: &Control) -> Result<ReadStats> {
         // SAFETY: the caller's promise, passed on. Files are never made shorter (section 9 of the format).
-        unsafe { read::read(&self.files, &self.requests, &Names(self.index), options, control) }
+        unsafe { read::read(&self.files, &self.requests, &Names(&self.index), options, control) }
     }
 }
 
@@ -274,7 +298,7 @@ pub fn cover(index: &Index, tensor: u32, region: &Region) -> Result<Vec<overlap:
 
 /// Checks the digests of some chunks, through a buffer of `options.max_inflight_bytes`.
 pub fn verify_chunks(
-    index: &Index,
+    index: &Arc<Index>,
     chunks: &[u64],
     allow_external: bool,
     options: &ReadOptions,
@@ -287,7 +311,7 @@ pub fn verify_chunks(
     let capacity = (options.max_inflight_bytes / BLOCK_SIZE).max(1) * BLOCK_SIZE;
     let mut buffer = vec![0_u8; usize::try_from(capacity).map_err(|_| Error::Plan("buffer too large".into()))?];
     let base = buffer.as_mut_ptr();
-    let mut gather = Gather::new(index, allow_external);
+    let mut gather = Gather::new(Arc::clone(index), allow_external);
     let mut used = 0;
     for &chunk in chunks {
         let length = index.chunk(chunk).length;

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use dcp_rs_core::format::{self, Dims, Kind};
-use dcp_rs_core::load;
 use dcp_rs_core::store::PrivateMapping;
+use dcp_rs_core::{load, source};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBytes, PyList, PyTuple};
@@ -31,20 +31,30 @@ type ChunkTuple<'py> = (u32, u64, u64, Bound<'py, PyTuple>, Bound<'py, PyTuple>)
 
 #[pymethods]
 impl Index {
-    /// Maps and checks the index file at `path`.
+    /// Opens the checkpoint at `path`, whatever it is; with `rank`, what that rank wrote for itself.
     #[staticmethod]
-    fn open(py: Python<'_>, path: PathBuf, allow_external: bool) -> PyResult<Self> {
-        let inner = py.detach(|| load::open_index(&path)).into_py(py)?;
+    fn open(py: Python<'_>, path: PathBuf, rank: Option<u32>, allow_external: bool) -> PyResult<Self> {
+        let inner = py.detach(|| source::open(&path, rank, 0)).into_py(py)?;
         Ok(Self {
             inner: Arc::new(inner),
             allow_external,
         })
     }
 
+    /// Indexes what others wrote at `path`, whatever index lies there.
+    #[staticmethod]
+    fn from_data(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
+        let inner = py.detach(|| source::open_data(&path, 0)).into_py(py)?;
+        Ok(Self {
+            inner: Arc::new(inner),
+            allow_external: true,
+        })
+    }
+
     /// Checks the bytes of an index; `path` is where its file would be.
     #[staticmethod]
-    fn from_bytes(py: Python<'_>, bytes: Vec<u8>, path: PathBuf, allow_external: bool) -> PyResult<Self> {
-        let inner = py.detach(|| format::Index::from_bytes(bytes, &path)).into_py(py)?;
+    fn from_bytes(py: Python<'_>, data: Vec<u8>, path: PathBuf, allow_external: bool) -> PyResult<Self> {
+        let inner = py.detach(|| format::Index::from_bytes(data, &path)).into_py(py)?;
         Ok(Self {
             inner: Arc::new(inner),
             allow_external,
@@ -58,7 +68,7 @@ impl Index {
 
     #[getter]
     fn save_id(&self) -> String {
-        self.inner.save_id().iter().map(|byte| format!("{byte:02x}")).collect()
+        format!("{:032x}", u128::from_be_bytes(self.inner.save_id()))
     }
 
     #[getter]

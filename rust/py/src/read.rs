@@ -21,13 +21,13 @@ type ChunkRequest = (u64, Extent, Extent, usize, Extent);
 /// Tensor, offsets in it, sizes, address, strides in elements.
 type RegionRequest = (u32, Extent, Extent, usize, Extent);
 /// Bytes wanted, bytes read.
-type Stats = (u64, u64);
+pub type Stats = (u64, u64);
 /// Chunk, offsets in it, offsets in the region, sizes.
 type Part<'py> = (u64, Bound<'py, PyTuple>, Bound<'py, PyTuple>, Bound<'py, PyTuple>);
 /// Region, offsets and sizes of what it lacks.
 type Hole<'py> = (usize, Bound<'py, PyTuple>, Bound<'py, PyTuple>);
 
-fn options(io: &str, threads: usize, verify: bool, max_inflight_bytes: u64) -> PyResult<ReadOptions> {
+pub fn options(io: &str, threads: usize, verify: bool, max_inflight_bytes: u64) -> PyResult<ReadOptions> {
     let io = match io {
         "auto" => IoMode::Auto,
         "mmap" => IoMode::Mmap,
@@ -47,7 +47,7 @@ fn options(io: &str, threads: usize, verify: bool, max_inflight_bytes: u64) -> P
     })
 }
 
-fn memory(address: usize, strides: &Dims, itemsize: u64) -> PyResult<Memory> {
+pub fn memory(address: usize, strides: &Dims, itemsize: u64) -> PyResult<Memory> {
     let strides: Option<Dims> = strides.iter().map(|stride| stride.checked_mul(itemsize)).collect();
     Ok(Memory {
         address: Destination(std::ptr::with_exposed_provenance_mut(address)),
@@ -55,7 +55,7 @@ fn memory(address: usize, strides: &Dims, itemsize: u64) -> PyResult<Memory> {
     })
 }
 
-fn run(py: Python<'_>, gather: &Gather<'_>, options: &ReadOptions) -> PyResult<ReadStats> {
+pub fn run(py: Python<'_>, gather: &Gather, options: &ReadOptions) -> PyResult<ReadStats> {
     // SAFETY: the contract of the methods below: the caller holds the tensors at the addresses until they return,
     // and fills none of them twice at once. Shapes and strides are the tensors' own.
     interrupt::run(py, |control| unsafe { gather.read(options, control) })
@@ -78,7 +78,7 @@ impl Index {
     ) -> PyResult<Stats> {
         let options = options(io, threads, verify, max_inflight_bytes)?;
         let index = Arc::clone(&self.inner);
-        let mut gather = Gather::new(&index, self.allow_external);
+        let mut gather = Gather::new(Arc::clone(&index), self.allow_external);
         for (chunk, offsets, sizes, address, strides) in &requests {
             self.check_chunk(*chunk)?;
             let itemsize = self.itemsize(index.chunk(*chunk).tensor);
@@ -104,7 +104,7 @@ impl Index {
     ) -> PyResult<Stats> {
         let options = options(io, threads, verify, max_inflight_bytes)?;
         let index = Arc::clone(&self.inner);
-        let mut gather = Gather::new(&index, self.allow_external);
+        let mut gather = Gather::new(Arc::clone(&index), self.allow_external);
         for (tensor, offsets, sizes, address, strides) in &requests {
             self.check_tensor(*tensor)?;
             let to = memory(*address, &strides.0, self.itemsize(*tensor))?;
@@ -133,7 +133,7 @@ impl Index {
         let index = Arc::clone(&self.inner);
         // The files first: the lengths of chunks are only as true as those of the files that hold them.
         self.check_files(py, chunks.clone())?;
-        let mut gather = Gather::new(&index, self.allow_external);
+        let mut gather = Gather::new(Arc::clone(&index), self.allow_external);
         let mut buffers = Vec::with_capacity(chunks.len());
         for chunk in chunks {
             let length = index.chunk(chunk).length;

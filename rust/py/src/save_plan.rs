@@ -3,16 +3,18 @@
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard};
 
+use dcp_rs_core::Dtype;
 use dcp_rs_core::format::{Dims, Kind, Value, element_count};
 use dcp_rs_core::save_plan::{self, Rules};
 use dcp_rs_core::write::{Part, SaveItem};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
-use pyo3::types::{PyBytes, PyList, PyTuple};
+use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 use crate::convert::to_value;
 use crate::error::{IntoPy, PlanError};
-use crate::tensors::Torch;
+use crate::plain::{HostTensor, Plain};
 use crate::write::{ItemTuple, Save, name_of, save_item};
 
 const REQUIRES_GRAD: u8 = 1;
@@ -47,13 +49,16 @@ impl SavePlan {
 
     /// Adds those of `tensors` that are plain; `cast`, a dtype's name, leaves out floating-point ones of another dtype. Returns the places of
     /// the others. `paths` are those in the state dict, or None.
-    #[pyo3(signature = (torch, names, paths, tensors, cast=None))]
+    #[pyo3(signature = (names, paths, tensors, types, dtypes, *, cast))]
+    #[expect(clippy::too_many_arguments, reason = "what torch is, in two of them")]
     fn add_plain<'py>(
         &self,
-        torch: &Torch,
+        py: Python<'py>,
         names: &Bound<'py, PyList>,
         paths: Option<&Bound<'py, PyList>>,
         tensors: &Bound<'py, PyList>,
+        types: &Bound<'py, PyTuple>,
+        dtypes: &Bound<'py, PyDict>,
         cast: Option<&str>,
     ) -> PyResult<Vec<usize>> {
         if names.len() != tensors.len() || paths.is_some_and(|paths| paths.len() != tensors.len()) {
@@ -65,12 +70,12 @@ impl SavePlan {
         }
         let mut others = Vec::new();
         inner.items.reserve(tensors.len());
+        let plain = Plain::new(py, types, dtypes)?;
+        let is_cast = |dtype: Dtype| cast.is_some_and(|to| dtype.name() != to && dtype.is_floating_point());
         for (place, tensor) in tensors.iter().enumerate() {
-            let found = torch
-                .plain(&tensor)
-                .filter(|plain| cast.is_none_or(|to| plain.dtype.name() == to || !plain.dtype.is_floating_point()))
-                .and_then(|plain| Some((element_count(&plain.shape)?.checked_mul(plain.dtype.size())?, plain)));
-            let Some((length, plain)) = found else {
+            // Whatever raises when it is looked at is for the planner to judge, which has the words for it.
+            let found = plain.look(&tensor).ok().flatten().filter(|host| !is_cast(host.dtype));
+            let Some((length, plain)) = found.and_then(|host| Some((contiguous_length(&host)?, host))) else {
                 others.push(place);
                 continue;
             };
@@ -79,7 +84,11 @@ impl SavePlan {
                 name: name_of(&names.get_item(place)?)?,
                 kind: Kind::Tensor,
                 dtype: Some(plain.dtype),
-                flags: if plain.requires_grad { REQUIRES_GRAD } else { 0 },
+                flags: if tensor.getattr(intern!(py, "requires_grad"))?.is_truthy()? {
+                    REQUIRES_GRAD
+                } else {
+                    0
+                },
                 path,
                 offsets: Dims::from_elem(0, plain.shape.len()),
                 sizes: plain.shape.clone(),
@@ -196,32 +205,40 @@ impl Keep {
 impl Planned {
     /// The memory of the plain tensors, which are in `tensors`.
     #[expect(unsafe_code, reason = "tensors are handed over by address")]
-    pub fn parts<'a>(&self, torch: &Torch, tensors: &'a Bound<'_, PyList>) -> PyResult<Vec<Part<'a>>> {
+    pub fn parts<'a>(&self, plain: &Plain<'_>, tensors: &'a Bound<'_, PyList>) -> PyResult<Vec<Part<'a>>> {
         let mut parts = Vec::with_capacity(self.plain.len());
         for &(item, place, length) in self.plain.iter().filter(|(.., length)| *length > 0) {
-            let tensor = tensors.get_item(place)?;
-            let changed = || PlanError::new_err("a tensor changed its shape, dtype or place while it was being saved");
-            // What was planned may have been replaced since (`tensor.data = ...`); only its present size says what may be read.
-            let now = torch.plain(&tensor).ok_or_else(changed)?;
-            if element_count(&now.shape).and_then(|n| n.checked_mul(now.dtype.size())) != Some(length) {
-                return Err(changed());
-            }
-            let address = torch
-                .address(&tensor)?
-                .filter(|&address| address != 0)
-                .ok_or_else(changed)?;
-            let length = usize::try_from(length).map_err(|_| changed())?;
+            // It may have been replaced since it was planned (`tensor.data = ...`): only what it is now says what may be read.
+            let host = plain
+                .look(&tensors.get_item(place)?)?
+                .filter(|host| host.address != 0 && contiguous_length(host) == Some(length))
+                .ok_or_else(|| PlanError::new_err("a tensor changed its shape or place while it was being saved"))?;
+            let length = usize::try_from(length).expect("the length of something in memory");
             parts.push(Part {
                 item,
                 at: 0,
                 // SAFETY: the tensor, contiguous and in host memory, is `length` bytes long, and the list, which the caller holds until
                 // the write is over, keeps it alive. Training code that changes a tensor while it is saved gets a torn save, as with any
                 // writer.
-                data: unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(address), length) },
+                data: unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(host.address), length) },
             });
         }
         Ok(parts)
     }
+}
+
+/// The bytes of a tensor, if it is contiguous.
+fn contiguous_length(host: &HostTensor) -> Option<u64> {
+    let count = element_count(&host.shape)?;
+    let mut stride = 1;
+    for (&size, &is) in host.shape.iter().zip(&host.strides).rev() {
+        // As torch has it: the strides of an empty tensor, and of a dimension of one element, do not matter.
+        if count > 0 && size != 1 && is != stride {
+            return None;
+        }
+        stride *= size;
+    }
+    count.checked_mul(host.dtype.size())
 }
 
 /// Assigns what ranks hold, by their requests: (for each rank the bits of what it saves, the number of items of all of them, the bytes of

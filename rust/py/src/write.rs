@@ -13,7 +13,7 @@ use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 use crate::convert::{Extent, dtype, to_value};
 use crate::error::{IntoPy, PlanError, UnsupportedError};
 use crate::save_plan::Planned;
-use crate::tensors::Torch;
+use crate::plain::Plain;
 use crate::{index, interrupt};
 
 /// One rank's data files of one save. Dropped before `finish`, it removes what it created.
@@ -21,6 +21,9 @@ use crate::{index, interrupt};
 pub struct Save {
     inner: Mutex<Option<write::Save>>,
     planned: Planned,
+    /// Of all items, in bytes.
+    #[pyo3(get)]
+    bytes: u64,
 }
 
 /// FQN, dtype (None: bytes), shape of the whole, flags, path, offsets, sizes, length in bytes.
@@ -87,11 +90,35 @@ impl Save {
     }
 
     /// Writes the plain tensors of the plan that this save was created from; they are in the list that the plan was made with.
-    fn write_plain(&self, py: Python<'_>, torch: &Torch, tensors: &Bound<'_, PyList>) -> PyResult<()> {
-        let parts = self.planned.parts(torch, tensors)?;
+    fn write_plain<'py>(
+        &self,
+        py: Python<'py>,
+        tensors: &Bound<'py, PyList>,
+        types: &Bound<'py, PyTuple>,
+        dtypes: &Bound<'py, PyDict>,
+    ) -> PyResult<()> {
+        let parts = self.planned.parts(&Plain::new(py, types, dtypes)?, tensors)?;
         let inner = self.inner.lock().map_err(|_| closed())?;
         let save = inner.as_ref().ok_or_else(closed)?;
         interrupt::run(py, |control| save.write(&parts, control))
+    }
+
+    /// Writes values: (item, bytes).
+    fn write_values(&self, py: Python<'_>, values: Vec<(u32, PyBackedBytes)>) -> PyResult<()> {
+        let parts: Vec<Part<'_>> = values
+            .iter()
+            .filter(|(_, data)| !data.is_empty())
+            .map(|(item, data)| Part { item: *item, at: 0, data })
+            .collect();
+        let inner = self.inner.lock().map_err(|_| closed())?;
+        let save = inner.as_ref().ok_or_else(closed)?;
+        interrupt::run(py, |control| save.write(&parts, control))
+    }
+
+    /// How many plain tensors come first among the items, where the save was created from a plan.
+    #[getter]
+    fn plain_count(&self) -> usize {
+        self.planned.plain.len()
     }
 
     /// Completes the files, and returns the bytes of an index over them.
@@ -117,12 +144,14 @@ impl Save {
         options: &WriteOptions,
         planned: Planned,
     ) -> PyResult<Self> {
+        let bytes = items.iter().map(|item| item.length).sum();
         let save = py
             .detach(|| write::Save::create(folder, items, info, options))
             .into_py(py)?;
         Ok(Self {
             inner: Mutex::new(Some(save)),
             planned,
+            bytes,
         })
     }
 }
@@ -268,6 +297,12 @@ fn spread(builder: &mut IndexBuilder, planner_data: &Bound<'_, PyAny>) -> PyResu
 #[pyfunction]
 pub fn next_generation(py: Python<'_>, folder: PathBuf) -> PyResult<u64> {
     py.detach(|| write::next_generation(&folder)).into_py(py)
+}
+
+/// Makes `index` the index `name` of `folder`, atomically.
+#[pyfunction]
+pub fn publish(py: Python<'_>, folder: PathBuf, name: &str, index: Vec<u8>, fsync: bool) -> PyResult<()> {
+    py.detach(|| store::publish(&folder, name, &index, fsync)).into_py(py)
 }
 
 /// Removes the data files that an index names, but for those that the published index `name` names too: those of a save that was not

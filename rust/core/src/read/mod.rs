@@ -5,7 +5,10 @@ mod engine;
 mod plan;
 #[cfg(test)]
 mod plan_tests;
+mod segments;
+mod survey;
 mod verify;
+mod worker;
 
 use crate::format::Dims;
 pub use crate::store::FileRef;

@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use super::distcp::{METADATA_NAME, rank_metadata_name};
-use super::safetensors::SUFFIX;
-use crate::format::{INDEX_NAME, rank_index_name};
+use super::safetensors::is_model_file;
+use crate::format::{DataFileName, INDEX_NAME, rank_index_name};
 use crate::{Error, Result};
 
 /// What a path holds.
@@ -60,14 +60,34 @@ pub fn find(path: &Path, rank: Option<u32>) -> Result<Found> {
         Ok(Found::Native)
     } else if has(METADATA_NAME) {
         Ok(Found::Foreign(Foreign::Dcp))
-    } else if names
-        .iter()
-        .any(|name| name.ends_with(SUFFIX) && !name.starts_with('.'))
-    {
+    } else if names.iter().any(|name| is_model_file(name)) {
         Ok(Found::Foreign(Foreign::SafetensorsFolder))
     } else {
         no(why_not(&names).into())
     }
+}
+
+/// What others wrote at `path`, whatever index of this crate lies there.
+pub fn find_data(path: &Path) -> Result<Foreign> {
+    let names = if path.is_dir() { names(path)? } else { Vec::new() };
+    if names.iter().any(|name| name == METADATA_NAME) {
+        return Ok(Foreign::Dcp);
+    }
+    if names.iter().any(|name| is_model_file(name)) {
+        return Ok(Foreign::SafetensorsFolder);
+    }
+    match find(path, None)? {
+        Found::Foreign(kind) => Ok(kind),
+        Found::Native => Err(Error::NotFound {
+            path: path.to_owned(),
+            reason: "there is an index, but no data of others beside it".into(),
+        }),
+    }
+}
+
+/// Whether the folder holds native data files.
+pub fn has_native_data(dir: &Path) -> Result<bool> {
+    Ok(names(dir)?.iter().any(|name| DataFileName::parse(name).is_some()))
 }
 
 fn names(dir: &Path) -> Result<Vec<String>> {
@@ -95,8 +115,10 @@ fn why_not(names: &[String]) -> &'static str {
         .any(|name| name.starts_with("__") && name.ends_with(INDEX_NAME))
     {
         "its index is rank-local (__<rank>.index.dcprs): it opens for one rank at a time"
-    } else if names.iter().any(|name| name.starts_with('g') && name.ends_with(SUFFIX)) {
-        "it has data files but no index.dcprs"
+    } else if names.iter().any(|name| DataFileName::parse(name).is_some()) {
+        "it has data files but no index.dcprs: the save did not finish, or dcp_rs.index(path) rebuilds it"
+    } else if names.is_empty() {
+        "the folder is empty"
     } else {
         "it holds no index.dcprs, no .metadata and no .safetensors file"
     }

@@ -10,6 +10,7 @@ mod fault;
 mod kind;
 pub mod metadata_pickle;
 mod parallel;
+mod payload;
 mod pickle;
 mod recover;
 pub mod safetensors;
@@ -21,15 +22,29 @@ mod zip;
 #[cfg(test)]
 mod tests;
 
-pub use kind::{Foreign, Found, find};
+pub use kind::{Foreign, Found, find, find_data, has_native_data};
 pub use recover::{RecoverOptions, recover};
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
-use crate::format::{INDEX_NAME, Index};
-use crate::{Error, Result};
+use crate::format::{INDEX_NAME, Index, rank_index_name};
+use crate::{Error, Result, load};
+
+/// Opens the checkpoint at `path`, whatever it is: its index file, or else an index made in memory. With `rank`, what that rank wrote for itself.
+/// `threads` may be 0: as many as there are cores.
+pub fn open(path: &Path, rank: Option<u32>, threads: usize) -> Result<Index> {
+    match find(path, rank)? {
+        Found::Native => load::open_index(&path.join(rank.map_or(INDEX_NAME.into(), rank_index_name))),
+        Found::Foreign(kind) => index(path, kind, rank, threads),
+    }
+}
+
+/// Indexes what others wrote at `path`, whatever index lies there.
+pub fn open_data(path: &Path, threads: usize) -> Result<Index> {
+    index(path, find_data(path)?, None, threads)
+}
 
 /// Indexes a checkpoint that [`find`] found: in memory, over its own files, nothing is written. With `rank`, what that rank wrote for
 /// itself. `threads` may be 0: as many as there are cores. The index is as one that lies in the folder of the data.

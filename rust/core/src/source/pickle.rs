@@ -584,4 +584,3 @@ impl Machine<'_, '_> {
         Err(self.fault("a state for what is not a new object"))
     }
 }
-

@@ -13,7 +13,9 @@ use super::sharding::Sharding;
 use super::window::Source;
 use super::{Stat, open_data_file, parallel, stat_data_file};
 use crate::format::safetensors as st;
-use crate::format::{ChunkEntry, Dims, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry, Value, element_count};
+use crate::format::{
+    ChunkEntry, DataFileName, Dims, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry, Value, element_count,
+};
 use crate::{Dtype, Error, Result};
 
 /// What the names of safetensors files end with.
@@ -73,6 +75,12 @@ pub fn index_folder(dir: &Path, threads: usize) -> Result<Vec<u8>> {
     build(dir, &parts, &weight_map)
 }
 
+/// Whether a file of this name is somebody's model. Hidden ones are leftovers of downloads and of macOS; native data files count only where an
+/// index names them: without one they are of a save that did not finish, or that lost it.
+pub(super) fn is_model_file(name: &str) -> bool {
+    name.ends_with(SUFFIX) && !name.starts_with('.') && DataFileName::parse(name).is_none()
+}
+
 /// The safetensors files of a folder, and the files that index them, each sorted.
 fn list(dir: &Path) -> Result<(Vec<String>, Vec<String>)> {
     let failed = |e| Error::io("list", dir, e);
@@ -81,11 +89,9 @@ fn list(dir: &Path) -> Result<(Vec<String>, Vec<String>)> {
         let Ok(name) = entry.map_err(failed)?.file_name().into_string() else {
             continue;
         };
-        // Hidden ones are leftovers of downloads and of macOS.
-        if name.starts_with('.') {
-        } else if name.ends_with(SUFFIX) {
+        if is_model_file(&name) {
             files.push(name);
-        } else if name.ends_with(HF_INDEX_SUFFIX) {
+        } else if name.ends_with(HF_INDEX_SUFFIX) && !name.starts_with('.') {
             indexes.push(name);
         }
     }

@@ -256,4 +256,3 @@ fn size(item: Item) -> Option<u64> {
 fn full((module, name): (&str, &str)) -> String {
     format!("{module}.{name}")
 }
-

@@ -33,7 +33,8 @@ pub struct Part<'a> {
 /// Dropped without [`finish`](Self::finish), it removes the files that it created.
 pub struct Save {
     disk: Disk,
-    dir: PathBuf,
+    /// The folder, after those that it had to be created in.
+    folders: Vec<PathBuf>,
     info: SaveInfo,
     items: Vec<SaveItem>,
     layout: Layout,
@@ -80,11 +81,13 @@ impl Save {
             digests += to_usize(block_count(item.length));
         }
         first_digest.push(digests);
-        disk.create_folder(dir, how.fsync)?;
+        // Synced at the end only: a sync may wait for all that others changed on the disk.
+        let mut folders = disk.create_folder(dir)?;
+        folders.push(dir.to_owned());
         let files = DataFiles::create(disk.clone(), dir, &layout.files, how.direct)?;
         Ok(Self {
             disk,
-            dir: dir.to_owned(),
+            folders,
             info,
             layout,
             how,
@@ -309,7 +312,9 @@ impl Save {
         }
         self.sync()?;
         if self.how.fsync {
-            self.disk.sync_folder(&self.dir)?;
+            for folder in self.folders.iter().rev() {
+                self.disk.sync_folder(folder)?;
+            }
         }
         let index = self.index()?;
         self.files.keep();

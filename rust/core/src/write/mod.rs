@@ -15,3 +15,4 @@ pub use commit::{Committed, commit, discard, next_generation};
 pub use engine::{Part, Save};
 pub use layout::{FilePlan, HEADER_LIMIT, Layout, Place, SaveInfo, SaveItem, plan_files};
 pub use options::{WriteIo, WriteOptions};
+pub(crate) use staging::Staging;

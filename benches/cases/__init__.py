@@ -1,0 +1,14 @@
+"""The families of cases, in the order in which they run. Each has `run(context)`, which returns rows."""
+
+FAMILIES = {
+    "warm": "everything in the page cache, into preallocated tensors; and what verify costs",
+    "cold": "nothing in the page cache",
+    "small": "many small tensors",
+    "metadata": "very many chunks: the metadata and the plan of one rank",
+    "reshard": "saved by rows, loaded by columns",
+    "save": "saving, with fsync",
+    "memory": "anonymous memory while loading",
+    "views": "opening a checkpoint and touching every name",
+    "foreign": "checkpoints of others, in place",
+    "peers": "other loaders",
+}

@@ -1,0 +1,52 @@
+"""The same state with nothing of it in the page cache, which is checked before every run."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from harness import checkpoints, loaders, page_cache
+from harness.context import Context
+from harness.loaders import HUGGING_FACE, OURS, OURS_STOCK_PLANNER, SAFETENSORS, STOCK
+from harness.pairs import Contender, measure
+from harness.rows import Row, versus
+from harness.states import Pattern, model_shapes, size_of
+
+LIMIT = "limit: O_DIRECT, 16 in flight"
+
+
+def run(context: Context) -> list[Row]:
+    pattern = Pattern(model_shapes(context.sizes), torch.bfloat16)
+    folder = context.folder / "model"
+    native = checkpoints.native(folder, pattern)
+    stock = checkpoints.stock(folder, pattern)
+    hugging_face = checkpoints.hugging_face(folder, pattern)
+    state = pattern.blank()
+
+    def cold(name: str, load: Callable[[Path, loaders.State], None], path: Path) -> Contender:
+        return loaders.loads(name, load, path, state, pattern, before=lambda: page_cache.drop(path), warm_up=False)
+
+    with context.limit_over(*native.glob("*.safetensors")) as limit:
+        times = measure(
+            [
+                cold(OURS, loaders.ours, native),
+                cold(STOCK, loaders.stock, stock),
+                Contender(
+                    LIMIT,
+                    lambda: limit.seconds("direct"),
+                    before=lambda: page_cache.drop(native),
+                    warm_up=False,
+                ),
+                cold(HUGGING_FACE, loaders.hugging_face, hugging_face),
+                cold(OURS_STOCK_PLANNER, loaders.ours_stock_planner, native),
+                cold(SAFETENSORS, loaders.safetensors, hugging_face),
+            ],
+            **context.pairs,
+        )
+    case = f"cold, {len(pattern.shapes)} bf16 tensors, {size_of(pattern.nbytes)}"
+    return [
+        versus(case, times, OURS, STOCK, reach=2, stretch=2.4),
+        versus(case, times, OURS, HUGGING_FACE, reach=2, stretch=2.4),
+        versus(case, times, OURS, LIMIT, reach=0.9, stretch=0.97),
+        versus(case, times, OURS, SAFETENSORS),
+        versus(case, times, OURS_STOCK_PLANNER, LIMIT),
+    ]

@@ -1,0 +1,177 @@
+"""Saved by 8 ranks as row shards; one of 4 ranks loads its column shard of every matrix."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import checkpoints, loaders, page_cache
+from harness.context import Context
+from harness.loaders import OURS, OURS_STOCK_PLANNER, STOCK
+from harness.memory import storage_bytes_read
+from harness.pairs import Contender, measure
+from harness.rows import Row, figure, versus
+from harness.states import Pattern, scramble, size_of, square_shapes
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dcp_rs import _core
+from dcp_rs.options import ReadOptions
+
+SAVED_BY, LOADED_BY, RANK = 8, 4, 1
+
+
+def run(context: Context) -> list[Row]:
+    pattern = Pattern(square_shapes(context.sizes), torch.bfloat16)
+    native, stock = checkpoints.row_sharded(context.folder / "reshard", pattern, SAVED_BY)
+    with checkpoints.pretend_rank(RANK, LOADED_BY):
+        return [
+            *_times(context, pattern, native, stock),
+            *_amounts(pattern, native),
+            *_cold(context, pattern, native, stock),
+        ]
+
+
+def _shard(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    return torch.chunk(tensor, LOADED_BY, dim=dim)[RANK]
+
+
+def _state(pattern: Pattern) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Column shards as DTensors, and the memory behind them."""
+    mesh = init_device_mesh("cpu", (LOADED_BY,))
+    locals_ = {
+        name: torch.zeros_like(_shard(pattern.view(name), 1), memory_format=torch.contiguous_format)
+        for name in pattern.shapes
+    }
+    state = {
+        name: DTensor.from_local(
+            local,
+            mesh,
+            [Shard(1)],
+            run_check=False,
+            shape=torch.Size(pattern.shapes[name]),
+            stride=(pattern.shapes[name][1], 1),
+        )
+        for name, local in locals_.items()
+    }
+    return state, locals_
+
+
+def _contender(
+    name: str,
+    load: Callable[[Path, Any], None],
+    path: Path,
+    pattern: Pattern,
+    prepare: Callable[[Path], None],
+) -> Contender:
+    state, memory = _state(pattern)
+
+    def before() -> None:
+        scramble(memory.values())
+        prepare(path)
+
+    def check() -> None:
+        for fqn, local in memory.items():
+            expected = _shard(pattern.view(fqn), 1)
+            assert torch.equal(local.view(torch.int16), expected.view(torch.int16)), fqn
+
+    return Contender(name, lambda: load(path, state), before=before, verify=check, warm_up=False)
+
+
+def _case(pattern: Pattern, warmth: str) -> str:
+    return (
+        f"{warmth}, saved as row shards of {SAVED_BY} ({size_of(pattern.nbytes)}), "
+        f"loaded as one column shard of {LOADED_BY}"
+    )
+
+
+def _times(context: Context, pattern: Pattern, native: Path, stock: Path) -> list[Row]:
+    def warm(path: Path) -> None:
+        page_cache.warm(path)
+
+    times = measure(
+        [
+            _contender(OURS, loaders.ours, native, pattern, warm),
+            _contender(STOCK, loaders.stock, stock, pattern, warm),
+            _contender(OURS_STOCK_PLANNER, loaders.ours_stock_planner, native, pattern, warm),
+        ],
+        **context.pairs,
+    )
+    case = _case(pattern, "warm")
+    return [
+        versus(case, times, OURS, STOCK, reach=8, stretch=15),
+        versus(case, times, OURS_STOCK_PLANNER, STOCK),
+    ]
+
+
+def _amounts(pattern: Pattern, native: Path) -> list[Row]:
+    """Bytes read for each byte wanted, as the engine counts them, in every mode."""
+    rows = []
+    index = _core.Index.open(str(native / "index.dcprs"), False)  # the extension takes it by position
+    for dim, kind, reach, stretch in ((0, "row", 1.05, 1.0), (1, "column", 2.0, 1.5)):
+        for io in ("mmap", "direct", "buffered"):
+            requests, kept = [], []
+            for name, shape in pattern.shapes.items():
+                tensor = index.find(name)
+                assert tensor is not None
+                want = _shard(pattern.view(name), dim)
+                to = torch.empty(want.shape, dtype=want.dtype)
+                offsets = [0, 0]
+                offsets[dim] = RANK * -(-shape[dim] // LOADED_BY)
+                requests.append((tensor, offsets, want.shape, to.data_ptr(), to.stride()))
+                kept.append((want, to))
+            if io != "mmap":
+                page_cache.drop(native)
+            wanted, read = index.read_regions(requests, **ReadOptions(io=io).engine())
+            for want, to in kept:
+                assert torch.equal(to.view(torch.int16), want.view(torch.int16))
+            rows.append(
+                figure(
+                    f"bytes read for each byte wanted, {kind} shard of {LOADED_BY}",
+                    f"dcp_rs, io={io!r}",
+                    "B/B",
+                    [read / wanted],
+                    reach=reach,
+                    stretch=stretch,
+                    note="counted by the engine",
+                )
+            )
+    return rows
+
+
+def _cold(context: Context, pattern: Pattern, native: Path, stock: Path) -> list[Row]:
+    """Cold: times, and what the kernel says was read from the disk."""
+    amounts: dict[str, list[float]] = {OURS: [], STOCK: []}
+    wanted = sum(_shard(pattern.view(name), 1).nbytes for name in pattern.shapes)
+
+    def counted(name: str, load: Callable[[Path, Any], None]) -> Callable[[Path, Any], None]:
+        def run_counted(path: Path, state: Any) -> None:
+            before = storage_bytes_read()
+            load(path, state)
+            amounts[name].append((storage_bytes_read() - before) / wanted)
+
+        return run_counted
+
+    times = measure(
+        [
+            _contender(OURS, counted(OURS, loaders.ours), native, pattern, page_cache.drop),
+            _contender(STOCK, counted(STOCK, loaders.stock), stock, pattern, page_cache.drop),
+        ],
+        **context.pairs,
+    )
+    case = _case(pattern, "cold")
+    rows = [versus(case, times, OURS, STOCK)]
+    for name, reach, stretch in ((OURS, 2.0, 1.5), (STOCK, None, None)):
+        if amounts[name]:
+            rows.append(
+                figure(
+                    f"cold, bytes the disk delivered for each byte wanted, column shard of {LOADED_BY}",
+                    name,
+                    "B/B",
+                    amounts[name],
+                    reach=reach,
+                    stretch=stretch,
+                    note="/proc/self/io",
+                )
+            )
+    return rows

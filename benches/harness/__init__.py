@@ -1,0 +1,1 @@
+"""What all benchmarks share: pairs, processes, page cache, memory, data, report."""

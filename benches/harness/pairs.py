@@ -1,0 +1,103 @@
+"""Interleaved rounds: every contender runs once a round, so that what disturbs one disturbs all."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+#: A contender slower than this runs `slow_rounds` times only, in seconds.
+SLOW = 5.0
+
+
+def nothing() -> None:
+    """The default of what a contender need not do."""
+
+
+@dataclass
+class Contender:
+    """One way to do the work of a case.
+
+    Attributes:
+        name: in the report.
+        run: does it; returns the seconds it took where it measured them itself, else None.
+        before: prepares each run; not timed.
+        verify: raises unless the last run did what it should; called after the timing of the last round.
+        warm_up: run once before the first round.
+    """
+
+    name: str
+    run: Callable[[], float | None]
+    before: Callable[[], None] = nothing
+    verify: Callable[[], None] = nothing
+    warm_up: bool = True
+
+
+@dataclass
+class Times:
+    """Seconds of a contender in each round, or why there are none."""
+
+    seconds: list[float] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def measure(contenders: Sequence[Contender], *, rounds: int, slow_rounds: int) -> dict[str, Times]:
+    """Runs all in turn, each round beginning with another. One that fails is left out from then on."""
+    times = {contender.name: Times() for contender in contenders}
+    for contender in contenders:
+        if contender.warm_up:
+            _attempt(contender, times[contender.name], keep=False)
+    for this_round in range(rounds):
+        start = this_round % len(contenders)
+        for contender in [*contenders[start:], *contenders[:start]]:
+            record = times[contender.name]
+            wanted = slow_rounds if max(record.seconds, default=0.0) > SLOW else rounds
+            if record.error is None and this_round < wanted:
+                _attempt(contender, record, keep=True)
+    return times
+
+
+def _attempt(contender: Contender, record: Times, *, keep: bool) -> None:
+    try:
+        contender.before()
+        gc.collect()
+        start = time.perf_counter()
+        seconds = contender.run()
+        took = time.perf_counter() - start
+        contender.verify()
+    except Exception as error:  # noqa: BLE001  # a contender that fails is a line of the report
+        traceback.print_exc(limit=-4, chain=False)
+        record.error = f"{type(error).__name__}: {error}".splitlines()[0]
+        record.seconds.clear()
+        return
+    if keep:
+        record.seconds.append(took if seconds is None else seconds)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median and its quartiles."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        if len(values) < 2:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(low, median, high)
+
+
+def ratio(theirs: Times, ours: Times) -> Spread:
+    """How many times longer `theirs` took, round by round."""
+    pairs = zip(theirs.seconds, ours.seconds, strict=False)  # the slower of them ran fewer rounds
+    return Spread.of([their / our for their, our in pairs])

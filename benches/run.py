@@ -1,0 +1,126 @@
+"""Measures dcp-rs beside stock DCP and others, in one run: `make bench`, `make bench ARGS='--only warm,cold --quick'`."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from cases import FAMILIES
+from harness import machine, plot, report
+from harness.context import SIZES, Context
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="families:\n" + "\n".join(f"  {name:9} {what}" for name, what in FAMILIES.items()),
+    )
+    parser.add_argument("--only", help="families, separated by commas (default: all)")
+    parser.add_argument("--size", choices=SIZES, default="full")
+    parser.add_argument("--quick", action="store_const", const="quick", dest="size", help="--size quick")
+    parser.add_argument("--rounds", type=int, help="pairs a case, in place of the size's own")
+    parser.add_argument("--scaling", action="store_true", help="how cost grows, in place of the table")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=HERE / "data",
+        help="where data goes: some 16 GB, on the disk to be measured; removed after (default: %(default)s)",
+    )
+    parser.add_argument("--keep", action="store_true", help="keep the data, for the next run with it")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="(default: %(default)s)")
+    parser.add_argument(
+        "--peers",
+        type=Path,
+        default=ROOT / ".venv-peers",
+        help="where the virtual environments of other loaders are made (default: %(default)s)",
+    )
+    return parser.parse_args(arguments)
+
+
+def build_limit() -> Path:
+    """The program that measures the limit of the machine."""
+    command = ["cargo", "build", "--release", "--quiet", "--package", "dcp-rs-core"]
+    subprocess.run([*command, "--example", "limit"], cwd=ROOT, check=True)
+    described = subprocess.run(
+        ["cargo", "metadata", "--format-version=1", "--no-deps"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    return Path(json.loads(described.stdout)["target_directory"], "release", "examples", "limit")
+
+
+def run_family(name: str, context: Context) -> dict[str, Any]:
+    """A family in a process of its own: what fails in it is a line of the report."""
+    out = context.folder / f"{name}.json"
+    command = [sys.executable, "-m", "harness.family", name, context.to_json(), str(out)]
+    status = subprocess.run(command, cwd=HERE, check=False).returncode
+    if status == 0:
+        result: dict[str, Any] = json.loads(out.read_text())
+        return result
+    row = {"case": FAMILIES[name], "error": f"the family {name} failed with status {status}"}
+    empty = dict.fromkeys(("value", "reach", "stretch", "ours_s", "theirs_s"))
+    row |= {"ours": "", "against": "", "unit": "", "note": "", "rounds": 0, "verdict": "failed"}
+    quiet = {"busy": 0.0, "stolen": 0.0, "load_average": 0.0}
+    return {"family": name, "noise": {"before": quiet, "after": quiet}, "rows": [row | empty]}
+
+
+def main() -> int:
+    arguments = parse()
+    names = arguments.only.split(",") if arguments.only else list(FAMILIES)
+    if arguments.scaling:
+        names = ["scaling"]
+    unknown = set(names) - {*FAMILIES, "scaling"}
+    if unknown:
+        print(f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
+        return 2
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    limit = build_limit()
+    folder = arguments.folder / f"bench-{arguments.size}"
+    if not arguments.keep:
+        folder = Path(tempfile.mkdtemp(prefix="bench-", dir=arguments.folder))
+    folder.mkdir(exist_ok=True)
+    context = Context(folder, arguments.size, limit, arguments.peers, arguments.rounds)
+    results: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "machine": machine.describe(folder),
+        "size": arguments.size,
+        "families": [],
+    }
+    try:
+        for name in names:
+            print(f"-- {name}", flush=True)
+            results["families"].append(run_family(name, context))
+            write(results, arguments.out)  # a run that is interrupted leaves what it has
+    finally:
+        if not arguments.keep:
+            shutil.rmtree(folder)
+    print(report.markdown(results))
+    print(f"written to {arguments.out}")
+    failed = any(row["verdict"] == "failed" for f in results["families"] for row in f["rows"])
+    return 1 if failed else 0
+
+
+def write(results: dict[str, Any], out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    stem = f"{results['date']}-{machine.label(results['machine'])}"
+    if results["size"] != "full":
+        stem += f"-{results['size']}"
+    (out / f"{stem}.json").write_text(json.dumps(results, indent=1) + "\n")
+    (out / f"{stem}.md").write_text(report.markdown(results))
+    plot.draw(results, out / f"{stem}.svg")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

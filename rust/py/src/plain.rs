@@ -1,0 +1,164 @@
+//! Plain tensors: those in host memory that are stored as they lie there. A model has thousands, so what there is to know of them is
+//! asked here and not in Python, where every tuple of every tensor would burden the garbage collector.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use dcp_rs_core::Dtype;
+use dcp_rs_core::format::{Dims, Kind};
+use dcp_rs_core::load::Gather;
+use dcp_rs_core::overlap::Region;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
+use pyo3::types::{PyDict, PyList, PyTuple, PyType};
+
+use crate::convert::{Extent, dtype};
+use crate::error::IntoPy;
+use crate::index::Index;
+use crate::read::{self, Stats};
+
+/// What the planner says is plain: exact types, and the dtypes of the format.
+pub struct Plain<'py> {
+    types: Vec<Bound<'py, PyType>>,
+    dtypes: HashMap<usize, Dtype>,
+    strided: Bound<'py, PyAny>,
+}
+
+/// A tensor in host memory.
+pub struct HostTensor {
+    pub dtype: Dtype,
+    pub shape: Dims,
+    pub strides: Dims,
+    pub address: usize,
+}
+
+impl<'py> Plain<'py> {
+    pub fn new(py: Python<'py>, types: &Bound<'py, PyTuple>, dtypes: &Bound<'py, PyDict>) -> PyResult<Self> {
+        Ok(Self {
+            types: types
+                .iter()
+                .map(|class| Ok(class.cast_into::<PyType>()?))
+                .collect::<PyResult<_>>()?,
+            // torch has one object for each dtype, so that its address tells which one it is.
+            dtypes: dtypes
+                .iter()
+                .map(|(object, name)| Ok((object.as_ptr() as usize, dtype(name.extract()?)?)))
+                .collect::<PyResult<_>>()?,
+            strided: py.import(intern!(py, "torch"))?.getattr(intern!(py, "strided"))?,
+        })
+    }
+
+    /// The memory of a tensor, if bytes in host memory are all there is to it.
+    pub fn look(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Option<HostTensor>> {
+        let py = tensor.py();
+        let class = tensor.get_type();
+        if !self.types.iter().any(|plain| plain.is(&class)) {
+            return Ok(None);
+        }
+        let holds = |name| tensor.getattr(name)?.is_truthy();
+        // A shard of a larger tensor, in torch's `CheckpointableTensor`, is marked by attributes.
+        if !holds(intern!(py, "is_cpu"))? || holds(intern!(py, "__dict__"))? {
+            return Ok(None);
+        }
+        let Some(&dtype) = self
+            .dtypes
+            .get(&(tensor.getattr(intern!(py, "dtype"))?.as_ptr() as usize))
+        else {
+            return Ok(None);
+        };
+        if !tensor.getattr(intern!(py, "layout"))?.is(&self.strided)
+            || tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()?
+            || tensor.call_method0(intern!(py, "is_conj"))?.is_truthy()?
+        {
+            return Ok(None);
+        }
+        Ok(Some(HostTensor {
+            dtype,
+            shape: tensor.getattr(intern!(py, "shape"))?.extract::<Extent>()?.0,
+            strides: tensor.call_method0(intern!(py, "stride"))?.extract::<Extent>()?.0,
+            address: tensor.call_method0(intern!(py, "data_ptr"))?.extract()?,
+        }))
+    }
+}
+
+/// Reads that are planned, and checked as far as they can be without reading.
+#[pyclass(frozen, module = "dcp_rs._core")]
+pub struct Batch {
+    gather: Gather,
+}
+
+#[pymethods]
+impl Batch {
+    fn __len__(&self) -> usize {
+        self.gather.len()
+    }
+
+    /// Fills the tensors, which the caller has kept as they were.
+    #[pyo3(signature = (*, io, threads, verify, max_inflight_bytes))]
+    fn read(&self, py: Python<'_>, io: &str, threads: usize, verify: bool, max_inflight_bytes: u64) -> PyResult<Stats> {
+        let options = read::options(io, threads, verify, max_inflight_bytes)?;
+        let stats = read::run(py, &self.gather, &options)?;
+        Ok((stats.bytes_wanted, stats.bytes_read))
+    }
+}
+
+#[pymethods]
+impl Index {
+    /// A batch that fills those of the tensors that are plain and fit what is stored under their names, and the places of all others.
+    ///
+    /// Raises unless the data files of the batch are there and as long as they should be.
+    fn plan_plain(
+        &self,
+        py: Python<'_>,
+        names: Vec<PyBackedStr>,
+        tensors: &Bound<'_, PyList>,
+        types: &Bound<'_, PyTuple>,
+        dtypes: &Bound<'_, PyDict>,
+    ) -> PyResult<(Batch, Vec<usize>)> {
+        let plain = Plain::new(py, types, dtypes)?;
+        let mut gather = Gather::new(Arc::clone(&self.inner), self.allow_external);
+        let mut others = Vec::new();
+        for (i, (name, tensor)) in names.iter().zip(tensors.iter()).enumerate() {
+            if !self.add_plain(&mut gather, &plain, name, &tensor)? {
+                others.push(i);
+            }
+        }
+        py.detach(|| gather.check_files()).into_py(py)?;
+        Ok((Batch { gather }, others))
+    }
+}
+
+impl Index {
+    /// Whether the tensor was added.
+    fn add_plain<'py>(
+        &self,
+        gather: &mut Gather,
+        plain: &Plain<'py>,
+        name: &str,
+        tensor: &Bound<'py, PyAny>,
+    ) -> PyResult<bool> {
+        let Some(host) = plain.look(tensor)? else {
+            return Ok(false);
+        };
+        let Some(stored) = self.inner.find(name) else {
+            return Ok(false);
+        };
+        let view = self.inner.tensor(stored);
+        if view.kind != Kind::Tensor || view.dtype != Some(host.dtype) || view.shape != host.shape {
+            return Ok(false);
+        }
+        let whole = Region {
+            offsets: Dims::from_elem(0, host.shape.len()),
+            sizes: host.shape,
+        };
+        let to = read::memory(host.address, &host.strides, host.dtype.size())?;
+        // What the chunks do not hold, and what cannot be written to, is reported by the planner, which has the words for it.
+        let before = gather.len();
+        if gather.add_region(stored, &whole, &to).is_err() {
+            gather.truncate(before);
+            return Ok(false);
+        }
+        Ok(true)
+    }
+}
