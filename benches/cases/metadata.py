@@ -62,7 +62,7 @@ def write_native(path: Path, fqns: int, ranks: int) -> None:
     paths = {name: tuple(name.split(".")) for name in names(fqns)}
     _core.commit_indexes(
         str(path),
-        "index.dcprs",
+        None,
         indexes,
         save_id=bytes(16),
         generation=1,

@@ -4,7 +4,8 @@ Extents (offsets, sizes, strides) are tuples of non-negative integers. Strides a
 alive and, where it is read into, unaliased until the call returns. The GIL is released during all I/O, and Ctrl-C stops it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import builtins
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
@@ -138,12 +139,13 @@ class SavePlan:
     def add_plain(
         self,
         names: list[str],
-        paths: list[tuple[Any, ...]] | None,
+        paths: list[Any] | None,
         tensors: list[Any],
         types: tuple[type, ...],
         dtypes: dict[Any, str],
         *,
-        cast: str | None,
+        cast: str | None = None,
+        shapes: list[Any] | None = None,
     ) -> list[int]:
         """Adds those that are plain; returns the places of the others."""
     def add(
@@ -170,6 +172,40 @@ class SavePlan:
         max_inflight_bytes: int,
     ) -> Save:
         """A save of the plain tensors that this rank keeps, then of the others, whose lengths are given."""
+class SlabReader:
+    """A load in progress: threads that fill slabs ahead of whoever empties them."""
+
+    @staticmethod
+    def create(
+        index: Index,
+        wants: Sequence[tuple[int, _Extent, _Extent, bool, int]],
+        slab_bytes: int,
+        *,
+        sort: bool,
+        io: str,
+        threads: int,
+        verify: bool,
+    ) -> SlabReader:
+        """Wants are (chunk, offsets, sizes, whether they go to one run of memory, group); groups do not share slabs."""
+    @property
+    def batch_count(self) -> int: ...
+    @property
+    def workers(self) -> int:
+        """How many slabs are best filled at a time."""
+    def batch(self, batch: int) -> tuple[int, list[Any]]:
+        """The group, and pieces (item, place, bytes, first byte) or (item, place, bytes, offsets, sizes), in the order of their places."""
+    def images(self, batch: int) -> list[tuple[str, int, int, int, int, int]]:
+        """[(path, first byte, byte after the last, place, first piece, piece after the last)] for what lies in the slab as it does in the file,
+        page by page."""
+    def start(self, addresses: Sequence[int], memory: object, workers: int) -> None:
+        """Begins to fill slabs at the addresses, multiples of 4096, of memory that ``memory`` keeps alive."""
+    def next(self) -> tuple[int, int] | None:
+        """(batch, slab), in order, once it is filled; None after the last."""
+    def release(self, slab: int) -> None: ...
+    def close(self) -> None:
+        """Stops the load. After it no slab is touched."""
+    def stats(self) -> tuple[int, int, int]:
+        """(bytes wanted, bytes read, bytes read past the page cache), once closed."""
 
 @final
 class Save:
@@ -200,7 +236,7 @@ class Save:
     def plain_count(self) -> int: ...
     @property
     def bytes(self) -> int: ...
-    def finish(self) -> builtins.bytes:
+    def finish(self, save_id: builtins.bytes | None = None) -> builtins.bytes:
         """Completes the files and returns an index over them."""
     def abort(self) -> None:
         """Removes the files."""
@@ -218,7 +254,7 @@ def assign_saves(requests: Sequence[bytes], *, lowest_rank: bool) -> tuple[list[
 
 def commit_indexes(
     folder: str,
-    name: str,
+    rank: int | None,
     indexes: Sequence[bytes],
     *,
     save_id: bytes,
@@ -233,5 +269,5 @@ def commit_indexes(
 def has_native_data(folder: str) -> bool: ...
 def next_generation(folder: str) -> int: ...
 def publish(folder: str, name: str, index: bytes, fsync: bool) -> None: ...
-def discard(folder: str, name: str, index: bytes) -> None:
-    """Removes the data files that ``index`` names and the published index ``name`` does not."""
+def discard(folder: str, rank: int | None, index: bytes) -> None:
+    """Removes the data files that ``index`` names and the published one (with ``rank``, of that rank) does not."""

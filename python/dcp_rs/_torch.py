@@ -30,9 +30,11 @@ __all__ = [
     "default_device",
     "dtensor_of",
     "dtensor_offsets",
+    "empty_host_cache",
     "empty_like",
     "find_shard",
     "flatten_sharded_tensors",
+    "has_gds",
     "flatten_as_2_3",
     "has_memory",
     "host_copy_of_sharded",
@@ -149,6 +151,18 @@ def dtensor_offsets(tensor: DTensor) -> tuple[int, ...]:
 def is_strided_shard(placement: Placement) -> bool:
     """Whether the placement may interleave ranks (FSDP2 over TP)."""
     return isinstance(placement, _StridedShard)
+
+
+def empty_host_cache() -> None:
+    """Gives pinned memory that nothing uses back to the system."""
+    release = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
+    if release is not None:  # 2.15 has the first, 2.8 and 2.11 the second
+        release()
+
+
+def has_gds() -> bool:
+    """Whether torch was built with GPUDirect Storage, as far as it says: 2.15 does, before it one has to try."""
+    return bool(getattr(torch._C, "_has_gds", True))
 
 
 def with_dim(placement: Placement, dim: int) -> Placement:

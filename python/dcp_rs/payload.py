@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import io
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
-from dcp_rs import _core, _torch, objects
+from dcp_rs import _core, _torch, objects, staging
 from dcp_rs._dtypes import NAMES
+from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs.errors import CorruptDataError, PlanError, UnsafePickleError, UnsupportedError
 from dcp_rs.metadata import tensor_flags
 from dcp_rs.options import WriteOptions
-from dcp_rs.staging import StagingRing
+from dcp_rs.staging import Lane, Transfer
 
-__all__ = ["Entry", "collect", "dump", "refuse_meta", "why_not_raw", "write_entries"]
+__all__ = ["Entry", "Writes", "collect", "dump", "refuse_meta", "why_not_raw", "write_entries"]
+
+#: Parts begin at multiples of this in a buffer.
+_ALIGNMENT = 64
 
 #: Digests cover blocks of this many bytes, so a tensor that is written in parts is cut at multiples of it.
 BLOCK_BYTES = 1 << 20
@@ -71,7 +76,24 @@ class Entry:
         return self.fqn, dtype, self.shape, self.flags, self.path, self.offsets, self.sizes, self.nbytes
 
 
-def collect(plan: SavePlan, planner: SavePlanner) -> list[Entry]:
+@dataclass
+class Writes:
+    """What one rank writes.
+
+    Attributes:
+        plan: its items.
+        keep: which of them it writes, a bit for each; None: all.
+        tensors: the list that the plan's plain tensors are places in.
+        entries: the other items that it writes.
+    """
+
+    plan: _core.SavePlan
+    keep: bytes | None
+    tensors: list[Any]
+    entries: list[Entry]
+
+
+def collect(plan: SavePlan, planner: SavePlanner) -> Writes:
     """Resolves every item of the plan. Tensors are not copied here.
 
     Raises:
@@ -79,7 +101,31 @@ def collect(plan: SavePlan, planner: SavePlanner) -> list[Entry]:
         PlanError: a tensor has another shape than the plan says.
     """
     paths = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
-    return [_entry(item, planner.resolve_data(item), paths.get(item.index.fqn)) for item in plan.items]
+    whole: list[WriteItem] = []
+    names: list[str] = []
+    tensors: list[Any] = []
+    shapes: list[Any] = []
+    entries: list[Entry] = []
+    for item in plan.items:
+        data = planner.resolve_data(item)
+        fqn = item.index.fqn
+        if item.type == WriteItemType.TENSOR and item.tensor_data is not None and _is_whole(item.tensor_data):
+            whole.append(item)
+            names.append(fqn)
+            tensors.append(data)
+            shapes.append(item.tensor_data.size)
+        else:
+            entries.append(_entry(item, data, paths.get(fqn)))
+    core = _core.SavePlan()
+    where = list(map(paths.get, names))
+    others = core.add_plain(names, where, tensors, PLAIN_TYPES, NAMES, shapes=shapes)
+    entries += [_entry(whole[i], tensors[i], where[i]) for i in others]
+    core.add([entry.item() for entry in entries])
+    return Writes(core, None, tensors, entries)
+
+
+def _is_whole(data: TensorWriteData) -> bool:
+    return data.chunk.sizes == data.size and not any(data.chunk.offsets)
 
 
 def _entry(item: WriteItem, data: torch.Tensor | io.BytesIO, path: Any) -> Entry:
@@ -128,7 +174,7 @@ def why_not_raw(tensor: torch.Tensor) -> str | None:
         return f"its layout is {tensor.layout}"
     if _torch.is_wrapper_subclass(tensor) or not _torch.has_memory(tensor):
         kind = type(tensor)
-        return "its memory has been freed" if kind in _torch.PLAIN_TYPES else f"it is a {kind.__name__}"
+        return "its memory has been freed" if kind in PLAIN_TYPES else f"it is a {kind.__name__}"
     if tensor.dtype not in NAMES:
         return f"its dtype is {tensor.dtype}"
     return None
@@ -204,7 +250,7 @@ def _write_converted(save: _core.Save, entries: Sequence[tuple[int, Entry]], lim
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 64) * 64
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _raw_parts(entry: Entry, limit: int) -> Iterator[torch.Tensor]:
@@ -243,24 +289,65 @@ class _Part:
 def _write_from_device(
     save: _core.Save, device: torch.device, entries: Sequence[tuple[int, Entry]], options: WriteOptions
 ) -> None:
-    """Copies down into one slab while another is being written."""
-    ring = StagingRing.for_device(device, options.inflight_bytes(accelerator=True), align=BLOCK_BYTES)
-    with ring:
-        ready: tuple[torch.Tensor, list[_Part], Any] | None = None
-        for parts in _slabfuls(entries, ring.slab_bytes):
-            slab = ring.acquire()
-            token = ring.copy_in(slab, [(slab[p.slab_at : p.slab_at + p.source.nbytes], p.source) for p in parts])
-            if ready is not None:
-                _write_slab(save, ring, *ready)
-            ready = slab, parts, token
-        if ready is not None:
-            _write_slab(save, ring, *ready)
+    """Copies down into some slabs while others are being written."""
+    max_bytes = options.inflight_bytes(accelerator=True)
+    nbytes = staging.slab_bytes(max_bytes, least=BLOCK_BYTES)
+    total = sum(entry.nbytes for _, entry in entries)
+    count = max(1, min(max_bytes // nbytes, -(-total // nbytes) + 1))
+    slabs = staging.slabs.take(count, nbytes, pinned=True)
+    free = list(reversed(slabs))
+    lane = staging.lane_for(device)
+    copying: deque[tuple[torch.Tensor, list[_Part], Any]] = deque()
+    slabfuls = _slabfuls(entries, nbytes)
+    try:
+        while True:
+            while free and (parts := next(slabfuls, None)):
+                slab = free.pop()
+                # The caller's stream may be making a strided part contiguous.
+                lane.order_after_caller()
+                copying.append((slab, parts, lane.download(slab, _transfer(slab, lane, parts))))
+            if not copying:
+                break
+            # Half of what there is: the disk gets large writes, and the copies to the other half go on meanwhile.
+            ready = [copying.popleft() for _ in range(min(len(copying), max(1, count // 2)))]
+            for _, _, token in ready:
+                lane.wait(token)
+            save.write(
+                [
+                    (part.item, part.at, slab.data_ptr() + part.slab_at, part.source.nbytes)
+                    for slab, parts, _ in ready
+                    for part in parts
+                ]
+            )
+            free += [slab for slab, _, _ in ready]
+    finally:
+        lane.order_before_caller()
+        for _, _, token in copying:
+            lane.wait(token)
+    staging.slabs.give(slabs)
 
 
-def _write_slab(save: _core.Save, ring: StagingRing, slab: torch.Tensor, parts: list[_Part], token: Any) -> None:
-    ring.wait(token)
-    base = slab.data_ptr()
-    save.write([(p.item, p.at, base + p.slab_at, p.source.nbytes) for p in parts])
+def _transfer(slab: torch.Tensor, lane: Lane, parts: Sequence[_Part]) -> Transfer:
+    """The copies of the parts into the slab: the small ones are gathered on the device first."""
+    transfer = Transfer()
+    group: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    scratch: torch.Tensor | None = None
+    for part in parts:
+        begin, end = part.slab_at, part.slab_at + part.source.nbytes
+        if part.source.nbytes >= BLOCK_BYTES:
+            transfer.direct.append((slab[begin:end], part.source))
+            continue
+        if scratch is None:
+            scratch = lane.scratch(slab)
+        if transfer.runs and begin - transfer.runs[-1][1] < _ALIGNMENT:
+            transfer.runs[-1] = (transfer.runs[-1][0], end)
+        else:
+            transfer.runs.append((begin, end))
+        group[0].append(scratch[begin:end])
+        group[1].append(part.source)
+    if group[0]:
+        transfer.grouped.append(group)
+    return transfer
 
 
 def _slabfuls(entries: Sequence[tuple[int, Entry]], slab_bytes: int) -> Iterator[list[_Part]]:
@@ -268,21 +355,30 @@ def _slabfuls(entries: Sequence[tuple[int, Entry]], slab_bytes: int) -> Iterator
     parts: list[_Part] = []
     at = 0
     for item, entry in entries:
-        tensor = cast(torch.Tensor, entry.data)
-        dtype = entry.dtype or tensor.dtype
-        flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
         begin = 0
         while begin < entry.nbytes:
             room = slab_bytes - at
             left = entry.nbytes - begin
             length = left if left <= room else room // BLOCK_BYTES * BLOCK_BYTES
-            if length == 0:
+            if length <= 0:
                 yield parts
                 parts, at = [], 0
                 continue
-            source = flat[begin // dtype.itemsize : (begin + length) // dtype.itemsize].to(dtype).view(torch.uint8)
-            parts.append(_Part(item, begin, source, at))
+            parts.append(_Part(item, begin, _bytes_of(entry, begin, begin + length), at))
             begin += length
             at += _aligned(length)
     if parts:
         yield parts
+
+
+def _bytes_of(entry: Entry, begin: int, end: int) -> torch.Tensor:
+    """Bytes of the elements in row-major order, on the tensor's device. Of a strided tensor, only the rows that hold them are copied."""
+    tensor = cast(torch.Tensor, entry.data)
+    dtype = entry.dtype or tensor.dtype
+    if not tensor.is_contiguous() and tensor.dim() > 0:
+        row = entry.nbytes // tensor.shape[0]
+        first, last = begin // row, -(-end // row)
+        tensor = tensor.narrow(0, first, last - first).contiguous()
+        begin, end = begin - first * row, end - first * row
+    part = tensor.reshape(-1)[begin // dtype.itemsize : end // dtype.itemsize]
+    return part.resolve_conj().resolve_neg().to(dtype).view(torch.uint8)

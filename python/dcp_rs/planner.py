@@ -165,6 +165,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
             super().set_up_planner(state_dict, metadata, is_coordinator)
         self._materialize()
 
+    @torch.no_grad()  # without it, a DTensor's local tensor costs an autograd node
     def create_local_plan(self) -> LoadPlan:
         """Checks everything that can be known before the first byte is read; the plan it returns says nothing but that."""
         index = self._index

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -20,11 +20,11 @@ from dcp_rs._dtypes import NAMES
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.local import global_shape, local_pieces
 from dcp_rs.names import selector
-from dcp_rs.payload import Entry
+from dcp_rs.payload import Entry, Writes
 from dcp_rs.saves import SavedMeta
 from dcp_rs.tree import flatten
 
-__all__ = ["LocalWrites", "PlannedEntries", "RsSavePlanner"]
+__all__ = ["PlannedEntries", "RsSavePlanner"]
 
 #: A subclass that overrides one of these works on items, as with torch's planner.
 _HOOKS = (
@@ -52,23 +52,6 @@ class _Share:
     """What the coordinator answers: a bit for each item of the rank's request."""
 
     keep: bytes
-
-
-@dataclass
-class LocalWrites:
-    """What one rank writes.
-
-    Attributes:
-        plan: its items.
-        keep: which of them it writes.
-        tensors: the list that the plan's plain tensors are places in.
-        entries: the other items that it writes.
-    """
-
-    plan: _core.SavePlan
-    keep: bytes
-    tensors: list[Any]
-    entries: list[Entry]
 
 
 class PlannedEntries(dict[str, Any]):
@@ -178,7 +161,7 @@ class RsSavePlanner(DefaultSavePlanner):
         self.mappings = {}
         if self.flatten_state_dict:
             state_dict, self.mappings = flatten(state_dict)
-        if self.flatten_sharded_tensors and any(_is_nested(value) for value in state_dict.values()):
+        if self.flatten_sharded_tensors and _has_nested(state_dict.values()):
             state_dict = _torch.flatten_sharded_tensors(state_dict)
         passes = selector(self.include, self.exclude)
         if passes is not None:
@@ -228,13 +211,13 @@ class RsSavePlanner(DefaultSavePlanner):
             return made.to(self.dtype)
         return made
 
-    def local_writes(self, plan: SavePlan) -> LocalWrites | None:
+    def local_writes(self, plan: SavePlan) -> Writes | None:
         """What this rank writes, where ``plan`` is one of this planner without items."""
         share, local = plan.planner_data, self._local
         if not isinstance(share, _Share) or local is None:
             return None
         entries = [local.others[i].entry() for i in local.plan.kept_others(share.keep)]
-        return LocalWrites(local.plan, share.keep, local.tensors, entries)
+        return Writes(local.plan, share.keep, local.tensors, entries)
 
     # --- planning -------------------------------------------------------------------------------------
 
@@ -246,9 +229,7 @@ class RsSavePlanner(DefaultSavePlanner):
 
     def _plan(self) -> _Local:
         names, values = list(self.state_dict), list(self.state_dict.values())
-        paths = [self.mappings.get(fqn) for fqn in names] if self.mappings else None
-        if paths is not None and None in paths:
-            paths = [path or (fqn,) for path, fqn in zip(paths, names, strict=True)]
+        paths = list(map(self.mappings.get, names)) if self.mappings else None
         plan = _core.SavePlan()
         cast = None if self.dtype is None else NAMES[self.dtype]
         rest = plan.add_plain(names, paths, values, _torch.PLAIN_TYPES, NAMES, cast=cast)
@@ -329,8 +310,13 @@ class RsSavePlanner(DefaultSavePlanner):
         return {**self.__dict__, "_local": None, "state_dict": {}, "plan": None}
 
 
-def _is_nested(value: Any) -> bool:
-    """Whether it is a ShardedTensor within another, as torch's FSDP over tensor parallelism once made them."""
-    return isinstance(value, ShardedTensor) and any(
-        isinstance(shard.tensor, ShardedTensor) for shard in value.local_shards()
+def _has_nested(values: Collection[Any]) -> bool:
+    """Whether a ShardedTensor is within another, as torch's FSDP over tensor parallelism once made them."""
+    if not any(issubclass(kind, ShardedTensor) for kind in set(map(type, values))):
+        return False
+    return any(
+        isinstance(shard.tensor, ShardedTensor)
+        for value in values
+        if isinstance(value, ShardedTensor)
+        for shard in value.local_shards()
     )

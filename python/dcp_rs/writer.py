@@ -124,6 +124,10 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if (self.path / name).exists() and not self.overwrite:
             msg = f"there is a checkpoint at {self.path}, and overwrite=False"
             raise CheckpointExistsError(msg, path=self.path)
+        if not self._use_collectives and (self.path / INDEX_NAME).exists():
+            # Readers would go on to find the old one: no rank may replace it for all.
+            msg = f"{self.path} holds a checkpoint of all ranks, which a rank-local save (use_collectives=False) cannot replace"
+            raise CheckpointExistsError(msg, path=self.path)
         self._generation = _core.next_generation(str(self.path))
         if not self._use_collectives and self._rank is not None:
             return dataclasses.replace(plan, storage_data=_Place(self._rank, self._rank + 1))
@@ -148,18 +152,15 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             "world_size": place.world_size,
             **self.options.engine(),
         }
-        local = planner.local_writes(plan) if isinstance(planner, RsSavePlanner) else None
-        if local is None:
-            entries = collect(plan, planner)
-            save = _core.Save.create(str(self.path), [entry.item() for entry in entries], **how)
-        else:
-            entries = local.entries
-            save = local.plan.create(str(self.path), local.keep, [entry.nbytes for entry in entries], **how)
+        writes = planner.local_writes(plan) if isinstance(planner, RsSavePlanner) else None
+        if writes is None:
+            writes = collect(plan, planner)
+        entries = writes.entries
+        save = writes.plan.create(str(self.path), writes.keep, [entry.nbytes for entry in entries], **how)
         try:
-            if local is not None:
-                save.write_plain(local.tensors, _torch.PLAIN_TYPES, NAMES)
+            save.write_plain(writes.tensors, _torch.PLAIN_TYPES, NAMES)
             write_entries(save, entries, self.options, save.plain_count)
-            self._written = save.finish()
+            self._written = save.finish(uuid.UUID(self.save_id).bytes)
         except BaseException:
             save.abort()
             self._end()
@@ -180,7 +181,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         entries = metadata.state_dict_metadata
         index, left = _core.commit_indexes(
             str(self.path),
-            INDEX_NAME if self._use_collectives else rank_index_name(self._rank or 0),
+            self._own_rank(),
             [result.storage_data for rank_results in results for result in rank_results],
             save_id=uuid.UUID(self.save_id).bytes,
             generation=self._generation,
@@ -201,15 +202,18 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         else:
             describe_saved(metadata, index, meta)
 
+    def _own_rank(self) -> int | None:
+        """The rank whose index it is, in a rank-local save."""
+        return None if self._use_collectives else self._rank or 0
+
     def discard(self) -> None:
         """Removes what this rank wrote for a save that failed since, on this rank or another. Without such a save it does nothing."""
         written, self._written = self._written, None
         committed = self._saving is not None and self._saving.committed
         if written is None or committed:
             return
-        name = INDEX_NAME if self._use_collectives else rank_index_name(self._rank or 0)
         try:
-            _core.discard(str(self.path), name, written)
+            _core.discard(str(self.path), self._own_rank(), written)
         except (OSError, DcpRsError) as error:
             warnings.warn(f"files of a save that failed are still there: {error}", stacklevel=2)
 

@@ -13,6 +13,7 @@ pub mod overlap;
 mod parallel;
 pub mod read;
 pub mod save_plan;
+pub mod slabs;
 pub mod source;
 pub mod store;
 pub mod verify;

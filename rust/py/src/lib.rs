@@ -9,6 +9,7 @@ mod interrupt;
 mod plain;
 mod read;
 mod save_plan;
+mod slabs;
 mod verify;
 mod write;
 
@@ -22,6 +23,8 @@ mod _core {
     use crate::plain::Batch;
     #[pymodule_export]
     use crate::save_plan::{SavePlan, assign_saves};
+    #[pymodule_export]
+    use crate::slabs::SlabReader;
     #[pymodule_export]
     use crate::verify::{has_native_data, recover};
     #[pymodule_export]

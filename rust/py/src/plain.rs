@@ -69,7 +69,7 @@ impl<'py> Plain<'py> {
         };
         if !tensor.getattr(intern!(py, "layout"))?.is(&self.strided)
             || tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()?
-            || tensor.call_method0(intern!(py, "is_conj"))?.is_truthy()?
+            || (dtype.name().contains("complex") && tensor.call_method0(intern!(py, "is_conj"))?.is_truthy()?)
         {
             return Ok(None);
         }

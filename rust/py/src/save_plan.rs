@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
-use crate::convert::to_value;
+use crate::convert::{Extent, to_value};
 use crate::error::{IntoPy, PlanError};
 use crate::plain::{HostTensor, Plain};
 use crate::write::{ItemTuple, Save, name_of, save_item};
@@ -47,9 +47,9 @@ impl SavePlan {
         }
     }
 
-    /// Adds those of `tensors` that are plain; `cast`, a dtype's name, leaves out floating-point ones of another dtype. Returns the places of
-    /// the others. `paths` are those in the state dict, or None.
-    #[pyo3(signature = (names, paths, tensors, types, dtypes, *, cast))]
+    /// Adds those of `tensors` that are plain; `cast`, a dtype's name, leaves out floating-point ones of another dtype, and `shapes` those of
+    /// another shape. Returns the places of the others. `paths` are those in the state dict, or None.
+    #[pyo3(signature = (names, paths, tensors, types, dtypes, *, cast=None, shapes=None))]
     #[expect(clippy::too_many_arguments, reason = "what torch is, in two of them")]
     fn add_plain<'py>(
         &self,
@@ -60,9 +60,11 @@ impl SavePlan {
         types: &Bound<'py, PyTuple>,
         dtypes: &Bound<'py, PyDict>,
         cast: Option<&str>,
+        shapes: Option<&Bound<'py, PyList>>,
     ) -> PyResult<Vec<usize>> {
-        if names.len() != tensors.len() || paths.is_some_and(|paths| paths.len() != tensors.len()) {
-            return Err(PlanError::new_err("as many names and paths as tensors"));
+        let other_len = |list: Option<&Bound<'py, PyList>>| list.is_some_and(|list| list.len() != tensors.len());
+        if other_len(Some(names)) || other_len(paths) || other_len(shapes) {
+            return Err(PlanError::new_err("as many names, paths and shapes as tensors"));
         }
         let mut inner = self.lock();
         if inner.plain.len() != inner.items.len() {
@@ -79,7 +81,16 @@ impl SavePlan {
                 others.push(place);
                 continue;
             };
-            let path = paths.map(|paths| path(&paths.get_item(place)?)).transpose()?;
+            if let Some(shapes) = shapes
+                && shapes.get_item(place)?.extract::<Extent>()?.0 != plain.shape
+            {
+                others.push(place);
+                continue;
+            }
+            let path = match paths {
+                Some(paths) => path(&paths.get_item(place)?)?,
+                None => None,
+            };
             inner.items.push(SaveItem {
                 name: name_of(&names.get_item(place)?)?,
                 kind: Kind::Tensor,
@@ -181,8 +192,12 @@ impl SavePlan {
     }
 }
 
-fn path(object: &Bound<'_, PyAny>) -> PyResult<Value> {
-    to_value(object.cast::<PyTuple>()?.as_any(), 0)
+/// A path, or none where it is no tuple.
+fn path(object: &Bound<'_, PyAny>) -> PyResult<Option<Value>> {
+    match object.cast::<PyTuple>() {
+        Ok(tuple) => to_value(tuple.as_any(), 0).map(Some),
+        Err(_) => Ok(None),
+    }
 }
 
 struct Keep(Option<PyBackedBytes>);

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use dcp_rs_core::format::{INDEX_NAME, Index, IndexBuilder, Kind, SourceKind, Value};
+use dcp_rs_core::format::{INDEX_NAME, Index, IndexBuilder, Kind, SourceKind, Value, rank_index_name};
 use dcp_rs_core::write::{self, Part, SaveInfo, SaveItem, WriteIo, WriteOptions};
 use dcp_rs_core::{Error, store};
 use pyo3::prelude::*;
@@ -12,8 +12,8 @@ use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 use crate::convert::{Extent, dtype, to_value};
 use crate::error::{IntoPy, PlanError, UnsupportedError};
-use crate::save_plan::Planned;
 use crate::plain::Plain;
+use crate::save_plan::Planned;
 use crate::{index, interrupt};
 
 /// One rank's data files of one save. Dropped before `finish`, it removes what it created.
@@ -108,7 +108,11 @@ impl Save {
         let parts: Vec<Part<'_>> = values
             .iter()
             .filter(|(_, data)| !data.is_empty())
-            .map(|(item, data)| Part { item: *item, at: 0, data })
+            .map(|(item, data)| Part {
+                item: *item,
+                at: 0,
+                data,
+            })
             .collect();
         let inner = self.inner.lock().map_err(|_| closed())?;
         let save = inner.as_ref().ok_or_else(closed)?;
@@ -121,10 +125,11 @@ impl Save {
         self.planned.plain.len()
     }
 
-    /// Completes the files, and returns the bytes of an index over them.
-    fn finish<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+    /// Completes the files, and returns the bytes of an index over them, with the id of the save if one is given.
+    #[pyo3(signature = (save_id=None))]
+    fn finish<'py>(&self, py: Python<'py>, save_id: Option<[u8; 16]>) -> PyResult<Bound<'py, PyBytes>> {
         let save = self.inner.lock().map_err(|_| closed())?.take().ok_or_else(closed)?;
-        let bytes = py.detach(|| save.finish()).into_py(py)?;
+        let bytes = py.detach(|| save.finish_as(save_id)).into_py(py)?;
         Ok(PyBytes::new(py, &bytes))
     }
 
@@ -210,18 +215,18 @@ pub fn save_item(item: ItemTuple<'_>) -> PyResult<SaveItem> {
     })
 }
 
-/// Merges the indexes of all ranks and commits them as the index `name` of `folder`. Returns that index, and why files of the checkpoint it
+/// Merges the indexes of all ranks and commits them as the index of `folder` (or of one rank in it). Returns that index, and why files of the checkpoint it
 /// replaces are still there, if some are.
 ///
 /// `planner_data` as DCP's `Metadata` has it: a mapping of FQN to path is spread over the tensors; what names no tensor, and any
 /// other value, goes to the root. `items`: how many chunks and values there must be, where that is known; or names that must be there.
 #[pyfunction]
-#[pyo3(signature = (folder, name, indexes, *, save_id, generation, planner_data, items, names, fsync))]
+#[pyo3(signature = (folder, rank, indexes, *, save_id, generation, planner_data, items, names, fsync))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
 pub fn commit_indexes(
     py: Python<'_>,
     folder: PathBuf,
-    name: &str,
+    rank: Option<u32>,
     indexes: Vec<PyBackedBytes>,
     save_id: [u8; 16],
     generation: u64,
@@ -230,6 +235,15 @@ pub fn commit_indexes(
     names: &Bound<'_, PyAny>,
     fsync: bool,
 ) -> PyResult<(index::Index, Vec<String>)> {
+    let path = folder.join(rank.map_or(INDEX_NAME.to_owned(), rank_index_name));
+    if let [index] = indexes.as_slice()
+        && planner_data.cast::<PyDict>().is_ok_and(|paths| paths.is_empty())
+        && names.len()? == 0
+    {
+        // Nothing to merge: the index of one rank says it all.
+        let bytes = index.to_vec();
+        return commit_one(py, &folder, rank, move || Index::from_bytes(bytes, &path), items, fsync);
+    }
     let mut builder = py
         .detach(|| {
             let mut builder = IndexBuilder::new(SourceKind::Native);
@@ -249,10 +263,27 @@ pub fn commit_indexes(
         }
     }
     builder.root = spread(&mut builder, planner_data)?;
-    let path = folder.join(name);
+    commit_one(
+        py,
+        &folder,
+        rank,
+        || Index::from_bytes(builder.build()?, &path),
+        items,
+        fsync,
+    )
+}
+
+fn commit_one(
+    py: Python<'_>,
+    folder: &Path,
+    rank: Option<u32>,
+    index: impl FnOnce() -> dcp_rs_core::Result<Index> + Send,
+    items: Option<u64>,
+    fsync: bool,
+) -> PyResult<(index::Index, Vec<String>)> {
     let (index, left) = py
         .detach(|| {
-            let index = Index::from_bytes(builder.build()?, &path)?;
+            let index = index()?;
             if items.is_some_and(|items| items != index.chunk_count()) {
                 return Err(Error::Plan(format!(
                     "ranks wrote {} chunks and values, of {} that were planned",
@@ -260,12 +291,7 @@ pub fn commit_indexes(
                     items.unwrap_or_default()
                 )));
             }
-            let left = if name == INDEX_NAME {
-                write::commit(&folder, index.bytes().to_vec(), fsync)?.left
-            } else {
-                store::publish(&folder, name, index.bytes(), fsync)?;
-                Vec::new()
-            };
+            let left = write::commit_index(folder, rank, &index, fsync)?.left;
             Ok((index, left))
         })
         .into_py(py)?;
@@ -284,6 +310,7 @@ fn spread(builder: &mut IndexBuilder, planner_data: &Bound<'_, PyAny>) -> PyResu
     for (key, value) in mapping {
         let fqn = key.extract::<String>();
         match (fqn, value.cast::<PyTuple>()) {
+            (Ok(fqn), Ok(_)) if builder.has_path(&fqn) => {}
             (Ok(fqn), Ok(path)) if builder.has_tensor(&fqn) => {
                 builder.set_path(&fqn, to_value(path.as_any(), 0)?);
             }
@@ -305,9 +332,9 @@ pub fn publish(py: Python<'_>, folder: PathBuf, name: &str, index: Vec<u8>, fsyn
     py.detach(|| store::publish(&folder, name, &index, fsync)).into_py(py)
 }
 
-/// Removes the data files that an index names, but for those that the published index `name` names too: those of a save that was not
+/// Removes the data files that an index names, but for those that the published index (with `rank`, of that rank) names too: those of a save that was not
 /// committed.
 #[pyfunction]
-pub fn discard(py: Python<'_>, folder: PathBuf, name: &str, index: PyBackedBytes) -> PyResult<()> {
-    py.detach(|| write::discard(&folder, name, index)).into_py(py)
+pub fn discard(py: Python<'_>, folder: PathBuf, rank: Option<u32>, index: PyBackedBytes) -> PyResult<()> {
+    py.detach(|| write::discard(&folder, rank, index)).into_py(py)
 }
