@@ -12,6 +12,7 @@ from dcp_rs import stream as streaming
 from dcp_rs.errors import CorruptDataError, DcpRsError
 from support import assert_state_equal
 from support.fakes import FakeAccelerator
+from support.indexes import commit_ranks
 from test_staging import damage, install, no_slab_threads
 
 CPU = torch.device("cpu")
@@ -162,7 +163,7 @@ def test_a_checkpoint_of_shards_streams_whole_tensors(ckpt, monkeypatch):
         )
         save.write([(i, 0, e.data.data_ptr(), e.data.nbytes) for i, e in enumerate(entries)])
         indexes.append(save.finish())
-    _core.commit(str(ckpt), _core.merge_indexes(indexes, bytes(16), 1, {}), False)
+    commit_ranks(ckpt, indexes)
     for fake in (None, FakeAccelerator()):
         if fake:
             install(monkeypatch, fake)

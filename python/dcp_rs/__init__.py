@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dcp_rs.options import ReadOptions, WriteOptions
     from dcp_rs.planner import LoadReport, RsLoadPlanner
     from dcp_rs.reader import RsReader
+    from dcp_rs.save_planner import RsSavePlanner
     from dcp_rs.verification import VerifyReport, index, verify
     from dcp_rs.writer import RsWriter
 
@@ -23,6 +24,7 @@ __all__ = [
     "ReadOptions",
     "RsLoadPlanner",
     "RsReader",
+    "RsSavePlanner",
     "RsWriter",
     "VerifyReport",
     "WriteOptions",
@@ -45,6 +47,7 @@ _MODULES = {
     "options": ("ReadOptions", "WriteOptions"),
     "planner": ("LoadReport", "RsLoadPlanner"),
     "reader": ("RsReader",),
+    "save_planner": ("RsSavePlanner",),
     "verification": ("VerifyReport", "index", "verify"),
     "writer": ("RsWriter",),
 }
