@@ -130,6 +130,42 @@ class Batch:
         """Returns (bytes wanted, bytes read)."""
 
 @final
+class SlabReader:
+    """A load in progress: threads that fill slabs ahead of whoever empties them."""
+
+    @staticmethod
+    def create(
+        index: Index,
+        wants: Sequence[tuple[int, _Extent, _Extent, bool, int]],
+        slab_bytes: int,
+        *,
+        sort: bool,
+        io: str,
+        threads: int,
+        verify: bool,
+    ) -> SlabReader:
+        """Wants are (chunk, offsets, sizes, whether they go to one run of memory, group); groups do not share slabs."""
+    @property
+    def batch_count(self) -> int: ...
+    @property
+    def workers(self) -> int:
+        """How many slabs are best filled at a time."""
+    def batch(self, batch: int) -> tuple[int, list[Any]]:
+        """The group, and pieces (item, place, bytes, first byte) or (item, place, bytes, offsets, sizes), in the order of their places."""
+    def images(self, batch: int) -> list[tuple[str, int, int, int, int, int]]:
+        """[(path, first byte, byte after the last, place, first piece, piece after the last)] for what lies in the slab as it does in the file,
+        page by page."""
+    def start(self, addresses: Sequence[int], memory: object, workers: int) -> None:
+        """Begins to fill slabs at the addresses, multiples of 4096, of memory that ``memory`` keeps alive."""
+    def next(self) -> tuple[int, int] | None:
+        """(batch, slab), in order, once it is filled; None after the last."""
+    def release(self, slab: int) -> None: ...
+    def close(self) -> None:
+        """Stops the load. After it no slab is touched."""
+    def stats(self) -> tuple[int, int, int]:
+        """(bytes wanted, bytes read, bytes read past the page cache), once closed."""
+
+@final
 class Save:
     """One rank's data files of one save."""
 
@@ -178,7 +214,7 @@ def recover(
 def merge_indexes(indexes: Sequence[bytes], save_id: bytes, generation: int, planner_data: Any) -> bytes: ...
 def has_native_data(folder: str) -> bool: ...
 def next_generation(folder: str) -> int: ...
-def commit(folder: str, index: bytes, fsync: bool) -> list[str]: ...
+def commit(folder: str, rank: int | None, index: bytes, fsync: bool) -> list[str]: ...
 def publish(folder: str, name: str, index: bytes, fsync: bool) -> None: ...
 def discard(folder: str, index: bytes) -> None: ...
 def put_in_place(from_: str, to: str, replace: bool) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint import _version  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint._traverse import set_element  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list  # 2.8, 2.11, 2.15
+from torch.distributed.checkpoint.state_dict import _get_fqns  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.utils import find_tensor_shard  # 2.8, 2.11, 2.15
 from torch.distributed.tensor import DTensor
@@ -25,9 +30,14 @@ __all__ = [
     "chunk_list",
     "default_device",
     "dtensor_offsets",
+    "empty_host_cache",
     "empty_like",
+    "empty_sharded",
     "find_shard",
+    "has_gds",
     "flatten_as_2_3",
+    "fqns",
+    "group_devices",
     "has_memory",
     "is_strided_shard",
     "is_wrapper_subclass",
@@ -37,6 +47,7 @@ __all__ = [
     "unflatten",
     "wait_tensor",
     "with_dim",
+    "without_fsdp1_warnings",
 ]
 #: Tensors whose operations are torch's own.
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -101,11 +112,28 @@ def is_strided_shard(placement: Placement) -> bool:
     return isinstance(placement, _StridedShard)
 
 
+def empty_host_cache() -> None:
+    """Gives pinned memory that nothing uses back to the system."""
+    release = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
+    if release is not None:  # 2.15 has the first, 2.8 and 2.11 the second
+        release()
+
+
+def has_gds() -> bool:
+    """Whether torch was built with GPUDirect Storage, as far as it says: 2.15 does, before it one has to try."""
+    return bool(getattr(torch._C, "_has_gds", True))
+
+
 def with_dim(placement: Placement, dim: int) -> Placement:
     """The same sharding of another dimension."""
     if isinstance(placement, _StridedShard):
         return _StridedShard(dim, split_factor=placement.split_factor)
     return type(placement)(dim)  # type: ignore[call-arg]  # Shard
+
+
+def group_devices(group: dist.ProcessGroup) -> list[torch.device]:
+    """The kinds of devices whose memory a process group can send."""
+    return list(group._device_types)
 
 
 def refuse_partial(tensor: DTensor) -> None:
@@ -140,3 +168,30 @@ def empty_like(tensor: torch.Tensor, *, dtype: torch.dtype, device: torch.device
         shape=tensor.shape,
         stride=tensor.stride(),
     )
+
+
+def empty_sharded(tensor: ShardedTensor, *, dtype: torch.dtype) -> ShardedTensor:
+    """New memory of the same shape and sharding, of another dtype."""
+    metadata = copy.deepcopy(tensor.metadata())
+    metadata.tensor_properties.dtype = dtype
+    shards = [
+        Shard(torch.empty_like(shard.tensor, dtype=dtype, requires_grad=False), copy.deepcopy(shard.metadata))
+        for shard in tensor.local_shards()
+    ]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, metadata, process_group=tensor._process_group, sharding_spec=tensor.sharding_spec()
+    )
+
+
+def fqns(model: torch.nn.Module, name: str, *, skip_compiler_prefix: bool = True) -> list[str]:
+    """What a parameter is called without wrappers (DDP, FSDP, compiled): several names for a flat parameter of FSDP1."""
+    return sorted(_get_fqns(model, name, skip_compiler_prefix=skip_compiler_prefix))
+
+
+@contextmanager
+def without_fsdp1_warnings() -> Iterator[None]:
+    """FSDP1 says of each of its functions that it will go away."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="FSDP.set_state_dict_type", category=FutureWarning)
+        yield

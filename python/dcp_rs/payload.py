@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from dcp_rs import _core, _torch, objects
+from dcp_rs import _core, _torch, objects, staging
 from dcp_rs._dtypes import NAMES
+from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs.errors import CorruptDataError, PlanError, UnsafePickleError, UnsupportedError
 from dcp_rs.metadata import tensor_flags
 from dcp_rs.options import WriteOptions
-from dcp_rs.staging import StagingRing
+from dcp_rs.staging import Lane, Transfer
 
 __all__ = ["Entry", "as_object", "collect", "why_not_raw", "write_entries"]
 
@@ -106,7 +108,7 @@ def why_not_raw(tensor: torch.Tensor) -> str | None:
         return f"its layout is {tensor.layout}"
     if _torch.is_wrapper_subclass(tensor) or not _torch.has_memory(tensor):
         kind = type(tensor)
-        return "its memory has been freed" if kind in _torch.PLAIN_TYPES else f"it is a {kind.__name__}"
+        return "its memory has been freed" if kind in PLAIN_TYPES else f"it is a {kind.__name__}"
     if tensor.dtype not in NAMES:
         return f"its dtype is {tensor.dtype}"
     return None
@@ -172,24 +174,68 @@ class _Part:
 def _write_from_device(
     save: _core.Save, device: torch.device, tensors: Sequence[tuple[int, torch.Tensor]], options: WriteOptions
 ) -> None:
-    """Copies down into one slab while another is being written."""
-    ring = StagingRing.for_device(device, options.inflight_bytes(accelerator=True), align=BLOCK_BYTES)
-    with ring:
-        ready: tuple[torch.Tensor, list[_Part], Any] | None = None
-        for parts in _slabfuls(tensors, ring.slab_bytes):
-            slab = ring.acquire()
-            token = ring.copy_in(slab, [(slab[p.slab_at : p.slab_at + p.source.nbytes], p.source) for p in parts])
-            if ready is not None:
-                _write_slab(save, ring, *ready)
-            ready = slab, parts, token
-        if ready is not None:
-            _write_slab(save, ring, *ready)
+    """Copies down into some slabs while others are being written."""
+    max_bytes = options.inflight_bytes(accelerator=True)
+    nbytes = staging.slab_bytes(max_bytes, least=BLOCK_BYTES)
+    total = sum(tensor.nbytes for _, tensor in tensors)
+    count = max(1, min(max_bytes // nbytes, -(-total // nbytes) + 1))
+    slabs = staging.slabs.take(count, nbytes, pinned=True)
+    free = list(reversed(slabs))
+    lane = staging.lane_for(device)
+    copying: deque[tuple[torch.Tensor, list[_Part], Any]] = deque()
+    slabfuls = _slabfuls(tensors, nbytes)
+    try:
+        while True:
+            while free and (parts := next(slabfuls, None)):
+                slab = free.pop()
+                # The caller's stream may be making a strided part contiguous.
+                lane.order_after_caller()
+                copying.append((slab, parts, lane.download(slab, _transfer(slab, lane, parts))))
+            if not copying:
+                break
+            # Half of what there is: the disk gets large writes, and the copies to the other half go on meanwhile.
+            ready = [copying.popleft() for _ in range(min(len(copying), max(1, count // 2)))]
+            for _, _, token in ready:
+                lane.wait(token)
+            save.write(
+                [
+                    (part.item, part.at, slab.data_ptr() + part.slab_at, part.source.nbytes)
+                    for slab, parts, _ in ready
+                    for part in parts
+                ]
+            )
+            free += [slab for slab, _, _ in ready]
+    finally:
+        lane.order_before_caller()
+        for _, _, token in copying:
+            lane.wait(token)
+    staging.slabs.give(slabs)
 
 
-def _write_slab(save: _core.Save, ring: StagingRing, slab: torch.Tensor, parts: list[_Part], token: Any) -> None:
-    ring.wait(token)
-    base = slab.data_ptr()
-    save.write([(p.item, p.at, base + p.slab_at, p.source.nbytes) for p in parts])
+def _transfer(slab: torch.Tensor, lane: Lane, parts: Sequence[_Part]) -> Transfer:
+    """The copies of the parts into the slab: the small ones are gathered on the device first."""
+    transfer = Transfer()
+    group: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    scratch: torch.Tensor | None = None
+    for part in parts:
+        begin, end = part.slab_at, part.slab_at + part.source.nbytes
+        if part.source.nbytes >= BLOCK_BYTES:
+            transfer.direct.append((slab[begin:end], part.source))
+            continue
+        if scratch is None:
+            scratch = lane.scratch(slab)
+        if transfer.runs and begin - transfer.runs[-1][1] < _ALIGNMENT:
+            transfer.runs[-1] = (transfer.runs[-1][0], end)
+        else:
+            transfer.runs.append((begin, end))
+        group[0].append(scratch[begin:end])
+        group[1].append(part.source)
+    if group[0]:
+        transfer.grouped.append(group)
+    return transfer
+
+
+_ALIGNMENT = 64
 
 
 def _slabfuls(tensors: Sequence[tuple[int, torch.Tensor]], slab_bytes: int) -> Iterator[list[_Part]]:
@@ -197,22 +243,27 @@ def _slabfuls(tensors: Sequence[tuple[int, torch.Tensor]], slab_bytes: int) -> I
     parts: list[_Part] = []
     at = 0
     for item, tensor in tensors:
-        if tensor.numel() == 0:
-            continue
-        # Not reshape(-1): a tensor of one element keeps whatever stride it has, and could not be viewed as bytes.
-        flat = tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         begin = 0
-        while begin < flat.nbytes:
+        while begin < tensor.nbytes:
             room = slab_bytes - at
-            length = min(
-                flat.nbytes - begin, room if begin + room >= flat.nbytes else room // BLOCK_BYTES * BLOCK_BYTES
-            )
-            if length == 0:
+            left = tensor.nbytes - begin
+            length = left if left <= room else room // BLOCK_BYTES * BLOCK_BYTES
+            if length <= 0:
                 yield parts
                 parts, at = [], 0
                 continue
-            parts.append(_Part(item, begin, flat[begin : begin + length], at))
+            parts.append(_Part(item, begin, _bytes_of(tensor, begin, begin + length), at))
             begin += length
-            at += -(-length // 64) * 64
+            at += -(-length // _ALIGNMENT) * _ALIGNMENT
     if parts:
         yield parts
+
+
+def _bytes_of(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Bytes of the elements in row-major order, on the tensor's device. Of a strided tensor, only the rows that hold them are copied."""
+    if not tensor.is_contiguous() and tensor.dim() > 0:
+        row = tensor.nbytes // tensor.shape[0]
+        first, last = begin // row, -(-end // row)
+        tensor = tensor.narrow(0, first, last - first).contiguous()
+        begin, end = begin - first * row, end - first * row
+    return tensor.reshape(-1).view(torch.uint8)[begin:end]

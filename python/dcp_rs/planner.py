@@ -74,9 +74,13 @@ class LoadReport:
 
 @dataclass
 class LocalReads:
-    """What one rank reads, without items: whole tensors, regions of tensors, parts of chunks, and values (index, name)."""
+    """What one rank reads, without items: whole tensors, regions of tensors, parts of chunks, and values (index, name).
+
+    ``plain`` is what ``whole`` was made of: stored names, tensors, and the places of those that are not in it.
+    """
 
     whole: _core.Batch | None = None
+    plain: tuple[list[str], list[torch.Tensor], list[int]] = field(default_factory=lambda: ([], [], []))
     targets: list[Target] = field(default_factory=list)
     fills: list[Fill] = field(default_factory=list)
     values: list[tuple[int, str]] = field(default_factory=list)
@@ -164,6 +168,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
             super().set_up_planner(state_dict, metadata, is_coordinator)
         self._materialize()
 
+    @torch.no_grad()  # without it, a DTensor's local tensor costs an autograd node
     def create_local_plan(self) -> LoadPlan:
         """Checks everything that can be known before the first byte is read; the plan it returns says nothing but that."""
         index = self._index
@@ -173,7 +178,9 @@ class RsLoadPlanner(DefaultLoadPlanner):
         if index is not None and not explicit:
             fqns = list(wanted)
             tensors = [self.state_dict[fqn] for fqn in fqns]
-            reads.whole, others = index.plan_plain(list(wanted.values()), tensors, PLAIN_TYPES, DTYPE_NAMES)
+            names = list(wanted.values())
+            reads.whole, others = index.plan_plain(names, tensors, PLAIN_TYPES, DTYPE_NAMES)
+            reads.plain = (names, tensors, others)
             wanted = {fqns[i]: wanted[fqns[i]] for i in others}
         stored = self._match(wanted)
         for fqn, found in stored.items():

@@ -97,6 +97,10 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if (self.path / name).exists() and not self.overwrite:
             msg = f"there is a checkpoint at {self.path}, and overwrite=False"
             raise CheckpointExistsError(msg, path=self.path)
+        if not self._use_collectives and (self.path / INDEX_NAME).exists():
+            # Readers would go on to find the old one: no rank may replace it for all.
+            msg = f"{self.path} holds a checkpoint of all ranks, which a rank-local save (use_collectives=False) cannot replace"
+            raise CheckpointExistsError(msg, path=self.path)
         self._generation = _core.next_generation(str(self.path))
         if not self._use_collectives and self._rank is not None:
             return dataclasses.replace(plan, storage_data=_Place(self._rank, self._rank + 1))
@@ -148,13 +152,11 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if missing:
             msg = f"no rank wrote {missing[0]!r}" + (f" (nor {len(missing) - 1} others)" if missing[1:] else "")
             raise PlanError(msg, tensor=missing[0])
-        if self._use_collectives:
-            for reason in _core.commit(str(self.path), data, self.options.fsync):
-                warnings.warn(
-                    f"the checkpoint is saved, but a file of the one before is still there: {reason}", stacklevel=2
-                )
-        else:
-            _core.publish(str(self.path), rank_index_name(self._rank or 0), data, self.options.fsync)
+        rank = None if self._use_collectives else self._rank or 0
+        for reason in _core.commit(str(self.path), rank, data, self.options.fsync):
+            warnings.warn(
+                f"the checkpoint is saved, but a file of the one before is still there: {reason}", stacklevel=2
+            )
         metadata.storage_meta = self.storage_meta()
         if hasattr(metadata, "version"):  # torch 2.8 has none
             metadata.version = DCP_VERSION

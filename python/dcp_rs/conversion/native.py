@@ -28,7 +28,7 @@ def write(job: Job, place: Place) -> None:
     data = _core.merge_indexes(indexes, uuid.uuid4().bytes, 1, root)
     index = _core.Index.from_bytes(data, os.fspath(place.folder / "index.dcprs"), False)
     job.report.files = len(index.files())
-    _core.commit(os.fspath(place.folder), data, job.options.fsync)
+    _core.commit(os.fspath(place.folder), None, data, job.options.fsync)
 
 
 def _write_rank(job: Job, tasks: list[Task], rank: int, world_size: int, place: Place) -> bytes:

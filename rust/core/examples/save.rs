@@ -65,7 +65,7 @@ fn report(what: &str, dir: &Path, lengths: &[u64], options: WriteOptions) {
     let written = lap();
     let index = save.finish().unwrap();
     let finished = lap();
-    commit(dir, index.clone(), options.fsync).unwrap();
+    commit(dir, None, index.clone(), options.fsync).unwrap();
     let committed = lap();
     let took = created + written + finished + committed;
     #[expect(clippy::cast_precision_loss, reason = "for people")]

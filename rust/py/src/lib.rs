@@ -8,6 +8,7 @@ mod index;
 mod interrupt;
 mod plain;
 mod read;
+mod slabs;
 mod verify;
 mod write;
 
@@ -19,6 +20,8 @@ mod _core {
     use crate::index::{FileMapping, Index};
     #[pymodule_export]
     use crate::plain::Batch;
+    #[pymodule_export]
+    use crate::slabs::SlabReader;
     #[pymodule_export]
     use crate::verify::{has_native_data, recover};
     #[pymodule_export]

@@ -234,11 +234,17 @@ pub fn next_generation(py: Python<'_>, folder: PathBuf) -> PyResult<u64> {
     py.detach(|| write::next_generation(&folder)).into_py(py)
 }
 
-/// Makes `index` the index `name` of `folder`, atomically, then removes the data files that only the replaced one named. Returns
+/// Makes `index` the index of `folder` (or of one rank in it), atomically, then removes the data files that only the replaced one named. Returns
 /// why any of those are still there.
 #[pyfunction]
-pub fn commit(py: Python<'_>, folder: PathBuf, index: Vec<u8>, fsync: bool) -> PyResult<Vec<String>> {
-    let committed = py.detach(|| write::commit(&folder, index, fsync)).into_py(py)?;
+pub fn commit(
+    py: Python<'_>,
+    folder: PathBuf,
+    rank: Option<u32>,
+    index: Vec<u8>,
+    fsync: bool,
+) -> PyResult<Vec<String>> {
+    let committed = py.detach(|| write::commit(&folder, rank, index, fsync)).into_py(py)?;
     Ok(committed.left.iter().map(ToString::to_string).collect())
 }
 

@@ -18,7 +18,7 @@ pub const MIN_JOB: u64 = 256 << 10;
 /// Of a file that is taken as resident, at most one part in this many is not.
 const MISSING_PART: u64 = 32;
 /// Below this, setting up a mapping costs more than it saves.
-const SMALL: u64 = 128 << 10;
+const SMALL: u64 = 32 << 10;
 /// Files opened to be checked are kept open for the workers, if there are no more than this many.
 const KEEP_OPEN: usize = 64;
 

@@ -8,6 +8,7 @@ mod data_header;
 pub mod distcp;
 mod fault;
 mod kind;
+mod map;
 pub mod metadata_pickle;
 mod payload;
 mod pickle;

@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::io::{ErrorKind, Read as _};
 use std::path::Path;
 
-use crate::format::{DataFileName, INDEX_NAME, Index};
+use crate::format::{DataFileName, INDEX_NAME, Index, rank_index_name};
 use crate::store::disk::Disk;
 use crate::store::publish_on;
 use crate::{Error, Result};
@@ -19,34 +19,59 @@ pub struct Committed {
     pub left: Vec<Error>,
 }
 
-/// Makes `index` the index of the folder, and removes the data files that the one before it named as its own and this
-/// one does not. No other file is touched.
+/// Makes `index` the index of the folder (with `rank`, that rank's of a rank-local save), and removes the data files that the one before it named
+/// as its own and this one does not. The index of a whole save also replaces those of single ranks. No other file is touched.
 ///
 /// # Errors
 /// [`Error::CorruptIndex`] where the bytes are no index; [`Error::Io`] where it could not be published. The old
 /// checkpoint is whole then.
-pub fn commit(dir: &Path, index: Vec<u8>, fsync: bool) -> Result<Committed> {
-    commit_on(&Disk::default(), dir, index, fsync)
+pub fn commit(dir: &Path, rank: Option<u32>, index: Vec<u8>, fsync: bool) -> Result<Committed> {
+    commit_on(&Disk::default(), dir, rank, index, fsync)
 }
 
-pub(super) fn commit_on(disk: &Disk, dir: &Path, index: Vec<u8>, fsync: bool) -> Result<Committed> {
-    let path = dir.join(INDEX_NAME);
-    let index = Index::from_bytes(index, &path)?;
+pub(super) fn commit_on(disk: &Disk, dir: &Path, rank: Option<u32>, index: Vec<u8>, fsync: bool) -> Result<Committed> {
+    let name = rank.map_or(INDEX_NAME.to_owned(), rank_index_name);
+    let index = Index::from_bytes(index, &dir.join(&name))?;
+    let of_ranks = if rank.is_none() { rank_indexes(dir)? } else { Vec::new() };
     // One that cannot be read names nothing that may be removed.
-    let old = fs::read(&path)
-        .ok()
-        .and_then(|bytes| Index::from_bytes(bytes, &path).ok());
-    publish_on(disk, dir, INDEX_NAME, index.bytes(), fsync)?;
+    let old: Vec<Index> = std::iter::once(&name)
+        .chain(&of_ranks)
+        .filter_map(|name| {
+            let path = dir.join(name);
+            Index::from_bytes(fs::read(&path).ok()?, &path).ok()
+        })
+        .collect();
+    publish_on(disk, dir, &name, index.bytes(), fsync)?;
 
     let kept = own_files(&index);
+    let replaced = old.iter().flat_map(own_files).filter(|name| !kept.contains(name));
     let mut committed = Committed::default();
-    for name in old.iter().flat_map(own_files).filter(|name| !kept.contains(name)) {
+    for name in of_ranks.iter().map(String::as_str).chain(replaced) {
         match disk.remove(&dir.join(name)) {
             Ok(()) => committed.removed.push(name.to_owned()),
             Err(error) => committed.left.push(error),
         }
     }
     Ok(committed)
+}
+
+/// The indexes of single ranks in a folder.
+fn rank_indexes(dir: &Path) -> Result<Vec<String>> {
+    let failed = |error| Error::io("list", dir, error);
+    let mut names = Vec::new();
+    for entry in fs::read_dir(dir).map_err(failed)? {
+        let name = entry.map_err(failed)?.file_name();
+        if let Some(name) = name.to_str()
+            && let Some(rank) = name
+                .strip_prefix("__")
+                .and_then(|rest| rest.split('.').next()?.parse().ok())
+            && rank_index_name(rank) == name
+        {
+            names.push(name.to_owned());
+        }
+    }
+    names.sort();
+    Ok(names)
 }
 
 /// Removes the data files that an index names as its own: a save that will not be committed, because

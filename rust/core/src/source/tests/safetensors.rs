@@ -174,7 +174,7 @@ fn kinds_are_found_by_looking() {
     let dir = tempfile::tempdir().unwrap();
     let missing = dir.path().join("nothing");
     assert!(refused(&missing, "no such path").to_string().contains("nothing"));
-    refused(dir.path(), "it holds no index.dcprs");
+    refused(dir.path(), "the folder is empty");
     fs::write(dir.path().join("model.pt"), "PK").unwrap();
     refused(&dir.path().join("model.pt"), "only .safetensors");
     fs::write(dir.path().join("__0_0.distcp"), "x").unwrap();

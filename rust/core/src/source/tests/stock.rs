@@ -1,5 +1,6 @@
 //! Every source against checkpoints that stock torch wrote (`tests/fixtures/make_stock.py`), compared byte for byte.
 
+use std::fmt::Write as _;
 use std::fs;
 
 use serde_json::Value as Json;
@@ -51,7 +52,10 @@ fn contiguous(sizes: &[u64]) -> Dims {
 }
 
 fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        write!(text, "{byte:02x}").unwrap();
+        text
+    })
 }
 
 fn path_of(json: &Json) -> Option<Value> {
