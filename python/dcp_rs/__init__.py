@@ -52,9 +52,13 @@ _MODULES = {
     "writer": ("RsWriter",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
+#: Modules that are part of the public surface.
+_SUBMODULES = ("errors", "optim")
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
@@ -64,4 +68,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_SUBMODULES})
