@@ -31,9 +31,7 @@ def install(monkeypatch, fake):
     monkeypatch.setattr(fill, "is_plain", lambda tensor, dtype: False)
     # There is no pinned memory without an accelerator.
     take = staging._SlabCache().take
-    monkeypatch.setattr(
-        staging.slabs, "take", lambda count, nbytes, pinned: take(count, nbytes, pinned=False)
-    )
+    monkeypatch.setattr(staging.slabs, "take", lambda count, nbytes, pinned: take(count, nbytes, pinned=False))
     return fake
 
 
@@ -177,9 +175,7 @@ def test_direct_reads_land_in_the_slab(ckpt):
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     wants = [(index.first_chunk(i), [0, 0], index.tensor(i)[3], True, 0) for i in range(len(want))]
-    slabs = upload.SlabLoad(
-        index, wants, sort=True, accelerator=False, options=ReadOptions(io="direct")
-    )
+    slabs = upload.SlabLoad(index, wants, sort=True, accelerator=False, options=ReadOptions(io="direct"))
     images = [image for b in range(slabs._reader.batch_count) for image in slabs._reader.images(b)]
     assert sum(last - first for *_, first, last in images) == sum(
         len(slabs._reader.batch(b)[1]) for b in range(slabs._reader.batch_count)
@@ -570,9 +566,7 @@ def save_from_device(path, state_dict, options):
         **options.engine(),
     )
     try:
-        payload._write_from_device(
-            save, torch.device("cpu"), [(i, e.data) for i, e in enumerate(entries)], options
-        )
+        payload._write_from_device(save, torch.device("cpu"), [(i, e.data) for i, e in enumerate(entries)], options)
         index = save.finish()
     except BaseException:
         save.abort()

@@ -172,6 +172,7 @@ class SavePlan:
         max_inflight_bytes: int,
     ) -> Save:
         """A save of the plain tensors that this rank keeps, then of the others, whose lengths are given."""
+
 class SlabReader:
     """A load in progress: threads that fill slabs ahead of whoever empties them."""
 
