@@ -172,6 +172,7 @@ class SavePlan:
         max_inflight_bytes: int,
     ) -> Save:
         """A save of the plain tensors that this rank keeps, then of the others, whose lengths are given."""
+
 class SlabReader:
     """A load in progress: threads that fill slabs ahead of whoever empties them."""
 
@@ -283,5 +284,6 @@ def next_generation(folder: str) -> int: ...
 def publish(folder: str, name: str, index: bytes, fsync: bool) -> None: ...
 def put_in_place(from_: str, to: str, replace: bool) -> None:
     """Renames a finished file or folder in one step; with ``replace``, what had the name before is at ``from_`` then."""
+
 def discard(folder: str, rank: int | None, index: bytes) -> None:
     """Removes the data files that ``index`` names and the published one (with ``rank``, of that rank) does not."""
