@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import datetime
+import datetime as dt
 import importlib
 import importlib.util
 import itertools
@@ -27,6 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -99,9 +100,7 @@ class Data:
         if kind == "hugging-face":
             return checkpoints.hugging_face(self.folder, self.pattern)
         if kind == "torch":
-            return checkpoints.ensure(
-                self.folder / "torch.pt", lambda path: torch.save(self.pattern.state(), path)
-            )
+            return checkpoints.ensure(self.folder / "torch.pt", lambda path: torch.save(self.pattern.state(), path))
         pack = importlib.import_module("flashpack").pack_to_file
         return checkpoints.ensure(
             self.folder / "flashpack",
@@ -320,10 +319,7 @@ def synchronize(device: torch.device) -> None:
 
 def blank(pattern: Pattern, device: torch.device) -> State:
     """Tensors to fill, with what no checkpoint holds."""
-    state = {
-        name: torch.empty(shape, dtype=pattern.dtype, device=device)
-        for name, shape in pattern.shapes.items()
-    }
+    state = {name: torch.empty(shape, dtype=pattern.dtype, device=device) for name, shape in pattern.shapes.items()}
     for tensor in state.values():
         tensor.view(torch.uint8).fill_(0x5A)
     synchronize(device)
@@ -340,9 +336,7 @@ def check(pattern: Pattern, state: State, device: torch.device) -> None:
         assert torch.equal(stored, pattern.bytes_of(name)), f"{name} was not loaded as it was saved"
 
 
-def one_load(
-    contender: Contender, data: Data, device: torch.device, *, cold: bool, row: Row
-) -> float:
+def one_load(contender: Contender, data: Data, device: torch.device, *, cold: bool, row: Row) -> float:
     path = data.path(contender.kind)
     (page_cache.drop if cold else page_cache.warm)(path)
     state = blank(data.pattern, device)
@@ -356,13 +350,28 @@ def one_load(
     seconds = time.perf_counter() - begin
     if module is not None:
         own = 0 if loaded is None else data.pattern.nbytes
-        row.device_extra = max(
-            row.device_extra or 0, module.max_memory_allocated(device) - before - own
-        )
+        row.device_extra = max(row.device_extra or 0, module.max_memory_allocated(device) - before - own)
         if hasattr(module, "host_memory_stats"):
             row.pinned = int(module.host_memory_stats().get("allocated_bytes.current", 0))
     check(data.pattern, state if loaded is None else loaded, device)
     return seconds
+
+
+def one_round(contender: Contender, data: Data, device: torch.device, row: Row, *, first: bool, cold: bool) -> None:
+    """One load, into the row, or why there is none. Errors of dcp-rs are not a line in a table."""
+    if row.error is not None:
+        return
+    try:
+        seconds = one_load(contender, data, device, cold=cold, row=row)
+    except Exception as error:
+        if contender.name == OURS:
+            raise
+        row.error = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+        return
+    if first:
+        row.first_seconds = seconds
+    else:
+        row.seconds.append(seconds)
 
 
 def measure(case: str, data: Data, device: torch.device, rounds: int, *, cold: bool) -> list[Row]:
@@ -381,22 +390,8 @@ def measure(case: str, data: Data, device: torch.device, rounds: int, *, cold: b
         if cold:
             page_cache.drop(native)
             rows[DISK_LIMIT].seconds.append(disk_seconds(native))
-        turned = contenders[i % len(contenders) :] + contenders[: i % len(contenders)]
-        for contender in turned:
-            row = rows[contender.name]
-            if row.error is not None:
-                continue
-            try:
-                seconds = one_load(contender, data, device, cold=cold, row=row)
-            except Exception as error:  # noqa: BLE001  # whatever a peer may raise is its line in the table
-                if contender.name == OURS:
-                    raise
-                row.error = f"{type(error).__name__}: {error}".splitlines()[0][:120]
-                continue
-            if i == 0:
-                row.first_seconds = seconds
-            else:
-                row.seconds.append(seconds)
+        for contender in contenders[i % len(contenders) :] + contenders[: i % len(contenders)]:
+            one_round(contender, data, device, rows[contender.name], first=i == 0, cold=cold)
     rows[H2D_LIMIT].seconds.pop(0)
     rows[DISK_LIMIT].seconds[:1] = []
     for row in rows.values():
@@ -412,9 +407,7 @@ def measure_saves(case: str, data: Data, device: torch.device, rounds: int) -> l
     state = {name: data.pattern.view(name).to(device) for name in data.pattern.shapes}
     writers = {
         "dcp_rs.save": lambda path: dcp_rs.save(state, path, no_dist=True),
-        "FileSystemWriter": lambda path: dcp.save(
-            state, storage_writer=dcp.FileSystemWriter(path), no_dist=True
-        ),
+        "FileSystemWriter": lambda path: dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=True),
     }
     rows = {name: Row(case, name) for name in writers}
     for i in range(rounds + 1):
@@ -444,10 +437,9 @@ def measure_saves(case: str, data: Data, device: torch.device, rounds: int) -> l
 def markdown(results: dict[str, Any]) -> str:
     """The results as a table for each case."""
     about = results["machine"]
-    lines = [
-        f"{results['date']}, {about['accelerator']}, {about['cpu']} ({about['cores']} cores), torch {about['torch']}, "
-        f"Python {about['python']}, data on {about['file_system']}; medians of {results['rounds']} rounds.",
-    ]
+    where = f"{about['accelerator']}, {about['cpu']} ({about['cores']} cores), data on {about['file_system']}"
+    versions = f"torch {about['torch']}, Python {about['python']}"
+    lines = [f"{results['date']}, {where}, {versions}; medians of {results['rounds']} rounds."]
     for case, group in itertools.groupby(results["rows"], key=lambda row: row["case"]):
         rows = list(group)
         speed = {row["name"]: row["gb_s"] for row in rows}
@@ -468,16 +460,12 @@ def markdown(results: dict[str, Any]) -> str:
             times = f"{row['gb_s'] / base:.1f}" if base else ""
             first = f"{row['first_seconds']:.3f}" if row["first_seconds"] is not None else ""
             extra = size_of(row["device_extra"]) if row["device_extra"] is not None else ""
-            lines.append(
-                f"| {row['name']} | {row['gb_s']:.2f} | {share} | {times} | {first} | {extra} |"
-            )
+            lines.append(f"| {row['name']} | {row['gb_s']:.2f} | {share} | {times} | {first} | {extra} |")
     return "\n".join(lines) + "\n"
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     has = torch.accelerator.is_available()
     default = torch.accelerator.current_accelerator() if has else "cpu"
     parser.add_argument("--device", default=str(default), help="(default: %(default)s)")
@@ -494,29 +482,29 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
     device = torch.device(options.device)
     if device.type != "cpu" and device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
     if options.only:
         wanted = options.only.split(",")
-        CONTENDERS[:] = [
-            c for c in CONTENDERS if c.name == OURS or any(word in c.name for word in wanted)
-        ]
+        CONTENDERS[:] = [c for c in CONTENDERS if c.name == OURS or any(word in c.name for word in wanted)]
     options.folder.mkdir(parents=True, exist_ok=True)
     options.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d"),
         "machine": machine.describe(options.folder),
         "device": str(device),
         "rounds": options.rounds,
         "rows": [],
     }
     stem = f"{results['date']}-gpu-{machine.label(results['machine'])}"
-    for size in options.sizes.split(","):
+    for i, size in enumerate(options.sizes.split(",")):
         for layout in options.layouts.split(","):
+            if layout == "small" and i > 0:
+                continue  # 20,000 tensors of 4 KiB are the case, whatever the size of the others
             folder = Path(tempfile.mkdtemp(prefix="gpu-", dir=options.folder))
             try:
-                # 20,000 tensors of 4 KiB are the case, whatever the size of the others.
                 nbytes = int(float(size) * 1e9)
                 if layout == "small":
                     nbytes = min(nbytes, 20_000 * 4096)

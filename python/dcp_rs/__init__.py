@@ -7,6 +7,7 @@ from dcp_rs.checkpoint import open_checkpoint as open  # noqa: A004  # the name 
 from dcp_rs.options import ReadOptions, WriteOptions
 from dcp_rs.planner import LoadReport, RsLoadPlanner
 from dcp_rs.reader import RsReader
+from dcp_rs.staging import release_pinned_memory
 from dcp_rs.verification import VerifyReport, index, verify
 from dcp_rs.writer import RsWriter
 
@@ -25,6 +26,7 @@ __all__ = [
     "load",
     "load_state_dict",
     "open",
+    "release_pinned_memory",
     "save",
     "verify",
 ]
