@@ -1,6 +1,6 @@
 """A planner of one's own: it merges low-rank adapters into the weights that it loads.
 
-    python examples/custom_planner.py /tmp/planner
+python examples/custom_planner.py /tmp/planner
 """
 
 import sys

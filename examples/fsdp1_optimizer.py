@@ -1,6 +1,6 @@
 """FSDP1: its optimizer state saved with FSDP's own functions, and resumed in three ways.
 
-    torchrun --nproc-per-node 2 examples/fsdp1_optimizer.py /tmp/fsdp1
+torchrun --nproc-per-node 2 examples/fsdp1_optimizer.py /tmp/fsdp1
 """
 
 import sys
@@ -23,7 +23,7 @@ SHARDED = StateDictType.SHARDED_STATE_DICT
 
 
 def build(seed: int) -> tuple[FSDP, torch.optim.Optimizer]:
-    """A model in two FSDP units. (On a CPU, FSDP1 has to be told so.)"""
+    """A model in two FSDP units. On a CPU, FSDP1 has to be told so."""
     torch.manual_seed(seed)
     cpu = torch.device("cpu")
     inner = FSDP(nn.Sequential(nn.Linear(8, 32), nn.ReLU()), device_id=cpu)

@@ -1,6 +1,6 @@
 """A server that loads a float32 training checkpoint into a bfloat16 model, without ever holding it in float32.
 
-    python examples/inference_bf16.py /tmp/inference
+python examples/inference_bf16.py /tmp/inference
 """
 
 import sys

@@ -1,6 +1,6 @@
 """A loop in the manner of torchtitan: FSDP2 over tensor parallelism, checkpoints in the background, the newest ones kept.
 
-    torchrun --nproc-per-node 4 examples/titan_loop.py /tmp/titan
+torchrun --nproc-per-node 4 examples/titan_loop.py /tmp/titan
 """
 
 import shutil

@@ -69,7 +69,9 @@ def test_examples_without_ranks(tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("torchrun") is None and not Path(sys.executable).with_name("torchrun").exists(), reason="no torchrun")
+@pytest.mark.skipif(
+    shutil.which("torchrun") is None and not Path(sys.executable).with_name("torchrun").exists(), reason="no torchrun"
+)
 @pytest.mark.parametrize("name", ["fsdp2_restart", "fsdp1_optimizer", "titan_loop"])
 def test_examples_run_as_they_say(tmp_path, name):
     torchrun = str(Path(sys.executable).with_name("torchrun"))

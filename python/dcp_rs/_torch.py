@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # 2.8, 2.11, 2.15
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor  # 2.8, 2.11, 2.15
+from torch.distributed._shard.sharded_tensor.shard import Shard  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint import _version  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint._traverse import set_element  # 2.8, 2.11, 2.15
