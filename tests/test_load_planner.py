@@ -17,6 +17,7 @@ from dcp_rs import RsLoadPlanner, RsReader, RsWriter, _core
 from dcp_rs.errors import PlanError
 from dcp_rs.planner import LOCAL_PLAN, Mismatch
 from support import RankDiedError, assert_state_equal, rank_outcomes, run_ranks
+from support.indexes import commit_ranks
 
 W = torch.arange(24.0).reshape(4, 6) / 7
 STATE = {
@@ -299,8 +300,7 @@ def save_with_hole(path):
     )
     rows = torch.arange(4.0)
     save.write([(0, 0, rows.data_ptr(), rows.nbytes)])
-    index = _core.merge_indexes([save.finish()], bytes(range(16)), generation, {"w": ("w",)})
-    _core.commit(str(path), None, index, False)
+    commit_ranks(path, [save.finish()], generation=generation, planner_data={"w": ("w",)})
 
 
 def load_with_hole(path):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +27,7 @@ from dcp_rs.checkpoint import Checkpoint, open_checkpoint
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.fill import Fill, Target
 from dcp_rs.local import Piece, global_shape, local_pieces
+from dcp_rs.names import globs
 from dcp_rs.options import ReadOptions
 from dcp_rs.tree import flatten, is_plain_state_dict, set_at
 
@@ -145,8 +144,8 @@ class RsLoadPlanner(DefaultLoadPlanner):
         self.dtype_policy = dtype_policy
         self.report = LoadReport()
         self._rename = rename
-        self._include = _globs(include)
-        self._exclude = _globs(exclude)
+        self._include = globs(include)
+        self._exclude = globs(exclude)
         self._checkpoint_path = checkpoint
         self._reads = LocalReads()
         self.metadata: Metadata | None = None
@@ -448,13 +447,6 @@ class RsLoadPlanner(DefaultLoadPlanner):
             self.state_dict[fqn] = made
             if self.flatten_state_dict:
                 set_at(self.original_state_dict, self.mappings[fqn], made)
-
-
-def _globs(patterns: str | Iterable[str] | None) -> re.Pattern[str] | None:
-    if patterns is None:
-        return None
-    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-    return re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns) or r"(?!)")
 
 
 def _dtype(name: str, dtype: str | None) -> torch.dtype | None:

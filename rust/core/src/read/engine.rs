@@ -13,7 +13,7 @@ use crate::copy::Stores;
 use crate::{Control, Error, Result};
 
 /// Reads in flight that keep a disk busy, whatever the number of cores.
-const DISK_DEPTH: usize = 16;
+pub const DISK_DEPTH: usize = 16;
 /// The same for reads so small that their number is what limits the disk.
 const SMALL_READ_DEPTH: usize = 64;
 /// What counts as such.
@@ -70,21 +70,26 @@ pub unsafe fn read(
         catalog,
         verify: options.verify,
         control,
-        open,
-        access,
-        policies,
+        open: &open,
+        access: &access,
+        policies: &policies,
         plan,
         queues,
-        stores: if total < STREAM_BATCH {
-            Stores::Cached
-        } else {
-            Stores::Streaming
-        },
+        stores: stores(total),
         stop: AtomicBool::new(false),
         failure: Mutex::new(None),
         stats: Mutex::new(ReadStats::default()),
     };
     batch.run(threads, options.max_inflight_bytes)
+}
+
+/// How to copy what a batch of so many bytes wants.
+pub fn stores(total: u64) -> Stores {
+    if total < STREAM_BATCH {
+        Stores::Cached
+    } else {
+        Stores::Streaming
+    }
 }
 
 /// Jobs in the order of files and offsets, and how many were taken.
@@ -102,9 +107,9 @@ pub struct Batch<'a> {
     pub verify: bool,
     control: &'a Control,
     /// Files that are kept open.
-    pub open: Vec<Option<File>>,
-    pub access: Vec<Access>,
-    pub policies: Vec<Policy>,
+    pub open: &'a [Option<File>],
+    pub access: &'a [Access],
+    pub policies: &'a [Policy],
     pub plan: Plan,
     /// Jobs that only need a core, and jobs that wait for storage.
     queues: [Queue; 2],
@@ -114,7 +119,32 @@ pub struct Batch<'a> {
     stats: Mutex<ReadStats>,
 }
 
-impl Batch<'_> {
+impl<'a> Batch<'a> {
+    /// No requests yet, over files that were looked at before.
+    pub fn empty(
+        files: &'a [FileRef],
+        (open, access, policies): (&'a [Option<File>], &'a [Access], &'a [Policy]),
+        catalog: &'a dyn Catalog,
+        control: &'a Control,
+    ) -> Self {
+        Self {
+            files,
+            reqs: &[],
+            catalog,
+            verify: false,
+            control,
+            open,
+            access,
+            policies,
+            plan: Plan::default(),
+            queues: [Queue::default(), Queue::default()],
+            stores: stores(0),
+            stop: AtomicBool::new(false),
+            failure: Mutex::new(None),
+            stats: Mutex::new(ReadStats::default()),
+        }
+    }
+
     fn run(&self, threads: usize, max_inflight: u64) -> Result<ReadStats> {
         let copying = threads.min(self.queues[0].jobs.len());
         let waiting = self.depth(threads, max_inflight).min(self.queues[1].jobs.len());

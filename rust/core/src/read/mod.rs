@@ -6,6 +6,7 @@ mod plan;
 #[cfg(test)]
 mod plan_tests;
 mod segments;
+mod sequential;
 mod survey;
 mod verify;
 mod worker;
@@ -13,6 +14,7 @@ mod worker;
 use crate::format::Dims;
 pub use crate::store::FileRef;
 pub use engine::read;
+pub use sequential::{Sequential, Survey};
 
 /// How bytes come from a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -12,7 +12,7 @@ use super::survey::Access;
 use super::{FileRef, ReadStats, verify};
 use crate::copy::{copy_strided_unfenced, copy_with_digest_unfenced, fence};
 use crate::format::{BLOCK_SIZE, block_digest};
-use crate::store::{Mapping, resident_bytes};
+use crate::store::{Mapping, read_direct_at, resident_bytes};
 use crate::{Error, Result};
 
 /// The one file a worker has open, in the ways that its jobs needed so far. Jobs come sorted by file.
@@ -111,6 +111,36 @@ impl Worker {
             self.stats.bytes_mapped += job.wanted;
         }
         Ok(())
+    }
+
+    /// Reads bytes `start..end` of a file past the page cache, to the first bytes of `memory`. False, and nothing done, where
+    /// the page cache has them all, or the file system refuses. `start` and `memory` are aligned as the file's access says.
+    pub fn read_direct(
+        &mut self,
+        batch: &Batch,
+        file: u32,
+        (start, end): (u64, u64),
+        memory: &mut [u8],
+    ) -> Result<bool> {
+        let Access::Direct { align } = batch.access[file as usize] else {
+            return Ok(false);
+        };
+        self.open.turn_to(file);
+        let plain = self.open.plain(batch, file)?;
+        if resident_bytes(plain, start, end) == Some(end - start) {
+            return Ok(false);
+        }
+        let file = &batch.files[file as usize];
+        match read_direct_at(self.open.direct(file)?, memory, start, index(end - start), index(align)) {
+            Ok(()) => {}
+            Err(e) if e.raw_os_error() == Some(libc::EINVAL) => return Ok(false),
+            Err(e) => return Err(failed(file, start, e)),
+        }
+        self.stats.bytes_wanted += end - start;
+        self.stats.bytes_read += end - start;
+        self.stats.bytes_direct += end - start;
+        self.stats.jobs += 1;
+        Ok(true)
     }
 
     /// Reads the segments into the bounce buffer.
