@@ -137,14 +137,16 @@ def save(
     Raises:
         As :func:`load_state_dict`.
     """
+    writer = RsWriter(path, **write_options)
     with _typed_errors():
-        metadata: Metadata = dcp_save(
-            state_dict,
-            storage_writer=RsWriter(path, **write_options),
-            planner=planner,
-            process_group=process_group,
-            no_dist=no_dist,
-        )
+        try:
+            metadata: Metadata = dcp_save(
+                state_dict, storage_writer=writer, planner=planner, process_group=process_group, no_dist=no_dist
+            )
+        except CheckpointException:
+            # All ranks know that it failed, and none is at work on it any more.
+            writer.discard_unpublished()
+            raise
     return metadata
 
 

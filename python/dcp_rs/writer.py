@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_rs import _core
-from dcp_rs.errors import CheckpointExistsError, PlanError
+from dcp_rs.errors import CheckpointExistsError, CheckpointNotFoundError, DcpRsError, PlanError
 from dcp_rs.metadata import DCP_VERSION
 from dcp_rs.options import WriteOptions
 from dcp_rs.payload import collect, write_entries
-from dcp_rs.sources import INDEX_NAME, rank_index_name
+from dcp_rs.sources import INDEX_NAME, open_index, rank_index_name
 
 __all__ = ["RsWriter"]
 
@@ -69,6 +69,8 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._rank: int | None = None
         self._use_collectives = True
         self._generation = 1
+        # Folder, rank of a rank-local save, and index of what this rank wrote and is not known to be part of a checkpoint.
+        self._unpublished: tuple[Path, int | None, bytes] | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, to another path where one is given."""
@@ -87,13 +89,15 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Takes the rank, and whether this save is rank-local (``use_collectives=False``), from newer torch."""
+        self.discard_unpublished()
         self._rank = kwargs.get("rank")
         self._use_collectives = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Creates the folder. All ranks look at it before any of them writes, so they agree on the generation."""
         self.path.mkdir(parents=True, exist_ok=True)
-        name = INDEX_NAME if self._use_collectives else rank_index_name(0)
+        # Another rank of a rank-local save may be done with it: each looks at its own.
+        name = INDEX_NAME if self._use_collectives else rank_index_name(self._rank or 0)
         if (self.path / name).exists() and not self.overwrite:
             msg = f"there is a checkpoint at {self.path}, and overwrite=False"
             raise CheckpointExistsError(msg, path=self.path)
@@ -132,6 +136,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         except BaseException:
             save.abort()
             raise
+        self._unpublished = self.path, self._local_rank(), index
         result = WriteResult(
             index=MetadataIndex(rank_index_name(place.rank)),
             size_in_bytes=sum(entry.nbytes for entry in entries),
@@ -152,8 +157,9 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if missing:
             msg = f"no rank wrote {missing[0]!r}" + (f" (nor {len(missing) - 1} others)" if missing[1:] else "")
             raise PlanError(msg, tensor=missing[0])
-        rank = None if self._use_collectives else self._rank or 0
-        for reason in _core.commit(str(self.path), rank, data, self.options.fsync):
+        reasons = _core.commit(str(self.path), self._local_rank(), data, self.options.fsync)
+        self._unpublished = None
+        for reason in reasons:
             warnings.warn(
                 f"the checkpoint is saved, but a file of the one before is still there: {reason}", stacklevel=2
             )
@@ -161,10 +167,37 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if hasattr(metadata, "version"):  # torch 2.8 has none
             metadata.version = DCP_VERSION
 
+    def discard_unpublished(self) -> None:
+        """Removes what this rank wrote in its last save, if no checkpoint is made of it: the save failed on another rank.
+
+        :func:`dcp_rs.save` calls it when a save has failed on every rank, and the next save of this writer does.
+        """
+        unpublished, self._unpublished = self._unpublished, None
+        if unpublished is None:
+            return
+        folder, rank, data = unpublished
+        try:
+            own = _file_names(_core.Index.from_bytes(data, str(folder / INDEX_NAME), False))
+            try:
+                published = _file_names(open_index(folder, rank=rank, allow_external=False))
+            except CheckpointNotFoundError:
+                published = set()
+            if not own & published:
+                _core.discard(str(folder), data)
+        except (DcpRsError, OSError) as error:  # what cannot be told for sure is left alone
+            warnings.warn(f"files of a save that failed may still be in {folder}: {error}", stacklevel=2)
+
+    def _local_rank(self) -> int | None:
+        return None if self._use_collectives else self._rank or 0
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether the id can be a path of the local file system."""
         return "://" not in os.fspath(checkpoint_id)
+
+
+def _file_names(index: _core.Index) -> set[str]:
+    return {name for name, *_ in index.files()}
 
 
 def _plain(planner_data: Any) -> Any:
