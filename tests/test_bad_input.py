@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader
@@ -276,11 +277,20 @@ def test_a_folder_that_is_a_link_is_followed(saved, tmp_path):
 def test_a_flipped_bit_is_found_by_verification(saved, mode, name, block):
     file, offset = place_of(saved, name)
     flip(file, offset + block * (1 << 20) + 17, bit=3)
-    template = {name: blank(STATE[name])}
-    error = failure(CorruptDataError, loaded, saved, template, verify=True, io=mode)
-    assert error.tensor == name
-    assert error.offset == offset + block * (1 << 20)
-    assert error.path == str(file)
+    committed = []
+
+    class Planner(DefaultLoadPlanner):
+        def commit_tensor(self, read_item, tensor):
+            committed.append(read_item.dest_index.fqn)
+            super().commit_tensor(read_item, tensor)
+
+    for planner in (None, Planner()):
+        template = {name: blank(STATE[name])}
+        error = failure(CorruptDataError, loaded, saved, template, planner=planner, verify=True, io=mode)
+        assert error.tensor == name
+        assert error.offset == offset + block * (1 << 20)
+        assert error.path == str(file)
+    assert committed == []
     # What is whole still loads, and without verification no one looks.
     other = "small" if name == "large" else "large"
     rest = loaded(saved, {other: blank(STATE[other])}, verify=True, io=mode)
