@@ -120,7 +120,7 @@ def test_an_index_that_is_no_file(ckpt, way, make):
 
 
 def test_torch_s_load_says_why_too(tmp_path):
-    with pytest.raises(BaseException, match=r"nowhere") as raised:  # noqa: PT011
+    with pytest.raises(BaseException, match=r"nowhere") as raised:
         load_rs(blank(STATE), tmp_path / "nowhere")
     assert not isinstance(raised.value, TypeError | AttributeError)
 
