@@ -175,7 +175,10 @@ mod tests {
     }
 
     /// Cuts of a whole that tile it, then perhaps one more rectangle, or one less.
-    fn case() -> impl Strategy<Value = (Vec<u64>, Vec<(Vec<u64>, Vec<u64>)>)> {
+    /// A shape, and rectangles in it: offsets and sizes.
+    type Case = (Vec<u64>, Vec<(Vec<u64>, Vec<u64>)>);
+
+    fn case() -> impl Strategy<Value = Case> {
         let shape = prop::collection::vec(1_u64..6, 0..4);
         (
             shape,
