@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from harness import loaders
-from harness.context import Context
+from harness.context import Context, ask_limit
 from harness.pairs import Contender, measure
 from harness.rows import Row, versus
 from harness.states import Pattern, model_shapes, size_of, small_shapes
@@ -48,7 +48,7 @@ class NullWriter(StorageWriter):
     def finish(self, metadata: Any, results: list[list[WriteResult]]) -> None: ...
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003  # the protocol's
         return True
 
 
@@ -114,7 +114,7 @@ def _large(context: Context, pattern: Pattern) -> list[Row]:
                 _saves(OURS_STOCK_PLANNER, ours_stock_planner, loaders.ours, pattern, state, folder),
                 Contender(
                     LIMIT,
-                    lambda: limit.seconds("write", limit_path, pattern.nbytes),
+                    lambda: ask_limit(limit, "write", limit_path, pattern.nbytes),
                     before=lambda: _remove(limit_path),
                     verify=lambda: _remove(limit_path),
                 ),

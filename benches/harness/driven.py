@@ -1,7 +1,5 @@
 """Other processes that measure: kept ones that answer line by line, and how they do it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What the figures were taken on, and how quiet it was."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

@@ -1,7 +1,5 @@
 """The page cache: filled, dropped, and looked at. A figure called cold was checked to be so."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

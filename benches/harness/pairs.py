@@ -1,13 +1,12 @@
 """Interleaved rounds: every contender runs once a round, so that what disturbs one disturbs all."""
 
-from __future__ import annotations
-
 import gc
 import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 #: A contender slower than this runs `slow_rounds` times only, in seconds.
 SLOW = 5.0
@@ -32,7 +31,7 @@ class Contender:
     name: str
     run: Callable[[], float | None]
     before: Callable[[], None] = nothing
-    verify: Callable[[], None] = nothing
+    verify: Callable[[], object] = nothing
     warm_up: bool = True
 
 
@@ -90,7 +89,7 @@ class Spread:
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> Self:
         if len(values) < 2:
             return cls(values[0], values[0], values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")

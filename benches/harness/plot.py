@@ -1,7 +1,5 @@
 """The results as a picture: every ratio on one logarithmic axis, beside its targets."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -37,7 +35,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axes.plot([row["low"], row["high"]], [y, y], color="black", linewidth=1, zorder=4)
         for name, style in (("reach", "-"), ("stretch", ":")):
             if row[name]:
-                axes.vlines(row[name], y - 0.42, y + 0.42, colors="black", linestyles=style, zorder=3)
+                axes.plot([row[name]] * 2, [y - 0.42, y + 0.42], f"k{style}", linewidth=1.5, zorder=3)
         axes.annotate(
             f"{value:.3g}x",
             (max(value, row["high"], row["reach"] or 0, row["stretch"] or 0, 1), y),

@@ -1,7 +1,5 @@
 """A row of the table: what was measured, against what, and what it should reach."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,6 +20,7 @@ class Row:
         rounds: how many pairs.
         note: a word on what to know.
         error: why there is no figure.
+        skipped: whether that was to be expected here; `note` says why.
     """
 
     case: str
@@ -39,9 +38,12 @@ class Row:
     rounds: int = 0
     note: str = ""
     error: str | None = None
+    skipped: bool = False
 
     @property
     def verdict(self) -> str:
+        if self.skipped:
+            return "skipped"
         if self.error is not None or self.value is None:
             return "failed"
         if self.reach is None:

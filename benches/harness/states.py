@@ -1,7 +1,5 @@
 """State dicts with contents that can be checked bit for bit without a second copy of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from math import prod
 

@@ -227,6 +227,18 @@ class Save:
         max_inflight_bytes: int,
     ) -> Save:
         """Items are (fqn, dtype or None for bytes, shape, flags, path, offsets, sizes, bytes)."""
+    @staticmethod
+    def create_files(
+        folder: str,
+        files: Sequence[tuple[str, bytes, int]],
+        values: Sequence[tuple[str, int, int, int]],
+        *,
+        threads: int,
+        fsync: bool,
+        io: str,
+        max_inflight_bytes: int,
+    ) -> Save:
+        """Files are (name, header, size), values (name, file, offset, length): the caller's own layout. ``finish`` returns nothing of use."""
     def write(self, parts: Sequence[tuple[int, int, int, int]]) -> None:
         """Parts are (item, first byte of it, address, bytes). Parts of an item come in order; all but the last are multiples of 1 MiB."""
     def write_plain(self, tensors: list[Any], types: tuple[type, ...], dtypes: dict[Any, str]) -> None:
@@ -270,5 +282,8 @@ def commit_indexes(
 def has_native_data(folder: str) -> bool: ...
 def next_generation(folder: str) -> int: ...
 def publish(folder: str, name: str, index: bytes, fsync: bool) -> None: ...
+def put_in_place(from_: str, to: str, replace: bool) -> None:
+    """Renames a finished file or folder in one step; with ``replace``, what had the name before is at ``from_`` then."""
+
 def discard(folder: str, rank: int | None, index: bytes) -> None:
     """Removes the data files that ``index`` names and the published one (with ``rank``, of that rank) does not."""

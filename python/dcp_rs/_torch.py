@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # 2.8, 2.11, 2.15
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.checkpoint import (
     _async_process_executor,  # 2.8, 2.11, 2.15
     _version,  # 2.8, 2.11, 2.15
@@ -18,6 +21,7 @@ from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_
 from torch.distributed.checkpoint._traverse import set_element  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list  # 2.8, 2.11, 2.15
+from torch.distributed.checkpoint.state_dict import _get_fqns  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.utils import find_tensor_shard  # 2.8, 2.11, 2.15
@@ -36,9 +40,13 @@ __all__ = [
     "dtensor_offsets",
     "empty_host_cache",
     "empty_like",
+    "empty_sharded",
     "find_shard",
     "flatten_as_2_3",
+    "flatten_as_2_3",
     "flatten_sharded_tensors",
+    "fqns",
+    "group_devices",
     "has_gds",
     "has_memory",
     "host_copy_of_sharded",
@@ -56,6 +64,7 @@ __all__ = [
     "unflatten",
     "wait_tensor",
     "with_dim",
+    "without_fsdp1_warnings",
 ]
 #: Tensors whose operations are torch's own.
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -207,6 +216,11 @@ def with_dim(placement: Placement, dim: int) -> Placement:
     return type(placement)(dim)  # type: ignore[call-arg]  # Shard
 
 
+def group_devices(group: dist.ProcessGroup) -> list[torch.device]:
+    """The kinds of devices whose memory a process group can send."""
+    return list(group._device_types)
+
+
 def refuse_partial(tensor: DTensor) -> None:
     """Raises for pending reductions: such a tensor has no values yet."""
     tensor._raise_if_contains_partial_placements()
@@ -239,3 +253,30 @@ def empty_like(tensor: torch.Tensor, *, dtype: torch.dtype, device: torch.device
         shape=tensor.shape,
         stride=tensor.stride(),
     )
+
+
+def empty_sharded(tensor: ShardedTensor, *, dtype: torch.dtype) -> ShardedTensor:
+    """New memory of the same shape and sharding, of another dtype."""
+    metadata = copy.deepcopy(tensor.metadata())
+    metadata.tensor_properties.dtype = dtype
+    shards = [
+        Shard(torch.empty_like(shard.tensor, dtype=dtype, requires_grad=False), copy.deepcopy(shard.metadata))
+        for shard in tensor.local_shards()
+    ]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, metadata, process_group=tensor._process_group, sharding_spec=tensor.sharding_spec()
+    )
+
+
+def fqns(model: torch.nn.Module, name: str, *, skip_compiler_prefix: bool = True) -> list[str]:
+    """What a parameter is called without wrappers (DDP, FSDP, compiled): several names for a flat parameter of FSDP1."""
+    return sorted(_get_fqns(model, name, skip_compiler_prefix=skip_compiler_prefix))
+
+
+@contextmanager
+def without_fsdp1_warnings() -> Iterator[None]:
+    """FSDP1 says of each of its functions that it will go away."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="FSDP.set_state_dict_type", category=FutureWarning)
+        yield

@@ -23,7 +23,16 @@ from dcp_rs._dtypes import BY_NAME
 from dcp_rs.errors import CheckpointNotFoundError, UnsupportedError
 from dcp_rs.sources import INDEX_NAME
 
-__all__ = ["Entries", "PlannerPaths", "StorageInfo", "StorageInfos", "describe_saved", "make_metadata", "tensor_flags"]
+__all__ = [
+    "Entries",
+    "PlannerPaths",
+    "StorageInfo",
+    "StorageInfos",
+    "describe_saved",
+    "make_metadata",
+    "tensor_flags",
+    "tensor_properties",
+]
 
 #: What torch writes into ``Metadata.version`` (``filesystem.py``, CURRENT_DCP_VERSION).
 DCP_VERSION = "1.0.0"
@@ -40,6 +49,17 @@ def tensor_flags(properties: TensorProperties) -> int:
         (_REQUIRES_GRAD if properties.requires_grad else 0)
         | (_PIN_MEMORY if properties.pin_memory else 0)
         | (code << _MEMORY_FORMAT_SHIFT)
+    )
+
+
+def tensor_properties(dtype: torch.dtype, flags: int) -> TensorProperties:
+    """DCP's tensor properties for the ``flags`` of section 3.3 of the format."""
+    code = min(flags >> _MEMORY_FORMAT_SHIFT & 3, len(_MEMORY_FORMATS) - 1)
+    return TensorProperties(
+        dtype=dtype,
+        requires_grad=bool(flags & _REQUIRES_GRAD),
+        memory_format=_MEMORY_FORMATS[code],
+        pin_memory=bool(flags & _PIN_MEMORY),
     )
 
 
@@ -94,14 +114,8 @@ class Entries(Mapping[str, Any]):
         if dtype not in BY_NAME:
             msg = f"tensor {name!r} is of dtype {dtype}, which torch {torch.__version__} does not have"
             raise UnsupportedError(msg, path=self.index.path, tensor=name)
-        code = min(flags >> _MEMORY_FORMAT_SHIFT & 3, len(_MEMORY_FORMATS) - 1)
         return TensorStorageMetadata(
-            properties=TensorProperties(
-                dtype=BY_NAME[dtype],
-                requires_grad=bool(flags & _REQUIRES_GRAD),
-                memory_format=_MEMORY_FORMATS[code],
-                pin_memory=bool(flags & _PIN_MEMORY),
-            ),
+            properties=tensor_properties(BY_NAME[dtype], flags),
             size=torch.Size(shape),
             chunks=[
                 ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))

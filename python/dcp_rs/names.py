@@ -1,4 +1,4 @@
-"""Which names of a state dict are meant."""
+"""Names of entries: choosing some of them."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable
 
-__all__ = ["selector"]
+__all__ = ["globs", "selector"]
+
+
+def globs(patterns: str | Iterable[str] | None) -> re.Pattern[str] | None:
+    """One pattern that matches what any of the globs does; None for None."""
+    if patterns is None:
+        return None
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    return re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns) or r"(?!)")
 
 
 def selector(include: str | Iterable[str] | None, exclude: str | Iterable[str] | None) -> Callable[[str], bool] | None:
     """Whether a name matches a glob of ``include`` (None: every name does) and none of ``exclude``; None where all names pass."""
-    if include is None and exclude is None:
+    wanted, unwanted = globs(include), globs(exclude)
+    if wanted is None and unwanted is None:
         return None
-    wanted = None if include is None else _pattern(include)
-    unwanted = None if exclude is None else _pattern(exclude)
 
     def passes(name: str) -> bool:
         return (wanted is None or wanted.match(name) is not None) and (unwanted is None or unwanted.match(name) is None)
 
     return passes
-
-
-def _pattern(globs: str | Iterable[str]) -> re.Pattern[str]:
-    globs = [globs] if isinstance(globs, str) else list(globs)
-    return re.compile("|".join(fnmatch.translate(glob) for glob in globs) or r"(?!)")

@@ -19,7 +19,7 @@ from dcp_rs.metadata import tensor_flags
 from dcp_rs.options import WriteOptions
 from dcp_rs.staging import Lane, Transfer
 
-__all__ = ["Entry", "Writes", "collect", "dump", "refuse_meta", "why_not_raw", "write_entries"]
+__all__ = ["Entry", "Writes", "as_object", "collect", "dump", "refuse_meta", "why_not_raw", "write_entries"]
 
 #: Parts begin at multiples of this in a buffer.
 _ALIGNMENT = 64
@@ -143,7 +143,7 @@ def _entry(item: WriteItem, data: torch.Tensor | io.BytesIO, path: Any) -> Entry
     refuse_meta(fqn, tensor)
     refusal = why_not_raw(tensor)
     if refusal is not None:
-        return Entry(fqn, _as_object(fqn, tensor, refusal), path=path)
+        return Entry(fqn, as_object(fqn, tensor, refusal), path=path)
     chunk = item.tensor_data.chunk
     if tuple(tensor.shape) != tuple(chunk.sizes):
         msg = f"tensor {fqn!r}: the planner resolved {tuple(tensor.shape)} for a chunk of {tuple(chunk.sizes)}"
@@ -187,10 +187,10 @@ def dump(fqn: str, value: Any) -> bytes:
         UnsupportedError: such a tensor does not load under ``weights_only=True`` either.
     """
     refusal = why_not_raw(value) if isinstance(value, torch.Tensor) else None
-    return objects.dump(value) if refusal is None else _as_object(fqn, value, refusal)
+    return objects.dump(value) if refusal is None else as_object(fqn, value, refusal)
 
 
-def _as_object(fqn: str, tensor: torch.Tensor, refusal: str) -> bytes:
+def as_object(fqn: str, tensor: torch.Tensor, refusal: str) -> bytes:
     """The tensor as ``torch.save`` bytes, if those load under ``weights_only=True``."""
     try:
         data = objects.dump(tensor)

@@ -28,7 +28,7 @@ mod _core {
     #[pymodule_export]
     use crate::verify::{has_native_data, recover};
     #[pymodule_export]
-    use crate::write::{Save, commit_indexes, discard, next_generation, publish};
+    use crate::write::{Save, commit_indexes, discard, next_generation, publish, put_in_place};
 
     #[pymodule_export]
     #[allow(non_upper_case_globals)]

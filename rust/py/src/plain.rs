@@ -152,7 +152,9 @@ impl Index {
             offsets: Dims::from_elem(0, host.shape.len()),
             sizes: host.shape,
         };
-        let to = read::memory(host.address, &host.strides, host.dtype.size())?;
+        let Ok(to) = read::memory(name, host.address, &whole.sizes, &host.strides, host.dtype.size()) else {
+            return Ok(false);
+        };
         // What the chunks do not hold, and what cannot be written to, is reported by the planner, which has the words for it.
         let before = gather.len();
         if gather.add_region(stored, &whole, &to).is_err() {

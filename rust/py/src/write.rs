@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use dcp_rs_core::format::{INDEX_NAME, Index, IndexBuilder, Kind, SourceKind, Value, rank_index_name};
-use dcp_rs_core::write::{self, Part, SaveInfo, SaveItem, WriteIo, WriteOptions};
+use dcp_rs_core::write::{self, FilePlan, Part, Place, SaveInfo, SaveItem, WriteIo, WriteOptions};
 use dcp_rs_core::{Error, store};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -66,6 +66,45 @@ impl Save {
         };
         let options = options(threads, fsync, io, max_inflight_bytes)?;
         Self::begin(py, &folder, items, info, &options, Planned { plain: Vec::new() })
+    }
+
+    /// Creates files (name, header, size) of the caller's own layout, with values (name, file, offset, length) in them.
+    #[staticmethod]
+    #[pyo3(signature = (folder, files, values, *, threads, fsync, io, max_inflight_bytes))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
+    fn create_files(
+        py: Python<'_>,
+        folder: PathBuf,
+        files: Vec<(String, Vec<u8>, u64)>,
+        values: Vec<(String, u32, u64, u64)>,
+        threads: usize,
+        fsync: bool,
+        io: &str,
+        max_inflight_bytes: u64,
+    ) -> PyResult<Self> {
+        let files = files
+            .into_iter()
+            .map(|(name, header, size)| FilePlan {
+                name,
+                header,
+                size,
+                items: vec![],
+            })
+            .collect();
+        let values: Vec<_> = values
+            .into_iter()
+            .map(|(name, file, offset, length)| (name, Place { file, offset }, length))
+            .collect();
+        let bytes = values.iter().map(|(.., length)| length).sum();
+        let options = options(threads, fsync, io, max_inflight_bytes)?;
+        let save = py
+            .detach(|| write::Save::create_files(&folder, files, values, &options))
+            .into_py(py)?;
+        Ok(Self {
+            inner: Mutex::new(Some(save)),
+            planned: Planned { plain: Vec::new() },
+            bytes,
+        })
     }
 
     /// Writes parts (item, first byte of the item, address, bytes).
@@ -237,7 +276,9 @@ pub fn commit_indexes(
 ) -> PyResult<(index::Index, Vec<String>)> {
     let path = folder.join(rank.map_or(INDEX_NAME.to_owned(), rank_index_name));
     if let [index] = indexes.as_slice()
-        && planner_data.cast::<PyDict>().is_ok_and(|paths| paths.is_empty())
+        && planner_data
+            .cast::<PyDict>()
+            .is_ok_and(pyo3::types::PyDictMethods::is_empty)
         && names.len()? == 0
     {
         // Nothing to merge: the index of one rank says it all.
@@ -337,4 +378,10 @@ pub fn publish(py: Python<'_>, folder: PathBuf, name: &str, index: Vec<u8>, fsyn
 #[pyfunction]
 pub fn discard(py: Python<'_>, folder: PathBuf, rank: Option<u32>, index: PyBackedBytes) -> PyResult<()> {
     py.detach(|| write::discard(&folder, rank, index)).into_py(py)
+}
+
+/// Gives a finished file or folder its name; with `replace`, what had it before is at `from` then.
+#[pyfunction]
+pub fn put_in_place(py: Python<'_>, from: PathBuf, to: PathBuf, replace: bool) -> PyResult<()> {
+    py.detach(|| store::put_in_place(&from, &to, replace)).into_py(py)
 }

@@ -1,13 +1,13 @@
 //! The end of a save, and the number of the next one.
 
 use std::collections::HashSet;
-use std::fs::{self, File};
+use std::fs;
 use std::io::{ErrorKind, Read as _};
 use std::path::Path;
 
 use crate::format::{DataFileName, INDEX_NAME, Index, rank_index_name};
 use crate::store::disk::Disk;
-use crate::store::publish_on;
+use crate::store::{open_file, publish_on};
 use crate::{Error, Result};
 
 /// What a commit did besides committing.
@@ -151,7 +151,7 @@ fn index_generation(path: &Path) -> Option<u64> {
     const MAGIC: &[u8] = b"\x89DCPRS\r\n";
     const GENERATION_AT: usize = 64;
     let mut start = [0; GENERATION_AT + 8];
-    File::open(path).ok()?.read_exact(&mut start).ok()?;
+    open_file(path).ok()?.read_exact(&mut start).ok()?;
     let generation = u64::from_le_bytes(start[GENERATION_AT..].try_into().ok()?);
     start.starts_with(MAGIC).then_some(generation)
 }
