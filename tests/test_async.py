@@ -55,16 +55,12 @@ def check(path, seed):
 def test_the_writer_is_a_stager(ckpt):
     writer = RsWriter(ckpt)
     assert isinstance(writer, AsyncStager)
-    assert writer.should_synchronize_after_execute is False or isinstance(
-        writer.should_synchronize_after_execute, bool
-    )
+    assert writer.should_synchronize_after_execute is False or isinstance(writer.should_synchronize_after_execute, bool)
 
 
 def save_in_background(path, kind):
     state = state_of(1)
-    future = dcp.async_save(
-        state, storage_writer=RsWriter(path), async_checkpointer_type=AsyncCheckpointerType[kind]
-    )
+    future = dcp.async_save(state, storage_writer=RsWriter(path), async_checkpointer_type=AsyncCheckpointerType[kind])
     # What is staged is a copy: training goes on.
     state["w"].to_local().fill_(-5)
     state[f"own.{dist.get_rank()}"].fill_(-5)

@@ -351,9 +351,7 @@ def test_a_plan_for_another_checkpoint(saved, tmp_path):
 
     class Stale(RsReader):
         def set_up_storage_reader(self, metadata, is_coordinator, *args, **kwargs):
-            super().set_up_storage_reader(
-                RsReader(saved).read_metadata(), is_coordinator, *args, **kwargs
-            )
+            super().set_up_storage_reader(RsReader(saved).read_metadata(), is_coordinator, *args, **kwargs)
 
     with pytest.raises(CheckpointException) as raised:
         dcp.load(blank(other), storage_reader=Stale(tmp_path / "other"), no_dist=True)

@@ -49,9 +49,7 @@ def test_version_1_opens_as_a_mapping():
                     checkpoint[fqn]
         assert_state_equal(checkpoint["sharded.rows"], want["sharded"]["rows"])
         assert [c.sizes for c in checkpoint.chunks("sharded.rows")] == [(3, 3), (2, 3)]
-        assert_state_equal(
-            checkpoint.get_slice("sharded.columns")[1:3, 2:6], want["sharded"]["columns"][1:3, 2:6]
-        )
+        assert_state_equal(checkpoint.get_slice("sharded.columns")[1:3, 2:6], want["sharded"]["columns"][1:3, 2:6])
         assert checkpoint["values.text"] == want["values"]["text"]
         if all(hasattr(torch, name) for name in DTYPES):
             got = checkpoint.state_dict()
@@ -77,9 +75,7 @@ def test_version_1_loads_on_ranks_that_did_not_save_it():
     run_ranks(4, load_golden)
 
 
-@pytest.mark.skipif(
-    not all(hasattr(torch, name) for name in DTYPES), reason="a dtype that this torch lacks"
-)
+@pytest.mark.skipif(not all(hasattr(torch, name) for name in DTYPES), reason="a dtype that this torch lacks")
 def test_version_1_tells_its_own_structure():
     got = {}
     planner = _EmptyStateDictLoadPlanner()

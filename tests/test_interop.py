@@ -81,9 +81,10 @@ def test_safetensors_slices_what_we_wrote(ckpt):
 
 
 def test_names_with_tildes_stay_apart(ckpt):
-    want = {name: random_tensor((3,), seed=i) for i, name in enumerate(
-        ["__metadata__", "__metadata__~", "__metadata__~~", "__metadata__x", "~"]
-    )}
+    want = {
+        name: random_tensor((3,), seed=i)
+        for i, name in enumerate(["__metadata__", "__metadata__~", "__metadata__~~", "__metadata__x", "~"])
+    }
     save_rs(want, ckpt)
     tensors = load_file(next(ckpt.glob("*.safetensors")))
     assert_state_equal(tensors, {header_name(name): t for name, t in want.items()})
@@ -134,9 +135,7 @@ def save_sharded(path):
         "rows": distribute_tensor(WHOLE, mesh, [Shard(0)], src_data_rank=None),
         "columns": distribute_tensor(WHOLE.half(), mesh, [Shard(1)], src_data_rank=None),
         "blocks": distribute_tensor(WHOLE, square, [Shard(0), Shard(1)], src_data_rank=None),
-        "complex": distribute_tensor(
-            WHOLE.to(torch.complex128), mesh, [Shard(0)], src_data_rank=None
-        ),
+        "complex": distribute_tensor(WHOLE.to(torch.complex128), mesh, [Shard(0)], src_data_rank=None),
         "plain": WHOLE.double(),
         "step": 3,
     }

@@ -64,9 +64,7 @@ def saved(ckpt):
 # --- as a mapping ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "make", [dtypes_state, shapes_state, strange_names_state], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("make", [dtypes_state, shapes_state, strange_names_state], ids=lambda f: f.__name__)
 def test_every_entry_is_found_by_its_name(ckpt, make):
     want = make()
     save_rs(want, ckpt)

@@ -104,9 +104,7 @@ def errors_of(size, function, *args):
     return errors
 
 
-@pytest.mark.parametrize(
-    "method", ["create_local_plan", "finish_plan", "resolve_tensor", "commit_tensor"]
-)
+@pytest.mark.parametrize("method", ["create_local_plan", "finish_plan", "resolve_tensor", "commit_tensor"])
 def test_a_planner_that_raises_on_one_rank(saved, method):
     planner = RaisingLoadPlanner(method, ValueError("one rank only"))
     for error in errors_of(2, load_with, saved, planner):

@@ -66,7 +66,10 @@ def sharded(placements):
     mesh = init_device_mesh("cpu", (2, 2))
     return {
         name: lambda shape=shape, empty=False: distribute_tensor(
-            blank_or(numbered(shape), empty), mesh, placements if len(shape) > 1 else [Replicate()] * 2, src_data_rank=None
+            blank_or(numbered(shape), empty),
+            mesh,
+            placements if len(shape) > 1 else [Replicate()] * 2,
+            src_data_rank=None,
         )
         for name, shape in SHAPES.items()
     }

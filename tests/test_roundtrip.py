@@ -66,9 +66,7 @@ def test_both_ways_of_writing_store_the_same(tmp_path, mode):
 @pytest.mark.parametrize("make", [shapes_state, nested_state, strange_names_state])
 def test_stock_dcp_makes_the_same_of_it(tmp_path, make):
     state = make()
-    assert_state_equal(
-        through_rs(state, tmp_path / "ours"), through_stock(state, tmp_path / "stock")
-    )
+    assert_state_equal(through_rs(state, tmp_path / "ours"), through_stock(state, tmp_path / "stock"))
 
 
 def test_sizes_around_the_block_of_a_digest(ckpt):
@@ -99,9 +97,7 @@ def test_lazy_conjugation_and_negation_are_carried_out(ckpt, dtype):
     for name, value in got.items():
         assert torch.equal(
             torch.view_as_real(value) if value.is_complex() else value,
-            torch.view_as_real(state[name].resolve_conj())
-            if value.is_complex()
-            else state[name].resolve_neg(),
+            torch.view_as_real(state[name].resolve_conj()) if value.is_complex() else state[name].resolve_neg(),
         ), name
 
 
@@ -162,9 +158,7 @@ def test_an_optimizer_resumes_where_it_was(tmp_path):
     got = load_rs({"net": other_net.state_dict(), "optimizer": other.state_dict()}, tmp_path)
     save_stock(want, tmp_path / "stock")
     other_net, other = trained(1)
-    stock = load_stock(
-        {"net": other_net.state_dict(), "optimizer": other.state_dict()}, tmp_path / "stock"
-    )
+    stock = load_stock({"net": other_net.state_dict(), "optimizer": other.state_dict()}, tmp_path / "stock")
     assert_state_equal(got, stock)
 
 

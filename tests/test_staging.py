@@ -31,9 +31,7 @@ def install(monkeypatch, fake):
     monkeypatch.setattr(fill, "is_plain", lambda tensor, dtype: False)
     # There is no pinned memory without an accelerator.
     take = staging._SlabCache().take
-    monkeypatch.setattr(
-        staging.slabs, "take", lambda count, nbytes, pinned: take(count, nbytes, pinned=False)
-    )
+    monkeypatch.setattr(staging.slabs, "take", lambda count, nbytes, pinned: take(count, nbytes, pinned=False))
     return fake
 
 
@@ -177,9 +175,7 @@ def test_direct_reads_land_in_the_slab(ckpt):
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     wants = [(index.first_chunk(i), [0, 0], index.tensor(i)[3], True, 0) for i in range(len(want))]
-    slabs = upload.SlabLoad(
-        index, wants, sort=True, accelerator=False, options=ReadOptions(io="direct")
-    )
+    slabs = upload.SlabLoad(index, wants, sort=True, accelerator=False, options=ReadOptions(io="direct"))
     images = [image for b in range(slabs._reader.batch_count) for image in slabs._reader.images(b)]
     assert sum(last - first for *_, first, last in images) == sum(
         len(slabs._reader.batch(b)[1]) for b in range(slabs._reader.batch_count)
@@ -229,10 +225,11 @@ def test_slabs_are_filled_while_copies_run(ckpt, monkeypatch):
     assert unfinished > 5  # slabs were ready before the copies of the ones before were over
 
 
-def test_copies_begin_after_the_callers_work(ckpt, fake):
-    index = saved(ckpt, {"w": torch.ones(10)})
+@pytest.mark.parametrize("size", [10, 1 << 19])  # through scratch memory, and straight
+def test_copies_begin_after_the_callers_work(ckpt, fake, size):
+    index = saved(ckpt, {"w": torch.ones(size)})
     late = threading.Event()
-    got = torch.zeros(10)
+    got = torch.zeros(size)
 
     def write_over() -> None:
         late.wait(5)
@@ -240,9 +237,43 @@ def test_copies_begin_after_the_callers_work(ckpt, fake):
 
     fake.caller.submit(write_over)
     threading.Timer(0.05, late.set).start()
-    load(index, {"w": got})
+    load(index, {"w": got}, ReadOptions())
     fake.synchronize()
-    assert torch.equal(got, torch.ones(10))
+    assert torch.equal(got, torch.ones(size))
+
+
+def test_scratch_memory_may_be_in_use_by_the_callers_stream(ckpt, fake, monkeypatch):
+    """The allocator hands out what the caller has let go of, before the work on it is done."""
+    want = state()
+    index = saved(ckpt, want)
+    got = {name: torch.zeros_like(tensor) for name, tensor in want.items()}
+    empty = torch.empty
+
+    def used_before(*sizes, **options):
+        memory = empty(*sizes, **options)
+
+        def last_use() -> None:
+            threading.Event().wait(0.02)
+            memory.fill_(0xA5)
+
+        fake.caller.submit(last_use)
+        return memory
+
+    monkeypatch.setattr(
+        staging,
+        "_new_slab",
+        lambda nbytes, pinned: staging._aligned(empty(nbytes + 4096, dtype=torch.uint8), nbytes),
+    )
+    monkeypatch.setattr(torch, "empty", used_before)
+    load(index, got, ReadOptions())
+    fake.synchronize()
+    assert_state_equal(got, want)
+
+
+def test_streams_take_turns(ckpt, fake):
+    want = {f"w{i}": torch.randn(64 << 10) for i in range(8)}
+    load(saved(ckpt, want), {name: torch.zeros_like(t) for name, t in want.items()})
+    assert {name for what, name, *_ in fake.log if what == "copy"} == {"side1", "side2"}
 
 
 def test_pinned_memory_is_bounded(ckpt, fake, monkeypatch):
@@ -570,9 +601,7 @@ def save_from_device(path, state_dict, options):
         **options.engine(),
     )
     try:
-        payload._write_from_device(
-            save, torch.device("cpu"), [(i, e.data) for i, e in enumerate(entries)], options
-        )
+        payload._write_from_device(save, torch.device("cpu"), [(i, e.data) for i, e in enumerate(entries)], options)
         index = save.finish()
     except BaseException:
         save.abort()

@@ -78,7 +78,7 @@ def prepare() -> Answer:
 
         pack_to_file(PATTERN.state(), str(own_file()))
     elif LOADER == "tensorizer":
-        from tensorizer import TensorSerializer  # type: ignore[import-not-found]
+        from tensorizer import TensorSerializer
 
         serializer = TensorSerializer(str(own_file()))
         serializer.write_state_dict(PATTERN.state())

@@ -21,6 +21,7 @@ from dcp_rs import _torch
 from dcp_rs.errors import DcpRsError
 from dcp_rs.planner import RsLoadPlanner
 from dcp_rs.reader import RsReader
+from dcp_rs.save_planner import RsSavePlanner
 from dcp_rs.tree import is_stateful
 from dcp_rs.writer import RsWriter
 
@@ -130,24 +131,42 @@ def save(
     Args:
         state_dict: as for ``dcp.save``.
         path: the folder.
-        planner: default: torch's ``DefaultSavePlanner``.
+        planner: default: :class:`RsSavePlanner`.
         process_group, no_dist: as in ``dcp.save``.
         write_options: arguments of :class:`RsWriter`.
 
     Raises:
-        As :func:`load_state_dict`.
+        As :func:`load_state_dict`. Then no rank has left data files behind, and the checkpoint that was there is whole.
     """
-    writer = RsWriter(path, **write_options)
     with _typed_errors():
-        try:
-            metadata: Metadata = dcp_save(
-                state_dict, storage_writer=writer, planner=planner, process_group=process_group, no_dist=no_dist
-            )
-        except CheckpointException:
-            # All ranks know that it failed, and none is at work on it any more.
-            writer.discard_unpublished()
-            raise
-    return metadata
+        return _save(_without_stateful(state_dict), RsWriter(path, **write_options), planner, process_group, no_dist)
+
+
+def _save(
+    state_dict: dict[str, Any],
+    writer: RsWriter,
+    planner: SavePlanner | None,
+    process_group: dist.ProcessGroup | None,
+    no_dist: bool,  # noqa: FBT001  # not public
+) -> Metadata:
+    try:
+        return _torch.save_state_dict(
+            state_dict,
+            writer,
+            process_group=process_group,
+            no_dist=no_dist or not dist.is_initialized(),
+            planner=RsSavePlanner() if planner is None else planner,
+        )
+    except CheckpointException:
+        # Every rank gets this one, so nobody commits. After any other error the coordinator still may.
+        writer.discard()
+        raise
+    finally:
+        writer.close()
+
+
+def _without_stateful(state_dict: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.state_dict() if is_stateful(value) else value for key, value in state_dict.items()}
 
 
 def async_save(

@@ -264,9 +264,7 @@ def _leaves(tree: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], torc
     if isinstance(tree, torch.Tensor):
         return {path: tree}
     pairs = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else ()
-    return {
-        leaf: tensor for key, value in pairs for leaf, tensor in _leaves(value, (*path, str(key))).items()
-    }
+    return {leaf: tensor for key, value in pairs for leaf, tensor in _leaves(value, (*path, str(key))).items()}
 
 
 def _put_extra(extra: dict[str, Any], name: str, loaded: Any) -> None:

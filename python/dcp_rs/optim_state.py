@@ -109,9 +109,7 @@ class SavedOptimizers:
         # What was loaded: name in the checkpoint to value.
         self._values: dict[str, Any] = {}
 
-    def template(
-        self, model: torch.nn.Module, optimizers: Sequence[Optimizer], *, strict: bool
-    ) -> dict[str, Any]:
+    def template(self, model: torch.nn.Module, optimizers: Sequence[Optimizer], *, strict: bool) -> dict[str, Any]:
         """Memory for all state of the parameters of these optimizers, by name in the checkpoint. To be filled, and kept by the caller.
 
         Raises:
@@ -292,9 +290,7 @@ def nest(flat: dict[tuple[Any, ...], Any]) -> Any:
     return {key: nest(child) for key, child in children.items()}
 
 
-def _parameter_names(
-    model: torch.nn.Module, optimizer: Optimizer, number: int
-) -> list[tuple[torch.Tensor, list[str]]]:
+def _parameter_names(model: torch.nn.Module, optimizer: Optimizer, number: int) -> list[tuple[torch.Tensor, list[str]]]:
     """The parameters of an optimizer, and the FQNs of each: one, but for a flat parameter of FSDP1."""
     fqns_of: dict[int, list[str]] = {}
     for key, param in model.named_parameters():
@@ -313,9 +309,7 @@ def _parameter_names(
     return names
 
 
-def _names_by_key(
-    model: torch.nn.Module, optimizer: Optimizer, osd: dict[str, Any], number: int
-) -> dict[Any, str]:
+def _names_by_key(model: torch.nn.Module, optimizer: Optimizer, osd: dict[str, Any], number: int) -> dict[Any, str]:
     """The keys of an optimizer's own state dict, and the FQNs of the parameters they stand for."""
     keys = list(itertools.chain.from_iterable(group["params"] for group in osd["param_groups"]))
     names = _parameter_names(model, optimizer, number)

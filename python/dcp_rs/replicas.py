@@ -61,7 +61,9 @@ def share(
         sizes = tuple(target.tensor.shape)
         if 0 in sizes:
             continue
-        cut = tuple((-(-whole // size), at // size) for whole, at, size in zip(shape, target.offsets, sizes, strict=True))
+        cut = tuple(
+            (-(-whole // size), at // size) for whole, at, size in zip(shape, target.offsets, sizes, strict=True)
+        )
         classes.setdefault(cut, []).append(target)
     by_size = sorted(classes.values(), key=_bytes_of, reverse=True)
     mine: dict[bytes, list[Target]] = {}

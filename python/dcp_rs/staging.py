@@ -13,7 +13,17 @@ import torch
 
 from dcp_rs import _torch
 
-__all__ = ["HostLane", "Lane", "StreamLane", "Transfer", "is_accelerator", "lane_for", "release_pinned_memory", "slab_bytes", "slabs"]
+__all__ = [
+    "HostLane",
+    "Lane",
+    "StreamLane",
+    "Transfer",
+    "is_accelerator",
+    "lane_for",
+    "release_pinned_memory",
+    "slab_bytes",
+    "slabs",
+]
 
 MIB = 1 << 20
 #: A slab begins at a multiple of this: direct reads land in it.

@@ -40,7 +40,9 @@ def stream(
     """
     entries = [_entry(index, number) for number in index.file_order()]
     through_slabs = staging.is_accelerator(device) and options.io != "gds"
-    tensors = (_through_slabs if through_slabs else _by_groups)(index, [e for e in entries if not e.is_bytes], device, options)
+    tensors = (_through_slabs if through_slabs else _by_groups)(
+        index, [e for e in entries if not e.is_bytes], device, options
+    )
     try:
         for entry in entries:
             yield entry.name, value(entry.name) if entry.is_bytes else next(tensors)

@@ -239,7 +239,9 @@ class SlabLoad:
         self._slabs = []
 
 
-def upload(index: _core.Index, wants: Sequence[Want], goals: Goals, devices: Sequence[torch.device], options: ReadOptions) -> None:
+def upload(
+    index: _core.Index, wants: Sequence[Want], goals: Goals, devices: Sequence[torch.device], options: ReadOptions
+) -> None:
     """Loads each rectangle to the goal of the same number; its group is the number of its device.
 
     When this returns, work that is queued on the caller's current stream of each device sees all of it. After an error the goals may be partly filled, and

@@ -99,9 +99,7 @@ def save(rank: int, path: str, store: str) -> None:
     """One rank's part."""
     from dcp_rs import RsWriter
 
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS
-    )
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
     parts = state()
     parts["sharded"] = {

@@ -284,9 +284,7 @@ class SecondReader:
 
         for at in range(0, len(section["files"]), 64):
             self.files.append(self._parse_file(section["files"], at))
-        chunks = [
-            self._parse_chunk_record(section["chunks"], at) for at in range(0, len(section["chunks"]), 48)
-        ]
+        chunks = [self._parse_chunk_record(section["chunks"], at) for at in range(0, len(section["chunks"]), 48)]
         self.root, _ = decode_at(section["planner"], 0)
         next_chunk, last_name = 0, None
         for number, at in enumerate(range(0, len(section["tensors"]), 64)):
@@ -295,9 +293,7 @@ class SecondReader:
             check(last_name is None or last_name.encode() < name.encode(), "sorted, no FQN twice")
             last_name = name
             kind, code, ndim, flags = record[at + 12 : at + 16]
-            shape_at, first, count, path_at, path_len, split = struct.unpack_from(
-                "<QQQQII", record, at + 16
-            )
+            shape_at, first, count, path_at, path_len, split = struct.unpack_from("<QQQQII", record, at + 16)
             check(kind in (0, 1) and ndim <= 64, "kind and ndim")
             check(first == next_chunk, "chunks stand in the order of the tensors")
             next_chunk += count
@@ -326,14 +322,10 @@ class SecondReader:
                 None if split == 0xFFFFFFFF else split,
                 [],
             )
-            for owner, file, offset, length, dims_at, digest_at, chunk_flags in chunks[
-                first : first + count
-            ]:
+            for owner, file, offset, length, dims_at, digest_at, chunk_flags in chunks[first : first + count]:
                 check(owner == number, "a chunk knows its tensor")
                 tensor.chunks.append(
-                    self._chunk(
-                        tensor, file, offset, length, dims_at, digest_at, chunk_flags, dims, digests
-                    )
+                    self._chunk(tensor, file, offset, length, dims_at, digest_at, chunk_flags, dims, digests)
                 )
             self._check_order(tensor)
             self.tensors[name] = tensor
@@ -369,9 +361,7 @@ class SecondReader:
         sizes = dims[dims_at + ndim : dims_at + 2 * ndim]
         strides = dims[dims_at + 2 * ndim : dims_at + 3 * ndim] if strided else None
         check(file.data_start <= offset and offset + length <= file.size, "a chunk lies in its file")
-        inside = all(
-            o + s <= whole for o, s, whole in zip(offsets, sizes, tensor.shape, strict=True)
-        )
+        inside = all(o + s <= whole for o, s, whole in zip(offsets, sizes, tensor.shape, strict=True))
         check(inside, "a chunk lies within its tensor")
         elements = 1
         for size in sizes:

@@ -8,7 +8,6 @@ mod data_header;
 pub mod distcp;
 mod fault;
 mod kind;
-mod map;
 pub mod metadata_pickle;
 mod payload;
 mod pickle;
