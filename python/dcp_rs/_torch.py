@@ -15,13 +15,13 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor  # 2.8, 2.
 from torch.distributed._shard.sharded_tensor.shard import Shard  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint import _version  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict  # 2.8, 2.11, 2.15
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint._traverse import set_element  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.state_dict import _get_fqns  # 2.8, 2.11, 2.15
-from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors  # 2.8, 2.11, 2.15
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # 2.8, 2.11, 2.15
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.utils import find_tensor_shard  # 2.8, 2.11, 2.15
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # 2.8, 2.11, 2.15
@@ -39,11 +39,11 @@ __all__ = [
     "empty_like",
     "empty_sharded",
     "find_shard",
-    "flatten_sharded_tensors",
-    "has_gds",
     "flatten_as_2_3",
+    "flatten_sharded_tensors",
     "fqns",
     "group_devices",
+    "has_gds",
     "has_memory",
     "host_copy_of_sharded",
     "is_strided_shard",
