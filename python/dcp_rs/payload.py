@@ -202,14 +202,19 @@ def as_object(fqn: str, tensor: torch.Tensor, refusal: str) -> bytes:
 
 
 def write_entries(save: _core.Save, entries: Sequence[Entry], options: WriteOptions, first: int = 0) -> None:
-    """Writes every entry, the items of ``save`` from ``first``: from where it is, if it lies in host memory as it is stored, or else through
-    memory of bounded size."""
-    save.write_values([(i, entry.data) for i, entry in enumerate(entries, first) if isinstance(entry.data, bytes)])
+    """Writes every entry; they are the items of ``save`` from ``first``.
+
+    What lies in host memory as it is stored is written from there, the rest through memory of bounded size.
+    """
+    values = [(i, entry.data) for i, entry in enumerate(entries, first) if isinstance(entry.data, bytes)]
+    if values:
+        save.write_values(values)
     tensors = [
         (i, entry) for i, entry in enumerate(entries, first) if isinstance(entry.data, torch.Tensor) and entry.nbytes
     ]
     in_place = [(i, entry) for i, entry in tensors if entry.is_in_place]
-    save.write([(i, 0, entry.data.data_ptr(), entry.nbytes) for i, entry in in_place])  # type: ignore[union-attr]
+    if in_place:
+        save.write([(i, 0, entry.data.data_ptr(), entry.nbytes) for i, entry in in_place])  # type: ignore[union-attr]
     devices: dict[torch.device, list[tuple[int, Entry]]] = {}
     host: list[tuple[int, Entry]] = []
     for i, entry in tensors:
