@@ -90,9 +90,10 @@ def _portable(error: BaseException) -> BaseException:
 
 def _forget_groups() -> None:
     """DTensor remembers how it sharded, and with it the groups of meshes that are equal to later ones."""
-    from torch.distributed.tensor import debug
+    from torch.distributed.tensor import _redistribute, debug
 
     debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 def _perform(call: _Call) -> Outcome:
