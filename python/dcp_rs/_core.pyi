@@ -196,8 +196,7 @@ class SlabReader:
     def batch(self, batch: int) -> tuple[int, list[Any]]:
         """The group, and pieces (item, place, bytes, first byte) or (item, place, bytes, offsets, sizes), in the order of their places."""
     def images(self, batch: int) -> list[tuple[str, int, int, int, int, int]]:
-        """[(path, first byte, byte after the last, place, first piece, piece after the last)] for what lies in the slab as it does in the file,
-        page by page."""
+        """[(path, first byte, byte after the last, place, first piece, piece after the last)]: what lies as in the file."""
     def start(self, addresses: Sequence[int], memory: object, workers: int) -> None:
         """Begins to fill slabs at the addresses, multiples of 4096, of memory that ``memory`` keeps alive."""
     def next(self) -> tuple[int, int] | None:

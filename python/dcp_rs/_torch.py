@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # 2.8, 2.11, 2.15
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint import (
     _async_process_executor,  # 2.8, 2.11, 2.15
     _version,  # 2.8, 2.11, 2.15
@@ -42,7 +43,6 @@ __all__ = [
     "empty_like",
     "empty_sharded",
     "find_shard",
-    "flatten_as_2_3",
     "flatten_as_2_3",
     "flatten_sharded_tensors",
     "fqns",

@@ -4,6 +4,7 @@ It shares no code with the package, so that the two agree only where the page sa
 tensors are (dtype name, shape, bytes in row-major order).
 """
 
+import itertools
 import json
 import struct
 from dataclasses import dataclass, field
@@ -275,7 +276,7 @@ class SecondReader:
         for i, (name, width) in enumerate(zip(names, widths, strict=True)):
             offset, length = u64(raw, 96 + 16 * i), u64(raw, 104 + 16 * i)
             check(offset % 8 == 0, "sections begin at multiples of 8")
-            check(256 <= offset and offset + length <= len(raw), "sections within the file")
+            check(offset >= 256 and offset + length <= len(raw), "sections within the file")
             check(length % width == 0, "sections of whole records")
             section[name] = raw[offset : offset + length]
         dims = struct.unpack(f"<{len(section['dims']) // 8}Q", section["dims"])
@@ -383,7 +384,7 @@ class SecondReader:
     @staticmethod
     def _check_order(tensor):
         keys = [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]
-        check(all(a < b for a, b in zip(keys, keys[1:], strict=False)), "chunks sorted, none twice")
+        check(all(a < b for a, b in itertools.pairwise(keys)), "chunks sorted, none twice")
         if tensor.split_dim is None:
             return
         d = tensor.split_dim
