@@ -1,4 +1,4 @@
-//! Strided copies between memory and memory: what to copy ([`Strided`]) and how ([`run`], [`stream`]).
+//! Strided copies between memory and memory: what to copy ([`Strided`]) and how (`run`, `stream`).
 
 mod digest;
 mod run;

@@ -1,4 +1,4 @@
-//! Reads rectangles of stored chunks into memory: planned purely ([`plan`]), then carried out in parallel ([`engine`]).
+//! Reads rectangles of stored chunks into memory: planned purely (`plan`), then carried out in parallel (`engine`).
 
 mod bounce;
 mod engine;
