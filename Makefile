@@ -26,7 +26,7 @@ export UV_SYSTEM_CERTS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help build demo test test-rust test-python test-slow test-oldest check check-rust check-python \
-	fmt bench soak fuzz dist clean
+	fmt bench crash soak fuzz dist clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -96,6 +96,9 @@ bench: $(VENV)/.bench  ## Benchmarks against stock DCP and others, side by side
 $(VENV)/.bench: $(VENV)/.built
 	$(UV) pip install --quiet --python $(PY) --group bench
 	@touch $@
+
+crash: $(VENV)/.built  ## Kill hundreds of saves, fail every write, and look at what is left (ARGS)
+	PYTHONPATH=tests $(PY) -m crash --faults $(ARGS)
 
 soak: $(VENV)/.built  ## Random saves, loads, kills and faults, for hours if asked (ARGS)
 	$(PY) tests/soak.py $(ARGS)

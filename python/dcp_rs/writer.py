@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import secrets
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_rs import _core
-from dcp_rs.errors import CheckpointExistsError, PlanError
+from dcp_rs.errors import CheckpointExistsError, CheckpointNotFoundError, PlanError
 from dcp_rs.metadata import DCP_VERSION
 from dcp_rs.options import WriteOptions
 from dcp_rs.payload import collect, write_entries
@@ -69,12 +70,14 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._rank: int | None = None
         self._use_collectives = True
         self._generation = 1
+        self._written: bytes | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, to another path where one is given."""
         if checkpoint_id:
             self.path = Path(checkpoint_id)
         self.save_id = str(uuid.uuid4())
+        self._written = None
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -132,6 +135,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         except BaseException:
             save.abort()
             raise
+        self._written = index
         result = WriteResult(
             index=MetadataIndex(rank_index_name(place.rank)),
             size_in_bytes=sum(entry.nbytes for entry in entries),
@@ -144,6 +148,42 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Merges the indexes of all ranks and commits the checkpoint."""
         indexes = [result.storage_data for rank_results in results for result in rank_results]
+        try:
+            left = self._commit(metadata, indexes)
+        except Exception:
+            # The sync of the folder may be what failed, after the commit.
+            if not any(self._is_committed(index) for index in indexes):
+                for index in indexes:
+                    _discard(self.path, index)
+            raise
+        for reason in left:
+            warnings.warn(
+                f"the checkpoint is saved, but a file of the one before is still there: {reason}", stacklevel=2
+            )
+        metadata.storage_meta = self.storage_meta()
+        if hasattr(metadata, "version"):  # torch 2.8 has none
+            metadata.version = DCP_VERSION
+
+    def discard(self) -> None:
+        """Removes the files that this rank wrote for a save that is known to have failed; none that was committed."""
+        index, self._written = self._written, None
+        if index is not None and not self._is_committed(index):
+            _discard(self.path, index)
+
+    def _is_committed(self, index: bytes) -> bool:
+        """Whether the index in the folder names data files of ``index``. In doubt it does."""
+        written = {name for name, *_ in _core.Index.from_bytes(index, str(self.path / INDEX_NAME), False).files()}
+        try:
+            rank = None if self._use_collectives else self._rank or 0
+            published = _core.Index.open(str(self.path), rank, False)
+        except CheckpointNotFoundError:
+            return False
+        except Exception:  # noqa: BLE001 - what cannot be read may be ours
+            return True
+        return not written.isdisjoint(name for name, *_ in published.files())
+
+    def _commit(self, metadata: Metadata, indexes: list[bytes]) -> list[str]:
+        """Returns why files of the replaced checkpoint are still there, if any are."""
         data = _core.merge_indexes(
             indexes, uuid.UUID(self.save_id).bytes, self._generation, _plain(metadata.planner_data)
         )
@@ -153,18 +193,17 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             msg = f"no rank wrote {missing[0]!r}" + (f" (nor {len(missing) - 1} others)" if missing[1:] else "")
             raise PlanError(msg, tensor=missing[0])
         rank = None if self._use_collectives else self._rank or 0
-        for reason in _core.commit(str(self.path), rank, data, self.options.fsync):
-            warnings.warn(
-                f"the checkpoint is saved, but a file of the one before is still there: {reason}", stacklevel=2
-            )
-        metadata.storage_meta = self.storage_meta()
-        if hasattr(metadata, "version"):  # torch 2.8 has none
-            metadata.version = DCP_VERSION
+        return _core.commit(str(self.path), rank, data, self.options.fsync)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether the id can be a path of the local file system."""
         return "://" not in os.fspath(checkpoint_id)
+
+
+def _discard(path: Path, index: bytes) -> None:
+    with contextlib.suppress(OSError):  # the save has failed already
+        _core.discard(str(path), index)
 
 
 def _plain(planner_data: Any) -> Any:

@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::format::{BLOCK_SIZE, ChunkEntry, FileEntry, Index, IndexBuilder, TensorEntry, block_count, block_digest};
-use crate::load::file_ref;
+use crate::load::{explain, file_ref};
 use crate::store::read_at;
 use crate::{Control, Error, Result, parallel};
 
@@ -60,10 +60,11 @@ pub fn verify(index: &Index, allow_external: bool, threads: usize, control: &Con
     let mut files = BTreeMap::new();
     for number in 0..index.file_count() {
         let file_ref = file_ref(index, number, allow_external)?;
-        match file_ref.open(false) {
+        match file_ref.open(false).map_err(|error| explain(index, error)) {
             Ok(file) => {
                 files.insert(number, (file, file_ref.path));
             }
+            Err(error @ Error::Replaced { .. }) => return Err(error),
             Err(Error::CorruptData { path, reason, .. }) => verified.problems.push(Problem {
                 path,
                 tensor: String::new(),

@@ -7,6 +7,7 @@ use dcp_rs_core::format::{Index, IndexBuilder, Kind, SourceKind, Value};
 use dcp_rs_core::store;
 use dcp_rs_core::write::{self, Part, SaveInfo, SaveItem, WriteIo, WriteOptions};
 use pyo3::prelude::*;
+use pyo3::sync::MutexExt as _;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 
 use crate::convert::{Extent, dtype, to_value};
@@ -87,21 +88,27 @@ impl Save {
                 data: unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(address), len) },
             })
             .collect();
-        let inner = self.inner.lock().map_err(|_| closed())?;
+        // Waiting for another thread's write must not keep the GIL from it.
+        let inner = self.inner.lock_py_attached(py).map_err(|_| closed())?;
         let save = inner.as_ref().ok_or_else(closed)?;
         interrupt::run(py, |control| save.write(&parts, control))
     }
 
     /// Completes the files, and returns the bytes of an index over them.
     fn finish<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        let save = self.inner.lock().map_err(|_| closed())?.take().ok_or_else(closed)?;
+        let save = self
+            .inner
+            .lock_py_attached(py)
+            .map_err(|_| closed())?
+            .take()
+            .ok_or_else(closed)?;
         let bytes = py.detach(|| save.finish()).into_py(py)?;
         Ok(PyBytes::new(py, &bytes))
     }
 
     /// Removes the files.
     fn abort(&self, py: Python<'_>) {
-        let save = self.inner.lock().ok().and_then(|mut inner| inner.take());
+        let save = self.inner.lock_py_attached(py).ok().and_then(|mut inner| inner.take());
         py.detach(|| drop(save));
     }
 }

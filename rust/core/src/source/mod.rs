@@ -30,7 +30,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 use crate::format::{INDEX_NAME, Index, rank_index_name};
-use crate::{Error, Result, load};
+use crate::{Error, Result, load, store};
 
 /// Opens the checkpoint at `path`, whatever it is: its index file, or else an index made in memory. With `rank`, what that rank wrote for itself.
 /// `threads` may be 0: as many as there are cores.
@@ -54,7 +54,8 @@ pub fn index(path: &Path, kind: Foreign, rank: Option<u32>, threads: usize) -> R
         Foreign::SafetensorsFolder => (path, safetensors::index_folder(path, threads)?),
         Foreign::SafetensorsFile => (path.parent().unwrap_or(Path::new("")), safetensors::index_file(path)?),
     };
-    Index::from_bytes(bytes, &dir.join(INDEX_NAME))
+    // Its names were found by looking at the folder: links there are those of whoever made the folder (a cache of downloads).
+    Ok(Index::from_bytes(bytes, &dir.join(INDEX_NAME))?.following_links())
 }
 
 /// Length and modification time of a data file.
@@ -81,5 +82,5 @@ fn stat_data_file(path: &Path) -> Result<Stat> {
 }
 
 fn open_data_file(path: &Path) -> Result<File> {
-    File::open(path).map_err(|e| Error::io("open", path, e))
+    store::open_to_read(path).map_err(|e| Error::io("open", path, e))
 }

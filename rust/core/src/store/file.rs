@@ -3,7 +3,7 @@
 use std::fs::{File, Metadata, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::{Error, Result};
 
@@ -25,7 +25,8 @@ impl FileRef {
     ///
     /// A file that is missing or differs is [`Error::CorruptData`]; what the system refuses is [`Error::Io`].
     pub fn open(&self, direct: bool) -> Result<File> {
-        let mut flags = libc::O_CLOEXEC;
+        // A pipe in the place of a file would else wait for a writer, for ever.
+        let mut flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
         if !self.follow_symlinks {
             flags |= libc::O_NOFOLLOW;
         }
@@ -73,6 +74,14 @@ impl FileRef {
     fn corrupt(&self, reason: impl Into<String>) -> Error {
         Error::corrupt_data(&self.path, "", 0, reason)
     }
+}
+
+/// Opens a file for reading, whoever put it there: a pipe of that name is not waited for.
+pub fn open_to_read(path: &Path) -> io::Result<File> {
+    OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_CLOEXEC | libc::O_NONBLOCK)
+        .open(path)
 }
 
 /// Fills `buf` from `offset`. Short reads and interruptions go on; an end of file is `UnexpectedEof`.

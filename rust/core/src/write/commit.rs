@@ -1,11 +1,12 @@
 //! The end of a save, and the number of the next one.
 
 use std::collections::HashSet;
-use std::fs::{self, File};
-use std::io::{ErrorKind, Read as _};
+use std::fs;
+use std::io::ErrorKind;
 use std::path::Path;
 
 use crate::format::{DataFileName, INDEX_NAME, Index, rank_index_name};
+use crate::load;
 use crate::store::disk::Disk;
 use crate::store::publish_on;
 use crate::{Error, Result};
@@ -108,7 +109,8 @@ pub fn next_generation(dir: &Path) -> Result<u64> {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(1),
         entries => entries.map_err(|error| Error::io("list", dir, error))?,
     };
-    let mut highest = index_generation(&dir.join(INDEX_NAME)).unwrap_or(0);
+    // Of a damaged index the header is enough: it does not hinder the save that replaces it.
+    let mut highest = load::identity_of(&dir.join(INDEX_NAME)).map_or(0, |index| index.generation);
     for entry in entries {
         let name = entry.map_err(|error| Error::io("list", dir, error))?.file_name();
         if let Some(name) = name.to_str().and_then(DataFileName::parse) {
@@ -118,17 +120,6 @@ pub fn next_generation(dir: &Path) -> Result<u64> {
     highest
         .checked_add(1)
         .ok_or_else(|| Error::Unsupported(format!("a save after generation {highest}")))
-}
-
-/// The generation in the header of an index, without the rest of it: a damaged index does not hinder the save that
-/// replaces it.
-fn index_generation(path: &Path) -> Option<u64> {
-    const MAGIC: &[u8] = b"\x89DCPRS\r\n";
-    const GENERATION_AT: usize = 64;
-    let mut start = [0; GENERATION_AT + 8];
-    File::open(path).ok()?.read_exact(&mut start).ok()?;
-    let generation = u64::from_le_bytes(start[GENERATION_AT..].try_into().ok()?);
-    start.starts_with(MAGIC).then_some(generation)
 }
 
 #[cfg(test)]
