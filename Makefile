@@ -103,12 +103,15 @@ crash: $(VENV)/.built  ## Kill hundreds of saves, fail every write, and look at 
 soak: $(VENV)/.built  ## Random saves, loads, kills and faults, for hours if asked (ARGS)
 	$(PY) tests/soak.py $(ARGS)
 
+# Found inputs go to rust/fuzz/corpus (ignored), on top of the seeds. No parser needs 64 MiB at once for inputs of this size.
 fuzz:  ## Every fuzz target for FUZZ_SECONDS each (needs nightly Rust and cargo-fuzz)
 	@cargo +nightly fuzz --version >/dev/null 2>&1 \
 		|| { echo 'needs: rustup toolchain install nightly; cargo install cargo-fuzz'; exit 1; }
 	@set -e; for target in $$(cargo +nightly fuzz list --fuzz-dir rust/fuzz); do \
 		echo "fuzzing $$target for $(FUZZ_SECONDS) s"; \
-		cargo +nightly fuzz run --fuzz-dir rust/fuzz $$target -- -max_total_time=$(FUZZ_SECONDS); \
+		mkdir -p rust/fuzz/corpus/$$target; \
+		cargo +nightly fuzz run --fuzz-dir rust/fuzz $$target rust/fuzz/corpus/$$target rust/fuzz/seeds/$$target -- \
+			-max_total_time=$(FUZZ_SECONDS) -max_len=65536 -malloc_limit_mb=64 -timeout=10 -print_final_stats=1; \
 	done
 
 dist: $(VENV)/.deps  ## The sdist, and the wheel built from it, in dist/

@@ -14,7 +14,7 @@ use super::zip::{Archive, LOCAL_MAGIC};
 use super::{Stat, map, open_data_file, stat_data_file};
 use crate::format::safetensors as st;
 use crate::format::{ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry};
-use crate::{Dtype, Error, Result};
+use crate::{Dtype, Error, Result, store};
 
 /// The file that makes a folder a stock DCP checkpoint.
 pub const METADATA_NAME: &str = ".metadata";
@@ -29,7 +29,7 @@ pub fn rank_metadata_name(rank: u32) -> String {
 /// index that is to lie in `dir`. `threads` may be 0: as many as there are cores.
 pub fn index_folder(dir: &Path, rank: Option<u32>, threads: usize) -> Result<Vec<u8>> {
     let path = dir.join(rank.map_or_else(|| METADATA_NAME.to_owned(), rank_metadata_name));
-    let bytes = match std::fs::read(&path) {
+    let bytes = match store::read_all(&path) {
         Ok(bytes) => bytes,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
             return Err(Error::NotFound {
@@ -263,7 +263,7 @@ fn leads_out(item: &StockItem, size: u64) -> Fault {
 }
 
 /// The place of the storage's first byte in an archive of one tensor, and the tensor over it.
-fn locate_in_archive(window: &Window<'_>) -> FaultResult<(u64, StoredTensor)> {
+pub(super) fn locate_in_archive(window: &Window<'_>) -> FaultResult<(u64, StoredTensor)> {
     let archive = Archive::open(window)?;
     let content = |name: &str, longest: u64| -> FaultResult<Option<_>> {
         let Some(record) = archive.find(name) else {

@@ -7,6 +7,8 @@
 mod data_header;
 pub mod distcp;
 mod fault;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzzing;
 mod kind;
 mod map;
 pub mod metadata_pickle;

@@ -1,7 +1,7 @@
 //! Data files: opening them with their checks, and reads that are complete or an error.
 
 use std::fs::{File, Metadata, OpenOptions};
-use std::io;
+use std::io::{self, Read as _};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
@@ -82,6 +82,17 @@ pub fn open_to_read(path: &Path) -> io::Result<File> {
         .read(true)
         .custom_flags(libc::O_CLOEXEC | libc::O_NONBLOCK)
         .open(path)
+}
+
+/// All of a file, whoever put it there.
+pub fn read_all(path: &Path) -> io::Result<Vec<u8>> {
+    let mut file = open_to_read(path)?;
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
+    }
+    let mut bytes = Vec::new();
+    file.read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
 /// Fills `buf` from `offset`. Short reads and interruptions go on; an end of file is `UnexpectedEof`.

@@ -6,10 +6,9 @@ use std::io::ErrorKind;
 use std::path::Path;
 
 use crate::format::{DataFileName, INDEX_NAME, Index, rank_index_name};
-use crate::load;
 use crate::store::disk::Disk;
 use crate::store::publish_on;
-use crate::{Error, Result};
+use crate::{Error, Result, load, store};
 
 /// What a commit did besides committing.
 #[derive(Debug, Default)]
@@ -39,7 +38,7 @@ pub(super) fn commit_on(disk: &Disk, dir: &Path, rank: Option<u32>, index: Vec<u
         .chain(&of_ranks)
         .filter_map(|name| {
             let path = dir.join(name);
-            Index::from_bytes(fs::read(&path).ok()?, &path).ok()
+            Index::from_bytes(store::read_all(&path).ok()?, &path).ok()
         })
         .collect();
     publish_on(disk, dir, &name, index.bytes(), fsync)?;
