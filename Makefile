@@ -10,6 +10,8 @@ TORCH  ?=
 ARGS   ?=
 # How long each fuzz target runs.
 FUZZ_SECONDS ?= 60
+# How long the soak runs.
+SECONDS ?= 600
 
 BIN  := $(VENV)/bin
 PY   := $(BIN)/python
@@ -100,8 +102,8 @@ $(VENV)/.bench: $(VENV)/.built
 crash: $(VENV)/.built  ## Kill hundreds of saves, fail every write, and look at what is left (ARGS)
 	PYTHONPATH=tests $(PY) -m crash --faults $(ARGS)
 
-soak: $(VENV)/.built  ## Random saves, loads, kills and faults, for hours if asked (ARGS)
-	$(PY) tests/soak.py $(ARGS)
+soak: $(VENV)/.built  ## Saves and loads for SECONDS, with memory and open files watched
+	$(PY) tests/soak.py $(SECONDS)
 
 # Found inputs go to rust/fuzz/corpus (ignored), on top of the seeds. No parser needs 64 MiB at once for inputs of this size.
 fuzz:  ## Every fuzz target for FUZZ_SECONDS each (needs nightly Rust and cargo-fuzz)

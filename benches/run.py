@@ -1,9 +1,7 @@
 """Measures dcp-rs beside stock DCP and others, in one run: `make bench`, `make bench ARGS='--only warm,cold --quick'`."""
 
-from __future__ import annotations
-
 import argparse
-import datetime
+import datetime as dt
 import json
 import shutil
 import subprocess
@@ -12,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from cases import FAMILIES
+from cases import FAMILIES, SCALING
 from harness import machine, plot, report
 from harness.context import SIZES, Context
 
@@ -28,30 +26,31 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--only", help="families, separated by commas (default: all)")
     parser.add_argument("--size", choices=SIZES, default="full")
-    parser.add_argument(
-        "--quick", action="store_const", const="quick", dest="size", help="--size quick"
-    )
+    parser.add_argument("--quick", action="store_const", const="quick", dest="size", help="--size quick")
     parser.add_argument("--rounds", type=int, help="pairs a case, in place of the size's own")
-    parser.add_argument(
-        "--scaling", action="store_true", help="how cost grows, in place of the table"
-    )
+    parser.add_argument("--scaling", action="store_true", help="how cost grows, in place of the table")
     parser.add_argument(
         "--folder",
-        type=Path,
+        type=resolved,
         default=HERE / "data",
         help="where data goes: some 16 GB, on the disk to be measured; removed after (default: %(default)s)",
     )
-    parser.add_argument(
-        "--keep", action="store_true", help="keep the data, for the next run with it"
-    )
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="(default: %(default)s)")
+    parser.add_argument("--keep", action="store_true", help="keep the data, for the next run with it")
+    parser.add_argument("--out", type=resolved, default=HERE / "results", help="(default: %(default)s)")
     parser.add_argument(
         "--peers",
-        type=Path,
+        type=resolved,
         default=ROOT / ".venv-peers",
         help="where the virtual environments of other loaders are made (default: %(default)s)",
     )
+    parser.add_argument("--no-peers", action="store_const", const=None, dest="peers")
+    parser.add_argument("--limit", type=resolved, help="the built limit program, rather than building it")
+    parser.add_argument("--no-limit", action="store_true", help="without the limits of the machine")
     return parser.parse_args(arguments)
+
+
+def resolved(text: str) -> Path:
+    return Path(text).resolve()
 
 
 def build_limit() -> Path:
@@ -75,9 +74,9 @@ def run_family(name: str, context: Context) -> dict[str, Any]:
     if status == 0:
         result: dict[str, Any] = json.loads(out.read_text())
         return result
-    row = {"case": FAMILIES[name], "error": f"the family {name} failed with status {status}"}
+    row: dict[str, Any] = {"case": FAMILIES.get(name, name), "error": f"the family {name} failed with status {status}"}
     empty = dict.fromkeys(("value", "reach", "stretch", "ours_s", "theirs_s"))
-    row |= {"ours": "", "against": "", "unit": "", "note": "", "rounds": 0, "verdict": "failed"}
+    row |= {"ours": "", "against": "", "unit": "", "note": "", "rounds": 0, "verdict": "failed", "skipped": False}
     quiet = {"busy": 0.0, "stolen": 0.0, "load_average": 0.0}
     return {"family": name, "noise": {"before": quiet, "after": quiet}, "rows": [row | empty]}
 
@@ -86,20 +85,20 @@ def main() -> int:
     arguments = parse()
     names = arguments.only.split(",") if arguments.only else list(FAMILIES)
     if arguments.scaling:
-        names = ["scaling"]
-    unknown = set(names) - {*FAMILIES, "scaling"}
+        names = [SCALING]
+    unknown = set(names) - {*FAMILIES, SCALING}
     if unknown:
         print(f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
         return 2
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    limit = build_limit()
+    limit = None if arguments.no_limit else arguments.limit or build_limit()
     folder = arguments.folder / f"bench-{arguments.size}"
     if not arguments.keep:
         folder = Path(tempfile.mkdtemp(prefix="bench-", dir=arguments.folder))
     folder.mkdir(exist_ok=True)
     context = Context(folder, arguments.size, limit, arguments.peers, arguments.rounds)
     results: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d"),
         "machine": machine.describe(folder),
         "size": arguments.size,
         "families": [],
@@ -123,6 +122,8 @@ def write(results: dict[str, Any], out: Path) -> None:
     stem = f"{results['date']}-{machine.label(results['machine'])}"
     if results["size"] != "full":
         stem += f"-{results['size']}"
+    if results["families"][0]["family"] == SCALING:
+        stem += f"-{SCALING}"
     (out / f"{stem}.json").write_text(json.dumps(results, indent=1) + "\n")
     (out / f"{stem}.md").write_text(report.markdown(results))
     plot.draw(results, out / f"{stem}.svg")

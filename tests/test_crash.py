@@ -55,9 +55,11 @@ def test_a_killed_save_leaves_the_old_checkpoint_or_the_new(tmp_path):
 
 @needs_compiler
 def test_a_call_that_fails_at_any_step_of_a_save():
-    for tally in faults.run("1", "1"):
-        assert tally["faults"] >= 10
-        assert {"open", "pwrite", "fsync", "rename", "unlink"} <= tally["calls"].keys()
+    tallies = faults.run("1", "1")
+    assert len(tallies) == 2 * (1 + 4)  # saves, and conversions to each format
+    for tally in tallies:
+        assert tally["faults"] >= 8, tally
+        assert "fsync" in tally["calls"]
         assert tally["kept_old"] + tally["became_new"] + tally["harmless"] == tally["faults"]
 
 
@@ -306,7 +308,9 @@ def save_and_refuse(path):
 
 def test_a_writer_of_torch_protocol_discards_when_the_commit_fails(ckpt, monkeypatch):
     save(ckpt, 1)
-    monkeypatch.setattr("dcp_rs.writer._core.commit", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")))
+    monkeypatch.setattr(
+        "dcp_rs.writer._core.commit_indexes", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "disk full"))
+    )
     with pytest.raises(CheckpointException):
         dcp.save(rank_state(2, 0), storage_writer=dcp_rs.RsWriter(ckpt), no_dist=True)
     check_after_failure(ckpt, 1)

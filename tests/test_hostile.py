@@ -278,9 +278,7 @@ def sections_of(data):
 
 
 def tensor_record(name, path=(0, 0), shape=0, chunks=(0, 0), dtype=12, ndim=0, kind=0):
-    return struct.pack(
-        "<QIBBBBQQQQIIQ", name[0], name[1], kind, dtype, ndim, 0, shape, *chunks, *path, 0xFFFFFFFF, 0
-    )
+    return struct.pack("<QIBBBBQQQQIIQ", name[0], name[1], kind, dtype, ndim, 0, shape, *chunks, *path, 0xFFFFFFFF, 0)
 
 
 def test_names_that_share_bytes_are_refused(saved):

@@ -12,3 +12,6 @@ FAMILIES = {
     "foreign": "checkpoints of others, in place",
     "peers": "other loaders",
 }
+
+#: Not in the table: `--scaling`.
+SCALING = "scaling"

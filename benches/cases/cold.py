@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from harness import checkpoints, loaders, page_cache
-from harness.context import Context
+from harness.context import Context, ask_limit
 from harness.loaders import HUGGING_FACE, OURS, OURS_STOCK_PLANNER, SAFETENSORS, STOCK
 from harness.pairs import Contender, measure
 from harness.rows import Row, versus
@@ -23,9 +23,7 @@ def run(context: Context) -> list[Row]:
     state = pattern.blank()
 
     def cold(name: str, load: Callable[[Path, loaders.State], None], path: Path) -> Contender:
-        return loaders.loads(
-            name, load, path, state, pattern, before=lambda: page_cache.drop(path), warm_up=False
-        )
+        return loaders.loads(name, load, path, state, pattern, before=lambda: page_cache.drop(path), warm_up=False)
 
     with context.limit_over(*native.glob("*.safetensors")) as limit:
         times = measure(
@@ -34,7 +32,7 @@ def run(context: Context) -> list[Row]:
                 cold(STOCK, loaders.stock, stock),
                 Contender(
                     LIMIT,
-                    lambda: limit.seconds("direct"),
+                    lambda: ask_limit(limit, "direct"),
                     before=lambda: page_cache.drop(native),
                     warm_up=False,
                 ),

@@ -35,9 +35,7 @@ def run(context: Context) -> list[Row]:
                     page_cache.drop(path)
                 else:
                     page_cache.warm(path)
-                extra.append(
-                    extra_anonymous_bytes(process.pid, lambda p=process: p.ask("load")) / 1e6
-                )
+                extra.append(extra_anonymous_bytes(process, "load") / 1e6)
                 process.ask("verify")
         targets = (100.0, 64.0) if name == OURS else (None, None)
         rows.append(

@@ -15,8 +15,8 @@ from harness.states import Pattern, scramble, size_of, square_shapes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dcp_rs import _core
 from dcp_rs.options import ReadOptions
+from dcp_rs.sources import open_index
 
 SAVED_BY, LOADED_BY, RANK = 8, 4, 1
 
@@ -107,9 +107,7 @@ def _times(context: Context, pattern: Pattern, native: Path, stock: Path) -> lis
 def _amounts(pattern: Pattern, native: Path) -> list[Row]:
     """Bytes read for each byte wanted, as the engine counts them, in every mode."""
     rows = []
-    index = _core.Index.open(
-        str(native / "index.dcprs"), False
-    )  # the extension takes it by position
+    index = open_index(native, rank=None, allow_external=False)
     for dim, kind, reach, stretch in ((0, "row", 1.05, 1.0), (1, "column", 2.0, 1.5)):
         for io in ("mmap", "direct", "buffered"):
             requests, kept = [], []

@@ -2,7 +2,7 @@
 
 import torch
 from harness import checkpoints, loaders, page_cache
-from harness.context import Context
+from harness.context import Context, ask_limit
 from harness.loaders import (
     HUGGING_FACE,
     OURS,
@@ -33,11 +33,9 @@ def run(context: Context) -> list[Row]:
                 loaders.loads(STOCK, loaders.stock, stock, state, pattern),
                 loaders.loads(OURS_VERIFIED, loaders.ours_verified, native, state, pattern),
                 loaders.loads(HUGGING_FACE, loaders.hugging_face, hugging_face, state, pattern),
-                loaders.loads(
-                    OURS_STOCK_PLANNER, loaders.ours_stock_planner, native, state, pattern
-                ),
+                loaders.loads(OURS_STOCK_PLANNER, loaders.ours_stock_planner, native, state, pattern),
                 loaders.loads(SAFETENSORS, loaders.safetensors, hugging_face, state, pattern),
-                Contender(LIMIT, lambda: limit.seconds("copy")),
+                Contender(LIMIT, lambda: ask_limit(limit, "copy")),
             ],
             **context.pairs,
         )

@@ -1,7 +1,5 @@
 """The checkpoints that cases load: made once a run, each the same state in another format."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -43,12 +41,17 @@ def ensure(path: Path, make: Callable[[Path], object]) -> Path:
     """The checkpoint at `path`, made where it is not there yet, durable and in the page cache."""
     if not path.exists():
         unfinished = path.with_name(path.name + ".unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
+        remove(unfinished)
         unfinished.parent.mkdir(parents=True, exist_ok=True)
         make(unfinished)
         page_cache.sync(unfinished)
         unfinished.rename(path)
     return path
+
+
+def remove(path: Path) -> None:
+    """Removes a checkpoint, or a folder of them, if it is there."""
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def native(folder: Path, pattern: Pattern) -> Path:
@@ -58,9 +61,7 @@ def native(folder: Path, pattern: Pattern) -> Path:
 def stock(folder: Path, pattern: Pattern) -> Path:
     return ensure(
         folder / "stock",
-        lambda path: dcp.save(
-            pattern.state(), storage_writer=dcp.FileSystemWriter(path), no_dist=True
-        ),
+        lambda path: dcp.save(pattern.state(), storage_writer=dcp.FileSystemWriter(path), no_dist=True),
     )
 
 
@@ -73,7 +74,7 @@ def hugging_face(folder: Path, pattern: Pattern) -> Path:
             smallest = filled.index(min(filled))
             shards[smallest].append(name)
             filled[smallest] += pattern.view(name).nbytes
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for i, names in enumerate(filter(None, shards)):
             file = f"model-{i + 1:05}-of-{HF_FILES:05}.safetensors"
             save_file({n: pattern.view(n).clone() for n in names}, path / file, {"format": "pt"})
@@ -95,9 +96,7 @@ class _Shards(DefaultSavePlanner):
         return self._tensors[write_item.index]
 
 
-def save_row_sharded(
-    writers: list[StorageWriter], tensors: Iterable[tuple[str, torch.Tensor]]
-) -> None:
+def save_row_sharded(writers: list[StorageWriter], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """What as many ranks as there are writers save of tensors sharded by rows, in this one process."""
     ranks = len(writers)
     plans: list[list[WriteItem]] = [[] for _ in range(ranks)]
@@ -105,8 +104,9 @@ def save_row_sharded(
     for name, tensor in tensors:
         row = 0
         for rank, part in enumerate(torch.chunk(tensor, ranks)):
-            index = MetadataIndex(name, torch.Size([row, *[0] * (tensor.ndim - 1)]), rank)
-            chunk = ChunkStorageMetadata(offsets=index.offset, sizes=part.shape)
+            offsets = torch.Size([row, *[0] * (tensor.ndim - 1)])
+            index = MetadataIndex(name, offsets, rank)
+            chunk = ChunkStorageMetadata(offsets=offsets, sizes=part.shape)
             properties = TensorProperties.create_from_tensor(tensor)
             data = TensorWriteData(chunk=chunk, properties=properties, size=tensor.shape)
             plans[rank].append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))

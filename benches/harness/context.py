@@ -1,11 +1,11 @@
 """What every family of cases is given: sizes, folders, programs."""
 
-from __future__ import annotations
-
 import json
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self
 
 from harness.driven import Driven
 
@@ -50,14 +50,14 @@ class Context:
     Attributes:
         folder: for data; what is in it is reused by the next family.
         size: a key of `SIZES`.
-        limit: the program `rust/core/examples/limit.rs`, built.
+        limit: the program `rust/core/examples/limit.rs`, built; None: without the limits.
         peers: folder of the virtual environments of other loaders; None: leave them out.
         rounds: in place of those of the size.
     """
 
     folder: Path
     size: str
-    limit: Path
+    limit: Path | None = None
     peers: Path | None = None
     rounds: int | None = None
 
@@ -72,18 +72,24 @@ class Context:
             return {"rounds": self.rounds, "slow_rounds": min(self.rounds, self.sizes.slow_rounds)}
         return {"rounds": self.sizes.rounds, "slow_rounds": self.sizes.slow_rounds}
 
-    def limit_over(self, *files: Path) -> Driven:
+    def limit_over(self, *files: Path) -> AbstractContextManager[Driven | None]:
         """The limit program, over some files."""
-        return Driven([self.limit, *files])
+        return nullcontext() if self.limit is None else Driven([self.limit, *files])
 
     def to_json(self) -> str:
-        return json.dumps(
-            {k: os.fspath(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
-        )
+        return json.dumps({k: os.fspath(v) if isinstance(v, Path) else v for k, v in asdict(self).items()})
 
     @classmethod
-    def from_json(cls, text: str) -> Context:
+    def from_json(cls, text: str) -> Self:
         fields = json.loads(text)
         for name in ("folder", "limit", "peers"):
             fields[name] = fields[name] and Path(fields[name])
         return cls(**fields)
+
+
+def ask_limit(limit: Driven | None, *words: str | os.PathLike[str] | int) -> float:
+    """Seconds, from the limit program, if there is one."""
+    if limit is None:
+        msg = "the limit program was not built"
+        raise RuntimeError(msg)
+    return limit.seconds(*words)

@@ -1,7 +1,5 @@
 """Other processes that measure: kept ones that answer line by line, and how they do it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -81,9 +79,7 @@ class Driven:
         self.close()
 
 
-def worker(
-    name: str, *arguments: str | os.PathLike[str] | int, python: str = sys.executable
-) -> Driven:
+def worker(name: str, *arguments: str | os.PathLike[str] | int, python: str = sys.executable) -> Driven:
     """A script of `workers/`, in a fresh process."""
     return Driven([python, BENCHES / "workers" / f"{name}.py", *map(str, arguments)])
 

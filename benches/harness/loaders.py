@@ -1,7 +1,5 @@
 """The ways to load a checkpoint into a state dict that the cases compare."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

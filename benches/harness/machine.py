@@ -1,7 +1,5 @@
 """What the figures were taken on, and how quiet it was."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform
@@ -29,9 +27,7 @@ def describe(folder: Path) -> dict[str, Any]:
         "memory_gb": round(memory / 1e9, 1),
         "file_system": file_system(folder),
         "kernel": platform.release(),
-        "transparent_hugepages": re.findall(r"\[(\w+)\]", thp.read_text())[0]
-        if thp.exists()
-        else "",
+        "transparent_hugepages": re.findall(r"\[(\w+)\]", thp.read_text())[0] if thp.exists() else "",
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "python": platform.python_version(),
         "dcp_rs": dcp_rs.__version__,

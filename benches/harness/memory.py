@@ -1,10 +1,9 @@
 """Memory and I/O of a process, as the kernel counts them."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
 from pathlib import Path
+
+from harness.driven import Driven
 
 _INTERVAL = 0.001
 
@@ -18,8 +17,9 @@ def anonymous_bytes(pid: int) -> int:
     raise RuntimeError(msg)
 
 
-def extra_anonymous_bytes(pid: int, work: Callable[[], object]) -> int:
-    """The most that the anonymous memory of another process grew while `work` waited for it, sampled every millisecond."""
+def extra_anonymous_bytes(process: Driven, word: str) -> int:
+    """The most that the anonymous memory of a process grew while it answered `word`, sampled every millisecond."""
+    pid = process.pid
     before = peak = anonymous_bytes(pid)
     done = threading.Event()
 
@@ -31,7 +31,7 @@ def extra_anonymous_bytes(pid: int, work: Callable[[], object]) -> int:
     thread = threading.Thread(target=sample)
     thread.start()
     try:
-        work()
+        process.ask(word)
     finally:
         done.set()
         thread.join()

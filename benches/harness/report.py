@@ -1,29 +1,33 @@
 """The results for people: a Markdown table. Losses stay in it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
 Results = dict[str, Any]
 
+_EXPLANATION = (
+    "Medians of interleaved pairs, quartiles in brackets; `x` is their time over ours, so below 1 is a loss. "
+    "What was loaded or saved was compared bit for bit after every timed run."
+)
 _VERDICTS = {"short": "**short**", "failed": "**failed**"}
 
 
 def markdown(results: Results) -> str:
     """The whole report."""
     machine = results["machine"]
-    lines = [
-        f"# Benchmarks of {results['date']}",
-        "",
+    about = (
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB of memory, "
         f"{machine['file_system']}, Linux {machine['kernel']}, accelerator: {machine['accelerator']}. "
         f"torch {machine['torch']}, safetensors {machine['safetensors']}, "
         f"dcp-rs {machine['dcp_rs']} ({machine['commit']}), Python {machine['python']}. "
-        f"Sizes: {results['size']}.",
+        f"Sizes: {results['size']}."
+    )
+    lines = [
+        f"# Benchmarks of {results['date']}",
         "",
-        "Medians of interleaved pairs, quartiles in brackets; `x` is their time over ours, so below 1 is a loss. "
-        "What was loaded or saved was compared bit for bit after every timed run.",
+        about,
+        "",
+        _EXPLANATION,
         "",
         *_noise(results),
         "",

@@ -1,7 +1,5 @@
 """A row of the table: what was measured, against what, and what it should reach."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,9 +17,11 @@ class Row:
         reach, stretch: the targets, where there are any.
         lower_is_better: for figures that are not ratios of times.
         ours_s, theirs_s: median seconds.
+        ours_cpu_s, theirs_cpu_s: median seconds of processor time, where they were spent in the process that measured.
         rounds: how many pairs.
         note: a word on what to know.
         error: why there is no figure.
+        skipped: whether that was to be expected here; `note` says why.
     """
 
     case: str
@@ -36,20 +36,23 @@ class Row:
     lower_is_better: bool = False
     ours_s: float | None = None
     theirs_s: float | None = None
+    ours_cpu_s: float | None = None
+    theirs_cpu_s: float | None = None
     rounds: int = 0
     note: str = ""
     error: str | None = None
+    skipped: bool = False
 
     @property
     def verdict(self) -> str:
+        if self.skipped:
+            return "skipped"
         if self.error is not None or self.value is None:
             return "failed"
         if self.reach is None:
             return ""
         for name, target in (("stretch", self.stretch), ("reached", self.reach)):
-            if target is not None and (
-                self.value <= target if self.lower_is_better else self.value >= target
-            ):
+            if target is not None and (self.value <= target if self.lower_is_better else self.value >= target):
                 return name
         return "short"
 
@@ -81,6 +84,8 @@ def versus(
         stretch=stretch,
         ours_s=times[ours].median,
         theirs_s=times[theirs].median,
+        ours_cpu_s=times[ours].median_cpu,
+        theirs_cpu_s=times[theirs].median_cpu,
         rounds=min(len(times[ours].seconds), len(times[theirs].seconds)),
         note=note,
     )

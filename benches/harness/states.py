@@ -1,7 +1,5 @@
 """State dicts with contents that can be checked bit for bit without a second copy of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from math import prod
 
@@ -42,9 +40,7 @@ def small_shapes(count: int) -> dict[str, tuple[int, ...]]:
 
 def square_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """Matrices to be cut by rows and by columns."""
-    return {
-        f"layers.{i}.weight": (sizes.reshard_dim, sizes.reshard_dim) for i in range(sizes.reshard)
-    }
+    return {f"layers.{i}.weight": (sizes.reshard_dim, sizes.reshard_dim) for i in range(sizes.reshard)}
 
 
 class Pattern:
@@ -87,9 +83,7 @@ class Pattern:
         """Raises unless every bit is right."""
         for name in self.shapes:
             stored = state[name].detach().contiguous().view(torch.uint8).view(-1)
-            assert torch.equal(stored, self.bytes_of(name)), (
-                f"{name} was not loaded as it was saved"
-            )
+            assert torch.equal(stored, self.bytes_of(name)), f"{name} was not loaded as it was saved"
 
 
 def scramble(tensors: Iterable[torch.Tensor]) -> None:

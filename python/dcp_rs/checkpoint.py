@@ -74,6 +74,11 @@ class Checkpoint(Mapping[str, Any]):
         return os.fspath(self._index.path)
 
     @property
+    def source(self) -> str:
+        """What the data files are: ``dcp-rs``, ``safetensors`` or ``dcp``."""
+        return self._index.source
+
+    @property
     def save_id(self) -> str:
         """32 hexadecimal digits that identify the save."""
         return self._index.save_id
@@ -185,6 +190,20 @@ class Checkpoint(Mapping[str, Any]):
             raise KeyError(fqn)
         return tensor
 
+    def chunk_view(self, tensor: int, chunk: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """A contiguous tensor over the mapping of the file that holds a chunk; None where the chunk does not lie so."""
+        file, offset, length, _, sizes = self._index.chunks(tensor)[chunk]
+        if length == 0 or offset % dtype.itemsize or self._index.chunk_strides(self._index.first_chunk(tensor) + chunk):
+            return None
+        return self._map(file, offset, length).view(dtype).view(sizes)
+
+    def _map(self, file: int, offset: int, length: int) -> torch.Tensor:
+        mapping = self._files.get(file)
+        if mapping is None:
+            # Of two threads that get here at once, both must see one memory.
+            mapping = self._files.setdefault(file, self._index.map_file(file))
+        return torch.frombuffer(mapping, dtype=torch.uint8, count=length, offset=offset)
+
     def _view(self, tensor: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor over the mapping of the one file that holds it."""
         file, offset, length, _, sizes = self._index.chunks(tensor)[0]
@@ -194,10 +213,7 @@ class Checkpoint(Mapping[str, Any]):
             engine = self._options.engine()
             del engine["verify"]
             self._index.verify_chunks([self._index.first_chunk(tensor)], **engine)
-        mapping = self._files.get(file)
-        if mapping is None:
-            mapping = self._files[file] = self._index.map_file(file)
-        flat = torch.frombuffer(mapping, dtype=torch.uint8, count=length, offset=offset)
+        flat = self._map(file, offset, length)
         strides = self._index.chunk_strides(self._index.first_chunk(tensor))
         if offset % dtype.itemsize:
             flat = flat.clone()  # foreign files need not align tensors
@@ -219,8 +235,9 @@ class Checkpoint(Mapping[str, Any]):
 
 
 class TensorSlice:
-    """A stored tensor, to be indexed: integers, slices and ``...``, as in torch. Each indexing reads what it returns and no more than its
-    bounding rectangle.
+    """A stored tensor, to be indexed by integers, slices and ``...``, as in torch.
+
+    Each indexing reads what it returns, and no more than its bounding rectangle.
     """
 
     def __init__(self, checkpoint: Checkpoint, tensor: int) -> None:
@@ -264,7 +281,9 @@ def _region(key: Any, shape: torch.Size) -> tuple[list[int], list[int], tuple[in
     fill = [slice(None)] * (len(shape) - given)
     at = ellipses[0] if ellipses else len(keys)
     keys[at : at + 1] = fill
-    offsets, sizes, local = [], [], []
+    offsets: list[int] = []
+    sizes: list[int] = []
+    local: list[int | slice] = []
     for dim, (k, size) in enumerate(zip(keys, shape, strict=True)):
         if isinstance(k, slice):
             start, stop, step = k.indices(size)

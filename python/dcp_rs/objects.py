@@ -11,7 +11,7 @@ import torch
 
 from dcp_rs.errors import CorruptDataError, UnsafePickleError
 
-__all__ = ["check_loadable", "dump", "load"]
+__all__ = ["check_loadable", "dump", "load", "reason"]
 
 # torch allows bytearray, but not bytes, which is how pickle writes b"". Neither can run anything.
 torch.serialization.add_safe_globals([bytes])
@@ -38,7 +38,7 @@ def load(fqn: str, data: bytes, *, weights_only: bool) -> Any:
             msg = f"value {fqn!r} cannot be unpickled: {error}"
             raise CorruptDataError(msg, tensor=fqn) from error
         msg = (
-            f"value {fqn!r} does not load under torch.load(weights_only=True): {_reason(error)}. "
+            f"value {fqn!r} does not load under torch.load(weights_only=True): {reason(error)}. "
             "Allow its types with torch.serialization.add_safe_globals, or pass weights_only=False if you trust whoever wrote it."
         )
         raise UnsafePickleError(msg, tensor=fqn) from error
@@ -52,7 +52,7 @@ def check_loadable(fqn: str, data: bytes) -> None:
     load(fqn, data, weights_only=True)
 
 
-def _reason(error: pickle.UnpicklingError) -> str:
+def reason(error: pickle.UnpicklingError) -> str:
     """The one part of torch's message that says what is wrong."""
     found = re.search(r"WeightsUnpickler error: (.*?)(\. Please use|\n|$)", str(error))
     return found[1] if found else str(error).split("\n", 1)[0]

@@ -1,5 +1,5 @@
 /* Lets the n-th call that changes a file fail. Preloaded; armed by fault_arm() through ctypes. Calls are counted where they concern files
-   under one folder: pwrite64, fsync, fdatasync, ftruncate64, open64 with O_CREAT, rename, unlink. */
+   under one folder: write, pwrite64, fsync, fdatasync, ftruncate64, open64 with O_CREAT, rename, unlink. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -53,6 +53,9 @@ static int hits_fd(int fd, const char *call) {
 
 ssize_t pwrite64(int fd, const void *data, size_t n, off64_t offset) {
     return hits_fd(fd, "pwrite") ? -1 : NEXT(pwrite64)(fd, data, n, offset);
+}
+ssize_t write(int fd, const void *data, size_t n) {
+    return fd > 2 && hits_fd(fd, "write") ? -1 : NEXT(write)(fd, data, n);
 }
 int fsync(int fd) { return hits_fd(fd, "fsync") ? -1 : NEXT(fsync)(fd); }
 int fdatasync(int fd) { return hits_fd(fd, "fdatasync") ? -1 : NEXT(fdatasync)(fd); }

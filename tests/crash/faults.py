@@ -188,46 +188,74 @@ def sweep_saves(  # noqa: PLR0912 - one scenario
     return tally
 
 
-def sweep_conversions(faults: Faults, folder: Path, error: int, step: int) -> list[Tally]:
-    """The same for ``dcp_rs.convert``, to every kind of checkpoint."""
+def _converted_number(path: Path, to: str) -> int:
+    """The number of the save at ``path``, in whatever format."""
+    import torch
+
     import dcp_rs
     from crash.states import found_number, rank_state
 
-    if not hasattr(dcp_rs, "convert"):
-        return []
-    source = folder / f"source-{error}"
-    dcp_rs.save(rank_state(1, 0), source, no_dist=True)
+    if to == "dcp-rs":
+        return found_number(path, 1)
+    if to == "torch":
+        state = torch.load(path, weights_only=True)
+        number = int(state["common"][0])
+        want = rank_state(number, 0)
+        assert all(torch.equal(state[k], v) if isinstance(v, torch.Tensor) else state[k] == v for k, v in want.items())
+        return number
+    with dcp_rs.open(path) as checkpoint:
+        number = int(checkpoint["common"][0])
+        for key, value in rank_state(number, 0).items():
+            assert not isinstance(value, torch.Tensor) or torch.equal(checkpoint[key], value), key
+    return number
+
+
+def sweep_conversions(faults: Faults, folder: Path, error: int, step: int) -> list[Tally]:
+    """The same for ``dcp_rs.convert`` over an older result, to every kind of checkpoint."""
+    import dcp_rs
+    from crash.states import rank_state
+
+    work = folder / f"convert-{error}"
+    sources = [work / "source-1", work / "source-2"]
+    for number, source in enumerate(sources, 1):
+        dcp_rs.save(rank_state(number, 0), source, no_dist=True)
     tallies = []
     for to in ("dcp-rs", "dcp", "safetensors", "torch"):
         tally = Tally(f"convert to {to}, {errno.errorcode[error]}")
-        at = 0
+        target = work / "out" / to
+        target.parent.mkdir(exist_ok=True)
+        options = {"to": to, "skip_unsupported": True, "overwrite": True}
+        dcp_rs.convert(sources[0], target, **options)
+        number, at = 1, 0
         while True:
-            target = folder / f"target-{to}-{error}"
-            if target.is_dir():
-                shutil.rmtree(target)
-            target.unlink(missing_ok=True)
-            faults.arm(at, error, target)
+            faults.arm(at, error, target.parent)
             failure: BaseException | None = None
             try:
-                dcp_rs.convert(source, target, to=to)
+                dcp_rs.convert(sources[number % 2], target, **options)
             except BaseException as caught:  # noqa: BLE001
                 failure = caught
             call = faults.disarm()
+            found = _converted_number(target, to)
+            assert [p.name for p in target.parent.iterdir()] == [to], (call, list(target.parent.iterdir()))
             if call is None:
                 assert failure is None, failure
+                assert found != number
                 break
             tally.faults += 1
             tally.calls[call] = tally.calls.get(call, 0) + 1
-            assert found_number(source, 1) == 1
-            if to == "dcp-rs" and failure is not None:
-                tally.kept_old += not (target / "index.dcprs").exists()
-                tally.became_new += (target / "index.dcprs").exists() and found_number(target, 1) == 1
-            elif failure is not None:
-                tally.kept_old += 1
-            else:
+            if not isinstance(failure, OSError | dcp_rs.errors.DcpRsError | None):
+                raise AssertionError(f"{call}, number {at}") from failure
+            if failure is None:
+                assert found != number, call
                 tally.harmless += 1
+            else:
+                assert found == number or call == "fsync", (call, failure)
+                tally.kept_old += found == number
+                tally.became_new += found != number
+            number = found
             at += step
         tallies.append(tally)
+        shutil.rmtree(target.parent)
     return tallies
 
 
@@ -243,7 +271,8 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="dcp-rs-faults-") as name:
         for error in (errno.EIO, errno.ENOSPC):
             tallies += [sweep_saves(faults, Path(name), n, error, step if n == 1 else 4 * step) for n in ranks]
-            tallies += sweep_conversions(faults, Path(name), error, step)
+            if 1 in ranks:
+                tallies += sweep_conversions(faults, Path(name), error, step)
     print(json.dumps([asdict(tally) for tally in tallies]))
     return 0
 

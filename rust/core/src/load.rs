@@ -9,16 +9,17 @@ use std::sync::Arc;
 use crate::format::{BLOCK_SIZE, Dims, INDEX_NAME, Identity, Index, Kind, SourceKind};
 use crate::overlap::{self, Region};
 use crate::read::{self, Catalog, Destination, FileRef, ReadOptions, ReadReq, ReadStats};
-use crate::store::{self, Mapping, PrivateMapping};
+use crate::store::{Mapping, PrivateMapping, open_file, read_at};
 use crate::{Control, Error, Result};
 
 /// Opens the index file at `path`: maps it and checks it.
 pub fn open_index(path: &Path) -> Result<Index> {
-    let file = store::open_to_read(path).map_err(|error| match error.kind() {
+    let file = open_file(path).map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => Error::NotFound {
             path: path.to_owned(),
             reason: "no such file".into(),
         },
+        std::io::ErrorKind::InvalidInput => Error::corrupt_index(path, 0, error.to_string()),
         _ => Error::io("open", path, error),
     })?;
     let mapping = Mapping::new(&file).map_err(|error| Error::io("map", path, error))?;
@@ -28,7 +29,7 @@ pub fn open_index(path: &Path) -> Result<Index> {
 /// Which save an index file is of, without a look at the rest of it.
 pub(crate) fn identity_of(path: &Path) -> Option<Identity> {
     let mut start = [0; Identity::LEN];
-    store::read_at(&store::open_to_read(path).ok()?, &mut start, 0).ok()?;
+    read_at(&open_file(path).ok()?, &mut start, 0).ok()?;
     Identity::of(&start)
 }
 
@@ -170,9 +171,6 @@ fn check_memory(tensor: &str, sizes: &[u64], to: &Memory) -> Result<()> {
     let refuse = |why| Err(Error::Plan(format!("tensor {tensor:?}: the destination has {why}")));
     if sizes.contains(&0) {
         return Ok(());
-    }
-    if to.address.0.is_null() {
-        return refuse("no memory: its storage has been freed");
     }
     let shared = |(&size, &stride): (&u64, &u64)| size > 1 && stride == 0;
     if sizes.iter().zip(&to.strides).any(shared) {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::format::{BLOCK_SIZE, ChunkEntry, FileEntry, Index, IndexBuilder, TensorEntry, block_count, block_digest};
+use crate::format::{BLOCK_SIZE, FileEntry, FileView, Index, IndexBuilder, block_count, block_digest};
 use crate::load::{explain, file_ref};
 use crate::store::{FileRef, read_at};
 use crate::{Control, Error, Result, parallel};
@@ -229,50 +229,24 @@ pub fn copy_index(index: &Index, options: &CopyOptions, control: &Control) -> Re
     } else {
         BTreeMap::new()
     };
-    for number in 0..index.file_count() {
-        let file = index.file(number);
-        let name = match &options.prefix {
-            None => file.name.to_owned(),
-            Some(folder) => {
-                let path = folder.join(file.name);
-                let text = path.to_str().map(str::to_owned);
-                text.ok_or_else(|| Error::Unsupported(format!("{}: a path that is not UTF-8", path.display())))?
-            }
+    let file = |file: FileView<'_>| -> Result<FileEntry> {
+        let Some(folder) = &options.prefix else {
+            return Ok(file.into());
         };
-        builder.add_file(FileEntry {
-            name,
-            size: file.size,
-            data_start: file.data_start,
-            external: file.external || options.prefix.is_some(),
-            head_digest: file.head_digest,
-            mtime_ns: file.mtime_ns,
-        })?;
-    }
-    for t in 0..index.tensor_count() {
-        let tensor = index.tensor(t);
-        let id = builder.add_tensor(TensorEntry {
-            name: tensor.name.to_owned(),
-            kind: tensor.kind,
-            dtype: tensor.dtype,
-            shape: tensor.shape.clone(),
-            flags: tensor.flags,
-            path: index.planner_path(t),
-        })?;
-        for number in tensor.chunks {
-            let chunk = index.chunk(number);
-            let known = chunk.digests.map(|range| range.map(|d| index.digest(d)).collect());
-            builder.add_chunk(ChunkEntry {
-                tensor: id,
-                file: chunk.file,
-                offset: chunk.offset,
-                length: chunk.length,
-                offsets: chunk.offsets,
-                sizes: chunk.sizes,
-                strides: chunk.strides,
-                digests: known.or_else(|| digests.get(&number).cloned()),
-            })?;
-        }
-    }
+        let path = folder.join(file.name);
+        let Some(name) = path.to_str() else {
+            return Err(Error::Unsupported(format!(
+                "{}: a path that is not UTF-8",
+                path.display()
+            )));
+        };
+        Ok(FileEntry {
+            name: name.to_owned(),
+            external: true,
+            ..file.into()
+        })
+    };
+    builder.merge_with(index, file, |chunk| digests.get(&chunk).cloned())?;
     builder.build()
 }
 

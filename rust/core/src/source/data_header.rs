@@ -8,7 +8,8 @@ use serde::Deserialize;
 
 use crate::format::safetensors::{HeaderTensor, PREFIX_LEN, header_len, parse};
 use crate::format::{DataFileName, Dims, FileEntry, Kind, TensorEntry, Value, block_digest, from_header_name};
-use crate::{Dtype, Error, Result, store};
+use crate::store::open_file;
+use crate::{Dtype, Error, Result};
 
 /// A data file, by its header.
 #[derive(Debug)]
@@ -144,7 +145,7 @@ impl DataHeader {
 /// The bytes before the payload, and the length of the file.
 fn read_head(path: &Path) -> Result<(Vec<u8>, u64)> {
     let io = |error| Error::io("read", path, error);
-    let file = store::open_to_read(path).map_err(io)?;
+    let file = open_file(path).map_err(io)?;
     let size = file.metadata().map_err(io)?.len();
     if size < PREFIX_LEN {
         return Err(Error::corrupt_index(

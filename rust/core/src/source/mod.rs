@@ -10,7 +10,6 @@ mod fault;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;
 mod kind;
-mod map;
 pub mod metadata_pickle;
 mod payload;
 mod pickle;
@@ -32,7 +31,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 use crate::format::{INDEX_NAME, Index, rank_index_name};
-use crate::{Error, Result, load, store};
+use crate::{Error, Result, load};
 
 /// Opens the checkpoint at `path`, whatever it is: its index file, or else an index made in memory. With `rank`, what that rank wrote for itself.
 /// `threads` may be 0: as many as there are cores.
@@ -84,5 +83,5 @@ fn stat_data_file(path: &Path) -> Result<Stat> {
 }
 
 fn open_data_file(path: &Path) -> Result<File> {
-    store::open_to_read(path).map_err(|e| Error::io("open", path, e))
+    crate::store::open_file(path).map_err(|e| Error::io("open", path, e))
 }

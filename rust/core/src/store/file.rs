@@ -25,7 +25,7 @@ impl FileRef {
     ///
     /// A file that is missing or differs is [`Error::CorruptData`]; what the system refuses is [`Error::Io`].
     pub fn open(&self, direct: bool) -> Result<File> {
-        // A pipe in the place of a file would else wait for a writer, for ever.
+        // Without O_NONBLOCK, opening a named pipe would wait for someone to write to it.
         let mut flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
         if !self.follow_symlinks {
             flags |= libc::O_NOFOLLOW;
@@ -76,23 +76,24 @@ impl FileRef {
     }
 }
 
-/// Opens a file for reading, whoever put it there: a pipe of that name is not waited for.
-pub fn open_to_read(path: &Path) -> io::Result<File> {
-    OpenOptions::new()
-        .read(true)
-        .custom_flags(libc::O_CLOEXEC | libc::O_NONBLOCK)
-        .open(path)
+/// All of a regular file.
+pub fn read_all(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open_file(path)?.read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
-/// All of a file, whoever put it there.
-pub fn read_all(path: &Path) -> io::Result<Vec<u8>> {
-    let mut file = open_to_read(path)?;
-    if !file.metadata()?.is_file() {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
+/// Opens a regular file for reading. Anything else is `InvalidInput`, also what would block, as a named pipe does.
+pub fn open_file(path: &Path) -> io::Result<File> {
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_CLOEXEC | libc::O_NONBLOCK)
+        .open(path)?;
+    if file.metadata()?.is_file() {
+        Ok(file)
+    } else {
+        Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a file"))
     }
-    let mut bytes = Vec::new();
-    file.read_to_end(&mut bytes)?;
-    Ok(bytes)
 }
 
 /// Fills `buf` from `offset`. Short reads and interruptions go on; an end of file is `UnexpectedEof`.

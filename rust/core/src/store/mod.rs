@@ -2,6 +2,7 @@
 
 pub(crate) mod disk;
 mod file;
+mod lock;
 mod mapping;
 mod private;
 mod publish;
@@ -9,10 +10,11 @@ mod random;
 mod residency;
 
 pub use file::FileRef;
-pub(crate) use file::{open_to_read, read_all, read_at, read_direct_at};
+pub(crate) use file::{open_file, read_all, read_at, read_direct_at};
+pub(crate) use lock::FolderLock;
 pub use mapping::Mapping;
 pub use private::PrivateMapping;
-pub use publish::publish;
 pub(crate) use publish::publish_on;
+pub use publish::{publish, put_in_place};
 pub use random::{random_bytes, random_token};
 pub use residency::{direct_align, is_remote, resident_bytes};

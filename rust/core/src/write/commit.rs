@@ -7,8 +7,8 @@ use std::path::Path;
 
 use crate::format::{DataFileName, INDEX_NAME, Index, rank_index_name};
 use crate::store::disk::Disk;
-use crate::store::publish_on;
-use crate::{Error, Result, load, store};
+use crate::store::{FolderLock, publish_on, read_all};
+use crate::{Error, Result, load};
 
 /// What a commit did besides committing.
 #[derive(Debug, Default)]
@@ -30,20 +30,35 @@ pub fn commit(dir: &Path, rank: Option<u32>, index: Vec<u8>, fsync: bool) -> Res
 }
 
 pub(super) fn commit_on(disk: &Disk, dir: &Path, rank: Option<u32>, index: Vec<u8>, fsync: bool) -> Result<Committed> {
-    let name = rank.map_or(INDEX_NAME.to_owned(), rank_index_name);
-    let index = Index::from_bytes(index, &dir.join(&name))?;
+    let index = Index::from_bytes(index, &dir.join(index_name(rank)))?;
+    commit_index_on(disk, dir, rank, &index, fsync)
+}
+
+/// [`commit`] for an index that has been checked already.
+///
+/// # Errors
+/// [`Error::Io`] where it could not be published. The old checkpoint is whole then.
+pub fn commit_index(dir: &Path, rank: Option<u32>, index: &Index, fsync: bool) -> Result<Committed> {
+    commit_index_on(&Disk::default(), dir, rank, index, fsync)
+}
+
+fn commit_index_on(disk: &Disk, dir: &Path, rank: Option<u32>, index: &Index, fsync: bool) -> Result<Committed> {
+    let name = index_name(rank);
+    // A rank that takes the save for failed removes what it wrote: before this, and then there is nothing to commit, or never.
+    let _lock = FolderLock::take(dir);
+    check_written(dir, index)?;
     let of_ranks = if rank.is_none() { rank_indexes(dir)? } else { Vec::new() };
     // One that cannot be read names nothing that may be removed.
     let old: Vec<Index> = std::iter::once(&name)
         .chain(&of_ranks)
         .filter_map(|name| {
             let path = dir.join(name);
-            Index::from_bytes(store::read_all(&path).ok()?, &path).ok()
+            Index::from_bytes(read_all(&path).ok()?, &path).ok()
         })
         .collect();
     publish_on(disk, dir, &name, index.bytes(), fsync)?;
 
-    let kept = own_files(&index);
+    let kept = own_files(index);
     let replaced = old.iter().flat_map(own_files).filter(|name| !kept.contains(name));
     let mut committed = Committed::default();
     for name in of_ranks.iter().map(String::as_str).chain(replaced) {
@@ -53,6 +68,36 @@ pub(super) fn commit_on(disk: &Disk, dir: &Path, rank: Option<u32>, index: Vec<u
         }
     }
     Ok(committed)
+}
+
+/// Checks that the files of a save are there as its ranks wrote them.
+fn check_written(dir: &Path, index: &Index) -> Result<()> {
+    for number in 0..index.file_count() {
+        let file = index.file(number);
+        if file.external || DataFileName::parse(file.name).is_none() {
+            continue;
+        }
+        let path = dir.join(file.name);
+        let wrong = |what: String| {
+            Err(Error::corrupt_data(
+                &path,
+                "",
+                0,
+                format!("at the commit of its save {what}"),
+            ))
+        };
+        match fs::symlink_metadata(&path) {
+            Ok(found) if found.is_file() && found.len() == file.size => {}
+            Ok(found) => return wrong(format!("it is {} bytes long, expected {}", found.len(), file.size)),
+            Err(error) if error.kind() == ErrorKind::NotFound => return wrong("it is missing".into()),
+            Err(error) => return Err(Error::io("look at", &path, error)),
+        }
+    }
+    Ok(())
+}
+
+fn index_name(rank: Option<u32>) -> String {
+    rank.map_or(INDEX_NAME.to_owned(), rank_index_name)
 }
 
 /// The indexes of single ranks in a folder.
@@ -74,16 +119,26 @@ fn rank_indexes(dir: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Removes the data files that an index names as its own: a save that will not be committed, because
-/// another rank failed. None of them may be named by an index that was published.
+/// Removes the data files that an index names as its own: those of a save that was not committed, because another rank failed. What the
+/// published index of the folder (with `rank`, of that rank) names stays, should the save have been committed after all.
 ///
 /// # Errors
-/// [`Error::CorruptIndex`] where the bytes are no index; the first file that could not be removed, after trying all.
-pub fn discard(dir: &Path, index: Vec<u8>) -> Result<()> {
-    let index = Index::from_bytes(index, &dir.join(INDEX_NAME))?;
+/// [`Error::CorruptIndex`] where the bytes are no index; [`Error::Io`] where the published index cannot be read (nothing is removed then),
+/// or for the first file that could not be removed, after trying all.
+pub fn discard(dir: &Path, rank: Option<u32>, index: impl AsRef<[u8]> + Send + Sync + 'static) -> Result<()> {
+    let path = dir.join(index_name(rank));
+    let index = Index::from_bytes(index, &path)?;
+    let _lock = FolderLock::take(dir);
+    let published = match read_all(&path) {
+        Ok(bytes) => Some(Index::from_bytes(bytes, &path)?),
+        Err(error) if error.kind() == ErrorKind::NotFound => None,
+        Err(error) => return Err(Error::io("read", &path, error)),
+    };
+    let kept = published.as_ref().map(own_files).unwrap_or_default();
     let disk = Disk::default();
     own_files(&index)
         .into_iter()
+        .filter(|name| !kept.contains(name))
         .map(|name| disk.remove(&dir.join(name)))
         .fold(Ok(()), Result::and)
 }
