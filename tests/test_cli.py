@@ -100,7 +100,7 @@ def test_json_everywhere(dcp_rs_cli, world: Path, tmp_path: Path) -> None:
     assert {row["reader"] for row in said["bench"]["readers"]} >= {"dcp_rs.load", "dcp.load, RsReader"}
 
 
-def test_demo_in_json(dcp_rs_cli, monkeypatch) -> None:
+def test_demo_in_json(dcp_rs_cli) -> None:
     status, out, _ = dcp_rs_cli("demo", "--size-mb", "1", "--json")
     assert status == 0
     assert {row["action"] for row in json.loads(out)} == {"save", "restore", "open"}
@@ -254,7 +254,7 @@ def test_a_near_miss_is_suggested(dcp_rs_cli, world: Path) -> None:
     assert "did you mean 'model.embedding.weight'?" in err
 
 
-def test_debug_shows_the_traceback(world: Path) -> None:
+def test_debug_shows_the_traceback() -> None:
     for arguments in (["--debug", "ls", "nowhere"], ["ls", "nowhere", "--debug"]):
         done = in_a_process(*arguments)
         assert done.returncode != 0

@@ -82,7 +82,7 @@ def test_a_hundred_thousand_tensors(tmp_path: Path) -> None:
         facts={"version": 1},
         files=[("a.safetensors", 1), ("b.safetensors", 1)],
         entries=entries,
-        pieces=lambda entry: cut,
+        pieces=lambda _: cut,
     )
     size = page.write(contents, tmp_path / "page.html")
     assert size < 30e6
