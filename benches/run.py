@@ -31,22 +31,26 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--scaling", action="store_true", help="how cost grows, in place of the table")
     parser.add_argument(
         "--folder",
-        type=Path,
+        type=resolved,
         default=HERE / "data",
         help="where data goes: some 16 GB, on the disk to be measured; removed after (default: %(default)s)",
     )
     parser.add_argument("--keep", action="store_true", help="keep the data, for the next run with it")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="(default: %(default)s)")
+    parser.add_argument("--out", type=resolved, default=HERE / "results", help="(default: %(default)s)")
     parser.add_argument(
         "--peers",
-        type=Path,
+        type=resolved,
         default=ROOT / ".venv-peers",
         help="where the virtual environments of other loaders are made (default: %(default)s)",
     )
     parser.add_argument("--no-peers", action="store_const", const=None, dest="peers")
-    parser.add_argument("--limit", type=Path, help="the built limit program, rather than building it")
+    parser.add_argument("--limit", type=resolved, help="the built limit program, rather than building it")
     parser.add_argument("--no-limit", action="store_true", help="without the limits of the machine")
     return parser.parse_args(arguments)
+
+
+def resolved(text: str) -> Path:
+    return Path(text).resolve()
 
 
 def build_limit() -> Path:

@@ -55,16 +55,12 @@ def check(path, seed):
 def test_the_writer_is_a_stager(ckpt):
     writer = RsWriter(ckpt)
     assert isinstance(writer, AsyncStager)
-    assert writer.should_synchronize_after_execute is False or isinstance(
-        writer.should_synchronize_after_execute, bool
-    )
+    assert writer.should_synchronize_after_execute is False or isinstance(writer.should_synchronize_after_execute, bool)
 
 
 def save_in_background(path, kind):
     state = state_of(1)
-    future = dcp.async_save(
-        state, storage_writer=RsWriter(path), async_checkpointer_type=AsyncCheckpointerType[kind]
-    )
+    future = dcp.async_save(state, storage_writer=RsWriter(path), async_checkpointer_type=AsyncCheckpointerType[kind])
     # What is staged is a copy: training goes on.
     state["w"].to_local().fill_(-5)
     state[f"own.{dist.get_rank()}"].fill_(-5)
@@ -106,7 +102,7 @@ def test_our_async_save_copies_before_it_returns(ckpt):
 def test_a_background_save_that_fails_says_so(tmp_path):
     (tmp_path / "file").write_text("in the way")
     future = dcp_rs.async_save({"w": torch.ones(2)}, tmp_path / "file" / "ckpt")
-    with pytest.raises(BaseException, match="Not a directory"):  # noqa: PT011
+    with pytest.raises(BaseException, match="Not a directory"):
         future.result(60)
 
 

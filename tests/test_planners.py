@@ -1,5 +1,7 @@
-"""Planners of the user's own, and destinations of every form: what `resolve_tensor` returns is filled, and what
-`commit_tensor` gets holds the values."""
+"""Planners of the user's own, and destinations of every form.
+
+What `resolve_tensor` returns is filled, and what `commit_tensor` gets holds the values.
+"""
 
 import pickle
 
@@ -276,7 +278,7 @@ def test_an_expanded_destination_is_refused(saved, dtype):
     template = torch.zeros(1, 8, dtype=dtype).expand(6, 8)
     with pytest.raises(CheckpointException):
         load_stock({"w": template}, saved / "stock")
-    with pytest.raises(CheckpointException, match='"w".*one place|single memory location') as raised:
+    with pytest.raises(CheckpointException, match=r'"w".*one place|single memory location') as raised:
         load_rs({"w": template}, saved / "ours")
     pickle.loads(pickle.dumps(raised.value.failures[0][0]))
 

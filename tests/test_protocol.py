@@ -236,9 +236,7 @@ def test_an_empty_template_is_filled_with_the_whole_checkpoint(tmp_path):
     want = nested_state()
     save_rs(want, tmp_path)
     got = {}
-    _load_state_dict(
-        got, storage_reader=RsReader(tmp_path), planner=_EmptyStateDictLoadPlanner(), no_dist=True
-    )
+    _load_state_dict(got, storage_reader=RsReader(tmp_path), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     assert_state_equal(got, want | {"buffers": got["buffers"]})
     assert_state_equal(list(got["buffers"]), want["buffers"])
 
@@ -291,9 +289,7 @@ def test_our_save_and_load_take_the_options_of_writer_and_reader(ckpt):
     want = nested_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        metadata = dcp_rs.save(
-            want, ckpt, planner=DefaultSavePlanner(), fsync=False, io="buffered", no_dist=True
-        )
+        metadata = dcp_rs.save(want, ckpt, planner=DefaultSavePlanner(), fsync=False, io="buffered", no_dist=True)
         got = blank(want)
         dcp_rs.load(got, ckpt, planner=DefaultLoadPlanner(), verify=True, io="buffered")
     assert set(metadata.state_dict_metadata) == set(RsReader(ckpt).read_metadata().state_dict_metadata)

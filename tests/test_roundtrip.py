@@ -66,9 +66,7 @@ def test_both_ways_of_writing_store_the_same(tmp_path, mode):
 @pytest.mark.parametrize("make", [shapes_state, nested_state, strange_names_state])
 def test_stock_dcp_makes_the_same_of_it(tmp_path, make):
     state = make()
-    assert_state_equal(
-        through_rs(state, tmp_path / "ours"), through_stock(state, tmp_path / "stock")
-    )
+    assert_state_equal(through_rs(state, tmp_path / "ours"), through_stock(state, tmp_path / "stock"))
 
 
 def test_sizes_around_the_block_of_a_digest(ckpt):
@@ -99,9 +97,7 @@ def test_lazy_conjugation_and_negation_are_carried_out(ckpt, dtype):
     for name, value in got.items():
         assert torch.equal(
             torch.view_as_real(value) if value.is_complex() else value,
-            torch.view_as_real(state[name].resolve_conj())
-            if value.is_complex()
-            else state[name].resolve_neg(),
+            torch.view_as_real(state[name].resolve_conj()) if value.is_complex() else state[name].resolve_neg(),
         ), name
 
 
@@ -162,9 +158,7 @@ def test_an_optimizer_resumes_where_it_was(tmp_path):
     got = load_rs({"net": other_net.state_dict(), "optimizer": other.state_dict()}, tmp_path)
     save_stock(want, tmp_path / "stock")
     other_net, other = trained(1)
-    stock = load_stock(
-        {"net": other_net.state_dict(), "optimizer": other.state_dict()}, tmp_path / "stock"
-    )
+    stock = load_stock({"net": other_net.state_dict(), "optimizer": other.state_dict()}, tmp_path / "stock")
     assert_state_equal(got, stock)
 
 
@@ -211,7 +205,7 @@ def test_keys_that_are_not_strings_and_nesting(tmp_path):
 
 def test_values_that_torch_will_not_load_safely_need_leave(ckpt):
     save_rs({"ok": 1, "counter": collections.Counter("abba"), "path": _Custom(3)}, ckpt)
-    with pytest.raises(BaseException, match=r"path") as raised:  # noqa: PT011 - CheckpointException
+    with pytest.raises(BaseException, match=r"path") as raised:
         load_rs({"ok": 0, "path": None}, ckpt)
     error = next(iter(raised.value.failures.values()))[0]
     assert isinstance(error, UnsafePickleError)
@@ -258,7 +252,7 @@ class _Wrapped(torch.Tensor):
         return "_Wrapped"
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # noqa: ARG003
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:
             return cls(args[0].parts)
         if func is torch.ops.aten.is_pinned.default:
@@ -267,7 +261,7 @@ class _Wrapped(torch.Tensor):
 
 
 def test_a_tensor_that_raw_bytes_cannot_hold_is_refused_by_name(ckpt):
-    with pytest.raises(BaseException, match=r"odd\.one.*_Wrapped") as raised:  # noqa: PT011
+    with pytest.raises(BaseException, match=r"odd\.one.*_Wrapped") as raised:
         save_rs({"w": torch.ones(2), "odd.one": _Wrapped([torch.ones(2)] * 2)}, ckpt)
     error = next(iter(raised.value.failures.values()))[0]
     assert isinstance(error, UnsupportedError)
@@ -279,15 +273,15 @@ def test_a_tensor_whose_memory_was_freed_is_refused_by_name(ckpt):
     """FSDP frees the storage of parameters that it gathers again later: their address is null."""
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
-    with pytest.raises(BaseException, match="'w' .*memory has been freed"):  # noqa: PT011
+    with pytest.raises(BaseException, match=r"'w' .*memory has been freed"):
         save_rs({"w": freed}, ckpt)
     save_rs({"w": torch.ones(4)}, ckpt)
-    with pytest.raises(BaseException, match='"w": the destination has no memory'):  # noqa: PT011
+    with pytest.raises(BaseException, match='"w": the destination has no memory'):
         load_rs({"w": freed}, ckpt)
 
 
 def test_a_tensor_without_data_is_refused_by_name(ckpt):
-    with pytest.raises(BaseException, match=r"'m' is on the meta device"):  # noqa: PT011
+    with pytest.raises(BaseException, match=r"'m' is on the meta device"):
         save_rs({"m": torch.empty(3, device="meta")}, ckpt)
     assert list(ckpt.iterdir()) == []
 

@@ -39,9 +39,7 @@ def save_all(path):
             model, optimizer = start(kind, seed=3)
             train_step(model, [optimizer], 0)
             save_training_state(f"{path}/{kind}", model, optimizer, fsync=False)
-            dcp.save(
-                {"model": get_model_state_dict(model)}, storage_writer=RsWriter(f"{path}/{kind}-dcp", fsync=False)
-            )
+            dcp.save({"model": get_model_state_dict(model)}, storage_writer=RsWriter(f"{path}/{kind}-dcp", fsync=False))
         for kind in ("plain", "fsdp2", "ddp"):
             model, optimizer = start(kind, seed=3, tied=True)
             train_step(model, [optimizer], 0)
@@ -132,7 +130,10 @@ def fsdp1_types(path):
                     other.load_state_dict(state)
                 assert_state_equal(whole_parameters(other), want)
         # Sharded from full and the reverse.
-        for name, kind in (("full_rank0", StateDictType.SHARDED_STATE_DICT), ("sharded", StateDictType.FULL_STATE_DICT)):
+        for name, kind in (
+            ("full_rank0", StateDictType.SHARDED_STATE_DICT),
+            ("sharded", StateDictType.FULL_STATE_DICT),
+        ):
             other = parallelize("fsdp1", seed=6)
             with FullyShardedDataParallel.state_dict_type(other, kind):
                 state = other.state_dict()
@@ -147,7 +148,7 @@ def test_all_types_of_fsdp1_state_dicts(tmp_path, ranks):
 
 
 def stock_functions(path):
-    """torch's own get_state_dict and set_state_dict on both sides of save_training_state."""
+    """Torch's own get_state_dict and set_state_dict on both sides of save_training_state."""
     with quiet():
         for kind in ("ddp", "fsdp1", "fsdp2", "fsdp2_tp"):
             model, optimizer = start(kind, seed=3)
@@ -158,7 +159,8 @@ def stock_functions(path):
                 options = StateDictOptions(flatten_optimizer_state_dict=flat)
                 model_state, optim_state = get_state_dict(model, optimizer, options=options)
                 dcp.save(
-                    {"model": model_state, "optim": optim_state}, storage_writer=RsWriter(f"{theirs}{flat}", fsync=False)
+                    {"model": model_state, "optim": optim_state},
+                    storage_writer=RsWriter(f"{theirs}{flat}", fsync=False),
                 )
             want = whole_parameters(model), optimizer_state(model, optimizer)
             for flat in (False, True):

@@ -22,11 +22,7 @@ from dcp_rs._unpickle import Dict, Global, Object, unpickle, unpickle_metadata
 from dcp_rs.errors import CorruptIndexError, DcpRsError, UnsafePickleError, UnsupportedError
 
 STOCK = Path(__file__).parent / "fixtures" / "stock"
-CASES = sorted(
-    path
-    for path in STOCK.glob("*/*/.metadata")
-    if path.parent.name not in ("quantized", "extension")
-)
+CASES = sorted(path for path in STOCK.glob("*/*/.metadata") if path.parent.name not in ("quantized", "extension"))
 
 fired: list[str] = []
 
@@ -61,9 +57,7 @@ def touch() -> Reduce:
     return Reduce(os.system, ("touch owned",))
 
 
-def refused(
-    data: bytes, error: type[DcpRsError] = UnsafePickleError, match: str | None = None
-) -> None:
+def refused(data: bytes, error: type[DcpRsError] = UnsafePickleError, match: str | None = None) -> None:
     for read in (unpickle, unpickle_metadata):
         with pytest.raises(error, match=match):
             read(data)
@@ -193,22 +187,12 @@ def test_globals(data: bytes, asks_for: str) -> None:
         # a state for a global itself, for an allowed class, a list, a tuple; a second state
         (PROTO + name(METADATA, "Metadata") + b"}b.", "a state for"),
         (
-            PROTO
-            + name(METADATA, "Metadata")
-            + b"N}"
-            + short("__setstate__")
-            + short("x")
-            + b"s\x86b.",
+            PROTO + name(METADATA, "Metadata") + b"N}" + short("__setstate__") + short("x") + b"s\x86b.",
             "a state for",
         ),
         (PROTO + b"]}b.", "a state for"),
         (
-            PROTO
-            + name(METADATA, "Metadata")
-            + b")\x81}"
-            + short("__setstate__")
-            + name("torch", "Size")
-            + b"sb}b.",
+            PROTO + name(METADATA, "Metadata") + b")\x81}" + short("__setstate__") + name("torch", "Size") + b"sb}b.",
             "a state for",
         ),
         # calling what is no global
@@ -268,11 +252,7 @@ def test_an_exploit_within_a_real_file() -> None:
     """Each FQN of a real `.metadata` replaced by a call, in turn."""
     good = (STOCK / "torch-2.15.0" / "plain" / ".metadata").read_bytes()
     call = name("os", "system") + short("touch owned") + b"\x85R"
-    places = [
-        (at, arg)
-        for op, arg, at in pickletools.genops(good)
-        if op.name == "SHORT_BINUNICODE" and arg != ""
-    ]
+    places = [(at, arg) for op, arg, at in pickletools.genops(good) if op.name == "SHORT_BINUNICODE" and arg != ""]
     for at, arg in places[:: max(1, len(places) // 60)]:
         end = at + 2 + len(arg.encode())
         bad = good[:at] + call + good[end:]
@@ -293,14 +273,7 @@ def test_deep_nesting_does_not_end_the_process() -> None:
 
 
 def metadata_with(planner_data: bytes) -> bytes:
-    fields = (
-        short("state_dict_metadata")
-        + b"}"
-        + short("storage_data")
-        + b"}"
-        + short("planner_data")
-        + planner_data
-    )
+    fields = short("state_dict_metadata") + b"}" + short("storage_data") + b"}" + short("planner_data") + planner_data
     return PROTO + name(METADATA, "Metadata") + b")\x81}(" + fields + b"ub."
 
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from dcp_rs.options import ReadOptions, WriteOptions
     from dcp_rs.planner import LoadReport, RsLoadPlanner
     from dcp_rs.reader import RsReader
+    from dcp_rs.save_planner import RsSavePlanner
+    from dcp_rs.staging import release_pinned_memory
     from dcp_rs.verification import VerifyReport, index, verify
     from dcp_rs.writer import RsWriter
 
@@ -23,6 +25,7 @@ __all__ = [
     "ReadOptions",
     "RsLoadPlanner",
     "RsReader",
+    "RsSavePlanner",
     "RsWriter",
     "VerifyReport",
     "WriteOptions",
@@ -33,6 +36,7 @@ __all__ = [
     "load",
     "load_state_dict",
     "open",
+    "release_pinned_memory",
     "save",
     "verify",
 ]
@@ -45,6 +49,8 @@ _MODULES = {
     "options": ("ReadOptions", "WriteOptions"),
     "planner": ("LoadReport", "RsLoadPlanner"),
     "reader": ("RsReader",),
+    "save_planner": ("RsSavePlanner",),
+    "staging": ("release_pinned_memory",),
     "verification": ("VerifyReport", "index", "verify"),
     "writer": ("RsWriter",),
 }

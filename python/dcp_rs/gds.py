@@ -46,7 +46,9 @@ def fill(index: _core.Index, fills: Sequence[Fill], options: ReadOptions) -> lis
 def _fill_device(index: _core.Index, device: torch.device, fills: list[Fill], options: ReadOptions) -> list[Fill]:
     module = _gds()
     goals = [make_goal(item.tensor, item.dtype) for item in fills]
-    wants = [(item.chunk, item.offsets, item.tensor.shape, goal.flat, 0) for item, goal in zip(fills, goals, strict=True)]
+    wants = [
+        (item.chunk, item.offsets, item.tensor.shape, goal.flat, 0) for item, goal in zip(fills, goals, strict=True)
+    ]
     reader = _core.SlabReader.create(index, wants, SCRATCH_BYTES, sort=True, **options.slabs())
     scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
     lane, files = HostLane(), _Files(module)  # copies on the caller's stream: a read by cuFile is over when it returns

@@ -167,8 +167,9 @@ def load_optim_state_dict(
     no_dist: bool = False,
     **read_options: Any,
 ) -> None:
-    """Loads an optimizer's state alone: what ``FSDP.optim_state_dict``, ``get_optimizer_state_dict`` or ``optimizer.state_dict()`` gave, saved
-    under ``key``.
+    """Loads an optimizer's state alone.
+
+    It may be what ``FSDP.optim_state_dict``, ``get_optimizer_state_dict`` or ``optimizer.state_dict()`` gave, saved under ``key``.
 
     It does not matter whether the state was saved in shards or whole from one rank, by name or by number, or how the model was sharded
     then. For FSDP1 each rank reads its shard of every parameter's state, which ``FSDP.optim_state_dict_to_load`` then turns into that of
@@ -264,9 +265,7 @@ def _leaves(tree: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], torc
     if isinstance(tree, torch.Tensor):
         return {path: tree}
     pairs = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else ()
-    return {
-        leaf: tensor for key, value in pairs for leaf, tensor in _leaves(value, (*path, str(key))).items()
-    }
+    return {leaf: tensor for key, value in pairs for leaf, tensor in _leaves(value, (*path, str(key))).items()}
 
 
 def _put_extra(extra: dict[str, Any], name: str, loaded: Any) -> None:

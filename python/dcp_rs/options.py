@@ -42,7 +42,8 @@ class ReadOptions:
             ``"auto"`` decides for each file by what is in the page cache and by the file system. ``"gds"`` reads from storage to CUDA
             devices without host memory between (GPUDirect Storage, :mod:`torch.cuda.gds`), and is ``"auto"`` for other destinations.
         threads: default: the cores of this process, divided by ``LOCAL_WORLD_SIZE``.
-        verify: check the digest of every block that is read, before any of it is handed over.
+        verify: check the digest of every block that is read. Blocks are hashed as they are copied, so a destination may hold a damaged one
+            when the error is raised; no planner is told that it is filled.
         max_inflight_bytes: bound on memory beyond the destinations, in bytes. Default 64 MiB, for an accelerator 256 MiB
             of pinned memory.
     """

@@ -466,9 +466,10 @@ def _can_copy(source: torch.dtype, destination: torch.dtype) -> bool:
     """Whether torch converts the one into the other without losing what kind of number it is."""
     known = _COPIES.get((source, destination))
     if known is None:
+        known = not (source.is_complex and not destination.is_complex)  # torch drops the imaginary part
         try:
-            torch.zeros(1, dtype=torch.uint8).expand(16).clone().view(source)[:1].to(destination)
-            known = not (source.is_complex and not destination.is_complex)
+            if known:
+                torch.zeros(1, dtype=torch.uint8).expand(16).clone().view(source)[:1].to(destination)
         except (RuntimeError, NotImplementedError, TypeError):
             known = False
         _COPIES[source, destination] = known

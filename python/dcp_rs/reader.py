@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import threading
 import uuid
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -61,7 +63,7 @@ class RsReader(StorageReader):
         self,
         path: str | os.PathLike[str],
         *,
-        io: Literal["auto", "mmap", "direct", "buffered"] = "auto",
+        io: Literal["auto", "mmap", "direct", "buffered", "gds"] = "auto",
         threads: int | None = None,
         verify: bool = False,
         max_inflight_bytes: int | None = None,
@@ -193,6 +195,7 @@ class RsReader(StorageReader):
         batch: list[tuple[ReadItem, torch.Tensor]] = []
         fills: list[Fill] = []
         batch_bytes = 0
+        limit = sys.maxsize if _resolves_in_place(planner) else BATCH_BYTES
         for chunk, item in items:
             tensor = planner.resolve_tensor(item)
             fqn = item.storage_index.fqn
@@ -203,7 +206,7 @@ class RsReader(StorageReader):
             batch.append((item, tensor))
             fills.append(Fill(chunk, item.storage_offsets, target, fqn, stored_dtype(fqn, index.dtype_of(chunk))))
             batch_bytes += target.nbytes
-            if batch_bytes >= BATCH_BYTES:
+            if batch_bytes >= limit:
                 self._finish_batch(index, batch, fills, planner)
                 batch, fills, batch_bytes = [], [], 0
         self._finish_batch(index, batch, fills, planner)
@@ -231,6 +234,15 @@ class RsReader(StorageReader):
         self.__dict__.update(state)
         self._process_group = None
         self._local = threading.local()
+
+
+def _resolves_in_place(planner: LoadPlanner) -> bool:
+    """Whether what the planner resolves is memory of the state dict, so that a load need not be cut to bound what is new."""
+    own = type(planner)
+    return isinstance(planner, DefaultLoadPlanner) and all(
+        getattr(own, name) is getattr(DefaultLoadPlanner, name)
+        for name in ("resolve_tensor", "lookup_tensor", "transform_tensor")
+    )
 
 
 class _Failed:

@@ -25,10 +25,18 @@ def write(job: Job, place: Place) -> None:
     root = job.source.root
     if isinstance(root, dict) and (job.renamed or job.filtered):
         root = {}
-    data = _core.merge_indexes(indexes, uuid.uuid4().bytes, 1, root)
-    index = _core.Index.from_bytes(data, os.fspath(place.folder / "index.dcprs"), False)
+    index, _ = _core.commit_indexes(
+        os.fspath(place.folder),
+        None,
+        indexes,
+        save_id=uuid.uuid4().bytes,
+        generation=1,
+        planner_data=root,
+        items=None,
+        names=(),
+        fsync=job.options.fsync,
+    )
     job.report.files = len(index.files())
-    _core.commit(os.fspath(place.folder), None, data, job.options.fsync)
 
 
 def _write_rank(job: Job, tasks: list[Task], rank: int, world_size: int, place: Place) -> bytes:

@@ -12,6 +12,7 @@ pub mod load;
 pub mod overlap;
 mod parallel;
 pub mod read;
+pub mod save_plan;
 pub mod slabs;
 pub mod source;
 pub mod store;

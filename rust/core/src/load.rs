@@ -3,23 +3,23 @@
 #![allow(unsafe_code)] // destinations are addresses that a caller vouches for
 
 use std::collections::HashSet;
-use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
 use crate::format::{BLOCK_SIZE, Dims, Index, Kind};
 use crate::overlap::{self, Region};
 use crate::read::{self, Catalog, Destination, FileRef, ReadOptions, ReadReq, ReadStats};
-use crate::store::{Mapping, PrivateMapping};
+use crate::store::{Mapping, PrivateMapping, open_file};
 use crate::{Control, Error, Result};
 
 /// Opens the index file at `path`: maps it and checks it.
 pub fn open_index(path: &Path) -> Result<Index> {
-    let file = File::open(path).map_err(|error| match error.kind() {
+    let file = open_file(path).map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => Error::NotFound {
             path: path.to_owned(),
             reason: "no such file".into(),
         },
+        std::io::ErrorKind::InvalidInput => Error::corrupt_index(path, 0, error.to_string()),
         _ => Error::io("open", path, error),
     })?;
     let mapping = Mapping::new(&file).map_err(|error| Error::io("map", path, error))?;

@@ -35,6 +35,9 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
         ),
         Error::UnsafePickle { path, .. } => with_place(py, UnsafePickleError::new_err(message), Some(path), None, None),
         Error::Unsupported(_) => UnsupportedError::new_err(message),
+        Error::TensorPlan { tensor, .. } => {
+            with_place(py, PlanError::new_err(message), None, Some(tensor.as_str()), None)
+        }
         // The standard class, so that callers can look at errno: OSError picks FileNotFoundError and the like by it.
         Error::Io { action, path, source } => PyOSError::new_err((
             source.raw_os_error().unwrap_or(EIO),

@@ -8,6 +8,7 @@ mod index;
 mod interrupt;
 mod plain;
 mod read;
+mod save_plan;
 mod slabs;
 mod verify;
 mod write;
@@ -21,11 +22,13 @@ mod _core {
     #[pymodule_export]
     use crate::plain::Batch;
     #[pymodule_export]
+    use crate::save_plan::{SavePlan, assign_saves};
+    #[pymodule_export]
     use crate::slabs::SlabReader;
     #[pymodule_export]
     use crate::verify::{has_native_data, recover};
     #[pymodule_export]
-    use crate::write::{Save, commit, discard, merge_indexes, next_generation, publish, put_in_place};
+    use crate::write::{Save, commit_indexes, discard, next_generation, publish, put_in_place};
 
     #[pymodule_export]
     #[allow(non_upper_case_globals)]

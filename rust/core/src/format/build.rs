@@ -176,6 +176,11 @@ impl IndexBuilder {
         true
     }
 
+    /// Whether a tensor or value with this FQN was added, and has a path.
+    pub fn has_path(&self, fqn: &str) -> bool {
+        (self.tensor_ids.get(fqn)).is_some_and(|&id| self.tensors[id as usize].path.is_some())
+    }
+
     /// Whether a tensor or value with this FQN was added.
     pub fn has_tensor(&self, fqn: &str) -> bool {
         self.tensor_ids.contains_key(fqn)

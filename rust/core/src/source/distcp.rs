@@ -10,10 +10,10 @@ use super::sharding::Sharding;
 use super::tensor_pickle::{self, StoredTensor};
 use super::window::{Fetched, Source, Window};
 use super::zip::{Archive, LOCAL_MAGIC};
-use super::{Stat, map, open_data_file, stat_data_file};
+use super::{Stat, open_data_file, stat_data_file};
 use crate::format::safetensors as st;
 use crate::format::{ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry};
-use crate::{Dtype, Error, Result};
+use crate::{Dtype, Error, Result, parallel};
 
 /// The file that makes a folder a stock DCP checkpoint.
 pub const METADATA_NAME: &str = ".metadata";
@@ -51,7 +51,7 @@ pub fn index_items(dir: &Path, metadata: StockMetadata, threads: usize) -> Resul
     } = metadata;
     let mut builder = IndexBuilder::new(SourceKind::Dcp);
     builder.root = root;
-    let opened = map::map(files.len(), threads, |i| DataFile::look_at(dir, &files[i]))?;
+    let opened = parallel::map(files.len(), threads, |i| DataFile::look_at(dir, &files[i]))?;
     for (name, file) in files.into_iter().zip(&opened) {
         builder.add_file(FileEntry {
             name,
@@ -64,7 +64,7 @@ pub fn index_items(dir: &Path, metadata: StockMetadata, threads: usize) -> Resul
     }
     items.sort_by_key(|item| (item.file, item.offset));
     let batches = batches(&items);
-    let located = map::map(batches.len(), threads, |i| locate_batch(&opened, &entries, batches[i]))?;
+    let located = parallel::map(batches.len(), threads, |i| locate_batch(&opened, &entries, batches[i]))?;
     for entry in entries {
         builder.add_tensor(entry)?;
     }

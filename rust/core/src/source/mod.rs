@@ -8,7 +8,6 @@ mod data_header;
 pub mod distcp;
 mod fault;
 mod kind;
-mod map;
 pub mod metadata_pickle;
 mod payload;
 mod pickle;
@@ -81,5 +80,5 @@ fn stat_data_file(path: &Path) -> Result<Stat> {
 }
 
 fn open_data_file(path: &Path) -> Result<File> {
-    File::open(path).map_err(|e| Error::io("open", path, e))
+    crate::store::open_file(path).map_err(|e| Error::io("open", path, e))
 }

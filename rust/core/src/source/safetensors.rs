@@ -11,12 +11,12 @@ use serde::Deserialize;
 use super::fault::{Fault, FaultResult};
 use super::sharding::Sharding;
 use super::window::Source;
-use super::{Stat, map, open_data_file, stat_data_file};
+use super::{Stat, open_data_file, stat_data_file};
 use crate::format::safetensors as st;
 use crate::format::{
     ChunkEntry, DataFileName, Dims, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry, Value, element_count,
 };
-use crate::{Dtype, Error, Result};
+use crate::{Dtype, Error, Result, parallel};
 
 /// What the names of safetensors files end with.
 pub const SUFFIX: &str = ".safetensors";
@@ -71,7 +71,7 @@ pub fn index_folder(dir: &Path, threads: usize) -> Result<Vec<u8>> {
             reason: "it holds no .safetensors file".into(),
         });
     }
-    let parts = map::map(files.len(), threads, |i| read_part(dir, &files[i]))?;
+    let parts = parallel::map(files.len(), threads, |i| read_part(dir, &files[i]))?;
     build(dir, &parts, &weight_map)
 }
 

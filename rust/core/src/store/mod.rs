@@ -9,7 +9,7 @@ mod random;
 mod residency;
 
 pub use file::FileRef;
-pub(crate) use file::{read_at, read_direct_at};
+pub(crate) use file::{open_file, read_at, read_direct_at};
 pub use mapping::Mapping;
 pub use private::PrivateMapping;
 pub(crate) use publish::publish_on;

@@ -101,7 +101,7 @@ fn a_commit_that_fails_leaves_the_old_checkpoint() {
         assert_eq!(names_in(dir.path()), [&data(1), &data(2), INDEX_NAME], "call {at}");
         assert_saved(&open(dir.path()), &items());
         if !renamed {
-            discard(dir.path(), bytes).unwrap();
+            discard(dir.path(), None, bytes).unwrap();
             assert_eq!(names_in(dir.path()), [&data(1), INDEX_NAME]);
         }
     }
@@ -143,7 +143,7 @@ fn an_index_gets_no_file_removed_that_no_save_wrote() {
     fs::write(dir.path().join(INDEX_NAME), &bytes).unwrap();
     let committed = commit(dir.path(), None, saved(dir.path(), 6), true).unwrap();
     assert!(committed.removed.is_empty() && committed.left.is_empty());
-    discard(dir.path(), bytes).unwrap();
+    discard(dir.path(), None, bytes).unwrap();
     assert_eq!(names_in(dir.path()), [&data(5), &data(6), INDEX_NAME, "notes.txt"]);
 }
 

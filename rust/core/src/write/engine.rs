@@ -346,6 +346,11 @@ impl Save {
     /// # Errors
     /// [`Error::Plan`] where bytes of an item are missing; [`Error::Io`]. The files are removed then.
     pub fn finish(self) -> Result<Vec<u8>> {
+        self.finish_as(None)
+    }
+
+    /// [`finish`](Self::finish), with the id of the save that the index will carry.
+    pub fn finish_as(self, save_id: Option<[u8; 16]>) -> Result<Vec<u8>> {
         let progress = self.progress();
         if progress.failed {
             return Err(Error::Plan("a write of this save failed".into()));
@@ -374,7 +379,7 @@ impl Save {
                 self.disk.sync_folder(folder)?;
             }
         }
-        let index = self.index()?;
+        let index = self.index(save_id)?;
         self.files.keep();
         Ok(index)
     }
@@ -395,9 +400,12 @@ impl Save {
         )
     }
 
-    fn index(&self) -> Result<Vec<u8>> {
+    fn index(&self, save_id: Option<[u8; 16]>) -> Result<Vec<u8>> {
         let mut builder = IndexBuilder::new(SourceKind::Native);
-        builder.save_id = random_bytes()?;
+        builder.save_id = match save_id {
+            Some(id) => id,
+            None => random_bytes()?,
+        };
         builder.generation = self.info.generation;
         builder.root = Value::Dict(vec![]);
         for plan in &self.layout.files {
