@@ -120,7 +120,7 @@ def test_an_index_that_is_no_file(ckpt, way, make):
 
 
 def test_torch_s_load_says_why_too(tmp_path):
-    with pytest.raises(BaseException, match=r"nowhere") as raised:  # noqa: PT011
+    with pytest.raises(BaseException, match=r"nowhere") as raised:
         load_rs(blank(STATE), tmp_path / "nowhere")
     assert not isinstance(raised.value, TypeError | AttributeError)
 
@@ -286,9 +286,7 @@ def test_a_flipped_bit_is_found_by_verification(saved, mode, name, block):
 
     for planner in (None, Planner()):
         template = {name: blank(STATE[name])}
-        error = failure(
-            CorruptDataError, loaded, saved, template, planner=planner, verify=True, io=mode
-        )
+        error = failure(CorruptDataError, loaded, saved, template, planner=planner, verify=True, io=mode)
         assert error.tensor == name
         assert error.offset == offset + block * (1 << 20)
         assert error.path == str(file)

@@ -21,7 +21,6 @@ from support import (
     assert_state_equal,
     dtypes_state,
     nested_state,
-    random_tensor,
     run_ranks,
     shapes_state,
     strange_names_state,

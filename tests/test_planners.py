@@ -1,5 +1,6 @@
 """Planners of the user's own, and destinations of every form: what `resolve_tensor` returns is filled, and what
-`commit_tensor` gets holds the values."""
+`commit_tensor` gets holds the values.
+"""
 
 import pickle
 

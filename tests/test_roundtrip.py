@@ -205,7 +205,7 @@ def test_keys_that_are_not_strings_and_nesting(tmp_path):
 
 def test_values_that_torch_will_not_load_safely_need_leave(ckpt):
     save_rs({"ok": 1, "counter": collections.Counter("abba"), "path": _Custom(3)}, ckpt)
-    with pytest.raises(BaseException, match=r"path") as raised:  # noqa: PT011 - CheckpointException
+    with pytest.raises(BaseException, match=r"path") as raised:
         load_rs({"ok": 0, "path": None}, ckpt)
     error = next(iter(raised.value.failures.values()))[0]
     assert isinstance(error, UnsafePickleError)
@@ -252,7 +252,7 @@ class _Wrapped(torch.Tensor):
         return "_Wrapped"
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # noqa: ARG003
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:
             return cls(args[0].parts)
         if func is torch.ops.aten.is_pinned.default:
@@ -261,7 +261,7 @@ class _Wrapped(torch.Tensor):
 
 
 def test_a_tensor_that_raw_bytes_cannot_hold_is_refused_by_name(ckpt):
-    with pytest.raises(BaseException, match=r"odd\.one.*_Wrapped") as raised:  # noqa: PT011
+    with pytest.raises(BaseException, match=r"odd\.one.*_Wrapped") as raised:
         save_rs({"w": torch.ones(2), "odd.one": _Wrapped([torch.ones(2)] * 2)}, ckpt)
     error = next(iter(raised.value.failures.values()))[0]
     assert isinstance(error, UnsupportedError)
@@ -273,15 +273,15 @@ def test_a_tensor_whose_memory_was_freed_is_refused_by_name(ckpt):
     """FSDP frees the storage of parameters that it gathers again later: their address is null."""
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
-    with pytest.raises(BaseException, match="'w' .*memory has been freed"):  # noqa: PT011
+    with pytest.raises(BaseException, match="'w' .*memory has been freed"):
         save_rs({"w": freed}, ckpt)
     save_rs({"w": torch.ones(4)}, ckpt)
-    with pytest.raises(BaseException, match='"w": the destination has no memory'):  # noqa: PT011
+    with pytest.raises(BaseException, match='"w": the destination has no memory'):
         load_rs({"w": freed}, ckpt)
 
 
 def test_a_tensor_without_data_is_refused_by_name(ckpt):
-    with pytest.raises(BaseException, match=r"'m' is on the meta device"):  # noqa: PT011
+    with pytest.raises(BaseException, match=r"'m' is on the meta device"):
         save_rs({"m": torch.empty(3, device="meta")}, ckpt)
     assert list(ckpt.iterdir()) == []
 

@@ -275,7 +275,7 @@ class SecondReader:
         for i, (name, width) in enumerate(zip(names, widths, strict=True)):
             offset, length = u64(raw, 96 + 16 * i), u64(raw, 104 + 16 * i)
             check(offset % 8 == 0, "sections begin at multiples of 8")
-            check(256 <= offset and offset + length <= len(raw), "sections within the file")
+            check(offset >= 256 and offset + length <= len(raw), "sections within the file")
             check(length % width == 0, "sections of whole records")
             section[name] = raw[offset : offset + length]
         dims = struct.unpack(f"<{len(section['dims']) // 8}Q", section["dims"])
