@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import datetime
+import datetime as dt
 import importlib
 import importlib.util
 import itertools
@@ -27,6 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -356,6 +357,23 @@ def one_load(contender: Contender, data: Data, device: torch.device, *, cold: bo
     return seconds
 
 
+def one_round(contender: Contender, data: Data, device: torch.device, row: Row, *, first: bool, cold: bool) -> None:
+    """One load, into the row, or why there is none. Errors of dcp-rs are not a line in a table."""
+    if row.error is not None:
+        return
+    try:
+        seconds = one_load(contender, data, device, cold=cold, row=row)
+    except Exception as error:
+        if contender.name == OURS:
+            raise
+        row.error = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+        return
+    if first:
+        row.first_seconds = seconds
+    else:
+        row.seconds.append(seconds)
+
+
 def measure(case: str, data: Data, device: torch.device, rounds: int, *, cold: bool) -> list[Row]:
     """All contenders and limits of one case."""
     rows: dict[str, Row] = {}
@@ -372,22 +390,8 @@ def measure(case: str, data: Data, device: torch.device, rounds: int, *, cold: b
         if cold:
             page_cache.drop(native)
             rows[DISK_LIMIT].seconds.append(disk_seconds(native))
-        turned = contenders[i % len(contenders) :] + contenders[: i % len(contenders)]
-        for contender in turned:
-            row = rows[contender.name]
-            if row.error is not None:
-                continue
-            try:
-                seconds = one_load(contender, data, device, cold=cold, row=row)
-            except Exception as error:  # noqa: BLE001  # whatever a peer may raise is its line in the table
-                if contender.name == OURS:
-                    raise
-                row.error = f"{type(error).__name__}: {error}".splitlines()[0][:120]
-                continue
-            if i == 0:
-                row.first_seconds = seconds
-            else:
-                row.seconds.append(seconds)
+        for contender in contenders[i % len(contenders) :] + contenders[: i % len(contenders)]:
+            one_round(contender, data, device, rows[contender.name], first=i == 0, cold=cold)
     rows[H2D_LIMIT].seconds.pop(0)
     rows[DISK_LIMIT].seconds[:1] = []
     for row in rows.values():
@@ -433,10 +437,9 @@ def measure_saves(case: str, data: Data, device: torch.device, rounds: int) -> l
 def markdown(results: dict[str, Any]) -> str:
     """The results as a table for each case."""
     about = results["machine"]
-    lines = [
-        f"{results['date']}, {about['accelerator']}, {about['cpu']} ({about['cores']} cores), torch {about['torch']}, "
-        f"Python {about['python']}, data on {about['file_system']}; medians of {results['rounds']} rounds.",
-    ]
+    where = f"{about['accelerator']}, {about['cpu']} ({about['cores']} cores), data on {about['file_system']}"
+    versions = f"torch {about['torch']}, Python {about['python']}"
+    lines = [f"{results['date']}, {where}, {versions}; medians of {results['rounds']} rounds."]
     for case, group in itertools.groupby(results["rows"], key=lambda row: row["case"]):
         rows = list(group)
         speed = {row["name"]: row["gb_s"] for row in rows}
@@ -479,6 +482,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
     device = torch.device(options.device)
     if device.type != "cpu" and device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
@@ -488,18 +492,19 @@ def main(arguments: list[str] | None = None) -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     options.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d"),
         "machine": machine.describe(options.folder),
         "device": str(device),
         "rounds": options.rounds,
         "rows": [],
     }
     stem = f"{results['date']}-gpu-{machine.label(results['machine'])}"
-    for size in options.sizes.split(","):
+    for i, size in enumerate(options.sizes.split(",")):
         for layout in options.layouts.split(","):
+            if layout == "small" and i > 0:
+                continue  # 20,000 tensors of 4 KiB are the case, whatever the size of the others
             folder = Path(tempfile.mkdtemp(prefix="gpu-", dir=options.folder))
             try:
-                # 20,000 tensors of 4 KiB are the case, whatever the size of the others.
                 nbytes = int(float(size) * 1e9)
                 if layout == "small":
                     nbytes = min(nbytes, 20_000 * 4096)

@@ -23,7 +23,7 @@ SHARDED = StateDictType.SHARDED_STATE_DICT
 
 
 def build(seed: int) -> tuple[FSDP, torch.optim.Optimizer]:
-    """A model in two FSDP units. (On a CPU, FSDP1 has to be told so.)"""
+    """A model in two FSDP units. On a CPU, FSDP1 has to be told so."""
     torch.manual_seed(seed)
     cpu = torch.device("cpu")
     inner = FSDP(nn.Sequential(nn.Linear(8, 32), nn.ReLU()), device_id=cpu)

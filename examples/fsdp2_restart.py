@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 examples/fsdp2_restart.py /tmp/run 20  # goes on wit
 """
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -38,10 +39,8 @@ def main(folder: str, steps: int = 10) -> list[float]:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
     extra = {"scheduler": scheduler, "rng": RngState(), "step": 0}
     path = Path(folder) / "latest"
-    try:
+    with suppress(CheckpointNotFoundError):  # a new run has none
         load_training_state(path, model, optimizer, extra)
-    except CheckpointNotFoundError:
-        pass  # a new run
     losses = []
     for step in range(extra["step"], steps):
         batch = torch.Generator().manual_seed(step)

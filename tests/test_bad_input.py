@@ -1,5 +1,6 @@
-"""Checkpoints that are missing, damaged or not what the state dict expects: one typed error each, that names file, tensor and
-place, crosses ranks, and leaves the destinations alone.
+"""Checkpoints that are missing, damaged or not what the state dict expects.
+
+One typed error each, that names file, tensor and place, and crosses ranks.
 """
 
 import os
@@ -358,7 +359,7 @@ def test_a_plan_for_another_checkpoint(saved, tmp_path):
     assert "else" in str(error)
 
 
-def test_nested_values_survive_a_failed_load(saved, tmp_path):
+def test_nested_values_survive_a_failed_load(tmp_path):
     want = nested_state()
     save_rs(want, tmp_path / "nested")
     data_file(tmp_path / "nested").unlink()

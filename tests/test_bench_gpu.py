@@ -25,7 +25,7 @@ def bench(monkeypatch):
 
 def test_it_measures_and_checks(bench, tmp_path, capsys):
     out = tmp_path / "out"
-    arguments = f"--device cpu --sizes 0.004 --rounds 1 --folder {tmp_path / 'data'} --out {out}"
+    arguments = f"--device cpu --sizes 0.002 --layouts large --rounds 1 --folder {tmp_path / 'data'} --out {out}"
     assert bench.main(arguments.split()) == 0
     (written,) = out.glob("*.json")
     results = json.loads(written.read_text())

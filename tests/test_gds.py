@@ -1,6 +1,7 @@
 """``io="gds"``, with a made-up driver over host memory."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from dcp_rs import fill, gds
 from dcp_rs.errors import UnsupportedError
 from dcp_rs.options import ReadOptions
 from support import assert_state_equal
-from test_staging import install, load, saved, state
 from support.fakes import FakeAccelerator
+from support.slabs import install, load, saved, state
 
 GDS = ReadOptions(io="gds")
 
@@ -37,7 +38,7 @@ class FakeDriver:
                 if driver.refuse_read:
                     raise RuntimeError("cuFileRead failed")
                 driver.reads.append((offset, storage.nbytes()))
-                with open(self._path, "rb") as file:
+                with Path(self._path).open("rb") as file:
                     file.seek(offset)
                     data = bytearray(file.read(storage.nbytes()))
                 assert len(data) == storage.nbytes()
@@ -51,8 +52,8 @@ def driver(monkeypatch):
     driver = FakeDriver()
     driver.accelerator = install(monkeypatch, FakeAccelerator())
     monkeypatch.setattr(gds, "_gds", lambda: driver)
-    monkeypatch.setattr(gds, "_reaches", lambda device: True)
-    monkeypatch.setattr(gds, "_synchronize", lambda device: None)
+    monkeypatch.setattr(gds, "_reaches", lambda _: True)
+    monkeypatch.setattr(gds, "_synchronize", lambda _: None)
     return driver
 
 
@@ -96,7 +97,7 @@ def test_it_says_why_it_does_not_work(ckpt, driver):
     index = saved(ckpt, want)
     got = {name: torch.zeros_like(tensor) for name, tensor in want.items()}
     driver.refuse_read = True
-    with pytest.raises(UnsupportedError, match="cuFileRead.*io='auto'"):
+    with pytest.raises(UnsupportedError, match=r"cuFileRead.*io='auto'"):
         load(index, got, GDS)
     driver.refuse_open = True
     with pytest.raises(UnsupportedError, match="cuFileHandleRegister"):
@@ -105,7 +106,7 @@ def test_it_says_why_it_does_not_work(ckpt, driver):
 
 def test_without_a_driver(monkeypatch, ckpt):
     install(monkeypatch, FakeAccelerator())
-    monkeypatch.setattr(gds, "_reaches", lambda device: True)
+    monkeypatch.setattr(gds, "_reaches", lambda _: True)
     monkeypatch.delattr(torch.cuda, "gds")
     with pytest.raises(UnsupportedError, match=r"torch\.cuda\.gds"):
         load(saved(ckpt, state()), {"layer.0": torch.zeros(50, 32)}, GDS)

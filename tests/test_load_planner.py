@@ -85,22 +85,22 @@ def test_a_difference_in_dtype_is_said(saved):
     state, planner = load(saved, template(), dtype_policy="cast")
     assert torch.equal(state["layers"]["0"]["weight"], W.half())
     assert {m.name for m in planner.report.dtype_mismatched} == {"layers.0.weight", "layers.0.bias"}
-    with pytest.raises(PlanError, match="layers.0.* is torch.float.*dtype_policy='error'"):
+    with pytest.raises(PlanError, match=r"layers.0.* is torch.float.*dtype_policy='error'"):
         load(saved, template(), dtype_policy="error")
     # dtype= says it is meant for that dtype, and for no other.
     load(saved, template(), dtype=torch.float64, dtype_policy="error")
-    with pytest.raises(PlanError, match="'ids' is torch.int32 in the state dict, and torch.int64 in the checkpoint"):
+    with pytest.raises(PlanError, match=r"'ids' is torch.int32 in the state dict, and torch.int64 in the checkpoint"):
         load(saved, {"ids": torch.zeros(5, dtype=torch.int32)}, dtype=torch.float64, dtype_policy="error")
 
 
 def test_a_cast_that_cannot_be_is_an_error_whatever_the_policy(saved):
     for policy in ("warn", "cast", "error"):
-        with pytest.raises(PlanError, match="'z' is stored as torch.complex64, which cannot be cast to torch.float32"):
+        with pytest.raises(PlanError, match=r"'z' is stored as torch.complex64, which cannot be cast to torch.float32"):
             load(saved, {"z": torch.zeros(6)}, dtype_policy=policy)
 
 
 def test_unknown_policies_are_refused():
-    with pytest.raises(ValueError, match="dtype_policy='ask'"):
+    with pytest.raises(ValueError, match=r"dtype_policy='ask'"):
         RsLoadPlanner(dtype_policy="ask")
 
 
@@ -187,12 +187,12 @@ def flat(tree, prefix=""):
 
 def test_what_is_missing_is_named(saved):
     state = fresh() | {"new": torch.zeros(2), "other": 1}
-    with pytest.raises(PlanError, match="the checkpoint has no 'new'.*and 1 more: 'other'"):
+    with pytest.raises(PlanError, match=r"the checkpoint has no 'new'.*and 1 more: 'other'"):
         load(saved, state)
     state = fresh() | {"layers": {"0": {"weight": torch.zeros(6, 4)}}}
     with pytest.raises(PlanError, match=r"'layers.0.weight' has shape \(6, 4\) in the state dict, and \(4, 6\)"):
         load(saved, state)
-    with pytest.raises(PlanError, match="'ids' is a tensor in the checkpoint, and a int in the state dict"):
+    with pytest.raises(PlanError, match=r"'ids' is a tensor in the checkpoint, and a int in the state dict"):
         load(saved, {"ids": 3})
 
 
@@ -231,11 +231,11 @@ def test_tensors_by_name(saved):
     first.zero_()  # the caller's own
     assert torch.equal(planner.resolve_tensor("layers.0.weight"), W)
     assert RsLoadPlanner(checkpoint=saved, dtype=torch.bfloat16).resolve_tensor("layers.1.bias").dtype == torch.bfloat16
-    with pytest.raises(KeyError, match="nothing"):
+    with pytest.raises(KeyError, match=r"nothing"):
         planner.resolve_tensor("nothing")
-    with pytest.raises(TypeError, match="'note' is not a tensor"):
+    with pytest.raises(TypeError, match=r"'note' is not a tensor"):
         planner.resolve_tensor("note")
-    with pytest.raises(PlanError, match="no checkpoint"):
+    with pytest.raises(PlanError, match=r"no checkpoint"):
         RsLoadPlanner().resolve_tensor("ids")
     # After a load, of what was loaded.
     _, planner = load(saved)
@@ -321,7 +321,7 @@ def load_with_hole(path):
     assert got == ([0, 1, 2, 3] if rank == 0 else [-1] * 4)
     assert planner.report.partly_filled == ([] if rank == 0 else ["w"])
     whole = {"w": torch.full((8, 1), -1.0)}
-    with pytest.raises(PlanError, match="'w'"):
+    with pytest.raises(PlanError, match=r"'w'"):
         dcp_rs.load(whole, path)
     dcp_rs.load(whole, path, planner=RsLoadPlanner(allow_partial_load=True))
     assert whole["w"].flatten().tolist() == [0, 1, 2, 3, -1, -1, -1, -1]

@@ -218,7 +218,7 @@ def test_a_tensor_in_one_piece_is_not_copied(ckpt):
 
 def resident_bytes():
     """Anonymous memory of this process, in bytes: what was allocated, not what is mapped."""
-    with open("/proc/self/status") as status:  # noqa: PTH123
+    with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) * 1024
 
 

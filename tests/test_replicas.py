@@ -1,6 +1,7 @@
 """Ranks that need the same bytes read them once, and send each other what they read."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,8 +35,7 @@ def save_whole(path):
 
 def rchar():
     """Bytes that this process has asked the system to read, whichever way it counts them."""
-    with open("/proc/self/io") as file:
-        return int(file.readline().split()[1])
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def load_replicas(path, make, options, local_size):

@@ -273,7 +273,7 @@ def test_a_tensor_whose_memory_was_freed_is_refused_by_name(ckpt):
     """FSDP frees the storage of parameters that it gathers again later: their address is null."""
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
-    with pytest.raises(BaseException, match="'w' .*memory has been freed"):
+    with pytest.raises(BaseException, match=r"'w' .*memory has been freed"):
         save_rs({"w": freed}, ckpt)
     save_rs({"w": torch.ones(4)}, ckpt)
     with pytest.raises(BaseException, match='"w": the destination has no memory'):

@@ -148,7 +148,7 @@ def test_all_types_of_fsdp1_state_dicts(tmp_path, ranks):
 
 
 def stock_functions(path):
-    """torch's own get_state_dict and set_state_dict on both sides of save_training_state."""
+    """Torch's own get_state_dict and set_state_dict on both sides of save_training_state."""
     with quiet():
         for kind in ("ddp", "fsdp1", "fsdp2", "fsdp2_tp"):
             model, optimizer = start(kind, seed=3)

@@ -12,47 +12,14 @@ import dcp_rs
 from dcp_rs import _core, fill, payload, staging, upload
 from dcp_rs.errors import CorruptDataError, PlanError, UnsupportedError
 from dcp_rs.options import ReadOptions, WriteOptions
-from dcp_rs.sources import open_index
 from support import ALL_DTYPES, assert_state_equal, random_tensor, same_bits
 from support.fakes import FakeAccelerator
-
-SMALL = ReadOptions(max_inflight_bytes=1 << 20)  # slabs of 128 KiB
+from support.slabs import SMALL, damage, entries_of, install, load, no_slab_threads, saved, state
 
 
 @pytest.fixture
 def fake(monkeypatch):
     return install(monkeypatch, FakeAccelerator())
-
-
-def install(monkeypatch, fake):
-    """Takes all tensors for tensors of the fake device."""
-    monkeypatch.setattr(staging, "lane_for", fake.lane)
-    monkeypatch.setattr(staging, "is_accelerator", lambda device: True)
-    monkeypatch.setattr(fill, "is_plain", lambda tensor, dtype: False)
-    # There is no pinned memory without an accelerator.
-    take = staging._SlabCache().take
-    monkeypatch.setattr(staging.slabs, "take", lambda count, nbytes, pinned: take(count, nbytes, pinned=False))
-    return fake
-
-
-def state(tensors=30, rows=50, seed=0):
-    torch.manual_seed(seed)
-    return {f"layer.{i}": torch.randn(rows + i, 32) for i in range(tensors)}
-
-
-def saved(path, state_dict):
-    dcp_rs.save(state_dict, path)
-    return open_index(path, rank=None, allow_external=False)
-
-
-def whole(index, name, tensor):
-    number = index.find(name)
-    dtype = fill.stored_dtype(name, index.tensor(number)[2])
-    return fill.Target(number, [0] * tensor.dim(), tensor, name, dtype)
-
-
-def load(index, tensors, options=SMALL):
-    fill.fill_regions(index, [whole(index, name, t) for name, t in tensors.items()], options)
 
 
 # --- what arrives ----------------------------------------------------------------------------------
@@ -146,8 +113,8 @@ def test_several_devices_take_turns(ckpt, monkeypatch):
         (index.first_chunk(index.find(name)), [0, 0], tuple(t.shape), True, i % 2)
         for i, (name, t) in enumerate(got.items())
     ]
-    lanes = iter([fakes["cpu"].lane, fakes["other"].lane])
-    monkeypatch.setattr(staging, "lane_for", lambda device: next(lanes)(device))
+    lanes = iter([fake.lane(torch.device("cpu")) for fake in fakes.values()])
+    monkeypatch.setattr(staging, "lane_for", lambda _: next(lanes))
     upload.upload(index, wants, goals, [torch.device("cpu")] * 2, SMALL)
     for fake in fakes.values():
         assert fake.copies > 0
@@ -262,7 +229,7 @@ def test_scratch_memory_may_be_in_use_by_the_callers_stream(ckpt, fake, monkeypa
     monkeypatch.setattr(
         staging,
         "_new_slab",
-        lambda nbytes, pinned: staging._aligned(empty(nbytes + 4096, dtype=torch.uint8), nbytes),
+        lambda nbytes, **_: staging._aligned(empty(nbytes + 4096, dtype=torch.uint8), nbytes),
     )
     monkeypatch.setattr(torch, "empty", used_before)
     load(index, got, ReadOptions())
@@ -299,16 +266,6 @@ def test_pinned_memory_is_bounded(ckpt, fake, monkeypatch):
 # --- when things go wrong --------------------------------------------------------------------------
 
 
-def damage(path, index):
-    """Flips a byte near the end of the data."""
-    name, size, _, _ = index.files()[-1]
-    with (path / name).open("r+b") as file:
-        file.seek(size - 3)
-        byte = file.read(1)
-        file.seek(size - 3)
-        file.write(bytes([byte[0] ^ 1]))
-
-
 def test_damage_in_the_middle_stops_the_load(ckpt, monkeypatch):
     fake = install(monkeypatch, FakeAccelerator(delay=0.002))
     want = state(60)
@@ -335,7 +292,8 @@ def test_a_device_that_fails_stops_the_load(ckpt, monkeypatch):
     assert no_slab_threads()
 
 
-def test_a_consumer_that_raises_stops_the_load(ckpt, fake):
+@pytest.mark.usefixtures("fake")
+def test_a_consumer_that_raises_stops_the_load(ckpt):
     index = saved(ckpt, {f"w{i}": torch.randn(64 << 10) for i in range(20)})
     wants = [(index.first_chunk(i), [0], index.tensor(i)[3], True, 0) for i in range(20)]
     load = upload.SlabLoad(
@@ -373,18 +331,6 @@ def test_what_cannot_be_filled_is_refused(ckpt, fake):
     with pytest.raises(UnsupportedError, match="layout"):
         load(index, {"w": torch.zeros(4, 4).to_sparse()})
     assert fake.copies == 0
-
-
-def no_slab_threads():
-    """Whether no thread of the engine is left."""
-    names = []
-    for task in os.listdir("/proc/self/task"):
-        try:
-            with open(f"/proc/self/task/{task}/comm") as file:
-                names.append(file.read().strip())
-        except OSError:
-            continue
-    return not any(name.startswith("dcp-rs-slab") for name in names)
 
 
 # --- the engine's side of it -----------------------------------------------------------------------
@@ -579,13 +525,6 @@ def test_slab_sizes():
 
 
 # --- down as well as up ----------------------------------------------------------------------------
-
-
-def entries_of(state_dict):
-    return [
-        payload.Entry(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape))
-        for name, tensor in state_dict.items()
-    ]
 
 
 def save_from_device(path, state_dict, options):

@@ -13,7 +13,7 @@ from dcp_rs.errors import CorruptDataError, DcpRsError
 from support import assert_state_equal
 from support.fakes import FakeAccelerator
 from support.indexes import commit_ranks
-from test_staging import damage, install, no_slab_threads
+from support.slabs import damage, entries_of, install, no_slab_threads
 
 CPU = torch.device("cpu")
 
@@ -66,17 +66,16 @@ def test_copies_into_memory_that_is_used_again_come_after_its_last_use(ckpt, wan
 
     monkeypatch.setattr(torch, "empty", used_before)
     monkeypatch.setattr(
-        staging, "_new_slab", lambda nbytes, pinned: staging._aligned(empty(nbytes + 4096, dtype=torch.uint8), nbytes)
+        staging, "_new_slab", lambda nbytes, **_: staging._aligned(empty(nbytes + 4096, dtype=torch.uint8), nbytes)
     )
-    got = {}
     with dcp_rs.open(ckpt, max_inflight_bytes=1 << 20) as source:
-        for name, tensor in source.stream():
-            got[name] = tensor
+        got = dict(source.stream())
     fake.synchronize()
     assert_state_equal(got, want)
 
 
-def test_reading_ahead_is_bounded(ckpt, want, monkeypatch):
+@pytest.mark.usefixtures("want")
+def test_reading_ahead_is_bounded(ckpt, monkeypatch):
     made = []
     fill_regions = fill.fill_regions
     monkeypatch.setattr(
@@ -96,7 +95,8 @@ def test_reading_ahead_is_bounded(ckpt, want, monkeypatch):
     assert max(made) <= limit // 2
 
 
-def test_a_stream_holds_nothing_that_it_has_handed_over(ckpt, want):
+@pytest.mark.usefixtures("want")
+def test_a_stream_holds_nothing_that_it_has_handed_over(ckpt):
     with dcp_rs.open(ckpt) as source:
         for name, tensor in source.stream():
             if name == "w03":
@@ -106,8 +106,9 @@ def test_a_stream_holds_nothing_that_it_has_handed_over(ckpt, want):
                 break
 
 
+@pytest.mark.usefixtures("want")
 @pytest.mark.parametrize("through_slabs", [False, True])
-def test_a_stream_can_be_left_early(ckpt, want, monkeypatch, through_slabs):
+def test_a_stream_can_be_left_early(ckpt, monkeypatch, through_slabs):
     if through_slabs:
         install(monkeypatch, FakeAccelerator(delay=0.001))
     with dcp_rs.open(ckpt, max_inflight_bytes=1 << 20) as source:
@@ -119,8 +120,9 @@ def test_a_stream_can_be_left_early(ckpt, want, monkeypatch, through_slabs):
     assert not any(thread.name.startswith("dcp-rs-stream") for thread in threading.enumerate())
 
 
+@pytest.mark.usefixtures("want")
 @pytest.mark.parametrize("through_slabs", [False, True])
-def test_damage_is_raised_where_it_is(ckpt, want, monkeypatch, through_slabs):
+def test_damage_is_raised_where_it_is(ckpt, monkeypatch, through_slabs):
     if through_slabs:
         install(monkeypatch, FakeAccelerator())
     with dcp_rs.open(ckpt, verify=True, max_inflight_bytes=300_000) as source:
@@ -131,7 +133,8 @@ def test_damage_is_raised_where_it_is(ckpt, want, monkeypatch, through_slabs):
     assert no_slab_threads()
 
 
-def test_a_closed_checkpoint_streams_nothing(ckpt, want):
+@pytest.mark.usefixtures("want")
+def test_a_closed_checkpoint_streams_nothing(ckpt):
     source = dcp_rs.open(ckpt)
     source.close()
     with pytest.raises(DcpRsError, match="closed"):
@@ -141,7 +144,6 @@ def test_a_closed_checkpoint_streams_nothing(ckpt, want):
 def test_a_checkpoint_of_shards_streams_whole_tensors(ckpt, monkeypatch):
     """Chunks of one tensor in several files, as ranks write them."""
     from dcp_rs import _core
-    from test_staging import entries_of
 
     whole = {"a": torch.randn(90, 40), "b": torch.randn(60, 7)}
     ckpt.mkdir()
@@ -182,9 +184,9 @@ def test_the_state_dict_of_a_device_is_one_load(ckpt, want, monkeypatch):
         source._device = torch.device("xpu")  # anything but the CPU
         monkeypatch.setattr(
             "dcp_rs.checkpoint.stream",
-            lambda index, device, options, value: _original(index, CPU, options, value),
+            lambda index, _, options, value: _original(index, CPU, options, value),
         )
-        monkeypatch.setattr(type(source), "__getitem__", lambda self, name: want[name])
+        monkeypatch.setattr(type(source), "__getitem__", lambda _, name: want[name])
         got = source.state_dict()
     fake.synchronize()
     assert_state_equal(got, want)

@@ -24,11 +24,16 @@ OURS = "dcp_rs.save"
 OURS_STOCK_PLANNER = "dcp.save, RsWriter"
 STOCK = "FileSystemWriter"
 DRIVER = "dcp.save, a writer that does nothing"
+DRIVER_RESOLVING = "dcp.save, a writer that only resolves the items"
 LIMIT = "limit: O_DIRECT, 4 in flight, fsync"
 
 
 class NullWriter(StorageWriter):
-    """Writes nothing: what is left is torch's driver and planner."""
+    """Writes nothing: what is left is torch's driver and planner, with or without its share in every item that is written."""
+
+    def __init__(self, *, resolve: bool) -> None:
+        super().__init__()
+        self._resolve = resolve
 
     def reset(self, checkpoint_id: Any = None) -> None: ...
 
@@ -41,6 +46,9 @@ class NullWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        if self._resolve:
+            for item in plan.items:
+                planner.resolve_data(item)
         future: Future[list[WriteResult]] = Future()
         future.set_result([])
         return future
@@ -65,7 +73,11 @@ def stock(state: State, path: Path) -> None:
 
 
 def driver(state: State, _path: Path) -> None:
-    dcp.save(state, storage_writer=NullWriter(), no_dist=True)
+    dcp.save(state, storage_writer=NullWriter(resolve=False), no_dist=True)
+
+
+def driver_resolving(state: State, _path: Path) -> None:
+    dcp.save(state, storage_writer=NullWriter(resolve=True), no_dist=True)
 
 
 def run(context: Context) -> list[Row]:
@@ -140,6 +152,7 @@ def _small(context: Context, pattern: Pattern) -> list[Row]:
             _saves(STOCK, stock, None, pattern, state, folder),
             _saves(OURS_STOCK_PLANNER, ours_stock_planner, loaders.ours, pattern, state, folder),
             _saves(DRIVER, driver, None, pattern, state, folder),
+            _saves(DRIVER_RESOLVING, driver_resolving, None, pattern, state, folder),
         ],
         **context.pairs,
     )
@@ -156,5 +169,6 @@ def _small(context: Context, pattern: Pattern) -> list[Row]:
             stretch=0.9,
             note="share of what torch's driver and planner leave possible",
         ),
+        versus(case, times, OURS_STOCK_PLANNER, DRIVER_RESOLVING),
         versus(case, times, OURS_STOCK_PLANNER, STOCK),
     ]

@@ -37,14 +37,23 @@ class Contender:
 
 @dataclass
 class Times:
-    """Seconds of a contender in each round, or why there are none."""
+    """Seconds of a contender in each round, or why there are none.
+
+    The seconds of processor time, of this process and all its threads, say on a busy machine what was work and what was waiting
+    for a turn. They are none of a contender that works in another process.
+    """
 
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
     error: str | None = None
 
     @property
     def median(self) -> float:
         return statistics.median(self.seconds)
+
+    @property
+    def median_cpu(self) -> float | None:
+        return statistics.median(self.cpu_seconds) if self.cpu_seconds else None
 
 
 def measure(contenders: Sequence[Contender], *, rounds: int, slow_rounds: int) -> dict[str, Times]:
@@ -67,9 +76,9 @@ def _attempt(contender: Contender, record: Times, *, keep: bool) -> None:
     try:
         contender.before()
         gc.collect()
-        start = time.perf_counter()
+        start, start_cpu = time.perf_counter(), time.process_time()
         seconds = contender.run()
-        took = time.perf_counter() - start
+        took, cpu = time.perf_counter() - start, time.process_time() - start_cpu
         contender.verify()
     except Exception as error:  # noqa: BLE001  # a contender that fails is a line of the report
         traceback.print_exc(limit=-4, chain=False)
@@ -78,6 +87,8 @@ def _attempt(contender: Contender, record: Times, *, keep: bool) -> None:
         return
     if keep:
         record.seconds.append(took if seconds is None else seconds)
+        if seconds is None:
+            record.cpu_seconds.append(cpu)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ class Row:
         reach, stretch: the targets, where there are any.
         lower_is_better: for figures that are not ratios of times.
         ours_s, theirs_s: median seconds.
+        ours_cpu_s, theirs_cpu_s: median seconds of processor time, where they were spent in the process that measured.
         rounds: how many pairs.
         note: a word on what to know.
         error: why there is no figure.
@@ -35,6 +36,8 @@ class Row:
     lower_is_better: bool = False
     ours_s: float | None = None
     theirs_s: float | None = None
+    ours_cpu_s: float | None = None
+    theirs_cpu_s: float | None = None
     rounds: int = 0
     note: str = ""
     error: str | None = None
@@ -81,6 +84,8 @@ def versus(
         stretch=stretch,
         ours_s=times[ours].median,
         theirs_s=times[theirs].median,
+        ours_cpu_s=times[ours].median_cpu,
+        theirs_cpu_s=times[theirs].median_cpu,
         rounds=min(len(times[ours].seconds), len(times[theirs].seconds)),
         note=note,
     )

@@ -76,7 +76,7 @@ def prepare() -> Answer:
     if LOADER == "flashpack":
         from flashpack import pack_to_file  # type: ignore[import-not-found]
 
-        pack_to_file(PATTERN.state(), str(own_file()))
+        pack_to_file(PATTERN.state(), str(own_file()), target_dtype=torch.bfloat16)
     elif LOADER == "tensorizer":
         from tensorizer import TensorSerializer
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dcp_rs.planner import LoadReport, RsLoadPlanner
     from dcp_rs.reader import RsReader
     from dcp_rs.save_planner import RsSavePlanner
+    from dcp_rs.staging import release_pinned_memory
     from dcp_rs.verification import VerifyReport, index, verify
     from dcp_rs.writer import RsWriter
 
@@ -35,6 +36,7 @@ __all__ = [
     "load",
     "load_state_dict",
     "open",
+    "release_pinned_memory",
     "save",
     "verify",
 ]
@@ -48,6 +50,7 @@ _MODULES = {
     "planner": ("LoadReport", "RsLoadPlanner"),
     "reader": ("RsReader",),
     "save_planner": ("RsSavePlanner",),
+    "staging": ("release_pinned_memory",),
     "verification": ("VerifyReport", "index", "verify"),
     "writer": ("RsWriter",),
 }

@@ -172,6 +172,7 @@ class SavePlan:
         max_inflight_bytes: int,
     ) -> Save:
         """A save of the plain tensors that this rank keeps, then of the others, whose lengths are given."""
+
 class SlabReader:
     """A load in progress: threads that fill slabs ahead of whoever empties them."""
 
@@ -195,8 +196,7 @@ class SlabReader:
     def batch(self, batch: int) -> tuple[int, list[Any]]:
         """The group, and pieces (item, place, bytes, first byte) or (item, place, bytes, offsets, sizes), in the order of their places."""
     def images(self, batch: int) -> list[tuple[str, int, int, int, int, int]]:
-        """[(path, first byte, byte after the last, place, first piece, piece after the last)] for what lies in the slab as it does in the file,
-        page by page."""
+        """[(path, first byte, byte after the last, place, first piece, piece after the last)]: what lies as in the file."""
     def start(self, addresses: Sequence[int], memory: object, workers: int) -> None:
         """Begins to fill slabs at the addresses, multiples of 4096, of memory that ``memory`` keeps alive."""
     def next(self) -> tuple[int, int] | None:
@@ -283,5 +283,6 @@ def next_generation(folder: str) -> int: ...
 def publish(folder: str, name: str, index: bytes, fsync: bool) -> None: ...
 def put_in_place(from_: str, to: str, replace: bool) -> None:
     """Renames a finished file or folder in one step; with ``replace``, what had the name before is at ``from_`` then."""
+
 def discard(folder: str, rank: int | None, index: bytes) -> None:
     """Removes the data files that ``index`` names and the published one (with ``rank``, of that rank) does not."""

@@ -10,19 +10,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # 2.8, 2.11, 2.15
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint import _version  # 2.8, 2.11, 2.15
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint import (
+    _async_process_executor,  # 2.8, 2.11, 2.15
+    _version,  # 2.8, 2.11, 2.15
+)
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict  # 2.8, 2.11, 2.15
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint._traverse import set_element  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.state_dict import _get_fqns  # 2.8, 2.11, 2.15
-from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors  # 2.8, 2.11, 2.15
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # 2.8, 2.11, 2.15
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.utils import find_tensor_shard  # 2.8, 2.11, 2.15
+from torch.distributed.distributed_c10d import _get_default_group  # 2.8, 2.11, 2.15
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # 2.8, 2.11, 2.15
 from torch.distributed.tensor.placement_types import Placement, _StridedShard  # 2.8, 2.11, 2.15
@@ -39,18 +43,21 @@ __all__ = [
     "empty_like",
     "empty_sharded",
     "find_shard",
-    "flatten_sharded_tensors",
-    "has_gds",
     "flatten_as_2_3",
+    "flatten_sharded_tensors",
     "fqns",
     "group_devices",
+    "has_gds",
     "has_memory",
     "host_copy_of_sharded",
     "is_strided_shard",
     "is_wrapper_subclass",
     "load_state_dict",
     "place_in_whole",
+    "process_group_info",
     "refuse_partial",
+    "require_cpu_backend",
+    "save_in_process",
     "save_state_dict",
     "set_element",
     "spec_of",
@@ -88,6 +95,34 @@ def load_state_dict(state_dict: dict[str, Any], storage_reader: Any, **kwargs: A
 def save_state_dict(state_dict: dict[str, Any], storage_writer: Any, **kwargs: Any) -> Metadata:
     """DCP's save protocol, without what its public name does for every top-level key."""
     return _save_state_dict(state_dict, storage_writer, **kwargs)
+
+
+def require_cpu_backend(group: dist.ProcessGroup | None) -> None:
+    """Raises where the group cannot carry what a save in the background sends."""
+    if torch.device("cpu") not in (group or _get_default_group())._device_types:
+        raise ValueError(
+            "a save in the background needs a process group with a CPU backend, as in init_process_group('cpu:gloo,cuda:nccl')"
+        )
+
+
+def process_group_info(group: dist.ProcessGroup | None) -> Any:
+    """What torch's checkpoint process joins a group like ``group`` by, where that process is still to be started. Collective."""
+    if _async_process_executor._CHECKPOINT_PROCESS is not None:
+        return None
+    return _async_process_executor._ProcessGroupInitInfo(group)
+
+
+def save_in_process(
+    state_dict: dict[str, Any], writer: Any, planner: Any, group: dist.ProcessGroup | None, info: Any
+) -> Metadata:
+    """Saves in torch's checkpoint process, which is started if need be, and waits for it."""
+    return _async_process_executor._ProcessBasedAsyncCheckpointExecutor._execute_save_impl(
+        pg_init_info=info,
+        staging_future_or_state_dict=state_dict,
+        storage_writer=writer,
+        planner=planner,
+        process_group=group,
+    )
 
 
 def flatten_sharded_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -231,8 +231,9 @@ class Checkpoint(Mapping[str, Any]):
 
 
 class TensorSlice:
-    """A stored tensor, to be indexed: integers, slices and ``...``, as in torch. Each indexing reads what it returns and no more than its
-    bounding rectangle.
+    """A stored tensor, to be indexed by integers, slices and ``...``, as in torch.
+
+    Each indexing reads what it returns, and no more than its bounding rectangle.
     """
 
     def __init__(self, checkpoint: Checkpoint, tensor: int) -> None:
@@ -276,7 +277,9 @@ def _region(key: Any, shape: torch.Size) -> tuple[list[int], list[int], tuple[in
     fill = [slice(None)] * (len(shape) - given)
     at = ellipses[0] if ellipses else len(keys)
     keys[at : at + 1] = fill
-    offsets, sizes, local = [], [], []
+    offsets: list[int] = []
+    sizes: list[int] = []
+    local: list[int | slice] = []
     for dim, (k, size) in enumerate(zip(keys, shape, strict=True)):
         if isinstance(k, slice):
             start, stop, step = k.indices(size)

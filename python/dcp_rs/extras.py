@@ -91,12 +91,12 @@ def pack(tree: Any) -> Any:
     Raises:
         PlanError: two keys of a mapping with tensors are the same as text.
     """
-    if isinstance(tree, list):
-        return [pack(entry) for entry in tree] if _has_tensors(tree) else tree
-    if not isinstance(tree, Mapping):
+    if not isinstance(tree, Mapping | list):
         return tree
     if not _has_tensors(tree):
-        return dict(tree) if _is_plain(tree) else (_WHOLE, tree)
+        return tree if _is_plain(tree) else (_WHOLE, tree)
+    if isinstance(tree, list):
+        return [pack(entry) for entry in tree]
     packed = {str(key): pack(value) for key, value in tree.items()}
     if len(packed) != len(tree):
         msg = f"a mapping with tensors has keys that are the same as text: {sorted(map(repr, tree))}"
@@ -128,7 +128,9 @@ def merge(old: Any, new: Any) -> Any:
 
 
 def _is_plain(tree: Any) -> bool:
-    """Whether a mapping comes back from DCP as it is."""
+    """Whether a tree without tensors comes back from DCP as it is."""
+    if isinstance(tree, list):
+        return all(_is_plain(entry) for entry in tree)
     if not isinstance(tree, Mapping):
         return True
     return type(tree) is dict and bool(tree) and all(type(k) is str and _is_plain(v) for k, v in tree.items())

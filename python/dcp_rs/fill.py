@@ -61,7 +61,8 @@ def fill_regions(index: _core.Index, targets: Sequence[Target], options: ReadOpt
     Raises:
         PlanError: no chunk holds some part of a region.
     """
-    direct, others = [], []
+    direct: list[Target] = []
+    others: list[Target] = []
     for target in targets:
         (direct if is_plain(target.tensor, target.dtype) else others).append(target)
     if direct:
@@ -96,10 +97,13 @@ def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def fill(index: _core.Index, fills: Sequence[Fill], options: ReadOptions) -> None:
-    """Fills every tensor. In place: CPU tensors of the stored dtype, strided ones too. The others through slabs of host memory
+    """Fills every tensor.
+
+    In place: CPU tensors of the stored dtype, strided ones too. The others through slabs of host memory
     of bounded size, by copies that convert device and dtype.
     """
-    direct, staged = [], []
+    direct: list[Fill] = []
+    staged: list[Fill] = []
     for item in fills:
         (direct if is_plain(item.tensor, item.dtype) else staged).append(item)
     if direct:

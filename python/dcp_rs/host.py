@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from dcp_rs import _torch
@@ -54,7 +54,7 @@ class HostStager:
         if block is None or block.nbytes < nbytes or (pin and not self.shared and not block.is_pinned()):
             block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin and not self.shared)
             if self.shared:
-                block.share_memory_()
+                block.share_memory_()  # type: ignore[no-untyped-call]
         self._block = block if self.cache else None
         return block
 
@@ -62,7 +62,7 @@ class HostStager:
         return _new_stager, (self.cache, self.shared)
 
 
-def _new_stager(cache: bool, shared: bool) -> HostStager:  # noqa: FBT001  # positional, as pickle calls it
+def _new_stager(cache: bool, shared: bool) -> HostStager:
     return HostStager(cache=cache, shared=shared)
 
 
@@ -118,7 +118,8 @@ def _memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _view(block: torch.Tensor, at: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype).set_(block.untyped_storage(), at // dtype.itemsize, shape)  # type: ignore[call-overload]
+    view: torch.Tensor = torch.empty(0, dtype=dtype).set_(block.untyped_storage(), at // dtype.itemsize, shape)  # type: ignore[call-overload]
+    return view
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> None:

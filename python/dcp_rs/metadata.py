@@ -61,6 +61,8 @@ def tensor_properties(dtype: torch.dtype, flags: int) -> TensorProperties:
         memory_format=_MEMORY_FORMATS[code],
         pin_memory=bool(flags & _PIN_MEMORY),
     )
+
+
 class _Handle:
     """An index, or where to open it: what is pickled is the path alone, however much the index holds."""
 

@@ -167,8 +167,9 @@ def load_optim_state_dict(
     no_dist: bool = False,
     **read_options: Any,
 ) -> None:
-    """Loads an optimizer's state alone: what ``FSDP.optim_state_dict``, ``get_optimizer_state_dict`` or ``optimizer.state_dict()`` gave, saved
-    under ``key``.
+    """Loads an optimizer's state alone.
+
+    It may be what ``FSDP.optim_state_dict``, ``get_optimizer_state_dict`` or ``optimizer.state_dict()`` gave, saved under ``key``.
 
     It does not matter whether the state was saved in shards or whole from one rank, by name or by number, or how the model was sharded
     then. For FSDP1 each rank reads its shard of every parameter's state, which ``FSDP.optim_state_dict_to_load`` then turns into that of

@@ -7,11 +7,11 @@ import itertools
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import (
@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.fsdp.api import ShardingStrategy
-from torch.distributed.optim import _NamedOptimizer
+from torch.distributed.optim.named_optimizer import _NamedOptimizer
 from torch.optim import Optimizer
 
 from dcp_rs import _torch
@@ -32,7 +32,7 @@ __all__ = ["SavedOptimizers", "optimizer_state"]
 
 #: Keys of a parameter group that say which parameters it has, and not how they are trained.
 _WHO = ("params", "param_names")
-_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)  # noqa: SLF001  # as torch names it
 
 
 def optimizer_state(
@@ -359,7 +359,7 @@ def _fsdp1_group(model: torch.nn.Module) -> dist.ProcessGroup | None:
     """The group that the optimizer state is sharded over, as torch's ``get_state_dict`` chooses it."""
     module = FullyShardedDataParallel.fsdp_modules(model)[0]
     group = None if module.sharding_strategy in _HYBRID else module.process_group
-    return None if isinstance(group, tuple) else cast("dist.ProcessGroup | None", group)
+    return None if isinstance(group, tuple) else group
 
 
 @contextmanager

@@ -108,10 +108,9 @@ def read_shared(
     options: ReadOptions,
     process_group: dist.ProcessGroup | None,
 ) -> int:
-    """Fills targets that all of ``ranks`` have: each reads a share of the pieces and sends them to the others. Returns the bytes that this
-    rank read from storage.
+    """Fills targets that all of ``ranks`` have: each reads a share of the pieces and sends them to the others.
 
-    Raises what reading raises, but only when everything has been sent, so that no other rank waits. A rank that is gone makes the others
+    Returns the bytes that this rank read from storage. Raises what reading raises, but only when everything has been sent, so that no other rank waits. A rank that is gone makes the others
     raise what the process group raises.
     """
     me = ranks.index(dist.get_rank(process_group))

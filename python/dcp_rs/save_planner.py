@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -96,9 +96,9 @@ class _Other:
 
 
 class RsSavePlanner(DefaultSavePlanner):
-    """Plans a save with :class:`RsWriter` in Rust: no object for every tensor, a few bytes of each across the collectives, and a check of
-    the whole plan that takes time linear in it. With any other writer it plans as torch does.
+    """Plans a save with :class:`RsWriter` in Rust; with any other writer it plans as torch does.
 
+    There is no object for every tensor, a few bytes of each cross the collectives, and the check of the whole plan takes time linear in it.
     What several ranks hold is saved by one of them, so that ranks write about the same number of bytes. A subclass that overrides
     ``create_local_plan``, ``create_global_plan``, ``finish_plan``, ``resolve_data``, ``lookup_object`` or ``transform_object`` gets items,
     as with torch's planner.
@@ -149,6 +149,7 @@ class RsSavePlanner(DefaultSavePlanner):
         self._compact = False
         self._local: _Local | None = None
         self._digest = b""
+        self._request_bytes = 0
 
     # --- the protocol ---------------------------------------------------------------------------------
 
@@ -178,6 +179,7 @@ class RsSavePlanner(DefaultSavePlanner):
         data = self._local.plan.request()
         self._digest = hashlib.blake2b(data, digest_size=16).digest()
         known = self._enable_plan_caching and self._sent.get(self._cached_plans_key) == self._digest
+        self._request_bytes = 0 if known else len(data)
         self.plan = SavePlan([], planner_data=_Request(self._digest, None if known else data))
         return self.plan
 

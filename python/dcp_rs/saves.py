@@ -69,13 +69,13 @@ class Saving:
         return self.thread is threading.current_thread() or not self.thread.is_alive()
 
 
-def begin(path: Any, writer: Any) -> Saving:
+def begin(path: Any, writer: Any, *, queued: bool = False) -> Saving:
     """Begins a save to ``path``.
 
     Raises:
         SaveInProgressError: another one to this path is not over.
     """
-    saving = Saving(_key(path), weakref.ref(writer))
+    saving = Saving(_key(path), weakref.ref(writer), queued=queued)
     with _lock:
         other = _active.get(saving.path)
     if other is not None and not other.is_over() and other.written and other.thread is not None:
@@ -97,4 +97,4 @@ def writing(saving: Saving) -> None:
 
 
 def _key(path: Any) -> str:
-    return os.path.realpath(path)
+    return str(os.path.realpath(path))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from typing_extensions import override
 
 from dcp_rs import _torch
 
@@ -178,36 +178,43 @@ class Lane(Protocol):
         """Makes what follows on the caller's stream wait for all copies so far."""
 
 
-class HostLane:
+class HostLane(Lane):
     """To host memory: a copy is done when it returns."""
 
     pinned = False
 
+    @override
     def scratch(self, slab: torch.Tensor) -> torch.Tensor:
         return slab
 
+    @override
     def upload(self, slab: torch.Tensor, transfer: Transfer) -> None:
         with torch.no_grad():
             for destination, source in (*transfer.direct, *transfer.single):
                 destination.copy_(source)
             for destinations, sources in transfer.grouped:
-                torch._foreach_copy_(destinations, sources)  # noqa: SLF001  # documented, for all its underscore
+                torch._foreach_copy_(destinations, sources)
 
     download = upload
 
+    @override
     def done(self, token: None) -> bool:
         return True
 
+    @override
     def wait(self, token: None) -> None: ...
 
+    @override
     def order_after_caller(self) -> None: ...
 
+    @override
     def order_before_caller(self) -> None: ...
 
 
-class StreamLane:
-    """To an accelerator: copies go on two streams in turn, each with scratch memory of its own, so that what is scattered from one slab does
-    not hold up the copy of the next.
+class StreamLane(Lane):
+    """To an accelerator: copies go on two streams in turn, each with scratch memory of its own.
+
+    So what is scattered from one slab does not hold up the copy of the next.
 
     ``streams`` is the device's module of torch, as ``torch.cuda``.
     """
@@ -223,6 +230,7 @@ class StreamLane:
         self._turn = 0
         self.order_after_caller()
 
+    @override
     def scratch(self, slab: torch.Tensor) -> torch.Tensor:
         scratch = self._scratch[self._turn]
         if scratch is None or scratch.numel() < slab.numel():
@@ -231,8 +239,10 @@ class StreamLane:
             self._streams[self._turn].wait_stream(self._module.current_stream(self._device))
         return scratch
 
+    @override
     def upload(self, slab: torch.Tensor, transfer: Transfer) -> Any:
-        with torch.no_grad(), self._next_stream() as stream:
+        stream = self._streams[self._turn]
+        with torch.no_grad(), self._module.stream(stream):
             for destination, source in transfer.direct:
                 self._copy(destination, source)
             scratch = self._scratch[self._turn]
@@ -244,8 +254,10 @@ class StreamLane:
         self._turn = (self._turn + 1) % self.STREAMS
         return event
 
+    @override
     def download(self, slab: torch.Tensor, transfer: Transfer) -> Any:
-        with torch.no_grad(), self._next_stream() as stream:
+        stream = self._streams[self._turn]
+        with torch.no_grad(), self._module.stream(stream):
             self._within(transfer)
             scratch = self._scratch[self._turn]
             for begin, end in transfer.runs:
@@ -257,24 +269,25 @@ class StreamLane:
         self._turn = (self._turn + 1) % self.STREAMS
         return event
 
+    @override
     def done(self, token: Any) -> bool:
         return bool(token.query())
 
+    @override
     def wait(self, token: Any) -> None:
         token.synchronize()
 
+    @override
     def order_after_caller(self) -> None:
         current = self._module.current_stream(self._device)
         for stream in self._streams:
             stream.wait_stream(current)
 
+    @override
     def order_before_caller(self) -> None:
         current = self._module.current_stream(self._device)
         for stream in self._streams:
             current.wait_stream(stream)
-
-    def _next_stream(self) -> AbstractContextManager[Any]:
-        return _entered(self._module.stream(self._streams[self._turn]), self._streams[self._turn])
 
     def _record(self, stream: Any) -> Any:
         event = self._module.Event()
@@ -291,22 +304,7 @@ class StreamLane:
         destination.copy_(source, non_blocking=True)
 
     def _copy_group(self, destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        torch._foreach_copy_(destinations, sources, non_blocking=True)  # noqa: SLF001  # as above
-
-
-class _entered(AbstractContextManager[Any]):  # noqa: N801  # reads as the function it is
-    """A context manager that gives ``value``, whatever the one inside gives."""
-
-    def __init__(self, inner: AbstractContextManager[Any], value: Any) -> None:
-        self._inner = inner
-        self._value = value
-
-    def __enter__(self) -> Any:
-        self._inner.__enter__()
-        return self._value
-
-    def __exit__(self, *error: Any) -> None:
-        self._inner.__exit__(*error)
+        torch._foreach_copy_(destinations, sources, non_blocking=True)
 
 
 class BlockingLane(HostLane):
@@ -321,7 +319,3 @@ def lane_for(device: torch.device) -> Lane:
     if all(hasattr(module, name) for name in ("Stream", "Event", "stream", "current_stream")):
         return StreamLane(device, module)
     return BlockingLane()
-
-
-#: How a lane is made, for tests to replace.
-LaneFactory = Callable[[torch.device], Lane]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ def _entry(index: _core.Index, number: int) -> _Entry:
 
 def _by_groups(
     index: _core.Index, entries: Sequence[_Entry], device: torch.device, options: ReadOptions
-) -> Iterator[torch.Tensor]:
+) -> Generator[torch.Tensor, None, None]:
     def read(group: Sequence[_Entry]) -> list[torch.Tensor]:
         made = [torch.empty(entry.shape, dtype=entry.dtype, device=device) for entry in group]
         targets = [
@@ -156,7 +156,7 @@ class _Goals:
 
 def _through_slabs(
     index: _core.Index, entries: Sequence[_Entry], device: torch.device, options: ReadOptions
-) -> Iterator[torch.Tensor]:
+) -> Generator[torch.Tensor, None, None]:
     goals = _Goals(device)
     goals.entries = entries
     wants: list[Want] = []

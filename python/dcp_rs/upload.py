@@ -33,9 +33,16 @@ _AS_INTEGERS = {
     for dtype in (
         getattr(torch, name, None)
         for name in (
-            "uint16 uint32 uint64 complex32 bcomplex32 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
-            "float8_e8m0fnu float4_e2m1fn_x2"
-        ).split()
+            *("uint16", "uint32", "uint64", "complex32", "bcomplex32"),
+            *(
+                "float8_e4m3fn",
+                "float8_e4m3fnuz",
+                "float8_e5m2",
+                "float8_e5m2fnuz",
+                "float8_e8m0fnu",
+                "float4_e2m1fn_x2",
+            ),
+        )
     )
     if dtype is not None
 }
@@ -138,7 +145,7 @@ class _Views:
         found = self._typed.get(dtype)
         if found is None:
             typed = self._memory.view(dtype)
-            found = self._typed[dtype] = typed, typed.storage_offset()
+            found = self._typed[dtype] = typed, int(typed.storage_offset())
         return found
 
     def tensor(self, dtype: torch.dtype, at: int, nbytes: int) -> torch.Tensor:

@@ -100,14 +100,14 @@ class FakeAccelerator:
 
     # what torch.cuda has
 
-    def Stream(self, device: torch.device) -> FakeStream:  # noqa: N802, ARG002
+    def Stream(self, device: torch.device) -> FakeStream:  # noqa: N802
         self._streams += 1
         return FakeStream(self, f"side{self._streams}")
 
     def Event(self) -> FakeEvent:  # noqa: N802
         return FakeEvent()
 
-    def current_stream(self, device: torch.device) -> FakeStream:  # noqa: ARG002
+    def current_stream(self, device: torch.device) -> FakeStream:
         return self._entered[-1]
 
     @contextlib.contextmanager

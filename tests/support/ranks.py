@@ -90,10 +90,11 @@ def _portable(error: BaseException) -> BaseException:
 
 def _forget_groups() -> None:
     """DTensor remembers how it sharded, and with it the groups of meshes that are equal to later ones."""
-    from torch.distributed.tensor import debug
+    from torch.distributed.tensor import _redistribute, debug
 
     if hasattr(debug, "_clear_sharding_prop_cache"):  # not in torch 2.8
         debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 def _perform(call: _Call) -> Outcome:

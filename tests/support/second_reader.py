@@ -4,6 +4,7 @@ It shares no code with the package, so that the two agree only where the page sa
 tensors are (dtype name, shape, bytes in row-major order).
 """
 
+import itertools
 import json
 import struct
 from dataclasses import dataclass, field
@@ -383,7 +384,7 @@ class SecondReader:
     @staticmethod
     def _check_order(tensor):
         keys = [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]
-        check(all(a < b for a, b in zip(keys, keys[1:], strict=False)), "chunks sorted, none twice")
+        check(all(a < b for a, b in itertools.pairwise(keys)), "chunks sorted, none twice")
         if tensor.split_dim is None:
             return
         d = tensor.split_dim

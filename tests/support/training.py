@@ -70,7 +70,7 @@ def fsdp1(model: nn.Module, **options: Any) -> nn.Module:
         return FullyShardedDataParallel(model, device_id=CPU, **options)
 
 
-def parallelize(kind: str, seed: int, **options: Any) -> nn.Module:
+def parallelize(kind: str, seed: int, **options: Any) -> nn.Module:  # noqa: C901, PLR0912  # a table, as code
     """The model of a seed, wrapped or sharded as ``kind`` says."""
     torch.manual_seed(seed)
     model = Model(**options)
@@ -124,7 +124,7 @@ def train_step(model: nn.Module, optimizers: list[torch.optim.Optimizer], at: in
     loss.backward()
     for optimizer in optimizers:
         optimizer.step()
-        optimizer.zero_grad()
+    model.zero_grad()
     return float(loss.detach())
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from dcp_rs.cli import cutmap
 from dcp_rs.cli.contents import Contents, Entry, Piece, open_contents
@@ -20,6 +21,8 @@ _SORTS = {
     "dtype": lambda entry: (entry.dtype or "", entry.name),
     "chunks": lambda entry: (-entry.chunks, entry.name),
 }
+#: Names of data files (section 1.1 of the format).
+DATA_FILE = re.compile(r"g\d+-[0-9a-f]{16}(-r\d+-f\d+\.safetensors)")
 #: Lines of a list that is only an overview.
 _SOME = 10
 
@@ -251,12 +254,18 @@ def _show_map(contents: Contents, entry: Entry, pieces: list[Piece], *, show_all
             show_shape(piece.sizes),
             size(piece.nbytes),
             "" if piece.offset is None else f"{piece.offset:,}",
-            printable(contents.files[piece.file][0]),
+            _short(contents.files[piece.file][0]),
         ]
         for piece in pieces[:some]
     ]
     _table(["", "from", "elements", "size", "at byte", "file"], ["<", "<", "<", ">", ">", "<"], rows, "  ")
     _more(len(pieces), some, "chunk")
+
+
+def _short(file: str) -> str:
+    """The name of a data file; on a terminal, of those that this package wrote only what tells them apart."""
+    found = DATA_FILE.fullmatch(file) if sys.stdout.isatty() else None
+    return f"…{found[1]}" if found else printable(file)
 
 
 _COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red", "bright_cyan", "bright_yellow")
@@ -283,10 +292,3 @@ def write_page(path: Path, out: Path, *, as_json: bool, rank: int | None = None)
         print_json({"path": str(path), "html": str(out), "bytes": nbytes})
     else:
         line(f"wrote {out} ({size(nbytes)}): open it in a browser, it needs nothing else")
-
-
-def show_facts(rows: Sequence[tuple[str, Any]]) -> None:
-    """Names and values, aligned."""
-    width = max((len(name) for name, _ in rows), default=0)
-    for name, value in rows:
-        line((f"  {name:<{width}}  ", "dim"), str(value))

@@ -73,12 +73,15 @@ impl<'py> Plain<'py> {
         {
             return Ok(None);
         }
-        Ok(Some(HostTensor {
+        let host = HostTensor {
             dtype,
             shape: tensor.getattr(intern!(py, "shape"))?.extract::<Extent>()?.0,
             strides: tensor.call_method0(intern!(py, "stride"))?.extract::<Extent>()?.0,
             address: tensor.call_method0(intern!(py, "data_ptr"))?.extract()?,
-        }))
+        };
+        // A storage that was freed has no address.
+        let freed = host.address == 0 && !host.shape.contains(&0);
+        Ok((!freed).then_some(host))
     }
 }
 

@@ -260,11 +260,11 @@ fn contiguous_length(host: &HostTensor) -> Option<u64> {
 /// each).
 #[pyfunction]
 #[pyo3(signature = (requests, *, lowest_rank))]
-pub fn assign_saves<'py>(
-    py: Python<'py>,
+pub fn assign_saves(
+    py: Python<'_>,
     requests: Vec<PyBackedBytes>,
     lowest_rank: bool,
-) -> PyResult<(Vec<Bound<'py, PyBytes>>, u64, Vec<u64>)> {
+) -> PyResult<(Vec<Bound<'_, PyBytes>>, u64, Vec<u64>)> {
     let assignment = py
         .detach(|| save_plan::assign(&requests, Rules { lowest_rank }))
         .into_py(py)?;

@@ -276,7 +276,9 @@ pub fn commit_indexes(
 ) -> PyResult<(index::Index, Vec<String>)> {
     let path = folder.join(rank.map_or(INDEX_NAME.to_owned(), rank_index_name));
     if let [index] = indexes.as_slice()
-        && planner_data.cast::<PyDict>().is_ok_and(|paths| paths.is_empty())
+        && planner_data
+            .cast::<PyDict>()
+            .is_ok_and(pyo3::types::PyDictMethods::is_empty)
         && names.len()? == 0
     {
         // Nothing to merge: the index of one rank says it all.

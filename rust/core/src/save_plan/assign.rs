@@ -190,30 +190,29 @@ impl Gathered {
             self.next += 1;
             return Ok(self.next - 1);
         }
-        let id = match self.ids.get(requested.name) {
-            Some(&id) => id,
-            None => {
-                let id = u32::try_from(self.tensors.len()).map_err(|_| too_many())?;
-                if let Some(dtype) = requested.dtype
-                    && element_count(requested.shape)
-                        .and_then(|n| n.checked_mul(dtype.size()))
-                        .is_none_or(|bytes| i64::try_from(bytes).is_err())
-                {
-                    return Err(fault(
-                        requested.name,
-                        format!("shape {:?} is too large", requested.shape),
-                    ));
-                }
-                self.ids.insert(requested.name.to_owned(), id);
-                self.tensors.push(Tensor {
-                    name: requested.name.to_owned(),
-                    dtype: requested.dtype,
-                    shape: Dims::from_slice(requested.shape),
-                    zeros: Dims::from_elem(0, requested.shape.len()),
-                    rank,
-                });
-                id
+        let id = if let Some(&id) = self.ids.get(requested.name) {
+            id
+        } else {
+            let id = u32::try_from(self.tensors.len()).map_err(|_| too_many())?;
+            if let Some(dtype) = requested.dtype
+                && element_count(requested.shape)
+                    .and_then(|n| n.checked_mul(dtype.size()))
+                    .is_none_or(|bytes| i64::try_from(bytes).is_err())
+            {
+                return Err(fault(
+                    requested.name,
+                    format!("shape {:?} is too large", requested.shape),
+                ));
             }
+            self.ids.insert(requested.name.to_owned(), id);
+            self.tensors.push(Tensor {
+                name: requested.name.to_owned(),
+                dtype: requested.dtype,
+                shape: Dims::from_slice(requested.shape),
+                zeros: Dims::from_elem(0, requested.shape.len()),
+                rank,
+            });
+            id
         };
         self.next = id + 1;
         Ok(id)

@@ -180,7 +180,7 @@ proptest! {
         }
         prop_assert_eq!(&loads, &assignment.bytes);
         prop_assert_eq!(savers.len(), holders.len());
-        prop_assert_eq!(assignment.items as usize, holders.len());
+        prop_assert_eq!(assignment.items, holders.len() as u64);
         for (key, by) in &savers {
             prop_assert_eq!(by.len(), 1);
             prop_assert!(holders[key].contains(&by[0]));

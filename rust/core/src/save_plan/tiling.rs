@@ -166,7 +166,10 @@ mod tests {
 
     use super::*;
 
-    fn rectangle(shape: &[u64]) -> impl Strategy<Value = (Vec<u64>, Vec<u64>)> + use<> {
+    /// Offsets and sizes.
+    type Owned = (Vec<u64>, Vec<u64>);
+
+    fn rectangle(shape: &[u64]) -> impl Strategy<Value = Owned> + use<> {
         shape
             .iter()
             .map(|&size| (0..=size).prop_flat_map(move |at| (Just(at), 0..=size - at)))
@@ -175,7 +178,7 @@ mod tests {
     }
 
     /// Cuts of a whole that tile it, then perhaps one more rectangle, or one less.
-    fn case() -> impl Strategy<Value = (Vec<u64>, Vec<(Vec<u64>, Vec<u64>)>)> {
+    fn case() -> impl Strategy<Value = (Vec<u64>, Vec<Owned>)> {
         let shape = prop::collection::vec(1_u64..6, 0..4);
         (
             shape,
@@ -218,10 +221,8 @@ mod tests {
         })
     }
 
-    fn times_held(cell: &[u64], parts: &[(Vec<u64>, Vec<u64>)]) -> usize {
-        let within = |(at, sizes): &&(Vec<u64>, Vec<u64>)| {
-            (0..cell.len()).all(|d| at[d] <= cell[d] && cell[d] < at[d] + sizes[d])
-        };
+    fn times_held(cell: &[u64], parts: &[Owned]) -> usize {
+        let within = |(at, sizes): &&Owned| (0..cell.len()).all(|d| at[d] <= cell[d] && cell[d] < at[d] + sizes[d]);
         parts.iter().filter(within).count()
     }
 
