@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import dcp_rs
@@ -72,9 +73,9 @@ STATES = st.dictionaries(
 
 
 def template(state):
-    """As `blank`; tuples come back whole, whatever stood there."""
+    """As `blank`, and of the same structure: what is in it decides whether DCP flattens a list."""
     if isinstance(state, tuple):
-        return None
+        return tuple(template(value) for value in state)
     if isinstance(state, dict):
         return {key: template(value) for key, value in state.items()}
     if isinstance(state, list):
@@ -90,19 +91,12 @@ def test_random_states_come_back_as_through_stock_dcp(tmp_path_factory, planners
     try:
         save_stock(state, path / "stock")
         load_stock(stock, path / "stock")
-    except Exception as reason:  # noqa: BLE001 - names that flatten to one, empty tensors of some views, ...
-        refusal = reason
-    else:
-        refusal = None
+    except (CheckpointException, ValueError):  # two paths of one name, above all
+        reject()
     limits = {"max_inflight_bytes": 1} if small else {}
     save, load = {}, {}
     if planners == "stock":
         save, load = {"planner": DefaultSavePlanner()}, {"planner": DefaultLoadPlanner()}
-    if refusal is not None and "duplicated flatten key" in str(refusal):
-        with pytest.raises(ValueError, match="duplicated flatten key|flatten"):
-            dcp_rs.save(dict(state), path / "ours", fsync=False, **save)
-        return
     dcp_rs.save(dict(state), path / "ours", fsync=False, **save, **limits)
     dcp_rs.load(ours, path / "ours", **load, **limits)
-    if refusal is None:
-        assert_state_equal(ours, stock)
+    assert_state_equal(ours, stock)
