@@ -229,7 +229,7 @@ def save_unsupported(path):
 def test_a_value_that_one_rank_cannot_save(ckpt):
     for error in errors_of(2, save_unsupported, ckpt):
         assert type(error) is UnsupportedError
-        assert "'mine'" in str(error)
+        assert error.tensor in ("w", "mine")  # both are on the meta device there
     assert not (ckpt / "index.dcprs").exists()
 
 
