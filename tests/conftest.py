@@ -27,9 +27,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slow = config.getoption("--slow")
     for item in items:
-        if "slow" in item.keywords and not slow:
+        if item.get_closest_marker("slow") and not slow:
             item.add_marker(pytest.mark.skip(reason="slow: runs with --slow"))
-        if "gpu" in item.keywords and not _has_accelerator():
+        if item.get_closest_marker("gpu") and not _has_accelerator():
             item.add_marker(pytest.mark.skip(reason="no accelerator"))
 
 

@@ -60,8 +60,17 @@ def write_native(path: Path, fqns: int, ranks: int) -> None:
         save.write([(item, 0, payload.data_ptr(), payload.nbytes) for item in range(fqns)])
         indexes.append(save.finish())
     paths = {name: tuple(name.split(".")) for name in names(fqns)}
-    index = _core.merge_indexes(indexes, bytes(16), 1, paths)
-    _core.commit(str(path), index, False)
+    _core.commit_indexes(
+        str(path),
+        None,
+        indexes,
+        save_id=bytes(16),
+        generation=1,
+        planner_data=paths,
+        items=None,
+        names=(),
+        fsync=False,
+    )
 
 
 def write_stock(path: Path, fqns: int, ranks: int) -> None:

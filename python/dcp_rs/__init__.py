@@ -1,26 +1,74 @@
 """A fast reader and writer for PyTorch distributed checkpoints."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from dcp_rs._core import __version__
-from dcp_rs.api import async_save, load, load_state_dict, save
-from dcp_rs.checkpoint import Checkpoint
-from dcp_rs.checkpoint import open_checkpoint as open  # noqa: A004  # the name that users of safetensors expect
-from dcp_rs.options import ReadOptions, WriteOptions
-from dcp_rs.planner import LoadReport, RsLoadPlanner
-from dcp_rs.reader import RsReader
-from dcp_rs.writer import RsWriter
+
+if TYPE_CHECKING:
+    from dcp_rs.api import async_save, load, load_state_dict, save
+    from dcp_rs.checkpoint import Checkpoint
+    from dcp_rs.checkpoint import open_checkpoint as open  # noqa: A004  # the name that users of safetensors expect
+    from dcp_rs.conversion import ConvertReport, convert
+    from dcp_rs.options import ReadOptions, WriteOptions
+    from dcp_rs.planner import LoadReport, RsLoadPlanner
+    from dcp_rs.reader import RsReader
+    from dcp_rs.save_planner import RsSavePlanner
+    from dcp_rs.staging import release_pinned_memory
+    from dcp_rs.verification import VerifyReport, index, verify
+    from dcp_rs.writer import RsWriter
 
 __all__ = [
     "Checkpoint",
+    "ConvertReport",
     "LoadReport",
     "ReadOptions",
     "RsLoadPlanner",
     "RsReader",
+    "RsSavePlanner",
     "RsWriter",
+    "VerifyReport",
     "WriteOptions",
     "__version__",
     "async_save",
+    "convert",
+    "index",
     "load",
     "load_state_dict",
     "open",
+    "release_pinned_memory",
     "save",
+    "verify",
 ]
+
+# Loaded when they are first used: most need torch, which takes seconds, and `dcp-rs ls` needs none of it.
+_MODULES = {
+    "api": ("async_save", "load", "load_state_dict", "save"),
+    "checkpoint": ("Checkpoint", "open"),
+    "conversion": ("ConvertReport", "convert"),
+    "options": ("ReadOptions", "WriteOptions"),
+    "planner": ("LoadReport", "RsLoadPlanner"),
+    "reader": ("RsReader",),
+    "save_planner": ("RsSavePlanner",),
+    "staging": ("release_pinned_memory",),
+    "verification": ("VerifyReport", "index", "verify"),
+    "writer": ("RsWriter",),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+#: Modules that are part of the public surface.
+_SUBMODULES = ("errors", "optim")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _HOMES:
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    module = import_module(f"{__name__}.{_HOMES[name]}")
+    value = globals()[name] = getattr(module, "open_checkpoint" if name == "open" else name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBMODULES})

@@ -4,7 +4,9 @@ Extents (offsets, sizes, strides) are tuples of non-negative integers. Strides a
 alive and, where it is read into, unaliased until the call returns. The GIL is released during all I/O, and Ctrl-C stops it.
 """
 
-from collections.abc import Mapping, Sequence
+import builtins
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias, final
 
 from typing_extensions import Buffer
@@ -27,8 +29,11 @@ class Index:
     def open(path: str, rank: int | None, allow_external: bool) -> Index: ...
     @staticmethod
     def from_bytes(data: bytes, path: str, allow_external: bool) -> Index: ...
+    @staticmethod
+    def from_data(path: str) -> Index:
+        """An index made of what others wrote at `path`, whatever index lies there."""
     @property
-    def path(self) -> str: ...
+    def path(self) -> Path: ...
     @property
     def save_id(self) -> str: ...
     @property
@@ -102,6 +107,19 @@ class Index:
     def read_bytes(
         self, chunks: Sequence[int], *, io: str, threads: int, verify: bool, max_inflight_bytes: int
     ) -> list[bytes]: ...
+    def verify(
+        self, *, threads: int, progress: Callable[[int], object] | None = None
+    ) -> tuple[list[tuple[Path, str, int, int, str, str]], int, int]:
+        """([(path, tensor, block, offset, expected, got)], bytes hashed, bytes without a digest)."""
+    def copy(
+        self,
+        *,
+        prefix: str | None,
+        digests: bool,
+        save_id: bytes,
+        threads: int,
+        progress: Callable[[int], object] | None = None,
+    ) -> bytes: ...
     def verify_chunks(self, chunks: Sequence[int], *, io: str, threads: int, max_inflight_bytes: int) -> None: ...
 
 @final
@@ -111,6 +129,83 @@ class Batch:
     def __len__(self) -> int: ...
     def read(self, *, io: str, threads: int, verify: bool, max_inflight_bytes: int) -> tuple[int, int]:
         """Returns (bytes wanted, bytes read)."""
+
+@final
+class SavePlan:
+    """The items that one rank holds: plain tensors, which are places in a list, then others."""
+
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    def add_plain(
+        self,
+        names: list[str],
+        paths: list[Any] | None,
+        tensors: list[Any],
+        types: tuple[type, ...],
+        dtypes: dict[Any, str],
+        *,
+        cast: str | None = None,
+        shapes: list[Any] | None = None,
+    ) -> list[int]:
+        """Adds those that are plain; returns the places of the others."""
+    def add(
+        self, items: Sequence[tuple[str, str | None, _Extent, int, tuple[Any, ...] | None, _Extent, _Extent, int]]
+    ) -> None:
+        """Items as for ``Save.create``."""
+    def request(self) -> bytes:
+        """What the coordinator has to know."""
+    def kept_others(self, keep: bytes | None) -> list[int]:
+        """Which of the items given to ``add`` this rank saves."""
+    def create(
+        self,
+        folder: str,
+        keep: bytes | None,
+        lengths: Sequence[int],
+        *,
+        generation: int,
+        token: int,
+        rank: int,
+        world_size: int,
+        threads: int,
+        fsync: bool,
+        io: str,
+        max_inflight_bytes: int,
+    ) -> Save:
+        """A save of the plain tensors that this rank keeps, then of the others, whose lengths are given."""
+
+class SlabReader:
+    """A load in progress: threads that fill slabs ahead of whoever empties them."""
+
+    @staticmethod
+    def create(
+        index: Index,
+        wants: Sequence[tuple[int, _Extent, _Extent, bool, int]],
+        slab_bytes: int,
+        *,
+        sort: bool,
+        io: str,
+        threads: int,
+        verify: bool,
+    ) -> SlabReader:
+        """Wants are (chunk, offsets, sizes, whether they go to one run of memory, group); groups do not share slabs."""
+    @property
+    def batch_count(self) -> int: ...
+    @property
+    def workers(self) -> int:
+        """How many slabs are best filled at a time."""
+    def batch(self, batch: int) -> tuple[int, list[Any]]:
+        """The group, and pieces (item, place, bytes, first byte) or (item, place, bytes, offsets, sizes), in the order of their places."""
+    def images(self, batch: int) -> list[tuple[str, int, int, int, int, int]]:
+        """[(path, first byte, byte after the last, place, first piece, piece after the last)]: what lies as in the file."""
+    def start(self, addresses: Sequence[int], memory: object, workers: int) -> None:
+        """Begins to fill slabs at the addresses, multiples of 4096, of memory that ``memory`` keeps alive."""
+    def next(self) -> tuple[int, int] | None:
+        """(batch, slab), in order, once it is filled; None after the last."""
+    def release(self, slab: int) -> None: ...
+    def close(self) -> None:
+        """Stops the load. After it no slab is touched."""
+    def stats(self) -> tuple[int, int, int]:
+        """(bytes wanted, bytes read, bytes read past the page cache), once closed."""
 
 @final
 class Save:
@@ -131,15 +226,63 @@ class Save:
         max_inflight_bytes: int,
     ) -> Save:
         """Items are (fqn, dtype or None for bytes, shape, flags, path, offsets, sizes, bytes)."""
+    @staticmethod
+    def create_files(
+        folder: str,
+        files: Sequence[tuple[str, bytes, int]],
+        values: Sequence[tuple[str, int, int, int]],
+        *,
+        threads: int,
+        fsync: bool,
+        io: str,
+        max_inflight_bytes: int,
+    ) -> Save:
+        """Files are (name, header, size), values (name, file, offset, length): the caller's own layout. ``finish`` returns nothing of use."""
     def write(self, parts: Sequence[tuple[int, int, int, int]]) -> None:
         """Parts are (item, first byte of it, address, bytes). Parts of an item come in order; all but the last are multiples of 1 MiB."""
-    def finish(self) -> bytes:
+    def write_plain(self, tensors: list[Any], types: tuple[type, ...], dtypes: dict[Any, str]) -> None:
+        """Writes the plain tensors of the plan that this was created from."""
+    def write_values(self, values: Sequence[tuple[int, bytes]]) -> None:
+        """Values are (item, bytes)."""
+    @property
+    def plain_count(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    def finish(self, save_id: builtins.bytes | None = None) -> builtins.bytes:
         """Completes the files and returns an index over them."""
     def abort(self) -> None:
         """Removes the files."""
 
-def merge_indexes(indexes: Sequence[bytes], save_id: bytes, generation: int, planner_data: Any) -> bytes: ...
+def recover(
+    folder: str,
+    *,
+    generation: int | None,
+    tokens: Sequence[int],
+    threads: int,
+    progress: Callable[[int], object] | None = None,
+) -> bytes: ...
+def assign_saves(requests: Sequence[bytes], *, lowest_rank: bool) -> tuple[list[bytes], int, list[int]]:
+    """Who saves what: (for each rank a bit for each item of its request, the number of items of all, the bytes of each rank)."""
+
+def commit_indexes(
+    folder: str,
+    rank: int | None,
+    indexes: Sequence[bytes],
+    *,
+    save_id: bytes,
+    generation: int,
+    planner_data: Any,
+    items: int | None,
+    names: Iterable[str],
+    fsync: bool,
+) -> tuple[Index, list[str]]:
+    """Merges the indexes of all ranks and commits them; (the index, why files of the checkpoint before are still there)."""
+
+def has_native_data(folder: str) -> bool: ...
 def next_generation(folder: str) -> int: ...
-def commit(folder: str, index: bytes, fsync: bool) -> list[str]: ...
 def publish(folder: str, name: str, index: bytes, fsync: bool) -> None: ...
-def discard(folder: str, index: bytes) -> None: ...
+def put_in_place(from_: str, to: str, replace: bool) -> None:
+    """Renames a finished file or folder in one step; with ``replace``, what had the name before is at ``from_`` then."""
+
+def discard(folder: str, rank: int | None, index: bytes) -> None:
+    """Removes the data files that ``index`` names and the published one (with ``rank``, of that rank) does not."""

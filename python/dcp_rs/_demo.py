@@ -59,15 +59,7 @@ def run_demo(size_mb: int = 300, keep: bool = False, console: Console | None = N
         DemoError: If the disk of temporary files has no room for two checkpoints.
     """
     console = console or Console()
-    _check_space(size_mb)
-    folder = Path(tempfile.mkdtemp(prefix="dcp-rs-demo-"))
-    try:
-        rows = _measure(size_mb, folder, console)
-    finally:
-        if keep:
-            console.print(f"checkpoints kept in {folder}", soft_wrap=True)
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
+    rows = demo_rows(size_mb, keep, console)
     console.print(_table(rows))
     well = all(row.same is not False for row in rows)
     if well:
@@ -75,6 +67,19 @@ def run_demo(size_mb: int = 300, keep: bool = False, console: Console | None = N
     else:
         console.print("[red]what was restored differs from what was saved[/]")
     return well
+
+
+def demo_rows(size_mb: int, keep: bool, console: Console) -> list[_Row]:
+    """The measurements that :func:`run_demo` prints."""
+    _check_space(size_mb)
+    folder = Path(tempfile.mkdtemp(prefix="dcp-rs-demo-"))
+    try:
+        return _measure(size_mb, folder, console)
+    finally:
+        if keep:
+            console.print(f"checkpoints kept in {folder}", soft_wrap=True)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_space(size_mb: int) -> None:

@@ -2,40 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # 2.8, 2.11, 2.15
-from torch.distributed.checkpoint import _version  # 2.8, 2.11, 2.15
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint import (
+    _async_process_executor,  # 2.8, 2.11, 2.15
+    _version,  # 2.8, 2.11, 2.15
+)
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict  # 2.8, 2.11, 2.15
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint._traverse import set_element  # 2.8, 2.11, 2.15
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list  # 2.8, 2.11, 2.15
+from torch.distributed.checkpoint.state_dict import _get_fqns  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # 2.8, 2.11, 2.15
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.utils import find_tensor_shard  # 2.8, 2.11, 2.15
+from torch.distributed.distributed_c10d import _get_default_group  # 2.8, 2.11, 2.15
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # 2.8, 2.11, 2.15
 from torch.distributed.tensor.placement_types import Placement, _StridedShard  # 2.8, 2.11, 2.15
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # 2.8, 2.11, 2.15
 
 __all__ = [
+    "PLAIN_TYPES",
     "chunk_list",
+    "copy_place_in_whole",
     "default_device",
+    "dtensor_of",
     "dtensor_offsets",
+    "empty_host_cache",
     "empty_like",
+    "empty_sharded",
     "find_shard",
     "flatten_as_2_3",
+    "flatten_sharded_tensors",
+    "fqns",
+    "group_devices",
+    "has_gds",
+    "has_memory",
+    "host_copy_of_sharded",
     "is_strided_shard",
     "is_wrapper_subclass",
     "load_state_dict",
+    "place_in_whole",
+    "process_group_info",
     "refuse_partial",
+    "require_cpu_backend",
+    "save_in_process",
+    "save_state_dict",
     "set_element",
+    "spec_of",
     "unflatten",
     "wait_tensor",
     "with_dim",
+    "without_fsdp1_warnings",
 ]
+#: Tensors whose operations are torch's own.
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -50,9 +82,82 @@ def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether there is anything behind the tensor's address: not so for some subclasses, nor after ``storage.resize_(0)``."""
+    return tensor.numel() == 0 or tensor.data_ptr() != 0
+
+
 def load_state_dict(state_dict: dict[str, Any], storage_reader: Any, **kwargs: Any) -> None:
     """DCP's load protocol, without the deprecation warning of its public name."""
     _load_state_dict(state_dict, storage_reader, **kwargs)
+
+
+def save_state_dict(state_dict: dict[str, Any], storage_writer: Any, **kwargs: Any) -> Metadata:
+    """DCP's save protocol, without what its public name does for every top-level key."""
+    return _save_state_dict(state_dict, storage_writer, **kwargs)
+
+
+def require_cpu_backend(group: dist.ProcessGroup | None) -> None:
+    """Raises where the group cannot carry what a save in the background sends."""
+    if torch.device("cpu") not in (group or _get_default_group())._device_types:
+        raise ValueError(
+            "a save in the background needs a process group with a CPU backend, as in init_process_group('cpu:gloo,cuda:nccl')"
+        )
+
+
+def process_group_info(group: dist.ProcessGroup | None) -> Any:
+    """What torch's checkpoint process joins a group like ``group`` by, where that process is still to be started. Collective."""
+    if _async_process_executor._CHECKPOINT_PROCESS is not None:
+        return None
+    return _async_process_executor._ProcessGroupInitInfo(group)
+
+
+def save_in_process(
+    state_dict: dict[str, Any], writer: Any, planner: Any, group: dist.ProcessGroup | None, info: Any
+) -> Metadata:
+    """Saves in torch's checkpoint process, which is started if need be, and waits for it."""
+    return _async_process_executor._ProcessBasedAsyncCheckpointExecutor._execute_save_impl(
+        pg_init_info=info,
+        staging_future_or_state_dict=state_dict,
+        storage_writer=writer,
+        planner=planner,
+        process_group=group,
+    )
+
+
+def flatten_sharded_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Joins ShardedTensors that lie within others."""
+    return _flatten_sharded_tensors(state_dict)
+
+
+_PLACE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")  # torch's CheckpointableTensor, 2.15
+
+
+def place_in_whole(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes that make a plain tensor a shard of a larger one."""
+    return {name: getattr(tensor, name) for name in _PLACE if name in getattr(tensor, "__dict__", {})}
+
+
+def copy_place_in_whole(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Makes ``other`` the same shard that ``tensor`` is, if it is one."""
+    for name, value in place_in_whole(tensor).items():
+        setattr(other, name, value)
+
+
+def spec_of(tensor: DTensor) -> Any:
+    """Mesh, placements, shape and dtype of the whole."""
+    return tensor._spec
+
+
+def dtensor_of(local: torch.Tensor, spec: Any, *, requires_grad: bool) -> DTensor:
+    """A DTensor whose local part is ``local``, on whichever device that is."""
+    return DTensor(local, spec, requires_grad=requires_grad)
+
+
+def host_copy_of_sharded(tensor: ShardedTensor) -> ShardedTensor:
+    """A copy of a ShardedTensor in host memory."""
+    copied: ShardedTensor = tensor.to("cpu", copy=True)
+    return copied
 
 
 def unflatten(flat: dict[str, Any], paths: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
@@ -92,11 +197,28 @@ def is_strided_shard(placement: Placement) -> bool:
     return isinstance(placement, _StridedShard)
 
 
+def empty_host_cache() -> None:
+    """Gives pinned memory that nothing uses back to the system."""
+    release = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
+    if release is not None:  # 2.15 has the first, 2.8 and 2.11 the second
+        release()
+
+
+def has_gds() -> bool:
+    """Whether torch was built with GPUDirect Storage, as far as it says: 2.15 does, before it one has to try."""
+    return bool(getattr(torch._C, "_has_gds", True))
+
+
 def with_dim(placement: Placement, dim: int) -> Placement:
     """The same sharding of another dimension."""
     if isinstance(placement, _StridedShard):
         return _StridedShard(dim, split_factor=placement.split_factor)
     return type(placement)(dim)  # type: ignore[call-arg]  # Shard
+
+
+def group_devices(group: dist.ProcessGroup) -> list[torch.device]:
+    """The kinds of devices whose memory a process group can send."""
+    return list(group._device_types)
 
 
 def refuse_partial(tensor: DTensor) -> None:
@@ -131,3 +253,30 @@ def empty_like(tensor: torch.Tensor, *, dtype: torch.dtype, device: torch.device
         shape=tensor.shape,
         stride=tensor.stride(),
     )
+
+
+def empty_sharded(tensor: ShardedTensor, *, dtype: torch.dtype) -> ShardedTensor:
+    """New memory of the same shape and sharding, of another dtype."""
+    metadata = copy.deepcopy(tensor.metadata())
+    metadata.tensor_properties.dtype = dtype
+    shards = [
+        Shard(torch.empty_like(shard.tensor, dtype=dtype, requires_grad=False), copy.deepcopy(shard.metadata))
+        for shard in tensor.local_shards()
+    ]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, metadata, process_group=tensor._process_group, sharding_spec=tensor.sharding_spec()
+    )
+
+
+def fqns(model: torch.nn.Module, name: str, *, skip_compiler_prefix: bool = True) -> list[str]:
+    """What a parameter is called without wrappers (DDP, FSDP, compiled): several names for a flat parameter of FSDP1."""
+    return sorted(_get_fqns(model, name, skip_compiler_prefix=skip_compiler_prefix))
+
+
+@contextmanager
+def without_fsdp1_warnings() -> Iterator[None]:
+    """FSDP1 says of each of its functions that it will go away."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="FSDP.set_state_dict_type", category=FutureWarning)
+        yield

@@ -8,10 +8,12 @@ anything. Globals must be on a list before they become even a name; calls and in
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .errors import CorruptIndexError, UnsafePickleError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -19,20 +21,77 @@ _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _OLD_PROPERTIES = "torch.distributed._shard.sharded_tensor.metadata"
 
 DTYPES = frozenset(
-    "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 float32 float64 bfloat16 complex64 complex128 "
-    "complex32 bcomplex32 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2".split()
+    [
+        "bool",
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "float32",
+        "float64",
+        "bfloat16",
+        "complex64",
+        "complex128",
+        "complex32",
+        "bcomplex32",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+        "float4_e2m1fn_x2",
+    ]
 )
 # Can be named in a `.metadata`, and have no raw bytes of their own.
 _OTHER_DTYPES = frozenset(
-    "bits16 bits1x8 bits2x4 bits4x2 bits8 int1 int2 int3 int4 int5 int6 int7 qint32 qint8 quint2x4 quint4x2 quint8 "
-    "uint1 uint2 uint3 uint4 uint5 uint6 uint7 half float".split()
+    [
+        "bits16",
+        "bits1x8",
+        "bits2x4",
+        "bits4x2",
+        "bits8",
+        "int1",
+        "int2",
+        "int3",
+        "int4",
+        "int5",
+        "int6",
+        "int7",
+        "qint32",
+        "qint8",
+        "quint2x4",
+        "quint4x2",
+        "quint8",
+        "uint1",
+        "uint2",
+        "uint3",
+        "uint4",
+        "uint5",
+        "uint6",
+        "uint7",
+        "half",
+        "float",
+    ]
 )
 
 _PATHS = frozenset(("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"))
 _ALLOWED: dict[str, frozenset[str]] = {
     _METADATA: frozenset(
-        "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex "
-        "StorageMeta _MEM_FORMAT_ENCODING".split()
+        [
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "MetadataIndex",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        ]
     ),
     _FILESYSTEM: frozenset(("_StorageInfo",)),
     _OLD_PROPERTIES: frozenset(("TensorProperties", "MEM_FORMAT_ENCODING")),
@@ -55,10 +114,10 @@ class Global(NamedTuple):
 class Object:
     """What a pickle would have made by calling `callable(*args)`, and the state it would have given it."""
 
-    __slots__ = ("args", "callable", "state")
+    __slots__ = ("args", "made_by", "state")
 
-    def __init__(self, callable: Global, args: tuple[Any, ...]) -> None:
-        self.callable = callable
+    def __init__(self, made_by: Global, args: tuple[Any, ...]) -> None:
+        self.made_by = made_by
         self.args = args
         self.state: Any = None
 
@@ -222,15 +281,15 @@ class _Machine:
         raise UnsafePickleError("unsafe pickle: it asks for an entry of the extension registry")
 
     def make(self) -> None:
-        args, callable = self.pop(), self.pop()
-        if not isinstance(callable, Global) or type(args) is not tuple:
+        args, made_by = self.pop(), self.pop()
+        if not isinstance(made_by, Global) or type(args) is not tuple:
             raise CorruptIndexError("a call of what is not a global, or without a tuple of arguments")
-        if callable == ("torch", "Size") and len(args) == 1 and type(args[0]) is tuple:
+        if made_by == ("torch", "Size") and len(args) == 1 and type(args[0]) is tuple:
             self.stack.append(args[0])
-        elif callable == ("collections", "OrderedDict") and not args:
+        elif made_by == ("collections", "OrderedDict") and not args:
             self.stack.append(Dict())
         else:
-            self.stack.append(Object(callable, args))
+            self.stack.append(Object(made_by, args))
 
     def build(self) -> None:
         state = self.pop()
@@ -308,14 +367,20 @@ def unpickle_metadata(data: bytes) -> dict[str, Any]:
     for fqn, entry in _dict(top.get("state_dict_metadata"), "state_dict_metadata"):
         if not isinstance(fqn, str) or fqn in tensors or fqn in values:
             raise CorruptIndexError(f"an FQN that is not text, or is there twice: {fqn!r:.100}")
-        if isinstance(entry, Object) and entry.callable == (_METADATA, "BytesStorageMetadata"):
+        if isinstance(entry, Object) and entry.made_by == (_METADATA, "BytesStorageMetadata"):
             values[fqn] = None
         else:
             tensors[fqn] = _tensor(fqn, _state(entry, _METADATA, "TensorStorageMetadata"))
     files: dict[str, int] = {}
     items = []
     for index, info in _dict(top.get("storage_data"), "storage_data"):
-        items.append(_item(_state(index, _METADATA, "MetadataIndex"), _state(info, _FILESYSTEM, "_StorageInfo"), files))
+        items.append(
+            _item(
+                _state(index, _METADATA, "MetadataIndex"),
+                _state(info, _FILESYSTEM, "_StorageInfo"),
+                files,
+            )
+        )
     planner_data = _plain(top.get("planner_data"), [64 * len(data) + (1 << 16)], 0)
     return {
         "files": list(files),
@@ -327,7 +392,7 @@ def unpickle_metadata(data: bytes) -> dict[str, Any]:
 
 
 def _state(item: Any, module: str, name: str) -> Dict:
-    if isinstance(item, Object) and item.callable == (module, name) and not item.args and type(item.state) is Dict:
+    if isinstance(item, Object) and item.made_by == (module, name) and not item.args and type(item.state) is Dict:
         return item.state
     raise CorruptIndexError(f"a {name} was expected")
 
@@ -347,7 +412,7 @@ def _sizes(item: Any) -> tuple[int, ...]:
 def _tensor(fqn: str, state: Dict) -> tuple[Any, ...]:
     properties = state.get("properties")
     names = ((_METADATA, "TensorProperties"), (_OLD_PROPERTIES, "TensorProperties"))
-    if not isinstance(properties, Object) or properties.callable not in names:
+    if not isinstance(properties, Object) or properties.made_by not in names:
         raise CorruptIndexError(f"tensor {fqn!r}: its properties")
     fields = properties.state
     # Strides came with torch 2.15.
@@ -370,7 +435,14 @@ def _tensor(fqn: str, state: Dict) -> tuple[Any, ...]:
         box = _state(chunk, _METADATA, "ChunkStorageMetadata")
         chunks.append((_sizes(box.get("offsets")), _sizes(box.get("sizes"))))
     shape = _sizes(state.get("size"))
-    return dtype.name, shape, requires_grad is True, memory_format.args[0], pin_memory is True, chunks
+    return (
+        dtype.name,
+        shape,
+        requires_grad is True,
+        memory_format.args[0],
+        pin_memory is True,
+        chunks,
+    )
 
 
 def _item(index: Dict, info: Dict, files: dict[str, int]) -> tuple[Any, ...]:

@@ -5,22 +5,22 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
-from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_rs import _torch
 from dcp_rs.errors import DcpRsError
+from dcp_rs.host import HostStager
 from dcp_rs.planner import RsLoadPlanner
 from dcp_rs.reader import RsReader
+from dcp_rs.save_planner import RsSavePlanner
 from dcp_rs.tree import is_stateful
 from dcp_rs.writer import RsWriter
 
@@ -39,15 +39,17 @@ def _typed_errors() -> Iterator[None]:
         try:
             yield
         except CheckpointException as failure:
-            errors = {rank: wrapped[0] for rank, wrapped in sorted(failure.failures.items())}
-            if not all(isinstance(error, DcpRsError) for error in errors.values()):
-                raise
-            rank, error = next(iter(errors.items()))
-            ranks = ", ".join(map(str, errors))
-            error.add_note(
-                f"raised on rank {rank}" if len(errors) == 1 else f"raised on ranks {ranks}; this is rank {rank}'s"
-            )
-            raise error from failure
+            _raise_typed(failure)
+
+
+def _raise_typed(failure: CheckpointException) -> NoReturn:
+    errors = {rank: wrapped[0] for rank, wrapped in sorted(failure.failures.items())}
+    if not all(isinstance(error, DcpRsError) for error in errors.values()):
+        raise failure
+    rank, error = next(iter(errors.items()))
+    ranks = ", ".join(map(str, errors))
+    error.add_note(f"raised on rank {rank}" if len(errors) == 1 else f"raised on ranks {ranks}; this is rank {rank}'s")
+    raise error from failure
 
 
 def load_state_dict(
@@ -130,22 +132,42 @@ def save(
     Args:
         state_dict: as for ``dcp.save``.
         path: the folder.
-        planner: default: torch's ``DefaultSavePlanner``.
+        planner: default: :class:`RsSavePlanner`.
         process_group, no_dist: as in ``dcp.save``.
         write_options: arguments of :class:`RsWriter`.
 
     Raises:
-        As :func:`load_state_dict`.
+        As :func:`load_state_dict`. Then no rank has left data files behind, and the checkpoint that was there is whole.
     """
     with _typed_errors():
-        metadata: Metadata = dcp_save(
+        return _save(_without_stateful(state_dict), RsWriter(path, **write_options), planner, process_group, no_dist)
+
+
+def _save(
+    state_dict: dict[str, Any],
+    writer: RsWriter,
+    planner: SavePlanner | None,
+    process_group: dist.ProcessGroup | None,
+    no_dist: bool,
+) -> Metadata:
+    try:
+        return _torch.save_state_dict(
             state_dict,
-            storage_writer=RsWriter(path, **write_options),
-            planner=planner,
+            writer,
             process_group=process_group,
-            no_dist=no_dist,
+            no_dist=no_dist or not dist.is_initialized(),
+            planner=RsSavePlanner() if planner is None else planner,
         )
-    return metadata
+    except CheckpointException:
+        # Every rank gets this one, so nobody commits. After any other error the coordinator still may.
+        writer.discard()
+        raise
+    finally:
+        writer.close()
+
+
+def _without_stateful(state_dict: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.state_dict() if is_stateful(value) else value for key, value in state_dict.items()}
 
 
 def async_save(
@@ -154,17 +176,98 @@ def async_save(
     *,
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    executor: Literal["thread", "process"] = "thread",
+    stager: HostStager | None = None,
     **write_options: Any,
 ) -> Future[Metadata]:
-    """Saves in the background: ``dcp.async_save`` with an :class:`RsWriter`. Returns once ``state_dict`` has been copied to host memory.
+    """Saves in the background. Returns once ``state_dict`` has been copied to host memory: training may go on and change it.
 
-    With a process group, that group needs a CPU backend.
+    Saves of one process follow each other, in the order of the calls, so that their collectives do not mix. A save to a path that
+    another one has not finished with is refused.
+
+    Args:
+        state_dict, path, planner, process_group, no_dist, write_options: as for :func:`save`. A process group needs a CPU backend, and is
+            best one that nothing else uses meanwhile.
+        executor: ``"thread"``, or ``"process"``: another process, which torch starts at the first such save and keeps; it needs an
+            initialised process group.
+        stager: keep one, made with ``cache=True``, to stage the next save to the same memory. It must not be staged to again before the
+            future is done.
+
+    Returns:
+        The metadata, once the checkpoint is committed; or what :func:`save` would have raised.
+
+    Raises:
+        SaveInProgressError: another save to ``path`` is not over.
     """
-    with _typed_errors():
-        future: Future[Metadata] = dcp_async_save(
-            state_dict, storage_writer=RsWriter(path, **write_options), planner=planner, process_group=process_group
-        )
-    return future
+    if executor not in ("thread", "process"):
+        msg = f"executor={executor!r}: one of 'thread', 'process'"
+        raise ValueError(msg)
+    is_dist = dist.is_initialized() and not no_dist
+    if is_dist:
+        _torch.require_cpu_backend(process_group)
+    elif executor == "process":
+        msg = "executor='process' needs an initialised process group: torch sets up one like it in the other process"
+        raise ValueError(msg)
+    writer = RsWriter(path, **write_options)
+    writer.stage_with(stager or HostStager(shared=executor == "process"))
+    planner = RsSavePlanner() if planner is None else planner
+    try:
+        staged = writer.stage(_without_stateful(state_dict), queued=True)
+        save_staged = _save_there if executor == "process" else _save_staged
+        info = _torch.process_group_info(process_group) if executor == "process" else None
+        return _background().submit(save_staged, staged, writer, planner, process_group, not is_dist, info)
+    except BaseException:
+        writer.close()
+        raise
+
+
+def _save_staged(
+    state_dict: dict[str, Any],
+    writer: RsWriter,
+    planner: SavePlanner,
+    process_group: dist.ProcessGroup | None,
+    no_dist: bool,
+    _info: None,
+) -> Metadata:
+    try:
+        return _save(state_dict, writer, planner, process_group, no_dist)
+    except CheckpointException as failure:
+        _raise_typed(failure)
+
+
+def _save_there(
+    state_dict: dict[str, Any],
+    writer: RsWriter,
+    planner: SavePlanner,
+    process_group: dist.ProcessGroup | None,
+    _no_dist: bool,
+    info: Any,
+) -> Metadata:
+    """As ``_save_staged``, in torch's checkpoint process."""
+    try:
+        return _torch.save_in_process(state_dict, writer, planner, process_group, info)
+    except CheckpointException as failure:
+        _raise_typed(failure)
+    finally:
+        writer.close()
+
+
+_executor: ThreadPoolExecutor | None = None
+
+
+def _background() -> ThreadPoolExecutor:
+    """One thread, so that saves follow each other. What it was given is finished before the interpreter ends."""
+    global _executor  # noqa: PLW0603
+    if _executor is None:
+        _executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dcp_rs.async_save")
+        os.register_at_fork(after_in_child=_forget_background)
+    return _executor
+
+
+def _forget_background() -> None:
+    global _executor  # noqa: PLW0603
+    _executor = None
 
 
 def _deferring(reader: StorageReader) -> StorageReader:

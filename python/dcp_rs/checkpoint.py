@@ -15,6 +15,7 @@ from dcp_rs.errors import DcpRsError
 from dcp_rs.fill import Target, fill_regions, stored_dtype
 from dcp_rs.options import ReadOptions
 from dcp_rs.sources import open_index
+from dcp_rs.stream import stream
 
 __all__ = ["Checkpoint", "ChunkInfo", "TensorInfo", "TensorSlice", "open_checkpoint"]
 
@@ -73,6 +74,11 @@ class Checkpoint(Mapping[str, Any]):
         return os.fspath(self._index.path)
 
     @property
+    def source(self) -> str:
+        """What the data files are: ``dcp-rs``, ``safetensors`` or ``dcp``."""
+        return self._index.source
+
+    @property
     def save_id(self) -> str:
         """32 hexadecimal digits that identify the save."""
         return self._index.save_id
@@ -120,7 +126,11 @@ class Checkpoint(Mapping[str, Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, nested as it was saved."""
-        flat = {name: self[name] for name in self}
+        if self._device.type == "cpu":
+            flat = {name: self[name] for name in self}
+        else:  # one load for all, and not one for each
+            streamed = dict(self.stream())
+            flat = {name: streamed[name] for name in self}
         root = self._index.planner_root()
         rest = root if isinstance(root, dict) else {}
         paths = {name: self._index.planner_path(i) or rest.get(name) or (name,) for i, name in enumerate(flat)}
@@ -129,13 +139,16 @@ class Checkpoint(Mapping[str, Any]):
     def stream(self, device: torch.device | str | None = None) -> Iterator[tuple[str, Any]]:
         """(name, tensor or value) in the order of the files, which is the fastest order to read in.
 
+        What comes next is read ahead, within ``max_inflight_bytes``; every tensor has memory of its own. On a device, a tensor is safe to use on the
+        stream that was current when the iterator was asked for it. A stream that is not read to its end should be closed.
+
         Args:
             device: where the tensors go; default: the checkpoint's.
         """
-        source = self if device is None else self._on(torch.device(device))
-        for tensor in self._index.file_order():
-            name = self._index.name(tensor)
-            yield name, source[name]
+        self._check_open()
+        return stream(
+            self._index, self._device if device is None else torch.device(device), self._options, self.__getitem__
+        )
 
     def close(self) -> None:
         """Lets go of the files. Tensors that were handed out stay valid."""
@@ -165,17 +178,31 @@ class Checkpoint(Mapping[str, Any]):
     ) -> None:
         self.close()
 
-    def _on(self, device: torch.device) -> Checkpoint:
-        return Checkpoint(self._index, device=device, weights_only=self._weights_only, options=self._options)
-
-    def _find(self, fqn: str) -> int:
+    def _check_open(self) -> None:
         if self._closed:
             msg = f"the checkpoint {self.path} is closed"
             raise DcpRsError(msg, path=self.path)
+
+    def _find(self, fqn: str) -> int:
+        self._check_open()
         tensor = self._index.find(fqn)
         if tensor is None:
             raise KeyError(fqn)
         return tensor
+
+    def chunk_view(self, tensor: int, chunk: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """A contiguous tensor over the mapping of the file that holds a chunk; None where the chunk does not lie so."""
+        file, offset, length, _, sizes = self._index.chunks(tensor)[chunk]
+        if length == 0 or offset % dtype.itemsize or self._index.chunk_strides(self._index.first_chunk(tensor) + chunk):
+            return None
+        return self._map(file, offset, length).view(dtype).view(sizes)
+
+    def _map(self, file: int, offset: int, length: int) -> torch.Tensor:
+        mapping = self._files.get(file)
+        if mapping is None:
+            # Of two threads that get here at once, both must see one memory.
+            mapping = self._files.setdefault(file, self._index.map_file(file))
+        return torch.frombuffer(mapping, dtype=torch.uint8, count=length, offset=offset)
 
     def _view(self, tensor: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor over the mapping of the one file that holds it."""
@@ -186,10 +213,7 @@ class Checkpoint(Mapping[str, Any]):
             engine = self._options.engine()
             del engine["verify"]
             self._index.verify_chunks([self._index.first_chunk(tensor)], **engine)
-        mapping = self._files.get(file)
-        if mapping is None:
-            mapping = self._files[file] = self._index.map_file(file)
-        flat = torch.frombuffer(mapping, dtype=torch.uint8, count=length, offset=offset)
+        flat = self._map(file, offset, length)
         strides = self._index.chunk_strides(self._index.first_chunk(tensor))
         if offset % dtype.itemsize:
             flat = flat.clone()  # foreign files need not align tensors
@@ -207,8 +231,9 @@ class Checkpoint(Mapping[str, Any]):
 
 
 class TensorSlice:
-    """A stored tensor, to be indexed: integers, slices and ``...``, as in torch. Each indexing reads what it returns and no more than its
-    bounding rectangle.
+    """A stored tensor, to be indexed by integers, slices and ``...``, as in torch.
+
+    Each indexing reads what it returns, and no more than its bounding rectangle.
     """
 
     def __init__(self, checkpoint: Checkpoint, tensor: int) -> None:
@@ -252,7 +277,9 @@ def _region(key: Any, shape: torch.Size) -> tuple[list[int], list[int], tuple[in
     fill = [slice(None)] * (len(shape) - given)
     at = ellipses[0] if ellipses else len(keys)
     keys[at : at + 1] = fill
-    offsets, sizes, local = [], [], []
+    offsets: list[int] = []
+    sizes: list[int] = []
+    local: list[int | slice] = []
     for dim, (k, size) in enumerate(zip(keys, shape, strict=True)):
         if isinstance(k, slice):
             start, stop, step = k.indices(size)

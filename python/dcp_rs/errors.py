@@ -11,6 +11,7 @@ __all__ = [
     "CorruptIndexError",
     "DcpRsError",
     "PlanError",
+    "SaveInProgressError",
     "UnsafePickleError",
     "UnsupportedError",
 ]
@@ -69,3 +70,7 @@ class UnsafePickleError(DcpRsError):
 
 class PlanError(DcpRsError, ValueError):
     """The state dict and the checkpoint do not fit: a missing key, another shape, a dtype that policy refuses."""
+
+
+class SaveInProgressError(DcpRsError):
+    """Another save to the same path is not over in this process. Wait for the future of that one first."""

@@ -13,11 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from dcp_rs import _torch
+from dcp_rs._torch import PLAIN_TYPES
 
-__all__ = ["PLAIN_TYPES", "Piece", "global_shape", "local_pieces"]
-
-#: Tensors of exactly these types hold their values in their own memory.
-PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+__all__ = ["Piece", "global_shape", "local_pieces"]
 
 
 @dataclass(slots=True)
@@ -50,8 +48,10 @@ def local_pieces(fqn: str, tensor: torch.Tensor) -> list[Piece]:
     if type(tensor) in PLAIN_TYPES and "global_shape" not in tensor.__dict__:
         zeros = (0,) * tensor.dim()
         return [Piece(zeros, tensor.detach() if tensor.requires_grad else tensor, zeros, tensor.shape)]
-    if isinstance(tensor, DTensor) and type(tensor.to_local()) in PLAIN_TYPES:
-        return _dtensor_pieces(tensor)
+    if isinstance(tensor, DTensor):
+        local = _torch.wait_tensor(tensor.to_local())
+        if type(local) in PLAIN_TYPES:
+            return _dtensor_pieces(tensor, local.detach())
     if isinstance(tensor, ShardedTensor):
         return [_piece(tuple(shard.metadata.shard_offsets), shard.tensor.detach()) for shard in tensor.local_shards()]
     return [
@@ -64,11 +64,10 @@ def _piece(offsets: tuple[int, ...], tensor: torch.Tensor) -> Piece:
     return Piece(offsets, tensor, offsets, tuple(tensor.shape))
 
 
-def _dtensor_pieces(tensor: DTensor) -> list[Piece]:
+def _dtensor_pieces(tensor: DTensor, local: torch.Tensor) -> list[Piece]:
     mesh = tensor.device_mesh
     if mesh.get_coordinate() is None:
         return []
-    local = _torch.wait_tensor(tensor.to_local().detach())
     _torch.refuse_partial(tensor)
     key = (tensor.shape, mesh, tensor.placements)
     layout = _LAYOUTS.get(key)

@@ -39,21 +39,26 @@ class ReadOptions:
 
     Attributes:
         io: ``"mmap"`` copies from a mapping, ``"direct"`` reads around the page cache, ``"buffered"`` reads through it;
-            ``"auto"`` decides for each file by what is in the page cache and by the file system.
+            ``"auto"`` decides for each file by what is in the page cache and by the file system. ``"gds"`` reads from storage to CUDA
+            devices without host memory between (GPUDirect Storage, :mod:`torch.cuda.gds`), and is ``"auto"`` for other destinations.
         threads: default: the cores of this process, divided by ``LOCAL_WORLD_SIZE``.
-        verify: check the digest of every block that is read, before any of it is handed over.
+        verify: check the digest of every block that is read. Blocks are hashed as they are copied, so a destination may hold a damaged one
+            when the error is raised; no planner is told that it is filled.
         max_inflight_bytes: bound on memory beyond the destinations, in bytes. Default 64 MiB, for an accelerator 256 MiB
             of pinned memory.
     """
 
-    io: Literal["auto", "mmap", "direct", "buffered"] = "auto"
+    io: Literal["auto", "mmap", "direct", "buffered", "gds"] = "auto"
     threads: int | None = None
     verify: bool = False
     max_inflight_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _check("io", self.io, ("auto", "mmap", "direct", "buffered"))
+        _check("io", self.io, ("auto", "mmap", "direct", "buffered", "gds"))
         _check("verify", self.verify, (True, False))
+        if self.io == "gds" and self.verify:
+            msg = "verify=True needs the bytes in host memory, which io='gds' goes around"
+            raise ValueError(msg)
         _check_positive("threads", self.threads)
         _check_positive("max_inflight_bytes", self.max_inflight_bytes)
 
@@ -63,11 +68,14 @@ class ReadOptions:
 
     def engine(self) -> dict[str, Any]:
         """The keyword arguments of the engine's calls."""
+        return {**self.slabs(), "max_inflight_bytes": self.inflight_bytes(accelerator=False)}
+
+    def slabs(self) -> dict[str, Any]:
+        """Those of a load through slabs."""
         return {
-            "io": self.io,
+            "io": "auto" if self.io == "gds" else self.io,
             "threads": self.threads or default_threads(),
             "verify": self.verify,
-            "max_inflight_bytes": self.inflight_bytes(accelerator=False),
         }
 
 

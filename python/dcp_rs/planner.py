@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,10 +22,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from dcp_rs import _core, _torch
 from dcp_rs._dtypes import BY_NAME
 from dcp_rs._dtypes import NAMES as DTYPE_NAMES
+from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs.checkpoint import Checkpoint, open_checkpoint
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.fill import Fill, Target
-from dcp_rs.local import PLAIN_TYPES, Piece, global_shape, local_pieces
+from dcp_rs.local import Piece, global_shape, local_pieces
+from dcp_rs.names import globs
 from dcp_rs.options import ReadOptions
 from dcp_rs.tree import flatten, is_plain_state_dict, set_at
 
@@ -74,9 +74,13 @@ class LoadReport:
 
 @dataclass
 class LocalReads:
-    """What one rank reads, without items: whole tensors, regions of tensors, parts of chunks, and values (index, name)."""
+    """What one rank reads, without items: whole tensors, regions of tensors, parts of chunks, and values (index, name).
+
+    ``plain`` is what ``whole`` was made of: stored names, tensors, and the places of those that are not in it.
+    """
 
     whole: _core.Batch | None = None
+    plain: tuple[list[str], list[torch.Tensor], list[int]] = field(default_factory=lambda: ([], [], []))
     targets: list[Target] = field(default_factory=list)
     fills: list[Fill] = field(default_factory=list)
     values: list[tuple[int, str]] = field(default_factory=list)
@@ -140,8 +144,8 @@ class RsLoadPlanner(DefaultLoadPlanner):
         self.dtype_policy = dtype_policy
         self.report = LoadReport()
         self._rename = rename
-        self._include = _globs(include)
-        self._exclude = _globs(exclude)
+        self._include = globs(include)
+        self._exclude = globs(exclude)
         self._checkpoint_path = checkpoint
         self._reads = LocalReads()
         self.metadata: Metadata | None = None
@@ -164,6 +168,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
             super().set_up_planner(state_dict, metadata, is_coordinator)
         self._materialize()
 
+    @torch.no_grad()  # without it, a DTensor's local tensor costs an autograd node
     def create_local_plan(self) -> LoadPlan:
         """Checks everything that can be known before the first byte is read; the plan it returns says nothing but that."""
         index = self._index
@@ -173,7 +178,9 @@ class RsLoadPlanner(DefaultLoadPlanner):
         if index is not None and not explicit:
             fqns = list(wanted)
             tensors = [self.state_dict[fqn] for fqn in fqns]
-            reads.whole, others = index.plan_plain(list(wanted.values()), tensors, PLAIN_TYPES, DTYPE_NAMES)
+            names = list(wanted.values())
+            reads.whole, others = index.plan_plain(names, tensors, PLAIN_TYPES, DTYPE_NAMES)
+            reads.plain = (names, tensors, others)
             wanted = {fqns[i]: wanted[fqns[i]] for i in others}
         stored = self._match(wanted)
         for fqn, found in stored.items():
@@ -442,13 +449,6 @@ class RsLoadPlanner(DefaultLoadPlanner):
                 set_at(self.original_state_dict, self.mappings[fqn], made)
 
 
-def _globs(patterns: str | Iterable[str] | None) -> re.Pattern[str] | None:
-    if patterns is None:
-        return None
-    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-    return re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns) or r"(?!)")
-
-
 def _dtype(name: str, dtype: str | None) -> torch.dtype | None:
     if dtype is None:
         return None
@@ -466,9 +466,10 @@ def _can_copy(source: torch.dtype, destination: torch.dtype) -> bool:
     """Whether torch converts the one into the other without losing what kind of number it is."""
     known = _COPIES.get((source, destination))
     if known is None:
+        known = not (source.is_complex and not destination.is_complex)  # torch drops the imaginary part
         try:
-            torch.zeros(1, dtype=torch.uint8).expand(16).clone().view(source)[:1].to(destination)
-            known = not (source.is_complex and not destination.is_complex)
+            if known:
+                torch.zeros(1, dtype=torch.uint8).expand(16).clone().view(source)[:1].to(destination)
         except (RuntimeError, NotImplementedError, TypeError):
             known = False
         _COPIES[source, destination] = known

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import threading
 import uuid
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_rs import _core, objects
+from dcp_rs.checkpoint import Checkpoint
 from dcp_rs.errors import PlanError
 from dcp_rs.fill import Fill, fill, fill_regions, stored_dtype
 from dcp_rs.metadata import make_metadata
 from dcp_rs.options import ReadOptions
 from dcp_rs.planner import LocalReads, RsLoadPlanner
+from dcp_rs.replicas import read_shared, share, whole_targets
 from dcp_rs.sources import is_rank_local, open_index
 
 __all__ = ["RsReader"]
@@ -39,6 +44,13 @@ class RsReader(StorageReader):
         weights_only: check that every non-tensor value loads under ``torch.load(weights_only=True)`` before a planner gets it (stock
             planners unpickle freely). ``False`` is for checkpoints you wrote yourself.
         allow_external: open data files outside the checkpoint's folder, if its index names any.
+        replicas: who reads what several ranks need (all of the model under DDP, a shard under HSDP): ``"each"`` rank for itself; the ranks
+            of a ``"node"`` together (``LOCAL_WORLD_SIZE`` of them); or ``"all"``. Together, every rank reads a part and sends it to
+            the others, in pieces that ``max_inflight_bytes`` bounds. It takes effect in loads with :class:`dcp_rs.RsLoadPlanner`.
+        process_group: that of the load, for ``replicas``.
+
+    Attributes:
+        bytes_read: read from storage by this rank in its last load, as far as ``replicas`` had a say in it.
 
     Raises (from a load, on every rank):
         CheckpointNotFoundError, CorruptIndexError, UnsupportedError: from reading the metadata.
@@ -51,18 +63,26 @@ class RsReader(StorageReader):
         self,
         path: str | os.PathLike[str],
         *,
-        io: Literal["auto", "mmap", "direct", "buffered"] = "auto",
+        io: Literal["auto", "mmap", "direct", "buffered", "gds"] = "auto",
         threads: int | None = None,
         verify: bool = False,
         max_inflight_bytes: int | None = None,
         weights_only: bool = True,
         allow_external: bool = False,
+        replicas: Literal["each", "node", "all"] = "each",
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
+        if replicas not in ("each", "node", "all"):
+            msg = f"replicas={replicas!r}: one of 'each', 'node', 'all'"
+            raise ValueError(msg)
         self.path = Path(path)
         self.options = ReadOptions(io=io, threads=threads, verify=verify, max_inflight_bytes=max_inflight_bytes)
         self.weights_only = weights_only
         self.allow_external = allow_external
+        self.replicas = replicas
+        self.bytes_read = 0
+        self._process_group = process_group
         self.load_id = _new_id()
         #: torch replaces any error of `read_metadata` by an AssertionError. Where this is set, the error is raised by what is
         #: returned instead, when it is first looked at.
@@ -119,6 +139,14 @@ class RsReader(StorageReader):
         future.set_result(None)
         return future
 
+    def read_value(self, fqn: str) -> Any:
+        """The value or, in host memory, the tensor ``fqn``, read now and without a planner.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return Checkpoint(self._index(), weights_only=self.weights_only, options=self.options)[fqn]
+
     def _read_items(self, index: _core.Index, plan: LoadPlan, planner: LoadPlanner) -> None:
         chunks = index.locate(
             [(item.storage_index.fqn, item.storage_index.offset, item.storage_index.index) for item in plan.items]
@@ -145,15 +173,29 @@ class RsReader(StorageReader):
         values = index.read_bytes([index.first_chunk(i) for i, _ in reads.values], **self.options.engine())
         for (_, fqn), data in zip(reads.values, values, strict=True):
             planner.set_value(fqn, objects.load(fqn, data, weights_only=self.weights_only))
-        if reads.whole is not None:
-            reads.whole.read(**self.options.engine())
-        fill_regions(index, reads.targets, self.options)
+        self.bytes_read = 0
+        if self.replicas != "each" and dist.is_initialized() and dist.get_world_size(self._process_group) > 1:
+            self._read_together(index, reads)
+        else:
+            if reads.whole is not None:
+                self.bytes_read += reads.whole.read(**self.options.engine())[1]
+            fill_regions(index, reads.targets, self.options)
         fill(index, reads.fills, self.options)
+
+    def _read_together(self, index: _core.Index, reads: LocalReads) -> None:
+        names, tensors, others = reads.plain
+        targets = reads.targets + whole_targets(index, names, tensors, others)
+        shapes = [index.tensor(target.index)[3] for target in targets]
+        shared = share(targets, shapes, "node" if self.replicas == "node" else "all", self._process_group)
+        for ranks, group in shared.groups:
+            self.bytes_read += read_shared(index, ranks, group, self.options, self._process_group)
+        fill_regions(index, shared.rest, self.options)
 
     def _read_tensors(self, index: _core.Index, items: list[tuple[int, ReadItem]], planner: LoadPlanner) -> None:
         batch: list[tuple[ReadItem, torch.Tensor]] = []
         fills: list[Fill] = []
         batch_bytes = 0
+        limit = sys.maxsize if _resolves_in_place(planner) else BATCH_BYTES
         for chunk, item in items:
             tensor = planner.resolve_tensor(item)
             fqn = item.storage_index.fqn
@@ -164,7 +206,7 @@ class RsReader(StorageReader):
             batch.append((item, tensor))
             fills.append(Fill(chunk, item.storage_offsets, target, fqn, stored_dtype(fqn, index.dtype_of(chunk))))
             batch_bytes += target.nbytes
-            if batch_bytes >= BATCH_BYTES:
+            if batch_bytes >= limit:
                 self._finish_batch(index, batch, fills, planner)
                 batch, fills, batch_bytes = [], [], 0
         self._finish_batch(index, batch, fills, planner)
@@ -186,11 +228,21 @@ class RsReader(StorageReader):
             planner.load_bytes(item, io.BytesIO(data))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_local"}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_local", "_process_group")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._process_group = None
         self._local = threading.local()
+
+
+def _resolves_in_place(planner: LoadPlanner) -> bool:
+    """Whether what the planner resolves is memory of the state dict, so that a load need not be cut to bound what is new."""
+    own = type(planner)
+    return isinstance(planner, DefaultLoadPlanner) and all(
+        getattr(own, name) is getattr(DefaultLoadPlanner, name)
+        for name in ("resolve_tensor", "lookup_tensor", "transform_tensor")
+    )
 
 
 class _Failed:

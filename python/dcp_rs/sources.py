@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dcp_rs import _core
 
-__all__ = ["INDEX_NAME", "is_rank_local", "open_index", "rank_index_name"]
+__all__ = ["INDEX_NAME", "is_rank_local", "is_torch_file", "open_index", "rank_index_name"]
 
 INDEX_NAME = "index.dcprs"
 
@@ -36,3 +36,12 @@ def is_rank_local(path: str | os.PathLike[str]) -> bool:
     if (folder / INDEX_NAME).exists() or (folder / ".metadata").exists():
         return False
     return any(next(folder.glob(pattern), None) is not None for pattern in _RANK_LOCAL)
+
+
+def is_torch_file(path: str | os.PathLike[str]) -> bool:
+    """Whether the path is a file that may be ``torch.save``'s: any but a ``.safetensors`` file, that is a zip archive or is named so."""
+    file = Path(path)
+    if not file.is_file() or file.suffix == ".safetensors":
+        return False
+    with file.open("rb") as stream:
+        return stream.read(4) == b"PK\x03\x04" or file.suffix in (".pt", ".pth", ".bin", ".ckpt")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
+import threading
 import uuid
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,14 +18,21 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dcp_rs import _core
-from dcp_rs.errors import CheckpointExistsError, PlanError
-from dcp_rs.metadata import DCP_VERSION
+from dcp_rs import _core, _torch, saves
+from dcp_rs._dtypes import NAMES
+from dcp_rs.errors import CheckpointExistsError, DcpRsError
+from dcp_rs.host import HostStager
+from dcp_rs.metadata import describe_saved
 from dcp_rs.options import WriteOptions
 from dcp_rs.payload import collect, write_entries
+from dcp_rs.save_planner import RsSavePlanner
+from dcp_rs.saves import SavedMeta, Saving
 from dcp_rs.sources import INDEX_NAME, rank_index_name
 
 __all__ = ["RsWriter"]
+
+#: What every index begins with (section 3.1 of the format).
+_INDEX_MAGIC = b"\x89DCPRS"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +53,11 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         path: the folder; it is created where it does not exist.
         threads, fsync, io, max_inflight_bytes: see :class:`dcp_rs.WriteOptions`.
         overwrite: ``False`` refuses to replace a checkpoint.
+        cache_staged_state_dict: keep the host memory that ``dcp.async_save`` stages to for the next save with this writer.
 
     Raises (from a save, on every rank):
         CheckpointExistsError: with ``overwrite=False``.
+        SaveInProgressError: another save to the path is not over in this process.
         UnsupportedError: a value that the format cannot hold.
         OSError: a write failed; the files of this save have been removed.
     """
@@ -60,8 +71,10 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         overwrite: bool = True,
         io: Literal["auto", "direct", "buffered"] = "auto",
         max_inflight_bytes: int | None = None,
+        cache_staged_state_dict: bool = False,
     ) -> None:
         super().__init__()
+        self._stager = HostStager(cache=cache_staged_state_dict)
         self.path = Path(path)
         self.options = WriteOptions(threads=threads, fsync=fsync, io=io, max_inflight_bytes=max_inflight_bytes)
         self.overwrite = overwrite
@@ -69,9 +82,12 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._rank: int | None = None
         self._use_collectives = True
         self._generation = 1
+        self._saving: Saving | None = None
+        self._written: bytes | None = None  # the index of what this rank wrote, until it is known to be committed
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, to another path where one is given."""
+        self.discard()
         if checkpoint_id:
             self.path = Path(checkpoint_id)
         self.save_id = str(uuid.uuid4())
@@ -83,19 +99,48 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     def storage_meta(self) -> StorageMeta | None:
         """The path and the id of this save."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+        return SavedMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+
+    def stage_with(self, stager: HostStager) -> None:
+        """Sets what :meth:`stage` copies with."""
+        self._stager = stager
+
+    def stage(self, state_dict: dict[str, Any], *, queued: bool = False) -> dict[str, Any]:
+        """Copies the state dict to host memory, for ``dcp.async_save``.
+
+        Until this save is over, another one to the path is refused.
+
+        Args:
+            state_dict: what to save.
+            queued: the save may begin much later; :meth:`close` will tell when it is over.
+        """
+        self._saving = saves.begin(self.path, self, queued=queued)
+        try:
+            return self._stager.stage(state_dict)
+        except BaseException:
+            self._saving.ended = True
+            raise
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Takes the rank, and whether this save is rank-local (``use_collectives=False``), from newer torch."""
         self._rank = kwargs.get("rank")
         self._use_collectives = kwargs.get("use_collectives", True)
+        staged = self._saving is not None and self._saving.thread is None and not self._saving.ended
+        if not staged:
+            self._saving = saves.begin(self.path, self)
+        if self._saving is not None:
+            self._saving.thread = threading.current_thread()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Creates the folder. All ranks look at it before any of them writes, so they agree on the generation."""
         self.path.mkdir(parents=True, exist_ok=True)
-        name = INDEX_NAME if self._use_collectives else rank_index_name(0)
+        name = INDEX_NAME if self._use_collectives else rank_index_name(self._rank or 0)
         if (self.path / name).exists() and not self.overwrite:
             msg = f"there is a checkpoint at {self.path}, and overwrite=False"
+            raise CheckpointExistsError(msg, path=self.path)
+        if not self._use_collectives and (self.path / INDEX_NAME).exists():
+            # Readers would go on to find the old one: no rank may replace it for all.
+            msg = f"{self.path} holds a checkpoint of all ranks, which a rank-local save (use_collectives=False) cannot replace"
             raise CheckpointExistsError(msg, path=self.path)
         self._generation = _core.next_generation(str(self.path))
         if not self._use_collectives and self._rank is not None:
@@ -112,26 +157,35 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's data files. The one result carries this rank's index."""
         place = plan.storage_data if isinstance(plan.storage_data, _Place) else _Place(self._rank or 0, 1)
-        entries = collect(plan, planner)
-        save = _core.Save.create(
-            str(self.path),
-            [entry.item() for entry in entries],
-            generation=self._generation,
-            token=secrets.randbits(64),
-            rank=place.rank,
-            world_size=place.world_size,
+        # All ranks have come this far, so the save before this one is over.
+        self.discard()
+        how = {
+            "generation": self._generation,
+            "token": secrets.randbits(64),
+            "rank": place.rank,
+            "world_size": place.world_size,
             **self.options.engine(),
-        )
+        }
+        writes = planner.local_writes(plan) if isinstance(planner, RsSavePlanner) else None
+        if writes is None:
+            writes = collect(plan, planner)
+        entries = writes.entries
+        save = writes.plan.create(str(self.path), writes.keep, [entry.nbytes for entry in entries], **how)
         try:
-            write_entries(save, entries, self.options)
-            index = save.finish()
+            save.write_plain(writes.tensors, _torch.PLAIN_TYPES, NAMES)
+            write_entries(save, entries, self.options, save.plain_count)
+            self._written = save.finish(uuid.UUID(self.save_id).bytes)
         except BaseException:
             save.abort()
+            self._end()
             raise
+        if self._saving is not None:
+            saves.writing(self._saving)
         result = WriteResult(
             index=MetadataIndex(rank_index_name(place.rank)),
-            size_in_bytes=sum(entry.nbytes for entry in entries),
-            storage_data=index,
+            size_in_bytes=save.bytes,
+            # An index repeats itself: it travels to the coordinator at a sixth of its size.
+            storage_data=self._written if place.world_size == 1 else zlib.compress(self._written, 1),
         )
         future: Future[list[WriteResult]] = Future()
         future.set_result([result])
@@ -139,30 +193,76 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Merges the indexes of all ranks and commits the checkpoint."""
-        indexes = [result.storage_data for rank_results in results for result in rank_results]
-        data = _core.merge_indexes(
-            indexes, uuid.UUID(self.save_id).bytes, self._generation, _plain(metadata.planner_data)
+        entries = metadata.state_dict_metadata
+        index, left = _core.commit_indexes(
+            str(self.path),
+            self._own_rank(),
+            [_index_of(result) for rank_results in results for result in rank_results],
+            save_id=uuid.UUID(self.save_id).bytes,
+            generation=self._generation,
+            planner_data=_plain(metadata.planner_data),
+            items=getattr(entries, "planned_items", None),
+            names=entries,
+            fsync=self.options.fsync,
         )
-        merged = _core.Index.from_bytes(data, str(self.path / INDEX_NAME), False)
-        missing = [fqn for fqn in metadata.state_dict_metadata if merged.find(fqn) is None]
-        if missing:
-            msg = f"no rank wrote {missing[0]!r}" + (f" (nor {len(missing) - 1} others)" if missing[1:] else "")
-            raise PlanError(msg, tensor=missing[0])
-        if self._use_collectives:
-            for reason in _core.commit(str(self.path), data, self.options.fsync):
-                warnings.warn(
-                    f"the checkpoint is saved, but a file of the one before is still there: {reason}", stacklevel=2
-                )
+        self._written = None
+        self._end()
+        for reason in left:
+            warnings.warn(
+                f"the checkpoint is saved, but a file of the one before is still there: {reason}", stacklevel=2
+            )
+        meta = SavedMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+        if any(metadata is cached for cached in SavePlanner._cached_metadata.values()):  # noqa: SLF001  # the cache of torch's planner
+            metadata.storage_meta = meta
         else:
-            _core.publish(str(self.path), rank_index_name(self._rank or 0), data, self.options.fsync)
-        metadata.storage_meta = self.storage_meta()
-        if hasattr(metadata, "version"):  # torch 2.8 has none
-            metadata.version = DCP_VERSION
+            describe_saved(metadata, index, meta)
+
+    def _own_rank(self) -> int | None:
+        """The rank whose index it is, in a rank-local save."""
+        return None if self._use_collectives else self._rank or 0
+
+    def discard(self) -> None:
+        """Removes what this rank wrote for a save that failed since, on this rank or another. Without such a save it does nothing."""
+        written, self._written = self._written, None
+        committed = self._saving is not None and self._saving.committed
+        if written is None or committed:
+            return
+        try:
+            _core.discard(str(self.path), self._own_rank(), written)
+        except (OSError, DcpRsError) as error:
+            warnings.warn(f"files of a save that failed are still there: {error}", stacklevel=2)
+
+    def close(self) -> None:
+        """Says that the save through this writer is over, well or not."""
+        self._end()
+
+    def _end(self) -> None:
+        if self._saving is not None:
+            self._saving.ended = True
+
+    def __del__(self) -> None:
+        if getattr(self, "_written", None) is not None:
+            self.discard()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For a save in another process: it begins anew there, and is under way here for as long as this thread waits for it.
+        if self._saving is not None and self._saving.thread is None:
+            self._saving.thread = threading.current_thread()
+        return {**self.__dict__, "_saving": None, "_written": None, "_stager": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._stager = HostStager()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether the id can be a path of the local file system."""
         return "://" not in os.fspath(checkpoint_id)
+
+
+def _index_of(result: WriteResult) -> bytes:
+    data: bytes = result.storage_data
+    return data if data.startswith(_INDEX_MAGIC) else zlib.decompress(data)
 
 
 def _plain(planner_data: Any) -> Any:

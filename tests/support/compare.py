@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in row-major order, as a flat CPU tensor of uint8."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8)
+    # Not reshape(-1), which leaves the stride of a tensor of one element as it is.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

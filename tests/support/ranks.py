@@ -88,6 +88,14 @@ def _portable(error: BaseException) -> BaseException:
     return error if isinstance(copy, BaseException) else UnpicklableError(repr(error))
 
 
+def _forget_groups() -> None:
+    """DTensor remembers how it sharded, and with it the groups of meshes that are equal to later ones."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+
+
 def _perform(call: _Call) -> Outcome:
     from datetime import timedelta
 
@@ -125,6 +133,7 @@ def _perform(call: _Call) -> Outcome:
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # a group whose other ranks are gone
                 dist.destroy_process_group()
+                _forget_groups()
                 outcome.reusable = True
         os.environ.clear()
         os.environ.update(environment)

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from support.compare import raw_bytes
+
 _NAMES = """
 bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 float32 float64 bfloat16
 complex32 complex64 complex128 bcomplex32 float8_e4m3fn float8_e4m3fnuz float8_e5m2
@@ -32,8 +34,7 @@ def blank(state: Any) -> Any:
     if isinstance(state, torch.Tensor):
         if state.dtype == torch.bool:
             return ~state
-        plain = state.detach().resolve_conj().resolve_neg().contiguous()
-        return (~plain.reshape(-1).view(torch.uint8)).view(state.dtype).reshape(state.shape)
+        return (~raw_bytes(state)).view(state.dtype).reshape(state.shape)
     if isinstance(state, dict):
         return {key: blank(value) for key, value in state.items()}
     if isinstance(state, list):

@@ -86,6 +86,12 @@ impl Dtype {
         self.row().name
     }
 
+    /// Whether it is a real floating-point type, as torch counts them.
+    pub fn is_floating_point(self) -> bool {
+        let name = self.name();
+        name.starts_with("float") || name == "bfloat16"
+    }
+
     /// Bytes an element takes.
     pub fn size(self) -> u64 {
         u64::from(self.row().size)

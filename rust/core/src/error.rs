@@ -54,6 +54,14 @@ pub enum Error {
     /// A request that cannot be satisfied by this checkpoint.
     #[error("{0}")]
     Plan(String),
+    /// Ranks that save together do not agree on a tensor, or do not hold all of it.
+    #[error("tensor {tensor:?}: {reason}")]
+    TensorPlan {
+        /// Its FQN.
+        tensor: String,
+        /// Which chunk of which rank is wrong, and how.
+        reason: String,
+    },
     /// The operating system failed a call.
     #[error("{action} {}: {source}", path.display())]
     Io {

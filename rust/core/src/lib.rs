@@ -12,8 +12,11 @@ pub mod load;
 pub mod overlap;
 mod parallel;
 pub mod read;
+pub mod save_plan;
+pub mod slabs;
 pub mod source;
 pub mod store;
+pub mod verify;
 pub mod write;
 
 pub use control::Control;

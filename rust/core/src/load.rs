@@ -3,23 +3,23 @@
 #![allow(unsafe_code)] // destinations are addresses that a caller vouches for
 
 use std::collections::HashSet;
-use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
 use crate::format::{BLOCK_SIZE, Dims, Index, Kind};
 use crate::overlap::{self, Region};
 use crate::read::{self, Catalog, Destination, FileRef, ReadOptions, ReadReq, ReadStats};
-use crate::store::{Mapping, PrivateMapping};
+use crate::store::{Mapping, PrivateMapping, open_file};
 use crate::{Control, Error, Result};
 
 /// Opens the index file at `path`: maps it and checks it.
 pub fn open_index(path: &Path) -> Result<Index> {
-    let file = File::open(path).map_err(|error| match error.kind() {
+    let file = open_file(path).map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => Error::NotFound {
             path: path.to_owned(),
             reason: "no such file".into(),
         },
+        std::io::ErrorKind::InvalidInput => Error::corrupt_index(path, 0, error.to_string()),
         _ => Error::io("open", path, error),
     })?;
     let mapping = Mapping::new(&file).map_err(|error| Error::io("map", path, error))?;
@@ -115,6 +115,19 @@ pub struct Memory {
     pub strides: Dims,
 }
 
+/// Checks that a rectangle can be written to `to`.
+fn check_memory(tensor: &str, sizes: &[u64], to: &Memory) -> Result<()> {
+    let refuse = |why| Err(Error::Plan(format!("tensor {tensor:?}: the destination has {why}")));
+    if sizes.contains(&0) {
+        return Ok(());
+    }
+    let shared = |(&size, &stride): (&u64, &u64)| size > 1 && stride == 0;
+    if sizes.iter().zip(&to.strides).any(shared) {
+        return refuse("several elements in one place of memory");
+    }
+    Ok(())
+}
+
 /// A batch of reads from one checkpoint.
 pub struct Gather {
     index: Arc<Index>,
@@ -154,16 +167,7 @@ impl Gather {
         if sizes.contains(&0) {
             return Ok(());
         }
-        if sizes
-            .iter()
-            .zip(&to.strides)
-            .any(|(&size, &stride)| size > 1 && stride == 0)
-        {
-            return Err(Error::Plan(format!(
-                "tensor {:?}: the destination has several elements in one place of memory",
-                tensor.name
-            )));
-        }
+        check_memory(tensor.name, sizes, &to)?;
         let itemsize = tensor.dtype.expect("tensors have one").size();
         let strides = view.strides.unwrap_or_else(|| row_major(&view.sizes));
         let first: u64 = offsets
@@ -200,6 +204,7 @@ impl Gather {
                 view.shape.as_slice()
             )));
         }
+        check_memory(view.name, &region.sizes, to)?;
         for part in cover(&self.index, tensor, region)? {
             let bytes: u64 = part.region_offsets.iter().zip(&to.strides).map(|(o, s)| o * s).sum();
             let bytes = usize::try_from(bytes).map_err(|_| Error::Plan("destination too large".into()))?;
@@ -268,6 +273,11 @@ impl Gather {
             file.open(false)?;
         }
         Ok(())
+    }
+
+    /// The files, and the requests in the order in which they were added.
+    pub(crate) fn into_parts(self) -> (Vec<FileRef>, Vec<ReadReq>) {
+        (self.files, self.requests)
     }
 
     /// Reads all that was added.
@@ -342,7 +352,8 @@ pub fn verify_chunks(
     Ok(())
 }
 
-struct Names<'a>(&'a Index);
+/// The names and digests of an index, for the engine.
+pub(crate) struct Names<'a>(pub &'a Index);
 
 impl Catalog for Names<'_> {
     fn tensor_name(&self, tensor: u32) -> String {
@@ -355,7 +366,7 @@ impl Catalog for Names<'_> {
 }
 
 /// Strides in elements of a contiguous rectangle.
-fn row_major(sizes: &[u64]) -> Dims {
+pub(crate) fn row_major(sizes: &[u64]) -> Dims {
     let mut strides = Dims::from_elem(1, sizes.len());
     for d in (1..sizes.len()).rev() {
         strides[d - 1] = strides[d] * sizes[d];

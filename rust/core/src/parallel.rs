@@ -1,6 +1,7 @@
 //! Threads that live for one call.
 
 use std::panic::resume_unwind;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 
@@ -49,6 +50,28 @@ pub(crate) fn for_each<S>(
     })
 }
 
+/// `make(0), make(1), … make(count - 1)`, in that order, made as [`for_each`] does it; 0 workers: as many as cores.
+pub(crate) fn map<T: Send + Sync>(
+    count: usize,
+    workers: usize,
+    make: impl Fn(usize) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let workers = if workers == 0 { available() } else { workers };
+    let made: Vec<OnceLock<T>> = std::iter::repeat_with(OnceLock::new).take(count).collect();
+    for_each(
+        count,
+        workers,
+        || (),
+        |(), i| {
+            let value = make(i)?;
+            // Every number comes once.
+            let _ = made[i].set(value);
+            Ok(())
+        },
+    )?;
+    Ok(made.into_iter().filter_map(OnceLock::into_inner).collect())
+}
+
 /// As many as the cores that this process may use.
 pub(crate) fn available() -> usize {
     thread::available_parallelism().map_or(1, std::num::NonZero::get)
@@ -78,6 +101,24 @@ mod tests {
             let mut seen = seen.into_inner().unwrap();
             seen.sort_unstable();
             assert_eq!(seen, (0..50).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn maps_in_order() {
+        for workers in [0, 1, 3, 100] {
+            assert_eq!(
+                map(50, workers, |i| Ok(i * i)).unwrap(),
+                (0..50).map(|i| i * i).collect::<Vec<_>>()
+            );
+            let failed = map(50, workers, |i| {
+                if i == 7 {
+                    Err(Error::Plan("seven".into()))
+                } else {
+                    Ok(i)
+                }
+            });
+            assert_eq!(failed.unwrap_err().to_string(), "seven");
         }
     }
 

@@ -351,6 +351,53 @@ fn cancellation_stops_the_work() {
     assert_eq!(control.done(), 0);
 }
 
+/// Cancels when the engine asks for the first digest, which is in the middle of the work.
+struct Canceller<'a>(&'a Control, u64);
+
+impl Catalog for Canceller<'_> {
+    fn tensor_name(&self, _: u32) -> String {
+        String::new()
+    }
+    fn digest(&self, _: u64) -> u64 {
+        self.0.cancel();
+        self.1
+    }
+}
+
+#[test]
+fn work_under_way_is_cancelled() {
+    let dir = folder();
+    let length = 64 * MIB;
+    let file = written(dir.path(), "f", &vec![7; length]);
+    let mut dst = vec![0u8; length];
+    let mut req = run(0, 0, length, 0, &mut dst);
+    req.digests = Some(0);
+    for io in MODES {
+        let control = Control::new();
+        let catalog = Canceller(&control, twox_hash::XxHash3_64::oneshot(&vec![7; MIB]));
+        let options = ReadOptions {
+            verify: true,
+            ..options(io)
+        };
+        // SAFETY: the destination is exclusive and outlives the call.
+        let result = unsafe {
+            read(
+                std::slice::from_ref(&file),
+                std::slice::from_ref(&req),
+                &catalog,
+                &options,
+                &control,
+            )
+        };
+        assert!(matches!(result, Err(Error::Interrupted)), "{io:?} {result:?}");
+        assert!(
+            control.done() < length as u64 / 2,
+            "{io:?}: {} bytes after the call",
+            control.done()
+        );
+    }
+}
+
 #[test]
 fn a_request_outside_its_file_is_refused() {
     let dir = folder();

@@ -17,7 +17,7 @@ impl<'py> FromPyObject<'_, 'py> for Extent {
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         let dims: PyResult<Dims> = match object.cast::<PyTuple>() {
-            Ok(tuple) => tuple.iter_borrowed().map(|size| size.extract::<u64>()).collect(),
+            Ok(tuple) => tuple.iter_borrowed().map(Borrowed::extract::<u64>).collect(),
             Err(_) => object
                 .cast::<PyList>()?
                 .iter()

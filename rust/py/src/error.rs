@@ -11,6 +11,7 @@ pyo3::import_exception!(dcp_rs.errors, CheckpointNotFoundError);
 pyo3::import_exception!(dcp_rs.errors, CorruptDataError);
 pyo3::import_exception!(dcp_rs.errors, CorruptIndexError);
 pyo3::import_exception!(dcp_rs.errors, PlanError);
+pyo3::import_exception!(dcp_rs.errors, UnsafePickleError);
 pyo3::import_exception!(dcp_rs.errors, UnsupportedError);
 
 /// The exception for an error of the core.
@@ -32,22 +33,25 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
             Some(tensor.as_str()),
             Some(*offset),
         ),
+        Error::UnsafePickle { path, .. } => with_place(py, UnsafePickleError::new_err(message), Some(path), None, None),
         Error::Unsupported(_) => UnsupportedError::new_err(message),
-        Error::Plan(_) => PlanError::new_err(message),
+        Error::TensorPlan { tensor, .. } => {
+            with_place(py, PlanError::new_err(message), None, Some(tensor.as_str()), None)
+        }
         // The standard class, so that callers can look at errno: OSError picks FileNotFoundError and the like by it.
         Error::Io { action, path, source } => PyOSError::new_err((
-            source.raw_os_error().unwrap_or(libc_eio()),
+            source.raw_os_error().unwrap_or(EIO),
             format!("{action}: {source}"),
             path.display().to_string(),
         )),
         Error::Interrupted => PyKeyboardInterrupt::new_err(()),
+        // `Plan`, and what a later core adds.
         _ => PlanError::new_err(message),
     }
 }
 
-const fn libc_eio() -> i32 {
-    5
-}
+/// For a failure that the system gave no number.
+const EIO: i32 = 5;
 
 /// Sets `path`, `tensor` and `offset`, which every class of `dcp_rs.errors` has.
 fn with_place(py: Python<'_>, error: PyErr, path: Option<&Path>, tensor: Option<&str>, offset: Option<u64>) -> PyErr {

@@ -41,6 +41,16 @@ impl Index {
         })
     }
 
+    /// Indexes what others wrote at `path`, whatever index lies there.
+    #[staticmethod]
+    fn from_data(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
+        let inner = py.detach(|| source::open_data(&path, 0)).into_py(py)?;
+        Ok(Self {
+            inner: Arc::new(inner),
+            allow_external: true,
+        })
+    }
+
     /// Checks the bytes of an index; `path` is where its file would be.
     #[staticmethod]
     fn from_bytes(py: Python<'_>, data: Vec<u8>, path: PathBuf, allow_external: bool) -> PyResult<Self> {
@@ -58,7 +68,7 @@ impl Index {
 
     #[getter]
     fn save_id(&self) -> String {
-        self.inner.save_id().iter().map(|byte| format!("{byte:02x}")).collect()
+        format!("{:032x}", u128::from_be_bytes(self.inner.save_id()))
     }
 
     #[getter]

@@ -11,9 +11,19 @@ use crate::error::IntoPy;
 /// How often signals are looked at.
 const PERIOD: Duration = Duration::from_millis(20);
 
-/// Runs `work` on another thread while this one, without the GIL, watches for signals. A signal whose handler raises cancels the
-/// work; its threads have ended when this returns.
+/// [`run_with`] without progress.
 pub fn run<T: Send>(py: Python<'_>, work: impl FnOnce(&Control) -> Result<T> + Send) -> PyResult<T> {
+    run_with(py, None, work)
+}
+
+/// Runs `work` on another thread while this one, without the GIL, watches for signals. A signal whose handler raises cancels the
+/// work; its threads have ended when this returns. `progress` is called now and then, with the bytes done; what it raises cancels the
+/// work too.
+pub fn run_with<T: Send>(
+    py: Python<'_>,
+    progress: Option<&Py<PyAny>>,
+    work: impl FnOnce(&Control) -> Result<T> + Send,
+) -> PyResult<T> {
     let control = Control::default();
     let (result, raised) = py.detach(|| {
         std::thread::scope(|scope| {
@@ -27,7 +37,14 @@ pub fn run<T: Send>(py: Python<'_>, work: impl FnOnce(&Control) -> Result<T> + S
             });
             let mut raised = None;
             while is_done.recv_timeout(PERIOD) == Err(RecvTimeoutError::Timeout) {
-                if let Err(error) = Python::attach(|py| py.check_signals()) {
+                let watch = Python::attach(|py| {
+                    py.check_signals()?;
+                    if let Some(progress) = progress {
+                        progress.call1(py, (control.done(),))?;
+                    }
+                    Ok(())
+                });
+                if let Err(error) = watch {
                     control.cancel();
                     raised = Some(error);
                     break;

@@ -1,11 +1,16 @@
 //! `dcp_rs._core`: the boundary between dcp-rs-core and Python. Translates, validates, releases the GIL; decides nothing.
 
+#![allow(clippy::needless_pass_by_value)] // PyO3 hands arguments over by value
+
 mod convert;
 mod error;
 mod index;
 mod interrupt;
 mod plain;
 mod read;
+mod save_plan;
+mod slabs;
+mod verify;
 mod write;
 
 use pyo3::prelude::*;
@@ -17,7 +22,13 @@ mod _core {
     #[pymodule_export]
     use crate::plain::Batch;
     #[pymodule_export]
-    use crate::write::{Save, commit, discard, merge_indexes, next_generation, publish};
+    use crate::save_plan::{SavePlan, assign_saves};
+    #[pymodule_export]
+    use crate::slabs::SlabReader;
+    #[pymodule_export]
+    use crate::verify::{has_native_data, recover};
+    #[pymodule_export]
+    use crate::write::{Save, commit_indexes, discard, next_generation, publish, put_in_place};
 
     #[pymodule_export]
     #[allow(non_upper_case_globals)]

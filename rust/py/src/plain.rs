@@ -19,7 +19,7 @@ use crate::index::Index;
 use crate::read::{self, Stats};
 
 /// What the planner says is plain: exact types, and the dtypes of the format.
-struct Plain<'py> {
+pub struct Plain<'py> {
     types: Vec<Bound<'py, PyType>>,
     dtypes: HashMap<usize, Dtype>,
     strided: Bound<'py, PyAny>,
@@ -34,7 +34,7 @@ pub struct HostTensor {
 }
 
 impl<'py> Plain<'py> {
-    fn new(py: Python<'py>, types: &Bound<'py, PyTuple>, dtypes: &Bound<'py, PyDict>) -> PyResult<Self> {
+    pub fn new(py: Python<'py>, types: &Bound<'py, PyTuple>, dtypes: &Bound<'py, PyDict>) -> PyResult<Self> {
         Ok(Self {
             types: types
                 .iter()
@@ -50,7 +50,7 @@ impl<'py> Plain<'py> {
     }
 
     /// The memory of a tensor, if bytes in host memory are all there is to it.
-    fn look(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Option<HostTensor>> {
+    pub fn look(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Option<HostTensor>> {
         let py = tensor.py();
         let class = tensor.get_type();
         if !self.types.iter().any(|plain| plain.is(&class)) {
@@ -69,16 +69,19 @@ impl<'py> Plain<'py> {
         };
         if !tensor.getattr(intern!(py, "layout"))?.is(&self.strided)
             || tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()?
-            || tensor.call_method0(intern!(py, "is_conj"))?.is_truthy()?
+            || (dtype.name().contains("complex") && tensor.call_method0(intern!(py, "is_conj"))?.is_truthy()?)
         {
             return Ok(None);
         }
-        Ok(Some(HostTensor {
+        let host = HostTensor {
             dtype,
             shape: tensor.getattr(intern!(py, "shape"))?.extract::<Extent>()?.0,
             strides: tensor.call_method0(intern!(py, "stride"))?.extract::<Extent>()?.0,
             address: tensor.call_method0(intern!(py, "data_ptr"))?.extract()?,
-        }))
+        };
+        // A storage that was freed has no address.
+        let freed = host.address == 0 && !host.shape.contains(&0);
+        Ok((!freed).then_some(host))
     }
 }
 
@@ -152,7 +155,9 @@ impl Index {
             offsets: Dims::from_elem(0, host.shape.len()),
             sizes: host.shape,
         };
-        let to = read::memory(host.address, &host.strides, host.dtype.size())?;
+        let Ok(to) = read::memory(name, host.address, &whole.sizes, &host.strides, host.dtype.size()) else {
+            return Ok(false);
+        };
         // What the chunks do not hold, and what cannot be written to, is reported by the planner, which has the words for it.
         let before = gather.len();
         if gather.add_region(stored, &whole, &to).is_err() {

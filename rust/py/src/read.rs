@@ -47,7 +47,13 @@ pub fn options(io: &str, threads: usize, verify: bool, max_inflight_bytes: u64) 
     })
 }
 
-pub fn memory(address: usize, strides: &Dims, itemsize: u64) -> PyResult<Memory> {
+/// The memory of a tensor. One whose storage was freed has the address 0.
+pub fn memory(name: &str, address: usize, sizes: &Dims, strides: &Dims, itemsize: u64) -> PyResult<Memory> {
+    if address == 0 && !sizes.contains(&0) {
+        return Err(PlanError::new_err(format!(
+            "tensor {name:?}: the destination has no memory: its storage has been freed"
+        )));
+    }
     let strides: Option<Dims> = strides.iter().map(|stride| stride.checked_mul(itemsize)).collect();
     Ok(Memory {
         address: Destination(std::ptr::with_exposed_provenance_mut(address)),
@@ -81,8 +87,14 @@ impl Index {
         let mut gather = Gather::new(Arc::clone(&index), self.allow_external);
         for (chunk, offsets, sizes, address, strides) in &requests {
             self.check_chunk(*chunk)?;
-            let itemsize = self.itemsize(index.chunk(*chunk).tensor);
-            let to = memory(*address, &strides.0, itemsize)?;
+            let tensor = index.chunk(*chunk).tensor;
+            let to = memory(
+                index.name(tensor),
+                *address,
+                &sizes.0,
+                &strides.0,
+                self.itemsize(tensor),
+            )?;
             gather.add_chunk(*chunk, &offsets.0, &sizes.0, to).into_py(py)?;
         }
         let stats = run(py, &gather, &options)?;
@@ -107,7 +119,13 @@ impl Index {
         let mut gather = Gather::new(Arc::clone(&index), self.allow_external);
         for (tensor, offsets, sizes, address, strides) in &requests {
             self.check_tensor(*tensor)?;
-            let to = memory(*address, &strides.0, self.itemsize(*tensor))?;
+            let to = memory(
+                index.name(*tensor),
+                *address,
+                &sizes.0,
+                &strides.0,
+                self.itemsize(*tensor),
+            )?;
             let region = Region {
                 offsets: offsets.0.clone(),
                 sizes: sizes.0.clone(),

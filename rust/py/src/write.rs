@@ -1,26 +1,33 @@
 //! Saves, as Python sees them.
 
-use std::path::PathBuf;
-use std::sync::Mutex;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 
-use dcp_rs_core::format::{Index, IndexBuilder, Kind, SourceKind, Value};
-use dcp_rs_core::store;
-use dcp_rs_core::write::{self, Part, SaveInfo, SaveItem, WriteIo, WriteOptions};
+use dcp_rs_core::format::{INDEX_NAME, Index, IndexBuilder, Kind, SourceKind, Value, rank_index_name};
+use dcp_rs_core::write::{self, FilePlan, Part, Place, SaveInfo, SaveItem, WriteIo, WriteOptions};
+use dcp_rs_core::{Error, store};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyTuple};
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 use crate::convert::{Extent, dtype, to_value};
 use crate::error::{IntoPy, PlanError, UnsupportedError};
-use crate::interrupt;
+use crate::plain::Plain;
+use crate::save_plan::Planned;
+use crate::{index, interrupt};
 
 /// One rank's data files of one save. Dropped before `finish`, it removes what it created.
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct Save {
     inner: Mutex<Option<write::Save>>,
+    planned: Planned,
+    /// Of all items, in bytes.
+    #[pyo3(get)]
+    bytes: u64,
 }
 
 /// FQN, dtype (None: bytes), shape of the whole, flags, path, offsets, sizes, length in bytes.
-type ItemTuple<'py> = (
+pub type ItemTuple<'py> = (
     Bound<'py, PyAny>,
     Option<String>,
     Extent,
@@ -57,17 +64,46 @@ impl Save {
             rank,
             world_size,
         };
-        let options = WriteOptions {
-            threads,
-            fsync,
-            io: io_mode(io)?,
-            max_inflight_bytes,
-        };
+        let options = options(threads, fsync, io, max_inflight_bytes)?;
+        Self::begin(py, &folder, items, info, &options, Planned { plain: Vec::new() })
+    }
+
+    /// Creates files (name, header, size) of the caller's own layout, with values (name, file, offset, length) in them.
+    #[staticmethod]
+    #[pyo3(signature = (folder, files, values, *, threads, fsync, io, max_inflight_bytes))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
+    fn create_files(
+        py: Python<'_>,
+        folder: PathBuf,
+        files: Vec<(String, Vec<u8>, u64)>,
+        values: Vec<(String, u32, u64, u64)>,
+        threads: usize,
+        fsync: bool,
+        io: &str,
+        max_inflight_bytes: u64,
+    ) -> PyResult<Self> {
+        let files = files
+            .into_iter()
+            .map(|(name, header, size)| FilePlan {
+                name,
+                header,
+                size,
+                items: vec![],
+            })
+            .collect();
+        let values: Vec<_> = values
+            .into_iter()
+            .map(|(name, file, offset, length)| (name, Place { file, offset }, length))
+            .collect();
+        let bytes = values.iter().map(|(.., length)| length).sum();
+        let options = options(threads, fsync, io, max_inflight_bytes)?;
         let save = py
-            .detach(|| write::Save::create(&folder, items, info, &options))
+            .detach(|| write::Save::create_files(&folder, files, values, &options))
             .into_py(py)?;
         Ok(Self {
             inner: Mutex::new(Some(save)),
+            planned: Planned { plain: Vec::new() },
+            bytes,
         })
     }
 
@@ -92,10 +128,47 @@ impl Save {
         interrupt::run(py, |control| save.write(&parts, control))
     }
 
-    /// Completes the files, and returns the bytes of an index over them.
-    fn finish<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+    /// Writes the plain tensors of the plan that this save was created from; they are in the list that the plan was made with.
+    fn write_plain<'py>(
+        &self,
+        py: Python<'py>,
+        tensors: &Bound<'py, PyList>,
+        types: &Bound<'py, PyTuple>,
+        dtypes: &Bound<'py, PyDict>,
+    ) -> PyResult<()> {
+        let parts = self.planned.parts(&Plain::new(py, types, dtypes)?, tensors)?;
+        let inner = self.inner.lock().map_err(|_| closed())?;
+        let save = inner.as_ref().ok_or_else(closed)?;
+        interrupt::run(py, |control| save.write(&parts, control))
+    }
+
+    /// Writes values: (item, bytes).
+    fn write_values(&self, py: Python<'_>, values: Vec<(u32, PyBackedBytes)>) -> PyResult<()> {
+        let parts: Vec<Part<'_>> = values
+            .iter()
+            .filter(|(_, data)| !data.is_empty())
+            .map(|(item, data)| Part {
+                item: *item,
+                at: 0,
+                data,
+            })
+            .collect();
+        let inner = self.inner.lock().map_err(|_| closed())?;
+        let save = inner.as_ref().ok_or_else(closed)?;
+        interrupt::run(py, |control| save.write(&parts, control))
+    }
+
+    /// How many plain tensors come first among the items, where the save was created from a plan.
+    #[getter]
+    fn plain_count(&self) -> usize {
+        self.planned.plain.len()
+    }
+
+    /// Completes the files, and returns the bytes of an index over them, with the id of the save if one is given.
+    #[pyo3(signature = (save_id=None))]
+    fn finish<'py>(&self, py: Python<'py>, save_id: Option<[u8; 16]>) -> PyResult<Bound<'py, PyBytes>> {
         let save = self.inner.lock().map_err(|_| closed())?.take().ok_or_else(closed)?;
-        let bytes = py.detach(|| save.finish()).into_py(py)?;
+        let bytes = py.detach(|| save.finish_as(save_id)).into_py(py)?;
         Ok(PyBytes::new(py, &bytes))
     }
 
@@ -104,6 +177,36 @@ impl Save {
         let save = self.inner.lock().ok().and_then(|mut inner| inner.take());
         py.detach(|| drop(save));
     }
+}
+
+impl Save {
+    pub fn begin(
+        py: Python<'_>,
+        folder: &Path,
+        items: Vec<SaveItem>,
+        info: SaveInfo,
+        options: &WriteOptions,
+        planned: Planned,
+    ) -> PyResult<Self> {
+        let bytes = items.iter().map(|item| item.length).sum();
+        let save = py
+            .detach(|| write::Save::create(folder, items, info, options))
+            .into_py(py)?;
+        Ok(Self {
+            inner: Mutex::new(Some(save)),
+            planned,
+            bytes,
+        })
+    }
+}
+
+pub fn options(threads: usize, fsync: bool, io: &str, max_inflight_bytes: u64) -> PyResult<WriteOptions> {
+    Ok(WriteOptions {
+        threads,
+        fsync,
+        io: io_mode(io)?,
+        max_inflight_bytes,
+    })
 }
 
 fn closed() -> PyErr {
@@ -121,14 +224,19 @@ fn io_mode(name: &str) -> PyResult<WriteIo> {
     }
 }
 
-fn save_item(item: ItemTuple<'_>) -> PyResult<SaveItem> {
-    let (name, dtype_name, shape, flags, path, offsets, sizes, length) = item;
-    let Ok(name) = name.extract::<String>() else {
-        return Err(UnsupportedError::new_err(format!(
+pub fn name_of(name: &Bound<'_, PyAny>) -> PyResult<String> {
+    match name.extract::<String>() {
+        Ok(name) => Ok(name),
+        Err(_) => Err(UnsupportedError::new_err(format!(
             "the name {} is not valid Unicode text",
             name.repr()?
-        )));
-    };
+        ))),
+    }
+}
+
+pub fn save_item(item: ItemTuple<'_>) -> PyResult<SaveItem> {
+    let (name, dtype_name, shape, flags, path, offsets, sizes, length) = item;
+    let name = name_of(&name)?;
     Ok(SaveItem {
         kind: if dtype_name.is_some() {
             Kind::Tensor
@@ -146,28 +254,93 @@ fn save_item(item: ItemTuple<'_>) -> PyResult<SaveItem> {
     })
 }
 
-/// One index of the indexes of all ranks.
+/// Merges the indexes of all ranks and commits them as the index of `folder` (or of one rank in it). Returns that index, and why files of the checkpoint it
+/// replaces are still there, if some are.
 ///
 /// `planner_data` as DCP's `Metadata` has it: a mapping of FQN to path is spread over the tensors; what names no tensor, and any
-/// other value, goes to the root.
+/// other value, goes to the root. `items`: how many chunks and values there must be, where that is known; or names that must be there.
 #[pyfunction]
-pub fn merge_indexes<'py>(
-    py: Python<'py>,
-    indexes: Vec<Vec<u8>>,
+#[pyo3(signature = (folder, rank, indexes, *, save_id, generation, planner_data, items, names, fsync))]
+#[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
+pub fn commit_indexes(
+    py: Python<'_>,
+    folder: PathBuf,
+    rank: Option<u32>,
+    indexes: Vec<PyBackedBytes>,
     save_id: [u8; 16],
     generation: u64,
-    planner_data: &Bound<'py, PyAny>,
-) -> PyResult<Bound<'py, PyBytes>> {
-    let mut builder = IndexBuilder::new(SourceKind::Native);
-    builder.save_id = save_id;
-    builder.generation = generation;
-    for (rank, bytes) in indexes.into_iter().enumerate() {
-        let part = Index::from_bytes(bytes, std::path::Path::new(&format!("(index of rank {rank})"))).into_py(py)?;
-        builder.merge(&part).into_py(py)?;
+    planner_data: &Bound<'_, PyAny>,
+    items: Option<u64>,
+    names: &Bound<'_, PyAny>,
+    fsync: bool,
+) -> PyResult<(index::Index, Vec<String>)> {
+    let path = folder.join(rank.map_or(INDEX_NAME.to_owned(), rank_index_name));
+    if let [index] = indexes.as_slice()
+        && planner_data
+            .cast::<PyDict>()
+            .is_ok_and(pyo3::types::PyDictMethods::is_empty)
+        && names.len()? == 0
+    {
+        // Nothing to merge: the index of one rank says it all.
+        let bytes = index.to_vec();
+        return commit_one(py, &folder, rank, move || Index::from_bytes(bytes, &path), items, fsync);
+    }
+    let mut builder = py
+        .detach(|| {
+            let mut builder = IndexBuilder::new(SourceKind::Native);
+            builder.save_id = save_id;
+            builder.generation = generation;
+            for (rank, bytes) in indexes.into_iter().enumerate() {
+                let part = Index::from_bytes(bytes, Path::new(&format!("(index of rank {rank})")))?;
+                builder.merge(&part)?;
+            }
+            Ok(builder)
+        })
+        .into_py(py)?;
+    for fqn in names.try_iter()? {
+        let fqn = name_of(&fqn?)?;
+        if !builder.has_tensor(&fqn) {
+            return Err(PlanError::new_err(format!("no rank wrote {fqn:?}")));
+        }
     }
     builder.root = spread(&mut builder, planner_data)?;
-    let bytes = py.detach(|| builder.build()).into_py(py)?;
-    Ok(PyBytes::new(py, &bytes))
+    commit_one(
+        py,
+        &folder,
+        rank,
+        || Index::from_bytes(builder.build()?, &path),
+        items,
+        fsync,
+    )
+}
+
+fn commit_one(
+    py: Python<'_>,
+    folder: &Path,
+    rank: Option<u32>,
+    index: impl FnOnce() -> dcp_rs_core::Result<Index> + Send,
+    items: Option<u64>,
+    fsync: bool,
+) -> PyResult<(index::Index, Vec<String>)> {
+    let (index, left) = py
+        .detach(|| {
+            let index = index()?;
+            if items.is_some_and(|items| items != index.chunk_count()) {
+                return Err(Error::Plan(format!(
+                    "ranks wrote {} chunks and values, of {} that were planned",
+                    index.chunk_count(),
+                    items.unwrap_or_default()
+                )));
+            }
+            let left = write::commit_index(folder, rank, &index, fsync)?.left;
+            Ok((index, left))
+        })
+        .into_py(py)?;
+    let index = index::Index {
+        inner: Arc::new(index),
+        allow_external: false,
+    };
+    Ok((index, left.iter().map(ToString::to_string).collect()))
 }
 
 fn spread(builder: &mut IndexBuilder, planner_data: &Bound<'_, PyAny>) -> PyResult<Value> {
@@ -178,6 +351,7 @@ fn spread(builder: &mut IndexBuilder, planner_data: &Bound<'_, PyAny>) -> PyResu
     for (key, value) in mapping {
         let fqn = key.extract::<String>();
         match (fqn, value.cast::<PyTuple>()) {
+            (Ok(fqn), Ok(_)) if builder.has_path(&fqn) => {}
             (Ok(fqn), Ok(path)) if builder.has_tensor(&fqn) => {
                 builder.set_path(&fqn, to_value(path.as_any(), 0)?);
             }
@@ -193,22 +367,21 @@ pub fn next_generation(py: Python<'_>, folder: PathBuf) -> PyResult<u64> {
     py.detach(|| write::next_generation(&folder)).into_py(py)
 }
 
-/// Makes `index` the index `name` of `folder`, atomically, then removes the data files that only the replaced one named. Returns
-/// why any of those are still there.
-#[pyfunction]
-pub fn commit(py: Python<'_>, folder: PathBuf, index: Vec<u8>, fsync: bool) -> PyResult<Vec<String>> {
-    let committed = py.detach(|| write::commit(&folder, index, fsync)).into_py(py)?;
-    Ok(committed.left.iter().map(ToString::to_string).collect())
-}
-
 /// Makes `index` the index `name` of `folder`, atomically.
 #[pyfunction]
 pub fn publish(py: Python<'_>, folder: PathBuf, name: &str, index: Vec<u8>, fsync: bool) -> PyResult<()> {
     py.detach(|| store::publish(&folder, name, &index, fsync)).into_py(py)
 }
 
-/// Removes the data files that an index names: those of a save that will not be committed.
+/// Removes the data files that an index names, but for those that the published index (with `rank`, of that rank) names too: those of a save that was not
+/// committed.
 #[pyfunction]
-pub fn discard(py: Python<'_>, folder: PathBuf, index: Vec<u8>) -> PyResult<()> {
-    py.detach(|| write::discard(&folder, index)).into_py(py)
+pub fn discard(py: Python<'_>, folder: PathBuf, rank: Option<u32>, index: PyBackedBytes) -> PyResult<()> {
+    py.detach(|| write::discard(&folder, rank, index)).into_py(py)
+}
+
+/// Gives a finished file or folder its name; with `replace`, what had it before is at `from` then.
+#[pyfunction]
+pub fn put_in_place(py: Python<'_>, from: PathBuf, to: PathBuf, replace: bool) -> PyResult<()> {
+    py.detach(|| store::put_in_place(&from, &to, replace)).into_py(py)
 }

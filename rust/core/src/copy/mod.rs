@@ -1,9 +1,11 @@
 //! Strided copies between memory and memory: what to copy ([`Strided`]) and how ([`run`], [`stream`]).
 
+mod digest;
 mod run;
 mod stream;
 mod strided;
 
+pub(crate) use digest::copy_with_digest_unfenced;
 pub(crate) use run::copy_strided_unfenced;
 pub(crate) use stream::fence;
 

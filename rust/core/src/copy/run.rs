@@ -3,11 +3,13 @@
 
 use smallvec::SmallVec;
 
-use super::stream::{copy_unfenced, fence};
+use super::stream::{copy_four_unfenced, copy_unfenced, fence};
 use super::{Loop, Stores};
 
 /// Runs shorter than this are copied through the cache: a streaming store wins only by whole lines.
 const STREAM_RUN: usize = 1024;
+/// Runs up to this are copied four at a time where their destinations lie at whole cache lines.
+const FOUR_RUNS: usize = 16 << 10;
 /// Side of the square of elements that a transpose works on at a time: both its sides stay in the first-level cache.
 const TILE: usize = 32;
 
@@ -30,13 +32,13 @@ pub unsafe fn copy_strided(dst: *mut u8, src: *const u8, loops: &[Loop], run: u6
 /// As [`copy_strided`].
 pub unsafe fn copy_strided_unfenced(dst: *mut u8, src: *const u8, loops: &[Loop], run: u64, stores: Stores) {
     let Ok(run) = usize::try_from(run) else { return };
-    let stream = stores == Stores::Streaming && run >= STREAM_RUN;
+    let stream = stores == Stores::Streaming;
     if run == 0 {
         return;
     }
     if loops.is_empty() {
         // SAFETY: as the caller vouches.
-        unsafe { one(dst, src, run, stream) };
+        unsafe { one(dst, src, run, stream && run >= STREAM_RUN) };
     } else {
         // Walk in the order of the destination: writes cost more than reads.
         let mut order: SmallVec<[Step; 4]> = loops.iter().map(Step::from).collect();
@@ -52,6 +54,15 @@ pub unsafe fn copy_strided_unfenced(dst: *mut u8, src: *const u8, loops: &[Loop]
         // SAFETY: as the caller vouches; only the order of the loops has changed.
         unsafe { nest(dst, src, &order, run, stream) };
     }
+}
+
+/// Copies one run; see [`copy_strided_unfenced`].
+///
+/// # Safety
+/// As [`copy_strided`] for one run.
+pub unsafe fn copy_run_unfenced(dst: *mut u8, src: *const u8, run: usize, stores: Stores) {
+    // SAFETY: as the caller vouches.
+    unsafe { one(dst, src, run, stores == Stores::Streaming && run >= STREAM_RUN) };
 }
 
 /// A [`Loop`] in units of memory.
@@ -105,17 +116,32 @@ unsafe fn nest(dst: *mut u8, src: *const u8, loops: &[Step], run: usize, stream:
             ([a, b], 4) => tiles::<u32>(dst, src, *a, *b),
             ([a, b], 8) => tiles::<u64>(dst, src, *a, *b),
             ([a, b], 16) => tiles::<u128>(dst, src, *a, *b),
-            ([inner], _) => {
-                for i in 0..inner.n {
-                    one(dst.add(i * inner.dst), src.add(i * inner.src), run, stream);
-                }
-            }
+            ([inner], _) => rows(dst, src, *inner, run, stream),
             ([outer, rest @ ..], _) => {
                 for i in 0..outer.n {
                     nest(dst.add(i * outer.dst), src.add(i * outer.src), rest, run, stream);
                 }
             }
-            ([], _) => one(dst, src, run, stream),
+            ([], _) => one(dst, src, run, stream && run >= STREAM_RUN),
+        }
+    }
+}
+
+/// # Safety
+/// As [`copy_strided`] for one loop around a run.
+unsafe fn rows(dst: *mut u8, src: *const u8, inner: Step, run: usize, stream: bool) {
+    let mut i = 0;
+    while i < inner.n {
+        // SAFETY: `i` and, where four are left, the three after it are steps of the loop.
+        unsafe {
+            let (to, from) = (dst.add(i * inner.dst), src.add(i * inner.src));
+            let four = stream && run <= FOUR_RUNS && inner.n - i >= 4;
+            if four && copy_four_unfenced(to, inner.dst, from, inner.src, run) {
+                i += 4;
+            } else {
+                one(to, from, run, stream && run >= STREAM_RUN);
+                i += 1;
+            }
         }
     }
 }
@@ -210,6 +236,7 @@ mod tests {
             check(2, &[100_000], &[2], &[2], stores);
             check(2, &[50, 1024], &[8192, 2], &[2048, 2], stores); // columns
             check(2, &[50, 1024], &[2048, 2], &[8192, 2], stores); // into columns
+            check(2, &[51, 65], &[8191, 2], &[192, 2], stores); // lines and a little more
             for itemsize in [1, 2, 3, 4, 8, 16] {
                 check(
                     itemsize,

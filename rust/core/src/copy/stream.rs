@@ -17,36 +17,32 @@ mod x86 {
 
     macro_rules! kernel {
         ($name:ident, $feature:literal, $vector:ty, $load:ident, $store:ident) => {
+            /// Copies `len` bytes at each of `PLACES` places, `dst_step` and `src_step` bytes apart.
+            ///
             /// # Safety
-            /// The CPU has the feature; `dst` is aligned to [`LINE`]; `len` is a multiple of it; both are valid for
-            /// `len` bytes and do not overlap.
+            /// The CPU has the feature; `dst`, `dst_step` and `len` are multiples of [`LINE`]; all places are valid for `len`
+            /// bytes, and sources and destinations do not overlap.
             #[target_feature(enable = $feature)]
             #[expect(clippy::cast_ptr_alignment, reason = "the caller vouches for the alignment")]
-            pub unsafe fn $name(mut dst: *mut u8, mut src: *const u8, mut len: usize) {
+            pub unsafe fn $name<const PLACES: usize>(
+                dst: *mut u8,
+                dst_step: usize,
+                src: *const u8,
+                src_step: usize,
+                len: usize,
+            ) {
                 const WIDTH: usize = size_of::<$vector>();
-                // SAFETY: every access is at an offset below `len`, by the loop bounds; the loads are unaligned ones
-                // and the stores are aligned because `dst` is and all offsets are multiples of LINE or WIDTH.
-                unsafe {
-                    while len >= 4 * LINE {
-                        let step = (len / 4 / LINE * LINE).min(STEP);
-                        let mut at = 0;
-                        while at < step {
-                            for place in 0..4 {
-                                let offset = place * step + at;
-                                for i in 0..LINE / WIDTH {
-                                    let line = $load(src.add(offset + i * WIDTH).cast());
-                                    $store(dst.add(offset + i * WIDTH).cast::<$vector>(), line);
-                                }
+                for at in (0..len).step_by(LINE) {
+                    for place in 0..PLACES {
+                        for i in 0..LINE / WIDTH {
+                            let at = at + i * WIDTH;
+                            // SAFETY: `at` is below `len`, a whole number of lines, and the place is the caller's. The
+                            // load is an unaligned one; the store is aligned because all that adds up to it is.
+                            unsafe {
+                                let vector = $load(src.add(place * src_step + at).cast());
+                                $store(dst.add(place * dst_step + at).cast::<$vector>(), vector);
                             }
-                            at += LINE;
                         }
-                        (dst, src, len) = (dst.add(4 * step), src.add(4 * step), len - 4 * step);
-                    }
-                    for i in 0..len / WIDTH {
-                        $store(
-                            dst.add(i * WIDTH).cast::<$vector>(),
-                            $load(src.add(i * WIDTH).cast()),
-                        );
                     }
                 }
             }
@@ -56,6 +52,45 @@ mod x86 {
     kernel!(avx512, "avx512f", __m512i, _mm512_loadu_si512, _mm512_stream_si512);
     kernel!(avx2, "avx2", __m256i, _mm256_loadu_si256, _mm256_stream_si256);
     kernel!(sse2, "sse2", __m128i, _mm_loadu_si128, _mm_stream_si128);
+
+    /// The best kernel that the CPU has.
+    ///
+    /// # Safety
+    /// As the kernels, but for the feature.
+    pub unsafe fn places<const PLACES: usize>(
+        dst: *mut u8,
+        dst_step: usize,
+        src: *const u8,
+        src_step: usize,
+        len: usize,
+    ) {
+        // SAFETY: as the caller vouches; each kernel runs only where its feature was detected.
+        unsafe {
+            if is_x86_feature_detected!("avx512f") {
+                avx512::<PLACES>(dst, dst_step, src, src_step, len);
+            } else if is_x86_feature_detected!("avx2") {
+                avx2::<PLACES>(dst, dst_step, src, src_step, len);
+            } else {
+                sse2::<PLACES>(dst, dst_step, src, src_step, len);
+            }
+        }
+    }
+
+    /// Copies a run of whole lines, from four places of it at a time.
+    ///
+    /// # Safety
+    /// `dst` and `len` are multiples of [`LINE`]; both sides are valid for `len` bytes and do not overlap.
+    pub unsafe fn run(mut dst: *mut u8, mut src: *const u8, mut len: usize) {
+        // SAFETY: four steps are at most `len`, and a step is a whole number of lines.
+        unsafe {
+            while len >= 4 * LINE {
+                let step = (len / 4 / LINE * LINE).min(STEP);
+                places::<4>(dst, step, src, step, step);
+                (dst, src, len) = (dst.add(4 * step), src.add(4 * step), len - 4 * step);
+            }
+            places::<1>(dst, 0, src, 0, len);
+        }
+    }
 
     /// Makes the streaming stores of this thread visible before whatever it stores next.
     pub fn fence() {
@@ -91,17 +126,11 @@ pub unsafe fn copy_unfenced(dst: *mut u8, src: *const u8, len: usize) {
         let head = dst.align_offset(x86::LINE).min(len);
         let body = (len - head) / x86::LINE * x86::LINE;
         // SAFETY: head + body <= len, so all three parts lie within what the caller vouches for; the body begins at an
-        // aligned destination and has whole lines; each kernel runs only where its feature was detected.
+        // aligned destination and has whole lines.
         unsafe {
             std::ptr::copy_nonoverlapping(src, dst, head);
             let (to, from) = (dst.add(head), src.add(head));
-            if is_x86_feature_detected!("avx512f") {
-                x86::avx512(to, from, body);
-            } else if is_x86_feature_detected!("avx2") {
-                x86::avx2(to, from, body);
-            } else {
-                x86::sse2(to, from, body);
-            }
+            x86::run(to, from, body);
             std::ptr::copy_nonoverlapping(from.add(body), to.add(body), len - head - body);
         }
     }
@@ -110,6 +139,31 @@ pub unsafe fn copy_unfenced(dst: *mut u8, src: *const u8, len: usize) {
     unsafe {
         std::ptr::copy_nonoverlapping(src, dst, len);
     }
+}
+
+/// Copies four runs that are `dst_step` and `src_step` bytes apart, if their destinations lie at whole lines; false, with
+/// nothing done, if they do not. As [`copy_unfenced`] else.
+///
+/// # Safety
+/// All four runs are valid for `len` bytes, and sources and destinations do not overlap.
+pub unsafe fn copy_four_unfenced(dst: *mut u8, dst_step: usize, src: *const u8, src_step: usize, len: usize) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    if dst.align_offset(x86::LINE) == 0 && dst_step.is_multiple_of(x86::LINE) {
+        let body = len / x86::LINE * x86::LINE;
+        // SAFETY: destinations begin at lines, `body` has whole lines; what is left of each run is copied after it.
+        unsafe {
+            x86::places::<4>(dst, dst_step, src, src_step, body);
+            if body < len {
+                for i in 0..4 {
+                    let (to, from) = (dst.add(i * dst_step + body), src.add(i * src_step + body));
+                    std::ptr::copy_nonoverlapping(from, to, len - body);
+                }
+            }
+        }
+        return true;
+    }
+    let _ = (dst, dst_step, src, src_step, len);
+    false
 }
 
 /// Orders this thread's streaming stores before its next stores.
@@ -134,42 +188,46 @@ mod tests {
 
     #[cfg(target_arch = "x86_64")]
     #[test]
-    fn every_kernel_copies() {
-        type Kernel = unsafe fn(*mut u8, *const u8, usize);
-        let mut kernels: Vec<(&str, Kernel)> = vec![("sse2", x86::sse2)];
+    fn every_kernel_copies_its_places() {
+        type Kernel = unsafe fn(*mut u8, usize, *const u8, usize, usize);
+        let mut kernels: Vec<(&str, Kernel)> = vec![("sse2", x86::sse2::<4>)];
         if is_x86_feature_detected!("avx2") {
-            kernels.push(("avx2", x86::avx2));
+            kernels.push(("avx2", x86::avx2::<4>));
         }
         if is_x86_feature_detected!("avx512f") {
-            kernels.push(("avx512", x86::avx512));
+            kernels.push(("avx512", x86::avx512::<4>));
         }
-        let src: Vec<u8> = (0..600_000u32)
-            .map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8)
+        let src: Vec<u8> = (0..100_000u32)
+            .map(|i| i.wrapping_mul(2_654_435_761).to_be_bytes()[0])
             .collect();
         for (name, kernel) in kernels {
-            for lines in [0, 1, 2, 3, 4, 5, 7, 8, 63, 64, 65, 1023, 4096, 4097, 9000] {
-                let len = lines * x86::LINE;
-                let mut dst = vec![0u8; len + 2 * x86::LINE];
+            for (len, dst_step, src_step) in [(0, 64, 5), (64, 64, 64), (128, 192, 131), (4096, 8192, 20_001)] {
+                let mut dst = vec![0u8; 4 * dst_step + len + x86::LINE];
                 let skip = dst.as_ptr().align_offset(x86::LINE);
-                // SAFETY: `dst` has a line to spare beyond the aligned `len` bytes; `src` is longer than any `len` + 3.
-                unsafe { kernel(dst.as_mut_ptr().add(skip), src.as_ptr().add(3), len) };
+                // SAFETY: `dst` has a line to spare beyond what the places reach; `src` is longer than 3 * 20,001 + 4099.
+                unsafe { kernel(dst.as_mut_ptr().add(skip), dst_step, src.as_ptr().add(3), src_step, len) };
                 fence();
-                assert!(dst[skip..skip + len] == src[3..3 + len], "{name} {len}");
-                assert!(
-                    dst[skip + len..].iter().all(|&b| b == 0),
-                    "{name} {len} wrote past the end"
-                );
+                for place in 0..4 {
+                    let (to, from) = (skip + place * dst_step, 3 + place * src_step);
+                    assert!(dst[to..to + len] == src[from..from + len], "{name} {len} {place}");
+                    let gap = if place < 3 {
+                        to + len..to + dst_step
+                    } else {
+                        to + len..dst.len()
+                    };
+                    assert!(dst[gap].iter().all(|&b| b == 0), "{name} {len} wrote past the end");
+                }
             }
         }
     }
 
     #[test]
     fn any_alignment_and_length() {
-        let src: Vec<u8> = (0..5000u32).map(|i| (i % 251) as u8).collect();
+        let src: Vec<u8> = (0..500_000u32).map(|i| (i % 251).to_le_bytes()[0]).collect();
         for start in [0, 1, 31, 63, 64] {
-            for len in [0, 1, 63, 64, 65, 127, 128, 300, 1000, 4500] {
-                let mut dst = vec![0u8; 5000];
-                // SAFETY: start + len < 5000 for both.
+            for len in [0, 1, 63, 64, 65, 127, 128, 300, 1000, 4500, 400_000] {
+                let mut dst = vec![0u8; 500_000];
+                // SAFETY: start + len < 500,000 for both.
                 unsafe { copy_streaming(dst.as_mut_ptr().add(start), src.as_ptr().add(7), len) };
                 assert!(dst[start..start + len] == src[7..7 + len], "{start} {len}");
                 assert!(dst[..start].iter().chain(&dst[start + len..]).all(|&b| b == 0));

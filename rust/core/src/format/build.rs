@@ -11,7 +11,7 @@ use super::layout::{
     CHUNK_DIGESTS, CHUNK_STRIDED, ChunkRecord, DIGEST_AT, FILE_EXTERNAL, FILE_HEAD_DIGEST, FileRecord, HEADER_LEN,
     HEADER_LEN_U32, Header, Kind, MAGIC, NO_SPLIT, SECTIONS, SectionRecord, SourceKind, TensorRecord, VERSION,
 };
-use super::{BLOCK_SIZE, Dims, Index, Value, block_count};
+use super::{BLOCK_SIZE, Dims, FileView, Index, Value, block_count};
 use crate::{Dtype, Error, Result};
 
 /// A data file, to be named by an index.
@@ -29,6 +29,19 @@ pub struct FileEntry {
     pub head_digest: Option<u64>,
     /// Modification time in nanoseconds since 1970; 0: not recorded.
     pub mtime_ns: i64,
+}
+
+impl From<FileView<'_>> for FileEntry {
+    fn from(file: FileView<'_>) -> Self {
+        Self {
+            name: file.name.to_owned(),
+            size: file.size,
+            data_start: file.data_start,
+            external: file.external,
+            head_digest: file.head_digest,
+            mtime_ns: file.mtime_ns,
+        }
+    }
 }
 
 /// A tensor or another value.
@@ -163,6 +176,11 @@ impl IndexBuilder {
         true
     }
 
+    /// Whether a tensor or value with this FQN was added, and has a path.
+    pub fn has_path(&self, fqn: &str) -> bool {
+        (self.tensor_ids.get(fqn)).is_some_and(|&id| self.tensors[id as usize].path.is_some())
+    }
+
     /// Whether a tensor or value with this FQN was added.
     pub fn has_tensor(&self, fqn: &str) -> bool {
         self.tensor_ids.contains_key(fqn)
@@ -170,17 +188,19 @@ impl IndexBuilder {
 
     /// Adds all of another index: the files, tensors and chunks that another rank wrote.
     pub fn merge(&mut self, other: &Index) -> Result<()> {
+        self.merge_with(other, |file| Ok(FileEntry::from(file)), |_| None)
+    }
+
+    /// [`merge`](Self::merge), with a say in what the files become, and digests for chunks that have none.
+    pub fn merge_with(
+        &mut self,
+        other: &Index,
+        file: impl Fn(FileView<'_>) -> Result<FileEntry>,
+        digests: impl Fn(u64) -> Option<Vec<u64>>,
+    ) -> Result<()> {
         let mut files = Vec::with_capacity(other.file_count() as usize);
         for i in 0..other.file_count() {
-            let file = other.file(i);
-            files.push(self.add_file(FileEntry {
-                name: file.name.to_owned(),
-                size: file.size,
-                data_start: file.data_start,
-                external: file.external,
-                head_digest: file.head_digest,
-                mtime_ns: file.mtime_ns,
-            })?);
+            files.push(self.add_file(file(other.file(i))?)?);
         }
         for i in 0..other.tensor_count() {
             let tensor = other.tensor(i);
@@ -194,6 +214,7 @@ impl IndexBuilder {
             })?;
             for c in tensor.chunks {
                 let chunk = other.chunk(c);
+                let known = chunk.digests.map(|range| range.map(|d| other.digest(d)).collect());
                 self.add_chunk(ChunkEntry {
                     tensor: id,
                     file: files[chunk.file as usize],
@@ -202,7 +223,7 @@ impl IndexBuilder {
                     offsets: chunk.offsets,
                     sizes: chunk.sizes,
                     strides: chunk.strides,
-                    digests: chunk.digests.map(|range| range.map(|d| other.digest(d)).collect()),
+                    digests: known.or_else(|| digests(c)),
                 })?;
             }
         }

@@ -5,7 +5,7 @@ use std::io;
 
 use memmap2::MmapMut;
 
-use super::plan::Segment;
+use super::segments::Segment;
 use crate::store::{read_at, read_direct_at};
 
 /// A page-aligned buffer of one worker, as large as its largest job.

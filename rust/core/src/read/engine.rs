@@ -1,71 +1,25 @@
-//! Carries out a plan: workers that live for one call take jobs, fetch them, check them and copy them out.
-#![allow(unsafe_code)] // Writes to destinations and reads from mappings: this is one of the few places that need it.
+//! Carries out a plan: workers that live for one call take jobs until none is left, or one fails.
+#![allow(unsafe_code)] // `read` is unsafe to call: it writes to addresses that it is given.
 
 use std::fs::File;
-use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use super::bounce::Bounce;
-use super::plan::{Extent, Job, Plan, Policy, Segment, plan};
-use super::verify;
-use super::{Catalog, FileRef, IoMode, ReadOptions, ReadReq, ReadStats};
-use crate::copy::{Stores, copy_strided_unfenced, fence};
-use crate::format::{BLOCK_SIZE, block_digest};
-use crate::store::{Mapping, direct_align, is_remote, resident_bytes};
+use super::plan::{Plan, Policy, plan};
+use super::survey::{Access, MIN_JOB, spans, survey};
+use super::worker::Worker;
+use super::{Catalog, FileRef, ReadOptions, ReadReq, ReadStats};
+use crate::copy::Stores;
 use crate::{Control, Error, Result};
 
-/// Bytes of a job that is copied from a mapping: large against the cost of a job, small against the work of a thread.
-const MAPPED_JOB: u64 = 2 << 20;
-/// Bytes of a job that waits for a disk.
-const DISK_JOB: u64 = 2 << 20;
-/// Bytes of a job read from the page cache: buffer and all must stay in the second-level cache.
-const CACHED_JOB: u64 = 512 << 10;
-/// Jobs are made smaller than the above to give every thread some, but never below this.
-const MIN_JOB: u64 = 256 << 10;
 /// Reads in flight that keep a disk busy, whatever the number of cores.
-const DISK_DEPTH: usize = 16;
+pub const DISK_DEPTH: usize = 16;
+/// The same for reads so small that their number is what limits the disk.
+const SMALL_READ_DEPTH: usize = 64;
+/// What counts as such.
+const SMALL_READ: u64 = 32 << 10;
 /// From here on a batch is streamed: what it writes would not stay in a cache anyway.
 const STREAM_BATCH: u64 = 1 << 20;
-/// Of a file that is taken as resident, at most one part in this many is not.
-const MISSING_PART: u64 = 32;
-/// Below this, setting up a mapping costs more than it saves.
-const SMALL: u64 = 128 << 10;
-
-/// How one file is read in this call.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Access {
-    Mapped,
-    /// From the page cache, by as many threads as copy.
-    Cached,
-    /// From storage through the page cache.
-    Buffered,
-    /// From storage past the page cache.
-    Direct {
-        align: u64,
-    },
-}
-
-impl Access {
-    /// Whether more threads than cores are useful.
-    fn waits(self) -> bool {
-        matches!(self, Self::Buffered | Self::Direct { .. })
-    }
-
-    fn policy(self, share: u64) -> Policy {
-        let (target, align) = match self {
-            Self::Mapped => (MAPPED_JOB, 1),
-            Self::Cached => (CACHED_JOB, 1),
-            Self::Buffered => (DISK_JOB, 1),
-            Self::Direct { align } => (DISK_JOB, align),
-        };
-        Policy {
-            target: share.next_power_of_two().clamp(MIN_JOB, target),
-            align,
-            skip_gaps: self != Self::Mapped,
-        }
-    }
-}
 
 /// Fills every destination, in parallel; returns when all is written. The first error stops the rest.
 ///
@@ -85,14 +39,15 @@ pub unsafe fn read(
     control: &Control,
 ) -> Result<ReadStats> {
     control.check()?;
-    let threads = if options.threads > 0 {
-        options.threads
-    } else {
-        std::thread::available_parallelism().map_or(1, usize::from)
-    };
     let wanted = spans(files, reqs)?;
-    let access = survey(files, &wanted, options)?;
-    let total: u64 = wanted.iter().map(|w| w.bytes).sum();
+    let total: u64 = wanted.iter().fold(0, |sum, w| sum.saturating_add(w.bytes));
+    let threads = match options.threads {
+        // Asking for the number of cores takes longer than a small batch.
+        0 if total < MIN_JOB => 1,
+        0 => std::thread::available_parallelism().map_or(1, usize::from),
+        n => n,
+    };
+    let (access, open) = survey(files, &wanted, options)?;
     let policies: Vec<Policy> = access
         .iter()
         .map(|access| {
@@ -115,15 +70,12 @@ pub unsafe fn read(
         catalog,
         verify: options.verify,
         control,
-        access,
-        policies,
+        open: &open,
+        access: &access,
+        policies: &policies,
         plan,
         queues,
-        stores: if total < STREAM_BATCH {
-            Stores::Cached
-        } else {
-            Stores::Streaming
-        },
+        stores: stores(total),
         stop: AtomicBool::new(false),
         failure: Mutex::new(None),
         stats: Mutex::new(ReadStats::default()),
@@ -131,73 +83,13 @@ pub unsafe fn read(
     batch.run(threads, options.max_inflight_bytes)
 }
 
-/// What is wanted of a file.
-#[derive(Clone, Copy, Debug, Default)]
-struct Wanted {
-    bytes: u64,
-    start: u64,
-    end: u64,
-}
-
-fn spans(files: &[FileRef], reqs: &[ReadReq]) -> Result<Vec<Wanted>> {
-    let mut all = vec![Wanted::default(); files.len()];
-    for req in reqs {
-        let Some(wanted) = all.get_mut(req.file as usize) else {
-            return Err(Error::Plan(format!(
-                "a request names file {} of {}",
-                req.file,
-                files.len()
-            )));
-        };
-        // Saturating: what is out of bounds is refused by the planner, this only weighs.
-        let bytes = req.shape.iter().fold(req.itemsize, |n, &s| n.saturating_mul(s));
-        let start = req.chunk_offset.saturating_add(req.src_offset);
-        let end = req.chunk_offset.saturating_add(req.chunk_length);
-        if bytes > 0 {
-            wanted.start = if wanted.bytes == 0 {
-                start
-            } else {
-                wanted.start.min(start)
-            };
-            wanted.end = wanted.end.max(end);
-            wanted.bytes = wanted.bytes.saturating_add(bytes);
-        }
+/// How to copy what a batch of so many bytes wants.
+pub fn stores(total: u64) -> Stores {
+    if total < STREAM_BATCH {
+        Stores::Cached
+    } else {
+        Stores::Streaming
     }
-    Ok(all)
-}
-
-/// Opens and checks every file that is needed before a byte of any is read, and decides how to read each.
-fn survey(files: &[FileRef], wanted: &[Wanted], options: &ReadOptions) -> Result<Vec<Access>> {
-    let mut all = Vec::with_capacity(files.len());
-    for (file, wanted) in files.iter().zip(wanted) {
-        if wanted.bytes == 0 {
-            all.push(Access::Buffered);
-            continue;
-        }
-        let open = file.open(false)?;
-        let missing = || {
-            let span = wanted.end.saturating_sub(wanted.start);
-            resident_bytes(&open, wanted.start, wanted.end)
-                .map(|bytes| span.saturating_sub(bytes) > span / MISSING_PART)
-        };
-        let direct = || {
-            let align = direct_align(&open)?;
-            file.open(true).ok().map(|_| Access::Direct { align })
-        };
-        all.push(match options.io {
-            IoMode::Mmap => Access::Mapped,
-            IoMode::Buffered if missing() == Some(false) => Access::Cached,
-            IoMode::Buffered => Access::Buffered,
-            IoMode::Direct => direct().unwrap_or(Access::Buffered),
-            IoMode::Auto => match (missing(), is_remote(&open)) {
-                (Some(false), false) if wanted.bytes >= SMALL => Access::Mapped,
-                (Some(false), _) => Access::Cached,
-                (_, true) => Access::Buffered,
-                (_, false) => direct().unwrap_or(Access::Buffered),
-            },
-        });
-    }
-    Ok(all)
 }
 
 /// Jobs in the order of files and offsets, and how many were taken.
@@ -207,32 +99,55 @@ struct Queue {
     taken: AtomicUsize,
 }
 
-struct Batch<'a> {
-    files: &'a [FileRef],
-    reqs: &'a [ReadReq],
-    catalog: &'a dyn Catalog,
-    verify: bool,
+/// All that the workers of one call share.
+pub struct Batch<'a> {
+    pub files: &'a [FileRef],
+    pub reqs: &'a [ReadReq],
+    pub catalog: &'a dyn Catalog,
+    pub verify: bool,
     control: &'a Control,
-    access: Vec<Access>,
-    policies: Vec<Policy>,
-    plan: Plan,
+    /// Files that are kept open.
+    pub open: &'a [Option<File>],
+    pub access: &'a [Access],
+    pub policies: &'a [Policy],
+    pub plan: Plan,
     /// Jobs that only need a core, and jobs that wait for storage.
     queues: [Queue; 2],
-    stores: Stores,
+    pub stores: Stores,
     stop: AtomicBool,
     failure: Mutex<Option<Error>>,
     stats: Mutex<ReadStats>,
 }
 
-impl Batch<'_> {
+impl<'a> Batch<'a> {
+    /// No requests yet, over files that were looked at before.
+    pub fn empty(
+        files: &'a [FileRef],
+        (open, access, policies): (&'a [Option<File>], &'a [Access], &'a [Policy]),
+        catalog: &'a dyn Catalog,
+        control: &'a Control,
+    ) -> Self {
+        Self {
+            files,
+            reqs: &[],
+            catalog,
+            verify: false,
+            control,
+            open,
+            access,
+            policies,
+            plan: Plan::default(),
+            queues: [Queue::default(), Queue::default()],
+            stores: stores(0),
+            stop: AtomicBool::new(false),
+            failure: Mutex::new(None),
+            stats: Mutex::new(ReadStats::default()),
+        }
+    }
+
     fn run(&self, threads: usize, max_inflight: u64) -> Result<ReadStats> {
-        // A disk job's buffer can exceed its target by half, for what is read between.
-        let buffers = usize::try_from(max_inflight / (DISK_JOB + DISK_JOB / 2)).unwrap_or(usize::MAX);
         let copying = threads.min(self.queues[0].jobs.len());
-        let waiting = threads
-            .max(DISK_DEPTH)
-            .min(buffers.max(1))
-            .min(self.queues[1].jobs.len());
+        let waiting = self.depth(threads, max_inflight).min(self.queues[1].jobs.len());
         std::thread::scope(|scope| {
             // The calling thread is one of them. Where the system refuses a thread, fewer do the work.
             for i in 1..copying + waiting {
@@ -248,6 +163,24 @@ impl Batch<'_> {
             return Err(error);
         }
         Ok(*self.stats.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// How many jobs may wait for storage at a time.
+    fn depth(&self, threads: usize, max_inflight: u64) -> usize {
+        let (mut largest, mut wanted, mut seeks) = (1, 0, 0);
+        for &job in &self.queues[1].jobs {
+            let job = &self.plan.jobs[job];
+            largest = largest.max(job.buffer);
+            wanted += job.wanted;
+            seeks += job.seeks;
+        }
+        let buffers = usize::try_from(max_inflight / largest).unwrap_or(usize::MAX);
+        let depth = if wanted / SMALL_READ < seeks {
+            SMALL_READ_DEPTH
+        } else {
+            DISK_DEPTH
+        };
+        threads.max(depth).min(buffers).max(1)
     }
 
     fn work(&self, queues: &[usize]) {
@@ -276,188 +209,5 @@ impl Batch<'_> {
         sum.bytes_mapped += worker.stats.bytes_mapped;
         sum.bytes_verified += worker.stats.bytes_verified;
         sum.jobs += worker.stats.jobs;
-    }
-}
-
-/// The one file a worker has open, in the ways that its jobs needed so far. Jobs come sorted by file.
-#[derive(Default)]
-struct Open {
-    file: Option<u32>,
-    plain: Option<File>,
-    direct: Option<File>,
-    mapping: Option<Mapping>,
-}
-
-impl Open {
-    fn turn_to(&mut self, file: u32) {
-        if self.file != Some(file) {
-            *self = Self {
-                file: Some(file),
-                ..Self::default()
-            };
-        }
-    }
-}
-
-fn opened<'o>(slot: &'o mut Option<File>, file: &FileRef, direct: bool) -> Result<&'o File> {
-    if slot.is_none() {
-        *slot = Some(file.open(direct)?);
-    }
-    slot.as_ref()
-        .ok_or_else(|| Error::io("open", &file.path, io::ErrorKind::Other.into()))
-}
-
-#[derive(Default)]
-struct Worker {
-    open: Open,
-    bounce: Bounce,
-    extents: Vec<Extent>,
-    segments: Vec<Segment>,
-    stats: ReadStats,
-}
-
-impl Worker {
-    fn job(&mut self, batch: &Batch, job: &Job) -> Result<()> {
-        let index = job.file as usize;
-        let file = &batch.files[index];
-        batch.plan.extents(
-            job,
-            batch.reqs,
-            batch.policies[index],
-            batch.verify,
-            &mut self.extents,
-            &mut self.segments,
-        );
-        self.open.turn_to(job.file);
-        let mapped = batch.access[index] == Access::Mapped;
-        if mapped {
-            self.map(file)?;
-        } else {
-            self.fill(file, batch.access[index])?;
-        }
-        self.deliver(batch, file, mapped)?;
-        self.stats.bytes_wanted += job.wanted;
-        self.stats.jobs += 1;
-        if mapped {
-            self.stats.bytes_read += job.wanted;
-            self.stats.bytes_mapped += job.wanted;
-        }
-        Ok(())
-    }
-
-    /// Sets up the pages of the segments, so that touching them cannot fail.
-    fn map(&mut self, file: &FileRef) -> Result<()> {
-        if self.open.mapping.is_none() {
-            let plain = opened(&mut self.open.plain, file, false)?;
-            self.open.mapping = Some(Mapping::new(plain).map_err(|e| Error::io("map", &file.path, e))?);
-        }
-        for segment in &self.segments {
-            if let Some(mapping) = &self.open.mapping {
-                let populated = mapping.populate(segment.start, segment.end);
-                populated.map_err(|e| failed(file, segment.start, e))?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Reads the segments into the bounce buffer.
-    fn fill(&mut self, file: &FileRef, access: Access) -> Result<()> {
-        let bytes: u64 = self.segments.iter().map(|s| s.end - s.start).sum();
-        self.stats.bytes_read += bytes;
-        if let Access::Direct { align } = access {
-            let plain = opened(&mut self.open.plain, file, false)?;
-            let cached = |s: &Segment| resident_bytes(plain, s.start, s.end) == Some(s.end - s.start);
-            if !self.segments.iter().all(cached) {
-                let direct = opened(&mut self.open.direct, file, true)?;
-                match self.bounce.fill(direct, &self.segments, Some(align)) {
-                    Ok(()) => {
-                        self.stats.bytes_direct += bytes;
-                        return Ok(());
-                    }
-                    // Some file systems refuse single reads (compressed extents, inline data): read those plainly.
-                    Err((_, e)) if e.raw_os_error() == Some(libc::EINVAL) => {}
-                    Err((at, e)) => return Err(failed(file, at, e)),
-                }
-            }
-            // The segments keep the places that the alignment gave them.
-        }
-        let plain = opened(&mut self.open.plain, file, false)?;
-        self.bounce
-            .fill(plain, &self.segments, None)
-            .map_err(|(at, e)| failed(file, at, e))
-    }
-
-    /// Checks the fetched extents and copies them to their destinations.
-    fn deliver(&mut self, batch: &Batch, file: &FileRef, mapped: bool) -> Result<()> {
-        let Worker {
-            open,
-            bounce,
-            extents,
-            segments,
-            stats,
-        } = self;
-        let mapping = open.mapping.as_ref().filter(|_| mapped);
-        // Where byte `offset` of the file is in memory, for an offset within the segment.
-        let locate = |segment: usize, offset: u64| -> *const u8 {
-            let Segment { start, at, .. } = segments[segment];
-            match mapping {
-                Some(mapping) => mapping.as_ptr().wrapping_add(index(offset)),
-                None => bounce.as_ptr().wrapping_add(index(at + (offset - start))),
-            }
-        };
-        let mut checked = None;
-        for extent in extents.iter() {
-            let piece = &batch.plan.pieces[extent.piece];
-            let req = &batch.reqs[piece.req as usize];
-            if batch.verify && req.digests.is_some() {
-                let first = (extent.fetch.0 - req.chunk_offset) / BLOCK_SIZE;
-                let end = (extent.fetch.1 - req.chunk_offset).div_ceil(BLOCK_SIZE);
-                for block in first..end {
-                    if checked == Some((req.chunk_offset, block)) {
-                        continue;
-                    }
-                    let (from, to) = verify::block_range(req, block);
-                    // SAFETY: `fetch` covers its blocks whole and lies within its segment, which was populated or read;
-                    // the planner has checked that it ends within the file. Published files do not change.
-                    let bytes = unsafe { std::slice::from_raw_parts(locate(extent.segment, from), index(to - from)) };
-                    verify::compare(file, req, block, block_digest(bytes), batch.catalog)?;
-                    stats.bytes_verified += to - from;
-                    checked = Some((req.chunk_offset, block));
-                }
-            }
-            let (loops, sparse) = batch.plan.loops_of(piece);
-            let dst = req.dst.0.wrapping_add(index(extent.dst));
-            // SAFETY: the source: all of the extent lies in its segment, as above. The destination: the planner only
-            // divides the request's rectangle, all of which the caller of `read` vouches for, and no other
-            // piece holds these bytes. A fence follows before this worker ends or takes another job.
-            unsafe {
-                let src = locate(extent.segment, extent.src);
-                copy_strided_unfenced(dst, src, &loops[sparse..], piece.run, batch.stores);
-            }
-        }
-        fence();
-        Ok(())
-    }
-}
-
-/// Offsets in files and destinations that are in memory fit in it.
-fn index(offset: u64) -> usize {
-    usize::try_from(offset).unwrap_or(usize::MAX)
-}
-
-fn failed(file: &FileRef, offset: u64, error: io::Error) -> Error {
-    // EFAULT is what populating a mapping says of a page beyond the end of the file.
-    if error.kind() == io::ErrorKind::UnexpectedEof || error.raw_os_error() == Some(libc::EFAULT) {
-        Error::corrupt_data(
-            &file.path,
-            "",
-            offset,
-            format!(
-                "the file ends before byte {}, its length is not {} any more",
-                offset, file.size
-            ),
-        )
-    } else {
-        Error::io("read", &file.path, error)
     }
 }

@@ -5,11 +5,16 @@ mod engine;
 mod plan;
 #[cfg(test)]
 mod plan_tests;
+mod segments;
+mod sequential;
+mod survey;
 mod verify;
+mod worker;
 
 use crate::format::Dims;
 pub use crate::store::FileRef;
 pub use engine::read;
+pub use sequential::{Sequential, Survey};
 
 /// How bytes come from a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

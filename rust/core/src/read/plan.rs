@@ -23,7 +23,7 @@ pub struct Policy {
 }
 
 /// Gaps up to this are read rather than skipped wherever the over-read stays within bounds.
-const MAX_GAP: u64 = 64 << 10;
+pub const MAX_GAP: u64 = 64 << 10;
 /// A row further than this from the next is fetched alone if the rows between are not wanted. Below it, skipping cannot
 /// save whole pages.
 const MIN_ROW: u64 = 4096;
@@ -33,7 +33,7 @@ const SEEK_COST: u64 = 32 << 10;
 const MAX_PIECES: usize = 2048;
 
 /// Segments fetch at most 3/2 of what is wanted, alignment aside.
-fn worth_joining(fetched: u64, wanted: u64) -> bool {
+pub fn worth_joining(fetched: u64, wanted: u64) -> bool {
     fetched <= wanted + wanted / 2
 }
 
@@ -73,6 +73,10 @@ pub struct Job {
     pub pieces: (usize, usize),
     /// Bytes delivered.
     pub wanted: u64,
+    /// Bytes that a buffer for its segments needs at most.
+    pub buffer: u64,
+    /// Separate reads it takes, about.
+    pub seeks: u64,
 }
 
 /// All the work of a call, in the order of files and offsets.
@@ -84,41 +88,6 @@ pub struct Plan {
     pub loops: Vec<PieceLoops>,
     /// The jobs.
     pub jobs: Vec<Job>,
-}
-
-/// A range of the file that a job needs, and the run or dense rectangle that comes from it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Extent {
-    /// Index in [`Plan::pieces`].
-    pub piece: usize,
-    /// First byte in the file.
-    pub src: u64,
-    /// Bytes, gaps of a dense rectangle included.
-    pub len: u64,
-    /// First byte, counted from the request's destination.
-    pub dst: u64,
-    /// What is fetched: the extent, or with `verify` the blocks it touches.
-    pub fetch: (u64, u64),
-    /// Index in the job's segments of the one that holds `fetch`.
-    pub segment: usize,
-}
-
-/// A range of the file to fetch, aligned.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Segment {
-    /// First byte.
-    pub start: u64,
-    /// The byte after the last that is needed (not aligned: it may be the end of the file).
-    pub end: u64,
-    /// Where a buffer that holds all segments of the job has it, aligned too.
-    pub at: u64,
-}
-
-impl Segment {
-    /// Where its last aligned unit ends in the buffer.
-    pub fn buffer_end(&self, align: u64) -> u64 {
-        self.at + (self.end - self.start).next_multiple_of(align)
-    }
 }
 
 /// Makes requests into jobs. `policies` has an entry for every file.
@@ -280,118 +249,71 @@ impl Plan {
     /// Puts neighbouring pieces together into jobs of about the target.
     fn group(&mut self, reqs: &[ReadReq], policies: &[Policy], verify: bool) {
         let mut jobs: Vec<Job> = Vec::new();
-        let (mut fetched, mut last) = (0, 0);
+        // Of the last job: what it costs to fetch, against the target, and the range that it fetches all of.
+        let (mut fetched, mut covered) = (0_u64, None::<(u64, u64)>);
         for (i, piece) in self.pieces.iter().enumerate() {
             let req = &reqs[piece.req as usize];
             let policy = policies[req.file as usize];
             let (loops, sparse) = self.loops_of(piece);
             let (start, end) = fetch_range(req, piece.src, extent(loops, piece.run), verify);
-            let bytes = self.bytes(piece);
-            let mut add = if sparse > 0 {
-                cost(loops, piece.run, sparse, policy)
+            let wanted = self.bytes(piece);
+            let open = jobs
+                .last_mut()
+                .filter(|job| job.file == req.file && i - job.pieces.0 < MAX_PIECES);
+            let near = covered.filter(|c| open.is_some() && start <= c.1.saturating_add(MAX_GAP));
+            // Alone in a job, and what it adds to the last one: bytes to fetch, room in a buffer. Segments that are joined
+            // fetch half as much again as is wanted.
+            let ends = 2 * policy.align;
+            let (bytes, buffer, seeks) = if sparse > 0 {
+                let step = extent(&loops[sparse..], piece.run) + ends;
+                let steps = loops[..sparse].iter().fold(1, |n, l| n * l.n);
+                let bytes = cost(loops, piece.run, sparse, policy);
+                (bytes, steps * (step + step / 2), bytes / SEEK_COST)
             } else {
-                end - start
+                let bytes = end - start;
+                (bytes, bytes + bytes / 2 + ends, 1)
             };
-            let job = jobs.last_mut().filter(|job| job.file == req.file);
-            if let Some(job) = job {
-                if start <= last {
-                    add = end.saturating_sub(last);
-                } else if policy.skip_gaps && start - last > MAX_GAP {
-                    add = add.max(SEEK_COST);
+            let (more, more_buffer, more_seeks) = match near {
+                Some((first, last)) if sparse == 0 => {
+                    let more = end.saturating_sub(last) + first.saturating_sub(start);
+                    (more, more + if start > last { ends } else { 0 }, 0)
                 }
-                if fetched + add <= policy.target && i - job.pieces.0 < MAX_PIECES {
-                    job.pieces.1 = i + 1;
-                    job.wanted += bytes;
-                    fetched += add;
-                    last = last.max(end);
-                    continue;
-                }
+                _ if policy.skip_gaps => (bytes.max(SEEK_COST), buffer, seeks),
+                _ => (bytes, buffer, seeks),
+            };
+            if let Some(job) = open.filter(|_| fetched + more <= policy.target) {
+                job.pieces.1 = i + 1;
+                job.wanted += wanted;
+                job.buffer += more_buffer;
+                job.seeks += more_seeks;
+                fetched += more;
+            } else {
+                jobs.push(Job {
+                    file: req.file,
+                    pieces: (i, i + 1),
+                    wanted,
+                    buffer,
+                    seeks,
+                });
+                fetched = bytes;
+                covered = None;
             }
-            jobs.push(Job {
-                file: req.file,
-                pieces: (i, i + 1),
-                wanted: bytes,
-            });
-            (fetched, last) = (end - start, end);
-            if sparse > 0 {
-                fetched = add;
-            }
+            covered = match covered.filter(|_| near.is_some()) {
+                _ if sparse > 0 => None,
+                Some((first, last)) => Some((first.min(start), last.max(end))),
+                None => Some((start, end)),
+            };
         }
         self.jobs = jobs;
     }
-
-    /// The extents of a job in the order of the file, and the segments to fetch for them. Both vectors are emptied first.
-    pub fn extents(
-        &self,
-        job: &Job,
-        reqs: &[ReadReq],
-        policy: Policy,
-        verify: bool,
-        extents: &mut Vec<Extent>,
-        segments: &mut Vec<Segment>,
-    ) {
-        extents.clear();
-        segments.clear();
-        for piece in job.pieces.0..job.pieces.1 {
-            let Piece { req, src, dst, run, .. } = self.pieces[piece];
-            let (loops, sparse) = self.loops_of(&self.pieces[piece]);
-            let (outer, dense) = loops.split_at(sparse);
-            let len = extent(dense, run);
-            each_step(outer, src, dst, &mut |src, dst| {
-                extents.push(Extent {
-                    piece,
-                    src,
-                    len,
-                    dst,
-                    fetch: fetch_range(&reqs[req as usize], src, len, verify),
-                    segment: 0,
-                });
-            });
-        }
-        if !extents.is_sorted_by_key(|e| e.fetch.0) {
-            extents.sort_unstable_by_key(|e| e.fetch.0);
-        }
-        let mut wanted = 0;
-        for extent in extents {
-            let (start, end) = (extent.fetch.0 & !(policy.align - 1), extent.fetch.1);
-            let new = end - extent.fetch.0;
-            if let Some(last) = segments.last_mut() {
-                let covered = last.end.next_multiple_of(policy.align);
-                let fetched = end.max(last.end) - last.start;
-                let near = start.saturating_sub(covered) <= MAX_GAP;
-                if start <= covered || near && (!policy.skip_gaps || worth_joining(fetched, wanted + new)) {
-                    wanted += new.min(end.saturating_sub(last.end));
-                    last.end = last.end.max(end);
-                    extent.segment = segments.len() - 1;
-                    continue;
-                }
-            }
-            extent.segment = segments.len();
-            let at = segments.last().map_or(0, |s| s.buffer_end(policy.align));
-            segments.push(Segment { start, end, at });
-            wanted = new;
-        }
-    }
 }
 
-/// Calls `each` with the source and destination offset of every step of the loops, which begin at `(src, dst)`.
-fn each_step(loops: &[Loop], src: u64, dst: u64, each: &mut impl FnMut(u64, u64)) {
-    match loops {
-        [] => each(src, dst),
-        [outer, rest @ ..] => {
-            for i in 0..outer.n {
-                each_step(rest, src + i * outer.src, dst + i * outer.dst, each);
-            }
-        }
-    }
-}
-
-fn extent(loops: &[Loop], run: u64) -> u64 {
+pub fn extent(loops: &[Loop], run: u64) -> u64 {
     loops.iter().fold(run, |sum, l| sum + (l.n - 1) * l.src)
 }
 
 /// What must be fetched for `[src, src + len)`.
-fn fetch_range(req: &ReadReq, src: u64, len: u64, verify: bool) -> (u64, u64) {
+pub fn fetch_range(req: &ReadReq, src: u64, len: u64, verify: bool) -> (u64, u64) {
     if !verify || req.digests.is_none() {
         return (src, src + len);
     }

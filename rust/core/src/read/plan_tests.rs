@@ -275,6 +275,7 @@ proptest! {
                 prop_assert!(pair[0].buffer_end(align) <= pair[1].at);
             }
             prop_assert!(segments.iter().all(|s| s.start % align == 0 && s.at % align == 0 && s.start < s.end));
+            prop_assert!(segments.last().is_none_or(|s| s.buffer_end(align) <= job.buffer));
             let before = got.len();
             for e in &extents {
                 let segment = segments[e.segment];

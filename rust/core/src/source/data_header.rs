@@ -1,7 +1,6 @@
 //! What the header of a data file of ours says: section 2 of `docs/format.md`, read back.
 
 use std::collections::HashMap;
-use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
@@ -9,6 +8,7 @@ use serde::Deserialize;
 
 use crate::format::safetensors::{HeaderTensor, PREFIX_LEN, header_len, parse};
 use crate::format::{DataFileName, Dims, FileEntry, Kind, TensorEntry, Value, block_digest, from_header_name};
+use crate::store::open_file;
 use crate::{Dtype, Error, Result};
 
 /// A data file, by its header.
@@ -145,7 +145,7 @@ impl DataHeader {
 /// The bytes before the payload, and the length of the file.
 fn read_head(path: &Path) -> Result<(Vec<u8>, u64)> {
     let io = |error| Error::io("read", path, error);
-    let file = File::open(path).map_err(io)?;
+    let file = open_file(path).map_err(io)?;
     let size = file.metadata().map_err(io)?.len();
     if size < PREFIX_LEN {
         return Err(Error::corrupt_index(

@@ -10,10 +10,10 @@ use super::sharding::Sharding;
 use super::tensor_pickle::{self, StoredTensor};
 use super::window::{Fetched, Source, Window};
 use super::zip::{Archive, LOCAL_MAGIC};
-use super::{Stat, open_data_file, parallel, stat_data_file};
+use super::{Stat, open_data_file, stat_data_file};
 use crate::format::safetensors as st;
 use crate::format::{ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry};
-use crate::{Dtype, Error, Result};
+use crate::{Dtype, Error, Result, parallel};
 
 /// The file that makes a folder a stock DCP checkpoint.
 pub const METADATA_NAME: &str = ".metadata";

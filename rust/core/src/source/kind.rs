@@ -67,6 +67,29 @@ pub fn find(path: &Path, rank: Option<u32>) -> Result<Found> {
     }
 }
 
+/// What others wrote at `path`, whatever index of this crate lies there.
+pub fn find_data(path: &Path) -> Result<Foreign> {
+    let names = if path.is_dir() { names(path)? } else { Vec::new() };
+    if names.iter().any(|name| name == METADATA_NAME) {
+        return Ok(Foreign::Dcp);
+    }
+    if names.iter().any(|name| is_model_file(name)) {
+        return Ok(Foreign::SafetensorsFolder);
+    }
+    match find(path, None)? {
+        Found::Foreign(kind) => Ok(kind),
+        Found::Native => Err(Error::NotFound {
+            path: path.to_owned(),
+            reason: "there is an index, but no data of others beside it".into(),
+        }),
+    }
+}
+
+/// Whether the folder holds native data files.
+pub fn has_native_data(dir: &Path) -> Result<bool> {
+    Ok(names(dir)?.iter().any(|name| DataFileName::parse(name).is_some()))
+}
+
 fn names(dir: &Path) -> Result<Vec<String>> {
     let failed = |e| Error::io("list", dir, e);
     let mut names = Vec::new();

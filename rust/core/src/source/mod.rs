@@ -9,7 +9,7 @@ pub mod distcp;
 mod fault;
 mod kind;
 pub mod metadata_pickle;
-mod parallel;
+mod payload;
 mod pickle;
 mod recover;
 pub mod safetensors;
@@ -21,7 +21,7 @@ mod zip;
 #[cfg(test)]
 mod tests;
 
-pub use kind::{Foreign, Found, find};
+pub use kind::{Foreign, Found, find, find_data, has_native_data};
 pub use recover::{RecoverOptions, recover};
 
 use std::fs::File;
@@ -38,6 +38,11 @@ pub fn open(path: &Path, rank: Option<u32>, threads: usize) -> Result<Index> {
         Found::Native => load::open_index(&path.join(rank.map_or(INDEX_NAME.into(), rank_index_name))),
         Found::Foreign(kind) => index(path, kind, rank, threads),
     }
+}
+
+/// Indexes what others wrote at `path`, whatever index lies there.
+pub fn open_data(path: &Path, threads: usize) -> Result<Index> {
+    index(path, find_data(path)?, None, threads)
 }
 
 /// Indexes a checkpoint that [`find`] found: in memory, over its own files, nothing is written. With `rank`, what that rank wrote for
@@ -75,5 +80,5 @@ fn stat_data_file(path: &Path) -> Result<Stat> {
 }
 
 fn open_data_file(path: &Path) -> Result<File> {
-    File::open(path).map_err(|e| Error::io("open", path, e))
+    crate::store::open_file(path).map_err(|e| Error::io("open", path, e))
 }

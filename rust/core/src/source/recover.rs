@@ -2,12 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
-use std::fs::{self, File};
-use std::os::unix::fs::FileExt as _;
+use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::data_header::DataHeader;
+use super::payload::PayloadReader;
 use crate::format::{BLOCK_SIZE, ChunkEntry, DataFileName, IndexBuilder, SourceKind, Value, block_count, block_digest};
 use crate::store::random_bytes;
 use crate::{Control, Error, Result, parallel};
@@ -19,7 +19,7 @@ pub struct RecoverOptions {
     pub generation: Option<u64>,
     /// Only files with these tokens. Empty: any. Needed where two saves of one generation are complete.
     pub tokens: Vec<u64>,
-    /// Threads that hash payloads. 0: as many as the cores that this process may use.
+    /// Threads, each with a read in flight. 0: 8, or as many as the cores that this process may use.
     pub threads: usize,
 }
 
@@ -149,28 +149,19 @@ fn hash(headers: &[DataHeader], threads: usize, control: &Control) -> Result<Vec
         }
     }
     let digests: Vec<AtomicU64> = blocks.iter().map(|_| AtomicU64::new(0)).collect();
-    let threads = if threads == 0 { parallel::available() } else { threads };
-    parallel::for_each(
-        blocks.len(),
-        threads,
-        || (Vec::new(), None),
-        |(buffer, open): &mut (Vec<u8>, Option<(&Path, File)>), number| {
-            control.check()?;
-            let Block { header, offset, length } = blocks[number];
-            let path = header.path.as_path();
-            let io = |error| Error::io("read", path, error);
-            let file = match open.take() {
-                Some((opened, file)) if opened == path => file,
-                _ => File::open(path).map_err(io)?,
-            };
-            buffer.resize(usize::try_from(length).expect("a block at most"), 0);
-            file.read_exact_at(buffer, offset).map_err(io)?;
-            *open = Some((path, file));
-            digests[number].store(block_digest(buffer), Ordering::Relaxed);
-            control.add(length);
-            Ok(())
-        },
-    )?;
+    let threads = if threads == 0 {
+        parallel::available().max(8)
+    } else {
+        threads
+    };
+    parallel::for_each(blocks.len(), threads, PayloadReader::new, |reader, number| {
+        control.check()?;
+        let Block { header, offset, length } = blocks[number];
+        let digest = block_digest(reader.block(header, offset, length)?);
+        digests[number].store(digest, Ordering::Relaxed);
+        control.add(length);
+        Ok(())
+    })?;
     let mut digests = digests.into_iter().map(AtomicU64::into_inner);
     Ok(chunks()
         .map(|(_, chunk)| {

@@ -6,7 +6,7 @@ use tempfile::tempdir;
 use super::*;
 use crate::format::{INDEX_NAME, Index};
 use crate::write::testing::{INFO, assert_saved, names_in, rows, save, saves, value, whole};
-use crate::write::{Layout, SaveInfo, SaveItem, WriteOptions, plan_files};
+use crate::write::{Layout, SaveInfo, SaveItem, WriteIo, WriteOptions, plan_files};
 
 fn info(generation: u64, token: u64, rank: u32, world_size: u32) -> SaveInfo {
     SaveInfo {
@@ -67,13 +67,18 @@ fn the_parts_of_all_ranks_make_one_index() {
             },
         ]
     };
+    // Past the page cache, so that they are read so, too.
+    let options = WriteOptions {
+        io: WriteIo::Direct,
+        ..quick()
+    };
     let indexes: Vec<_> = (0..2)
         .map(|rank| {
             save(
                 dir.path(),
                 &items(rank.into()),
                 info(3, 10 + u64::from(rank), rank, 2),
-                &quick(),
+                &options,
             )
         })
         .collect();

@@ -11,12 +11,12 @@ use serde::Deserialize;
 use super::fault::{Fault, FaultResult};
 use super::sharding::Sharding;
 use super::window::Source;
-use super::{Stat, open_data_file, parallel, stat_data_file};
+use super::{Stat, open_data_file, stat_data_file};
 use crate::format::safetensors as st;
 use crate::format::{
     ChunkEntry, DataFileName, Dims, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry, Value, element_count,
 };
-use crate::{Dtype, Error, Result};
+use crate::{Dtype, Error, Result, parallel};
 
 /// What the names of safetensors files end with.
 pub const SUFFIX: &str = ".safetensors";

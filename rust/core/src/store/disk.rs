@@ -4,7 +4,7 @@
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rustix::fs::{FallocateFlags, fallocate};
@@ -62,25 +62,24 @@ impl Disk {
             .map_or(Ok(usize::MAX), |hook| hook.before(call, path))
     }
 
-    /// Creates a folder and those it is in, where they are missing.
-    pub(crate) fn create_folder(&self, folder: &Path, sync: bool) -> Result<()> {
+    /// Creates a folder and those it is in, where they are missing. Returns the folders that got a new entry: they are
+    /// to be synced before anything counts on it.
+    pub(crate) fn create_folder(&self, folder: &Path) -> Result<Vec<PathBuf>> {
         if folder.is_dir() {
-            return Ok(());
+            return Ok(Vec::new());
         }
         let parent = folder.parent().filter(|parent| !parent.as_os_str().is_empty());
-        if let Some(parent) = parent {
-            self.create_folder(parent, sync)?;
-        }
+        let mut changed = parent.map_or(Ok(Vec::new()), |parent| self.create_folder(parent))?;
         match self
             .before(Call::CreateFolder, folder)
             .and_then(|_| fs::create_dir(folder))
         {
             // Another rank was faster.
-            Err(error) if error.kind() == ErrorKind::AlreadyExists && folder.is_dir() => Ok(()),
-            Err(error) => Err(Error::io("create", folder, error)),
-            Ok(()) if sync => self.sync_folder(parent.unwrap_or(Path::new("."))),
-            Ok(()) => Ok(()),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists && folder.is_dir() => {}
+            Err(error) => return Err(Error::io("create", folder, error)),
+            Ok(()) => changed.push(parent.unwrap_or(Path::new(".")).to_owned()),
         }
+        Ok(changed)
     }
 
     /// Creates a file that may not exist yet, to write to.

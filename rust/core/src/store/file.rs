@@ -3,7 +3,7 @@
 use std::fs::{File, Metadata, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::{Error, Result};
 
@@ -25,7 +25,8 @@ impl FileRef {
     ///
     /// A file that is missing or differs is [`Error::CorruptData`]; what the system refuses is [`Error::Io`].
     pub fn open(&self, direct: bool) -> Result<File> {
-        let mut flags = libc::O_CLOEXEC;
+        // Without O_NONBLOCK, opening a named pipe would wait for someone to write to it.
+        let mut flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
         if !self.follow_symlinks {
             flags |= libc::O_NOFOLLOW;
         }
@@ -72,6 +73,19 @@ impl FileRef {
 
     fn corrupt(&self, reason: impl Into<String>) -> Error {
         Error::corrupt_data(&self.path, "", 0, reason)
+    }
+}
+
+/// Opens a regular file for reading. Anything else is `InvalidInput`, also what would block, as a named pipe does.
+pub fn open_file(path: &Path) -> io::Result<File> {
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_CLOEXEC | libc::O_NONBLOCK)
+        .open(path)?;
+    if file.metadata()?.is_file() {
+        Ok(file)
+    } else {
+        Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a file"))
     }
 }
 

@@ -63,3 +63,23 @@ impl Mapping {
         }
     }
 }
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    #[test]
+    fn a_file_cut_short_is_an_error_and_not_a_signal() {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&vec![1; 1 << 20]).unwrap();
+        let mapping = Mapping::new(&file).unwrap();
+        assert_eq!((mapping.len(), mapping.is_empty()), (1 << 20, false));
+        mapping.populate(5, 1 << 20).unwrap();
+        file.set_len(100_000).unwrap();
+        mapping.populate(0, 100_000).unwrap();
+        let result = mapping.populate(500_000, 600_000);
+        // Before Linux 5.14 populating does nothing, and says so with success.
+        assert!(result.is_ok() || result.unwrap_err().raw_os_error() == Some(libc::EFAULT));
+    }
+}

@@ -9,10 +9,10 @@ mod random;
 mod residency;
 
 pub use file::FileRef;
-pub(crate) use file::{read_at, read_direct_at};
+pub(crate) use file::{open_file, read_at, read_direct_at};
 pub use mapping::Mapping;
 pub use private::PrivateMapping;
-pub use publish::publish;
 pub(crate) use publish::publish_on;
+pub use publish::{publish, put_in_place};
 pub use random::{random_bytes, random_token};
 pub use residency::{direct_align, is_remote, resident_bytes};

@@ -1,13 +1,13 @@
 //! The end of a save, and the number of the next one.
 
 use std::collections::HashSet;
-use std::fs::{self, File};
+use std::fs;
 use std::io::{ErrorKind, Read as _};
 use std::path::Path;
 
-use crate::format::{DataFileName, INDEX_NAME, Index};
+use crate::format::{DataFileName, INDEX_NAME, Index, rank_index_name};
 use crate::store::disk::Disk;
-use crate::store::publish_on;
+use crate::store::{open_file, publish_on};
 use crate::{Error, Result};
 
 /// What a commit did besides committing.
@@ -19,28 +19,46 @@ pub struct Committed {
     pub left: Vec<Error>,
 }
 
-/// Makes `index` the index of the folder, and removes the data files that the one before it named as its own and this
-/// one does not. No other file is touched.
+/// Makes `index` the index of the folder (with `rank`, that rank's of a rank-local save), and removes the data files that the one before it named
+/// as its own and this one does not. The index of a whole save also replaces those of single ranks. No other file is touched.
 ///
 /// # Errors
 /// [`Error::CorruptIndex`] where the bytes are no index; [`Error::Io`] where it could not be published. The old
 /// checkpoint is whole then.
-pub fn commit(dir: &Path, index: Vec<u8>, fsync: bool) -> Result<Committed> {
-    commit_on(&Disk::default(), dir, index, fsync)
+pub fn commit(dir: &Path, rank: Option<u32>, index: Vec<u8>, fsync: bool) -> Result<Committed> {
+    commit_on(&Disk::default(), dir, rank, index, fsync)
 }
 
-pub(super) fn commit_on(disk: &Disk, dir: &Path, index: Vec<u8>, fsync: bool) -> Result<Committed> {
-    let path = dir.join(INDEX_NAME);
-    let index = Index::from_bytes(index, &path)?;
-    // One that cannot be read names nothing that may be removed.
-    let old = fs::read(&path)
-        .ok()
-        .and_then(|bytes| Index::from_bytes(bytes, &path).ok());
-    publish_on(disk, dir, INDEX_NAME, index.bytes(), fsync)?;
+pub(super) fn commit_on(disk: &Disk, dir: &Path, rank: Option<u32>, index: Vec<u8>, fsync: bool) -> Result<Committed> {
+    let index = Index::from_bytes(index, &dir.join(index_name(rank)))?;
+    commit_index_on(disk, dir, rank, &index, fsync)
+}
 
-    let kept = own_files(&index);
+/// [`commit`] for an index that has been checked already.
+///
+/// # Errors
+/// [`Error::Io`] where it could not be published. The old checkpoint is whole then.
+pub fn commit_index(dir: &Path, rank: Option<u32>, index: &Index, fsync: bool) -> Result<Committed> {
+    commit_index_on(&Disk::default(), dir, rank, index, fsync)
+}
+
+fn commit_index_on(disk: &Disk, dir: &Path, rank: Option<u32>, index: &Index, fsync: bool) -> Result<Committed> {
+    let name = index_name(rank);
+    let of_ranks = if rank.is_none() { rank_indexes(dir)? } else { Vec::new() };
+    // One that cannot be read names nothing that may be removed.
+    let old: Vec<Index> = std::iter::once(&name)
+        .chain(&of_ranks)
+        .filter_map(|name| {
+            let path = dir.join(name);
+            Index::from_bytes(fs::read(&path).ok()?, &path).ok()
+        })
+        .collect();
+    publish_on(disk, dir, &name, index.bytes(), fsync)?;
+
+    let kept = own_files(index);
+    let replaced = old.iter().flat_map(own_files).filter(|name| !kept.contains(name));
     let mut committed = Committed::default();
-    for name in old.iter().flat_map(own_files).filter(|name| !kept.contains(name)) {
+    for name in of_ranks.iter().map(String::as_str).chain(replaced) {
         match disk.remove(&dir.join(name)) {
             Ok(()) => committed.removed.push(name.to_owned()),
             Err(error) => committed.left.push(error),
@@ -49,16 +67,48 @@ pub(super) fn commit_on(disk: &Disk, dir: &Path, index: Vec<u8>, fsync: bool) ->
     Ok(committed)
 }
 
-/// Removes the data files that an index names as its own: a save that will not be committed, because
-/// another rank failed. None of them may be named by an index that was published.
+fn index_name(rank: Option<u32>) -> String {
+    rank.map_or(INDEX_NAME.to_owned(), rank_index_name)
+}
+
+/// The indexes of single ranks in a folder.
+fn rank_indexes(dir: &Path) -> Result<Vec<String>> {
+    let failed = |error| Error::io("list", dir, error);
+    let mut names = Vec::new();
+    for entry in fs::read_dir(dir).map_err(failed)? {
+        let name = entry.map_err(failed)?.file_name();
+        if let Some(name) = name.to_str()
+            && let Some(rank) = name
+                .strip_prefix("__")
+                .and_then(|rest| rest.split('.').next()?.parse().ok())
+            && rank_index_name(rank) == name
+        {
+            names.push(name.to_owned());
+        }
+    }
+    names.sort();
+    Ok(names)
+}
+
+/// Removes the data files that an index names as its own: those of a save that was not committed, because another rank failed. What the
+/// published index of the folder (with `rank`, of that rank) names stays, should the save have been committed after all.
 ///
 /// # Errors
-/// [`Error::CorruptIndex`] where the bytes are no index; the first file that could not be removed, after trying all.
-pub fn discard(dir: &Path, index: Vec<u8>) -> Result<()> {
-    let index = Index::from_bytes(index, &dir.join(INDEX_NAME))?;
+/// [`Error::CorruptIndex`] where the bytes are no index; [`Error::Io`] where the published index cannot be read (nothing is removed then),
+/// or for the first file that could not be removed, after trying all.
+pub fn discard(dir: &Path, rank: Option<u32>, index: impl AsRef<[u8]> + Send + Sync + 'static) -> Result<()> {
+    let path = dir.join(index_name(rank));
+    let index = Index::from_bytes(index, &path)?;
+    let published = match fs::read(&path) {
+        Ok(bytes) => Some(Index::from_bytes(bytes, &path)?),
+        Err(error) if error.kind() == ErrorKind::NotFound => None,
+        Err(error) => return Err(Error::io("read", &path, error)),
+    };
+    let kept = published.as_ref().map(own_files).unwrap_or_default();
     let disk = Disk::default();
     own_files(&index)
         .into_iter()
+        .filter(|name| !kept.contains(name))
         .map(|name| disk.remove(&dir.join(name)))
         .fold(Ok(()), Result::and)
 }
@@ -101,7 +151,7 @@ fn index_generation(path: &Path) -> Option<u64> {
     const MAGIC: &[u8] = b"\x89DCPRS\r\n";
     const GENERATION_AT: usize = 64;
     let mut start = [0; GENERATION_AT + 8];
-    File::open(path).ok()?.read_exact(&mut start).ok()?;
+    open_file(path).ok()?.read_exact(&mut start).ok()?;
     let generation = u64::from_le_bytes(start[GENERATION_AT..].try_into().ok()?);
     start.starts_with(MAGIC).then_some(generation)
 }

@@ -43,13 +43,13 @@ fn a_second_save_replaces_the_first_and_nothing_else() {
     let dir = dir.path();
     assert_eq!(next_generation(&dir.join("missing")).unwrap(), 1);
     assert_eq!(next_generation(dir).unwrap(), 1);
-    let first = commit(dir, saved(dir, 1), true).unwrap();
+    let first = commit(dir, None, saved(dir, 1), true).unwrap();
     assert!(first.removed.is_empty() && first.left.is_empty());
     for other in ["notes.txt", "model.safetensors", &data(7)] {
         fs::write(dir.join(other), "theirs").unwrap();
     }
     assert_eq!(next_generation(dir).unwrap(), 8);
-    let second = commit(dir, saved(dir, 8), false).unwrap();
+    let second = commit(dir, None, saved(dir, 8), false).unwrap();
     assert_eq!(second.removed, [data(1)]);
     assert_eq!(
         names_in(dir),
@@ -61,9 +61,9 @@ fn a_second_save_replaces_the_first_and_nothing_else() {
 #[test]
 fn the_order_of_a_commit() {
     let dir = tempdir().unwrap();
-    commit(dir.path(), saved(dir.path(), 1), true).unwrap();
+    commit(dir.path(), None, saved(dir.path(), 1), true).unwrap();
     let recorder = Arc::new(Recorder::default());
-    commit_on(&hooked(&recorder), dir.path(), saved(dir.path(), 2), true).unwrap();
+    commit_on(&hooked(&recorder), dir.path(), None, saved(dir.path(), 2), true).unwrap();
     let calls = recorder.calls.lock().unwrap();
     let kinds: Vec<_> = calls.iter().map(|(call, _)| *call).collect();
     assert!(
@@ -88,20 +88,20 @@ fn the_order_of_a_commit() {
 fn a_commit_that_fails_leaves_the_old_checkpoint() {
     for at in 0..5 {
         let dir = tempdir().unwrap();
-        commit(dir.path(), saved(dir.path(), 1), true).unwrap();
+        commit(dir.path(), None, saved(dir.path(), 1), true).unwrap();
         let bytes = saved(dir.path(), 2);
         let recorder = Arc::new(Recorder {
             fault: Some((at, libc::ENOSPC)),
             ..Recorder::default()
         });
-        let error = commit_on(&hooked(&recorder), dir.path(), bytes.clone(), true).unwrap_err();
+        let error = commit_on(&hooked(&recorder), dir.path(), None, bytes.clone(), true).unwrap_err();
         assert!(matches!(error, Error::Io { .. }));
         let renamed = at == 4;
         assert_eq!(open(dir.path()).generation(), if renamed { 2 } else { 1 });
         assert_eq!(names_in(dir.path()), [&data(1), &data(2), INDEX_NAME], "call {at}");
         assert_saved(&open(dir.path()), &items());
         if !renamed {
-            discard(dir.path(), bytes).unwrap();
+            discard(dir.path(), None, bytes).unwrap();
             assert_eq!(names_in(dir.path()), [&data(1), INDEX_NAME]);
         }
     }
@@ -110,12 +110,12 @@ fn a_commit_that_fails_leaves_the_old_checkpoint() {
 #[test]
 fn what_cannot_be_removed_is_told() {
     let dir = tempdir().unwrap();
-    commit(dir.path(), saved(dir.path(), 1), true).unwrap();
+    commit(dir.path(), None, saved(dir.path(), 1), true).unwrap();
     let recorder = Arc::new(Recorder {
         fault: Some((5, libc::EPERM)),
         ..Recorder::default()
     });
-    let committed = commit_on(&hooked(&recorder), dir.path(), saved(dir.path(), 2), true).unwrap();
+    let committed = commit_on(&hooked(&recorder), dir.path(), None, saved(dir.path(), 2), true).unwrap();
     assert!(committed.removed.is_empty());
     assert!(committed.left[0].to_string().contains(&data(1)));
 }
@@ -141,9 +141,9 @@ fn an_index_gets_no_file_removed_that_no_save_wrote() {
         fs::write(dir.path().join(name), "theirs").unwrap();
     }
     fs::write(dir.path().join(INDEX_NAME), &bytes).unwrap();
-    let committed = commit(dir.path(), saved(dir.path(), 6), true).unwrap();
+    let committed = commit(dir.path(), None, saved(dir.path(), 6), true).unwrap();
     assert!(committed.removed.is_empty() && committed.left.is_empty());
-    discard(dir.path(), bytes).unwrap();
+    discard(dir.path(), None, bytes).unwrap();
     assert_eq!(names_in(dir.path()), [&data(5), &data(6), INDEX_NAME, "notes.txt"]);
 }
 
@@ -153,14 +153,39 @@ fn a_damaged_index_is_replaced_and_no_index_is_refused() {
     fs::write(dir.path().join(INDEX_NAME), "damaged").unwrap();
     assert_eq!(next_generation(dir.path()).unwrap(), 1);
     assert!(matches!(
-        commit(dir.path(), vec![1, 2, 3], true),
+        commit(dir.path(), None, vec![1, 2, 3], true),
         Err(Error::CorruptIndex { .. })
     ));
-    commit(dir.path(), saved(dir.path(), 1), true).unwrap();
+    commit(dir.path(), None, saved(dir.path(), 1), true).unwrap();
     assert_saved(&open(dir.path()), &items());
     // The index alone counts, too.
     fs::remove_file(dir.path().join(data(1))).unwrap();
     assert_eq!(next_generation(dir.path()).unwrap(), 2);
     fs::write(dir.path().join(data(u64::MAX)), "").unwrap();
     assert!(matches!(next_generation(dir.path()), Err(Error::Unsupported(_))));
+}
+
+/// A rank-local save replaces what that rank wrote before; a save of all ranks replaces them all.
+#[test]
+fn indexes_of_single_ranks_are_replaced() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = folder.path();
+    let names = || {
+        let mut names: Vec<_> = fs::read_dir(dir)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    };
+    commit(dir, Some(0), saved(dir, 1), false).unwrap();
+    commit(dir, Some(7), saved(dir, 2), false).unwrap();
+    assert_eq!(names().len(), 4);
+    let again = commit(dir, Some(7), saved(dir, 3), false).unwrap();
+    assert_eq!((again.removed.len(), names().len()), (1, 4));
+    fs::write(dir.join("__x.index.dcprs"), "not ours").unwrap();
+    let whole = commit(dir, None, saved(dir, 4), false).unwrap();
+    assert_eq!(whole.removed.len(), 4);
+    let left = names();
+    assert_eq!((left[0].as_str(), left.len()), ("__x.index.dcprs", 3));
 }

@@ -7,11 +7,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::files::{DataFiles, Handles};
 use super::jobs::{Job, Span, cut};
-use super::layout::{Layout, SaveInfo, SaveItem, plan_files};
+use super::layout::{FilePlan, Layout, Place, SaveInfo, SaveItem, plan_files};
 use super::options::{Resolved, WriteOptions};
 use super::staging::Staging;
 use crate::format::{
-    BLOCK_SIZE, ChunkEntry, FileEntry, IndexBuilder, SourceKind, TensorEntry, Value, block_count, block_digest,
+    BLOCK_SIZE, ChunkEntry, Dims, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry, Value, block_count,
+    block_digest,
 };
 use crate::store::disk::Disk;
 use crate::store::random_bytes;
@@ -33,7 +34,8 @@ pub struct Part<'a> {
 /// Dropped without [`finish`](Self::finish), it removes the files that it created.
 pub struct Save {
     disk: Disk,
-    dir: PathBuf,
+    /// The folder, after those that it had to be created in.
+    folders: Vec<PathBuf>,
     info: SaveInfo,
     items: Vec<SaveItem>,
     layout: Layout,
@@ -64,6 +66,52 @@ impl Save {
         Self::create_on(Disk::default(), dir, items, info, options)
     }
 
+    /// Creates files of the caller's own layout: a header each, and a place for each value. They need not be of this
+    /// crate's format, so what [`finish`](Self::finish) returns is worth nothing.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] for a place that is not within its file, [`Error::Io`] where the disk refuses.
+    pub fn create_files(
+        dir: &Path,
+        files: Vec<FilePlan>,
+        values: Vec<(String, Place, u64)>,
+        options: &WriteOptions,
+    ) -> Result<Self> {
+        let mut layout = Layout {
+            files,
+            places: Vec::with_capacity(values.len()),
+        };
+        let mut items = Vec::with_capacity(values.len());
+        for (name, place, length) in values {
+            let fits = layout.files.get(place.file as usize).is_some_and(|file| {
+                let end = place.offset.checked_add(length);
+                place.offset >= file.header.len() as u64 && end.is_some_and(|end| end <= file.size)
+            });
+            if !fits {
+                return Err(Error::Plan(format!("{name:?} does not lie in its file")));
+            }
+            layout.places.push(place);
+            items.push(SaveItem {
+                name,
+                kind: Kind::Bytes,
+                dtype: None,
+                shape: Dims::new(),
+                flags: 0,
+                path: None,
+                offsets: Dims::new(),
+                sizes: Dims::new(),
+                length,
+            });
+        }
+        let info = SaveInfo {
+            generation: 0,
+            token: 0,
+            rank: 0,
+            world_size: 1,
+        };
+        Self::create_laid_out(Disk::default(), dir, items, layout, info, options)
+    }
+
     pub(super) fn create_on(
         disk: Disk,
         dir: &Path,
@@ -72,6 +120,17 @@ impl Save {
         options: &WriteOptions,
     ) -> Result<Self> {
         let layout = plan_files(&items, &info)?;
+        Self::create_laid_out(disk, dir, items, layout, info, options)
+    }
+
+    fn create_laid_out(
+        disk: Disk,
+        dir: &Path,
+        items: Vec<SaveItem>,
+        layout: Layout,
+        info: SaveInfo,
+        options: &WriteOptions,
+    ) -> Result<Self> {
         let how = options.resolve(layout.files.iter().map(|file| file.size).max().unwrap_or(0));
         let mut first_digest = Vec::with_capacity(items.len() + 1);
         let mut digests = 0;
@@ -80,11 +139,13 @@ impl Save {
             digests += to_usize(block_count(item.length));
         }
         first_digest.push(digests);
-        disk.create_folder(dir, how.fsync)?;
+        // Synced at the end only: a sync may wait for all that others changed on the disk.
+        let mut folders = disk.create_folder(dir)?;
+        folders.push(dir.to_owned());
         let files = DataFiles::create(disk.clone(), dir, &layout.files, how.direct)?;
         Ok(Self {
             disk,
-            dir: dir.to_owned(),
+            folders,
             info,
             layout,
             how,
@@ -285,6 +346,11 @@ impl Save {
     /// # Errors
     /// [`Error::Plan`] where bytes of an item are missing; [`Error::Io`]. The files are removed then.
     pub fn finish(self) -> Result<Vec<u8>> {
+        self.finish_as(None)
+    }
+
+    /// [`finish`](Self::finish), with the id of the save that the index will carry.
+    pub fn finish_as(self, save_id: Option<[u8; 16]>) -> Result<Vec<u8>> {
         let progress = self.progress();
         if progress.failed {
             return Err(Error::Plan("a write of this save failed".into()));
@@ -309,9 +375,11 @@ impl Save {
         }
         self.sync()?;
         if self.how.fsync {
-            self.disk.sync_folder(&self.dir)?;
+            for folder in self.folders.iter().rev() {
+                self.disk.sync_folder(folder)?;
+            }
         }
-        let index = self.index()?;
+        let index = self.index(save_id)?;
         self.files.keep();
         Ok(index)
     }
@@ -332,9 +400,12 @@ impl Save {
         )
     }
 
-    fn index(&self) -> Result<Vec<u8>> {
+    fn index(&self, save_id: Option<[u8; 16]>) -> Result<Vec<u8>> {
         let mut builder = IndexBuilder::new(SourceKind::Native);
-        builder.save_id = random_bytes()?;
+        builder.save_id = match save_id {
+            Some(id) => id,
+            None => random_bytes()?,
+        };
         builder.generation = self.info.generation;
         builder.root = Value::Dict(vec![]);
         for plan in &self.layout.files {

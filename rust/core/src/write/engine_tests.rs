@@ -231,6 +231,26 @@ fn headers_follow_the_payload_to_the_disk() {
 }
 
 #[test]
+fn new_folders_are_synced_in_theirs() {
+    let dir = tempdir().unwrap();
+    let (recorder, result) = recorded(Recorder::default(), &dir.path().join("a/b"), WriteIo::Auto);
+    result.unwrap();
+    let calls = recorder.calls.lock().unwrap();
+    let of = |wanted: Call| -> Vec<&str> {
+        calls
+            .iter()
+            .filter(|(call, _)| *call == wanted)
+            .map(|(_, name)| name.as_str())
+            .collect()
+    };
+    assert_eq!(of(Call::CreateFolder), ["a", "b"]);
+    assert_eq!(
+        of(Call::SyncFolder),
+        ["b", "a", dir.path().file_name().unwrap().to_str().unwrap()]
+    );
+}
+
+#[test]
 fn every_failing_call_is_reported_and_leaves_no_file() {
     for io in [WriteIo::Direct, WriteIo::Buffered] {
         for errno in [libc::ENOSPC, libc::EIO, libc::EFBIG] {

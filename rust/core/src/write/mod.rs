@@ -11,7 +11,8 @@ mod staging;
 #[cfg(test)]
 pub(crate) mod testing;
 
-pub use commit::{Committed, commit, discard, next_generation};
+pub use commit::{Committed, commit, commit_index, discard, next_generation};
 pub use engine::{Part, Save};
 pub use layout::{FilePlan, HEADER_LIMIT, Layout, Place, SaveInfo, SaveItem, plan_files};
 pub use options::{WriteIo, WriteOptions};
+pub(crate) use staging::Staging;

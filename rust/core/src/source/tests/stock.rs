@@ -1,24 +1,13 @@
 //! Every source against checkpoints that stock torch wrote (`tests/fixtures/make_stock.py`), compared byte for byte.
 
+use std::fmt::Write as _;
 use std::fs;
-use std::path::{Path, PathBuf};
 
 use serde_json::Value as Json;
 
-use super::{Foreign, Found, find, index};
+use super::{fixtures, open, refusal};
 use crate::Error;
 use crate::format::{Dims, Index, Kind, Value, element_count};
-
-fn fixtures() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/stock")
-}
-
-fn open(path: &Path, rank: Option<u32>) -> Result<Index, Error> {
-    match find(path, rank)? {
-        Found::Foreign(kind) => index(path, kind, rank, 2),
-        Found::Native => panic!("no fixture has an index"),
-    }
-}
 
 /// The bytes of a tensor in row-major order, put together from its chunks.
 fn assemble(index: &Index, t: u32) -> Vec<u8> {
@@ -63,7 +52,10 @@ fn contiguous(sizes: &[u64]) -> Dims {
 }
 
 fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        write!(text, "{byte:02x}").unwrap();
+        text
+    })
 }
 
 fn path_of(json: &Json) -> Option<Value> {
@@ -148,4 +140,37 @@ fn stock_checkpoints_of_all_releases_read_the_same_bytes() {
         }
     }
     assert!(cases >= 18, "{cases}");
+}
+
+#[test]
+fn a_rank_local_checkpoint_opens_for_a_rank() {
+    let folder = fixtures().join("torch-2.15.0/rank_local");
+    let e = refusal(&folder, None);
+    assert!(
+        matches!(&e, Error::NotFound { .. }) && e.to_string().contains("rank-local"),
+        "{e}"
+    );
+    for rank in 0..2_u8 {
+        let index = open(&folder, Some(rank.into())).unwrap();
+        let mine = assemble(&index, index.find("mine").unwrap());
+        let expected = [f32::from(rank), f32::from(rank) + 1.0];
+        assert_eq!(mine, expected.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>());
+        let rows = index.tensor(index.find("rows").unwrap());
+        assert_eq!((rows.shape.as_slice(), rows.chunks.count()), (&[5, 3][..], 1));
+    }
+    let e = refusal(&folder, Some(2));
+    assert!(matches!(&e, Error::NotFound { .. }), "{e}");
+}
+
+#[test]
+fn layouts_are_kept_and_not_copied() {
+    let index = open(&fixtures().join("torch-2.15.0/plain"), None).unwrap();
+    let strides = |fqn: &str| index.chunk(index.tensor(index.find(fqn).unwrap()).chunks.start).strides;
+    assert_eq!(strides("transposed").as_deref(), Some(&[1, 3][..]));
+    assert_eq!(strides("channels_last").as_deref(), Some(&[8, 1, 4, 2][..]));
+    assert_eq!(strides("float32"), None);
+    assert_eq!(index.planner_root(), Value::Dict(vec![]));
+    let index = open(&fixtures().join("torch-2.15.0/sharded"), None).unwrap();
+    assert_eq!(index.tensor(index.find("rows").unwrap()).split_dim, Some(0));
+    assert_eq!(index.tensor(index.find("columns").unwrap()).split_dim, Some(1));
 }

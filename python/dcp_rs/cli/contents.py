@@ -1,0 +1,166 @@
+"""What a checkpoint holds, for the commands that list it. Without torch, but for files that only torch can read."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dcp_rs.sources import is_torch_file, open_index
+
+__all__ = ["Contents", "Entry", "Piece", "open_contents"]
+
+#: Bytes of an element (section 6 of the format).
+_ITEMSIZES = {
+    **dict.fromkeys(["bool", "uint8", "int8"], 1),
+    **dict.fromkeys(["int16", "uint16", "float16", "bfloat16"], 2),
+    **dict.fromkeys(["int32", "uint32", "float32", "complex32", "bcomplex32"], 4),
+    **dict.fromkeys(["int64", "uint64", "float64", "complex64"], 8),
+    "complex128": 16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stored piece of an entry: where in the tensor, and where on the disk."""
+
+    file: int
+    offset: int | None
+    nbytes: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor, or (``dtype`` None) another value."""
+
+    name: str
+    number: int
+    dtype: str | None
+    shape: tuple[int, ...]
+    chunks: int
+    nbytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "name": self.name,
+            "kind": "value" if self.dtype is None else "tensor",
+            "dtype": self.dtype,
+            "shape": None if self.dtype is None else list(self.shape),
+            "chunks": self.chunks,
+            "bytes": self.nbytes,
+        }
+
+
+class Contents:
+    """What is at a path.
+
+    Attributes:
+        path: as it was given.
+        format: ``dcp-rs``, ``dcp``, ``safetensors`` or ``torch``.
+        facts: more about it, by name.
+        files: (name, size in bytes).
+        entries: sorted by name.
+    """
+
+    def __init__(self, path: Path, *, allow_external: bool, rank: int | None, weights_only: bool = True) -> None:
+        self.path = path
+        self.facts: dict[str, Any] = {}
+        self._source: Any = None
+        if rank is None and is_torch_file(path):
+            self._open_torch_file(weights_only=weights_only)
+            return
+        index = self._index = open_index(path, rank=rank, allow_external=allow_external)
+        self.format = index.source
+        self.indexed = index.path.name.endswith("index.dcprs") and index.path.exists()
+        self.files = [(name, nbytes) for name, nbytes, _, _ in index.files()]
+        if self.indexed:
+            self.facts = {
+                "index": str(index.path),
+                "version": index.version,
+                "generation": index.generation,
+                "save_id": index.save_id,
+            }
+        self.chunk_count = index.chunk_count
+        self.entries = [self._entry(number) for number in range(index.tensor_count)]
+
+    def _entry(self, number: int) -> Entry:
+        name, is_bytes, dtype, shape, _, chunks = self._index.tensor(number)
+        if is_bytes or dtype is None:
+            return Entry(name, number, None, (), chunks, self._index.chunks(number)[0][2])
+        return Entry(name, number, dtype, shape, chunks, math.prod(shape) * _ITEMSIZES.get(dtype, 1))
+
+    def _open_torch_file(self, *, weights_only: bool) -> None:
+        from dcp_rs.conversion.source import TorchSource
+
+        self._source = TorchSource(self.path, weights_only=weights_only)
+        self.format, self.indexed = "torch", False
+        self.files = [(self.path.name, self.path.stat().st_size)]
+        self.entries = sorted(
+            (
+                Entry(
+                    item.name,
+                    item.number,
+                    None if item.dtype is None else str(item.dtype).removeprefix("torch."),
+                    item.shape,
+                    1,
+                    item.nbytes,
+                )
+                for item in self._source.items
+            ),
+            key=lambda entry: entry.name,
+        )
+        self.chunk_count = len(self.entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all entries."""
+        return sum(entry.nbytes for entry in self.entries)
+
+    @property
+    def tensors(self) -> int:
+        """How many entries are tensors."""
+        return sum(1 for entry in self.entries if entry.dtype is not None)
+
+    def find(self, name: str) -> Entry | None:
+        """The entry of that name."""
+        return next((entry for entry in self.entries if entry.name == name), None)
+
+    def pieces(self, entry: Entry) -> list[Piece]:
+        """The stored pieces of an entry."""
+        if self._source is not None:
+            return [Piece(0, None, entry.nbytes, (0,) * len(entry.shape), entry.shape)]
+        return [Piece(*chunk) for chunk in self._index.chunks(entry.number)]
+
+    def state_path(self, entry: Entry) -> tuple[Any, ...] | None:
+        """Where in the state dict an entry was."""
+        if self._source is not None:
+            path: tuple[Any, ...] | None = self._source.items[entry.number].path
+            return path
+        return self._index.planner_path(entry.number)
+
+    def value(self, entry: Entry) -> Any:
+        """A value. Needs torch.
+
+        Raises:
+            UnsafePickleError: it needs more than ``torch.load(weights_only=True)`` allows.
+        """
+        from dcp_rs import objects
+
+        if self._source is not None:
+            data = self._source.value(self._source.items[entry.number])
+        else:
+            first = self._index.first_chunk(entry.number)
+            (data,) = self._index.read_bytes(
+                [first], io="buffered", threads=1, verify=False, max_inflight_bytes=1 << 22
+            )
+        return objects.load(entry.name, data, weights_only=True)
+
+
+def open_contents(path: str | os.PathLike[str], *, rank: int | None = None) -> Contents:
+    """Opens whatever is at ``path`` to look at it. No data is read."""
+    return Contents(Path(path), allow_external=True, rank=rank)

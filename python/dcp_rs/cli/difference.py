@@ -1,0 +1,71 @@
+"""``diff``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from dcp_rs.cli.output import count, line, print_json, printable, progress_bar, size
+
+__all__ = ["diff"]
+
+
+def diff(
+    a: Path,
+    b: Path,
+    *,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    tolerance: float,
+    threads: int | None,
+    as_json: bool,
+) -> int:
+    """1 where something differs."""
+    from dcp_rs.comparison import compare
+
+    with progress_bar("comparing") as progress:
+        found = compare(
+            a,
+            b,
+            include=list(include) or None,
+            exclude=list(exclude) or None,
+            tolerance=tolerance,
+            threads=threads,
+            progress=progress,
+        )
+    differences = found.differences
+    if as_json:
+        print_json(
+            {
+                "a": str(a),
+                "b": str(b),
+                "same": not differences,
+                "entries": found.entries,
+                "bytes": found.bytes,
+                "differences": [asdict(difference) for difference in differences],
+            }
+        )
+        return 1 if differences else 0
+    for difference in differences:
+        style = "yellow" if difference.kind in ("elements", "dtype") else "red"
+        line((f"{difference.kind:<9}  ", style), printable(difference.name))
+        details = []
+        if difference.a and difference.b:
+            details.append(f"{difference.a} | {difference.b}")
+        elif difference.a or difference.b:
+            details.append(difference.a or difference.b)
+        if difference.elements is not None:
+            details.append(
+                count(difference.elements, "element") + (" differs" if difference.elements == 1 else " differ")
+            )
+        if difference.max_abs is not None and difference.elements:
+            details.append(f"by at most {difference.max_abs:.3g}")
+        if details:
+            line((f"{'':11}{', '.join(map(printable, details))}", "dim"))
+    entries = f"{found.entries:,} {'entry' if found.entries == 1 else 'entries'}"
+    if differences:
+        line((f"{len(differences):,} of {entries} differ", "bold red"), f" ({size(found.bytes)} compared)")
+        return 1
+    line(("the same", "green"), f": {entries}, {size(found.bytes)}")
+    return 0

@@ -1,0 +1,294 @@
+"""``ls`` and ``inspect``."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from dcp_rs.cli import cutmap
+from dcp_rs.cli.contents import Contents, Entry, Piece, open_contents
+from dcp_rs.cli.output import bar, count, line, print_json, printable, show_shape, size
+from dcp_rs.errors import PlanError
+from dcp_rs.names import globs
+
+__all__ = ["inspect", "inspect_entry", "ls", "write_page"]
+
+_SORTS = {
+    "name": lambda entry: (entry.name,),
+    "size": lambda entry: (-entry.nbytes, entry.name),
+    "dtype": lambda entry: (entry.dtype or "", entry.name),
+    "chunks": lambda entry: (-entry.chunks, entry.name),
+}
+#: Names of data files (section 1.1 of the format).
+DATA_FILE = re.compile(r"g\d+-[0-9a-f]{16}(-r\d+-f\d+\.safetensors)")
+#: Lines of a list that is only an overview.
+_SOME = 10
+
+
+def ls(path: Path, patterns: Sequence[str], *, sort: str, as_json: bool, rank: int | None = None) -> None:
+    """One line an entry, and a total."""
+    contents = open_contents(path, rank=rank)
+    wanted = globs(list(patterns) or None)
+    entries = [entry for entry in contents.entries if wanted is None or wanted.match(entry.name)]
+    entries.sort(key=_SORTS[sort])
+    total = sum(entry.nbytes for entry in entries)
+    tensors = sum(1 for entry in entries if entry.dtype is not None)
+    if as_json:
+        print_json(
+            {
+                "path": str(path),
+                "format": contents.format,
+                "tensors": tensors,
+                "values": len(entries) - tensors,
+                "bytes": total,
+                "entries": [entry.to_json() for entry in entries],
+            }
+        )
+        return
+    _table(
+        ["dtype", "shape", "chunks", "size", "name"],
+        ["<", "<", ">", ">", "<"],
+        [_row(entry) for entry in entries],
+    )
+    of = "" if len(entries) == len(contents.entries) else f" of {len(contents.entries):,} entries"
+    line((f"{_holds(entries)}{of}, {size(total)}", "bold"))
+
+
+def _row(entry: Entry) -> list[str]:
+    shape = "" if entry.dtype is None else show_shape(entry.shape)
+    return [entry.dtype or "value", shape, f"{entry.chunks:,}", size(entry.nbytes), printable(entry.name)]
+
+
+def _holds(entries: Iterable[Entry]) -> str:
+    entries = list(entries)
+    tensors = sum(1 for entry in entries if entry.dtype is not None)
+    values = len(entries) - tensors
+    return count(tensors, "tensor") + (f", {count(values, 'value')}" if values else "")
+
+
+def _table(headings: list[str], align: list[str], rows: list[list[str]], indent: str = "") -> None:
+    """Columns as wide as they need to be; the last one may run over the edge, and is never cut."""
+    if not rows:
+        return
+    widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
+    widths[-1] = 0
+
+    def fields(row: list[str]) -> str:
+        cells = [f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)]
+        return indent + "  ".join(cells).rstrip()
+
+    line((fields(headings), "dim"))
+    for row in rows:
+        line(fields(row))
+
+
+def inspect(path: Path, *, show_all: bool, as_json: bool, rank: int | None = None) -> None:
+    """An overview of a checkpoint."""
+    contents = open_contents(path, rank=rank)
+    per_file = _per_file(contents)
+    dtypes = _dtypes(contents)
+    biggest = sorted(contents.entries, key=_SORTS["size"])
+    if as_json:
+        print_json(
+            {
+                "path": str(path),
+                "format": contents.format,
+                **contents.facts,
+                "tensors": contents.tensors,
+                "values": len(contents.entries) - contents.tensors,
+                "chunks": contents.chunk_count,
+                "bytes": contents.nbytes,
+                "files": [
+                    {"name": name, "bytes": nbytes, "chunks": chunks}
+                    for (name, nbytes), chunks in zip(contents.files, per_file, strict=True)
+                ],
+                "dtypes": [{"dtype": d, "tensors": n, "bytes": b} for d, n, b in dtypes],
+                "biggest": [entry.to_json() for entry in biggest[: None if show_all else _SOME]],
+            }
+        )
+        return
+    _overview(contents)
+    some = None if show_all else _SOME
+    line()
+    files = list(zip(contents.files, per_file, strict=True))
+    _table(
+        ["size", "chunks", "file"],
+        [">", ">", "<"],
+        [[size(nbytes), f"{chunks:,}", printable(name)] for (name, nbytes), chunks in files[:some]],
+        "  ",
+    )
+    _more(len(files), some, "file")
+    line()
+    total = max(1, contents.nbytes)
+    _table(
+        ["dtype", "entries", "size", "share"],
+        ["<", ">", ">", "<"],
+        [[dtype, f"{number:,}", size(nbytes), bar(nbytes / total)] for dtype, number, nbytes in dtypes],
+        "  ",
+    )
+    line()
+    _table(["size", "biggest"], [">", "<"], [[size(e.nbytes), printable(e.name)] for e in biggest[:some]], "  ")
+    _more(len(biggest), some, "entry" if len(biggest) == 1 else "entries", plural="entries")
+
+
+def _overview(contents: Contents) -> None:
+    kinds = {
+        "dcp-rs": "dcp-rs",
+        "dcp": "stock DCP (.distcp)",
+        "safetensors": "safetensors",
+        "torch": "a file of torch.save",
+    }
+    line((printable(str(contents.path)), "bold"))
+    facts = contents.facts
+    rows = [
+        ("format", kinds[contents.format] + (f", version {facts['version']}" if contents.format == "dcp-rs" else ""))
+    ]
+    if contents.format != "dcp-rs" and contents.indexed:
+        rows.append(("index", f"beside the data, version {facts['version']}"))
+    rows.append(("holds", f"{_holds(contents.entries)}, {size(contents.nbytes)}"))
+    rows.append(("stored", f"{count(contents.chunk_count, 'chunk')} in {count(len(contents.files), 'file')}"))
+    if facts:
+        rows.append(("save", f"{facts['save_id']}, generation {facts['generation']}"))
+    for key, value in rows:
+        line((f"  {key:<8}", "dim"), value)
+
+
+def _more(number: int, some: int | None, noun: str, plural: str | None = None) -> None:
+    if some is not None and number > some:
+        rest = number - some
+        what = f"{rest:,} {plural}" if plural else count(rest, noun)
+        line((f"  and {what} more (--all)", "dim"))
+
+
+def _per_file(contents: Contents) -> list[int]:
+    chunks = [0] * len(contents.files)
+    for entry in contents.entries:
+        for piece in contents.pieces(entry):
+            chunks[piece.file] += 1
+    return chunks
+
+
+def _dtypes(contents: Contents) -> list[tuple[str, int, int]]:
+    sums: dict[str, tuple[int, int]] = {}
+    for entry in contents.entries:
+        number, nbytes = sums.get(entry.dtype or "value", (0, 0))
+        sums[entry.dtype or "value"] = number + 1, nbytes + entry.nbytes
+    return sorted(((d, n, b) for d, (n, b) in sums.items()), key=lambda row: -row[2])
+
+
+def inspect_entry(path: Path, name: str, *, show_all: bool, as_json: bool, rank: int | None = None) -> None:
+    """How one entry is stored."""
+    contents = open_contents(path, rank=rank)
+    entry = contents.find(name)
+    if entry is None:
+        msg = f"there is no {printable(name)!r} in {path}{_suggest(contents, name)}"
+        raise PlanError(msg, tensor=name)
+    pieces = contents.pieces(entry)
+    state_path = contents.state_path(entry)
+    if as_json:
+        print_json(
+            {
+                **entry.to_json(),
+                "state_dict_path": None if state_path is None else list(state_path),
+                "pieces": [
+                    {
+                        "offsets": list(piece.offsets),
+                        "sizes": list(piece.sizes),
+                        "file": contents.files[piece.file][0],
+                        "offset": piece.offset,
+                        "bytes": piece.nbytes,
+                    }
+                    for piece in pieces
+                ],
+            }
+        )
+        return
+    line((printable(name), "bold"))
+    what = "value" if entry.dtype is None else f"{entry.dtype} {show_shape(entry.shape)}"
+    held = count(len({piece.file for piece in pieces}), "file")
+    line(f"  {what}, {size(entry.nbytes)}, {count(len(pieces), 'chunk')} in {held}")
+    if state_path is not None:
+        line(("  in the state dict  ", "dim"), printable("".join(f"[{key!r}]" for key in state_path)))
+    if entry.dtype is None:
+        _show_value(contents, entry)
+        return
+    _show_map(contents, entry, pieces, show_all=show_all)
+
+
+def _suggest(contents: Contents, name: str) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, [entry.name for entry in contents.entries[:10_000]], n=1)
+    return f"; did you mean {printable(close[0])!r}?" if close else ""
+
+
+def _show_value(contents: Contents, entry: Entry) -> None:
+    text = printable(repr(contents.value(entry)))
+    line(("  value  ", "dim"), text if len(text) <= 400 else f"{text[:400]}… ({len(text):,} characters)")
+
+
+def _show_map(contents: Contents, entry: Entry, pieces: list[Piece], *, show_all: bool) -> None:
+    drawn = cutmap.draw(entry.shape, [(piece.file, piece.offsets, piece.sizes) for piece in pieces])
+    symbols = {file: symbol for symbol, file in drawn.files.items()}
+    line()
+    if entry.nbytes:
+        margin = max(6, len(f"{drawn.row_starts[-1]:,}"))
+        if drawn.column_dim is not None:
+            line((f"  {'':{margin}}  dim {drawn.column_dim}: 0 … {entry.shape[drawn.column_dim] - 1:,}", "dim"))
+        label = "" if drawn.row_dim is None else f"dim {drawn.row_dim}"
+        line(f"  {label:>{margin}} ┌{'─' * len(drawn.rows[0])}┐")
+        for start, row in zip(drawn.row_starts, drawn.rows, strict=True):
+            left = "" if drawn.row_dim is None else f"{start:,}"
+            line((f"  {left:>{margin}} ", "dim"), "│", *_coloured(row), "│")
+        line(f"  {'':>{margin}} └{'─' * len(drawn.rows[0])}┘")
+        for d in drawn.hidden:
+            line((f"  also cut along dim {d}; drawn at its index 0", "dim"))
+        line()
+    some = len(pieces) if show_all else 2 * _SOME
+    rows = [
+        [
+            symbols.get(piece.file, " "),
+            show_shape(piece.offsets),
+            show_shape(piece.sizes),
+            size(piece.nbytes),
+            "" if piece.offset is None else f"{piece.offset:,}",
+            _short(contents.files[piece.file][0]),
+        ]
+        for piece in pieces[:some]
+    ]
+    _table(["", "from", "elements", "size", "at byte", "file"], ["<", "<", "<", ">", ">", "<"], rows, "  ")
+    _more(len(pieces), some, "chunk")
+
+
+def _short(file: str) -> str:
+    """The name of a data file; on a terminal, of those that this package wrote only what tells them apart."""
+    found = DATA_FILE.fullmatch(file) if sys.stdout.isatty() else None
+    return f"…{found[1]}" if found else printable(file)
+
+
+_COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red", "bright_cyan", "bright_yellow")
+
+
+def _coloured(row: str) -> list[tuple[str, str]]:
+    """Runs of one symbol, each in the colour of its file."""
+    runs: list[tuple[str, str]] = []
+    begin = 0
+    for i in range(1, len(row) + 1):
+        if i == len(row) or row[i] != row[begin]:
+            runs.append((row[begin:i], _COLOURS[ord(row[begin]) % len(_COLOURS)]))
+            begin = i
+    return runs
+
+
+def write_page(path: Path, out: Path, *, as_json: bool, rank: int | None = None) -> None:
+    """All of it as one page of HTML."""
+    from dcp_rs.cli import page
+
+    contents = open_contents(path, rank=rank)
+    nbytes = page.write(contents, out)
+    if as_json:
+        print_json({"path": str(path), "html": str(out), "bytes": nbytes})
+    else:
+        line(f"wrote {out} ({size(nbytes)}): open it in a browser, it needs nothing else")

@@ -1,0 +1,128 @@
+"""``verify``, ``index`` and ``convert``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dcp_rs.cli.output import count, line, print_json, printable, progress_bar, rate, size
+from dcp_rs.errors import PlanError
+
+__all__ = ["convert", "index", "verify"]
+
+
+def verify(path: Path, *, threads: int | None, as_json: bool) -> int:
+    """1 where something is damaged."""
+    from dcp_rs.sources import open_index
+    from dcp_rs.verification import verify as check
+
+    opened = open_index(path, rank=None, allow_external=True)
+    total = sum(length for tensor in range(opened.tensor_count) for _, _, length, _, _ in opened.chunks(tensor))
+    begin = time.perf_counter()
+    with progress_bar("verifying", total=total) as progress:
+        report = check(path, threads=threads, progress=progress)
+    seconds = time.perf_counter() - begin
+    if as_json:
+        print_json(
+            {
+                "path": str(path),
+                "ok": report.ok,
+                "bytes_verified": report.bytes_verified,
+                "bytes_without_digest": report.bytes_without_digest,
+                "seconds": seconds,
+                "problems": [asdict(problem) for problem in report.problems],
+            }
+        )
+        return 0 if report.ok else 1
+    for problem in report.problems:
+        line(("damaged  ", "red"), printable(str(problem)))
+    if report.bytes_without_digest:
+        line(
+            f"{size(report.bytes_without_digest)} of data without digests: only the files' presence and size were checked "
+            "(dcp-rs index --digests adds them)"
+        )
+    verdict = ("all is well", "green") if report.ok else (count(len(report.problems), "problem"), "bold red")
+    line(
+        verdict, f": {size(report.bytes_verified)} verified in {seconds:.1f} s ({rate(report.bytes_verified, seconds)})"
+    )
+    return 0 if report.ok else 1
+
+
+def index(
+    path: Path,
+    *,
+    out: Path | None,
+    digests: bool,
+    generation: int | None,
+    tokens: Sequence[str],
+    overwrite: bool,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Writes an index over data that is there."""
+    from dcp_rs.sources import open_index
+    from dcp_rs.verification import index as write_index
+
+    begin = time.perf_counter()
+    with progress_bar("indexing") as progress:
+        made = write_index(
+            path,
+            out=out,
+            digests=digests,
+            generation=generation,
+            tokens=tokens,
+            overwrite=overwrite,
+            threads=threads,
+            progress=progress,
+        )
+    seconds = time.perf_counter() - begin
+    opened = open_index(made.parent, rank=None, allow_external=True)
+    nbytes = made.stat().st_size
+    if as_json:
+        print_json(
+            {
+                "index": str(made),
+                "bytes": nbytes,
+                "source": opened.source,
+                "entries": opened.tensor_count,
+                "chunks": opened.chunk_count,
+                "seconds": seconds,
+            }
+        )
+        return
+    entries = f"{opened.tensor_count:,} {'entry' if opened.tensor_count == 1 else 'entries'}"
+    line(f"wrote {made} ({size(nbytes)}) over {entries} in {count(len(opened.files()), 'file')}; no data was touched")
+
+
+def convert(src: Path, dst: Path, *, renames: Sequence[str], as_json: bool, **options: Any) -> None:
+    """Converts, and says what came of it."""
+    import dcp_rs
+
+    with progress_bar("converting") as progress:
+        report = dcp_rs.convert(src, dst, rename=_renames(renames), progress=progress, **options)
+    if as_json:
+        print_json({"src": str(src), "dst": str(dst), "to": options["to"], **asdict(report)})
+        return
+    for name, reason in report.skipped.items():
+        line(("left out  ", "yellow"), f"{printable(name)}: {reason}")
+    for name, kept in report.tied.items():
+        line(("tied      ", "dim"), f"{printable(name)} is {printable(kept)}")
+    entries = f"{len(report.written):,} {'entry' if len(report.written) == 1 else 'entries'}"
+    speed = rate(report.bytes, report.seconds)
+    line(
+        f"wrote {dst}: {entries}, {size(report.bytes)} in {count(report.files, 'file')}, {report.seconds:.1f} s ({speed})"
+    )
+
+
+def _renames(pairs: Sequence[str]) -> dict[str, str] | None:
+    renames: dict[str, str] = {}
+    for pair in pairs:
+        old, equals, new = pair.partition("=")
+        if not equals:
+            msg = f"--rename {pair}: it takes OLD=NEW"
+            raise PlanError(msg)
+        renames[old] = new
+    return renames or None

@@ -1,0 +1,135 @@
+"""``dcp_rs.convert``: from any kind of checkpoint to any other."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from dcp_rs.conversion import native, safetensors, stock, torch_file
+from dcp_rs.conversion.job import ConvertReport, Job, Rename, Task, parse_dtype, refuse_unsupported, select
+from dcp_rs.conversion.place import Place, check_place, new_place
+from dcp_rs.conversion.source import open_source
+from dcp_rs.options import ReadOptions, WriteOptions
+
+__all__ = ["ConvertReport", "convert"]
+
+Target = Literal["dcp-rs", "dcp", "safetensors", "torch"]
+
+_WRITERS: dict[str, Callable[[Job, Place], None]] = {
+    "dcp-rs": native.write,
+    "dcp": stock.write,
+    "safetensors": safetensors.write,
+    "torch": torch_file.write,
+}
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    to: Target = "dcp-rs",
+    dtype: torch.dtype | str | None = None,
+    shards: int | None = None,
+    include: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] | None = None,
+    rename: Rename = None,
+    skip_unsupported: bool = False,
+    overwrite: bool = False,
+    progress: Callable[[int, int], Any] | None = None,
+    threads: int | None = None,
+    verify: bool = False,
+    fsync: bool = True,
+    max_inflight_bytes: int | None = None,
+    weights_only: bool = True,
+    allow_external: bool = False,
+) -> ConvertReport:
+    """Writes a checkpoint again, in another format. Memory stays bounded, whatever the size of the checkpoint.
+
+    The result appears at ``dst`` in one step, when it is complete; after an error or Ctrl-C there is nothing.
+
+    Args:
+        src: a folder of this package, of Hugging Face or of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``.
+        dst: a folder; a file for ``to="torch"``, and for ``to="safetensors"`` if it ends in ``.safetensors``.
+        to: the format. ``"dcp-rs"`` and ``"dcp"`` hold everything, and keep each stored piece of a tensor a piece. ``"safetensors"``
+            holds tensors of common types, under the names that ``transformers`` looks for. ``"torch"`` holds everything in one file.
+        dtype: what floating-point tensors of 16 bits and more become: a dtype, or its name (``"bf16"``). All of them: limit it with
+            ``include``, where the state of an optimizer is among them.
+        shards: files (for ``"dcp-rs"`` and ``"dcp"``: ranks) to spread the data over, about evenly. Tensors are not cut for it.
+        include, exclude: one glob or several, over names in the source.
+        rename: new names. A mapping is of names, or of what names begin with up to a dot: ``{"model": "module"}`` makes ``model.x``
+            ``module.x``, ``{"model": ""}`` makes it ``x``, and ``{"": "model"}`` makes ``x`` ``model.x``. Or a callable.
+        skip_unsupported: leave out what ``dst`` cannot hold; without it that is an error.
+        overwrite: replace a checkpoint at ``dst``.
+        progress: called now and then with the bytes written, and all that are to be written.
+        threads, verify: see :class:`dcp_rs.ReadOptions`.
+        fsync, max_inflight_bytes: see :class:`dcp_rs.WriteOptions`.
+        weights_only: refuse a file of ``torch.save``, and values on their way into one, that need more than
+            ``torch.load(weights_only=True)`` allows. Other targets take values as they are, without unpickling them.
+        allow_external: read data files outside the source's folder, if its index names any.
+
+    Raises:
+        CheckpointNotFoundError, CorruptIndexError, CorruptDataError, UnsafePickleError: from the source.
+        CheckpointExistsError: ``dst`` is there, and ``overwrite`` is not set; or it holds more than a checkpoint.
+        UnsupportedError: ``dst`` cannot hold something; it is named.
+        PlanError: two entries would have one name, or none is wanted.
+        ValueError: an option, or ``dst`` is the source.
+        OSError: the disk is full, or fails.
+
+    DCP names entries by text. Where a state dict has numbers for keys (``optimizer.state_dict()["state"]``) they come back as
+    text from every format but ``torch``.
+    """
+    begin = time.perf_counter()
+    if to not in _WRITERS:
+        msg = f"to={to!r}: one of {', '.join(map(repr, _WRITERS))}"
+        raise ValueError(msg)
+    if shards is not None and (isinstance(shards, bool) or not isinstance(shards, int) or shards < 1):
+        msg = f"shards={shards!r}: a positive integer"
+        raise ValueError(msg)
+    source_path, target = Path(src), Path(os.path.abspath(dst))  # noqa: PTH100  # Path.resolve would follow dst's last link
+    as_file = to == "torch" or (to == "safetensors" and target.suffix == ".safetensors")
+    if as_file and (shards or 1) > 1:
+        msg = f"shards={shards}: {dst} is one file"
+        raise ValueError(msg)
+    cast_to = parse_dtype(dtype)
+    write_options = WriteOptions(threads=threads, fsync=fsync, max_inflight_bytes=max_inflight_bytes)
+    inflight = write_options.inflight_bytes(accelerator=False)
+    read_options = ReadOptions(threads=threads, verify=verify, max_inflight_bytes=max(1 << 20, inflight // 4))
+    source = open_source(source_path, options=read_options, weights_only=weights_only, allow_external=allow_external)
+    check_place(source_path, source.files, target, overwrite=overwrite)
+    tasks = select(source, dtype=cast_to, include=include, exclude=exclude, rename=rename)
+    report = ConvertReport()
+    if to == "safetensors":
+        tasks = refuse_unsupported(tasks, safetensors.why_not, to, report if skip_unsupported else None)
+        tasks = _without_tied(source.tied([task.item for task in tasks]), tasks, report)
+        if as_file:
+            shards = 1
+    source.check([task.item for task in tasks])
+    job = Job(
+        source,
+        tasks,
+        shards,
+        write_options,
+        report,
+        progress,
+        weights_only=weights_only,
+        renamed=any(task.name != task.item.name for task in tasks),
+        filtered=len(tasks) < len(source.items),
+    )
+    with new_place(target, as_file=as_file) as place:
+        _WRITERS[to](job, place)
+    report.written = [task.name for task in tasks]
+    report.bytes = job.total
+    report.seconds = time.perf_counter() - begin
+    return report
+
+
+def _without_tied(tied: dict[str, str], tasks: list[Task], report: ConvertReport) -> list[Task]:
+    """One of the tensors that are the same: ``transformers`` and ``safetensors.torch.load_model`` tie them again."""
+    names = {task.item.name: task.name for task in tasks}
+    report.tied = {names[name]: names[kept] for name, kept in tied.items()}
+    return [task for task in tasks if task.item.name not in tied]

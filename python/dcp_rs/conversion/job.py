@@ -1,0 +1,243 @@
+"""A conversion: what is written under which name, and what was left out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from dcp_rs._dtypes import BY_NAME
+from dcp_rs.conversion.blocks import Region, blocks
+from dcp_rs.conversion.source import Item, Source
+from dcp_rs.errors import PlanError, UnsupportedError
+from dcp_rs.names import globs
+from dcp_rs.options import WriteOptions
+
+__all__ = ["ConvertReport", "Job", "Rename", "Task", "parse_dtype", "select", "split"]
+
+Rename = Mapping[str, str] | Callable[[str], str] | None
+
+_ALIASES = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "fp16": "float16",
+    "half": "float16",
+    "f32": "float32",
+    "fp32": "float32",
+    "float": "float32",
+    "f64": "float64",
+    "fp64": "float64",
+    "double": "float64",
+}
+
+
+@dataclass
+class ConvertReport:
+    """What :func:`dcp_rs.convert` did.
+
+    Attributes:
+        written: the names in the new checkpoint.
+        skipped: names in the source that the target cannot hold, and why (``skip_unsupported=True``).
+        tied: names that are another tensor under a second name, and were left out for it (``to="safetensors"``).
+        bytes: of payload, written.
+        files: data files written.
+        seconds: it took.
+    """
+
+    written: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    bytes: int = 0
+    files: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """An entry to write: ``item`` under ``name``, with elements of ``dtype`` (None: a value), at ``path`` in the state dict."""
+
+    item: Item
+    name: str
+    dtype: torch.dtype | None
+    path: tuple[Any, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of payload to write."""
+        if self.dtype is None or self.item.dtype is None:
+            return self.item.nbytes
+        return self.item.nbytes // self.item.dtype.itemsize * self.dtype.itemsize
+
+    def region(self, chunk: int | None = None) -> Region:
+        """All of the tensor, or one chunk."""
+        if self.dtype is None:
+            raise TypeError(self.name)
+        return Region(self.item, chunk, self.dtype)
+
+
+@dataclass
+class Job:
+    """A conversion under way."""
+
+    source: Source
+    tasks: list[Task]
+    shards: int | None
+    options: WriteOptions
+    report: ConvertReport
+    progress: Callable[[int, int], Any] | None = None
+    weights_only: bool = True
+    renamed: bool = False
+    filtered: bool = False
+    done: int = 0
+
+    @cached_property
+    def total(self) -> int:
+        """Bytes to write."""
+        return sum(task.nbytes for task in self.tasks)
+
+    @property
+    def slab_bytes(self) -> int:
+        """A quarter of the bound on memory: there are two slabs, what is cast from one, and the writer's buffers."""
+        return self.options.inflight_bytes(accelerator=False) // 4 >> 20 << 20
+
+    def advance(self, nbytes: int) -> None:
+        """Counts bytes as written."""
+        self.done += nbytes
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+    def engine(self) -> dict[str, Any]:
+        """The options of a save."""
+        return self.options.engine() | {"max_inflight_bytes": max(self.slab_bytes, 1 << 20)}
+
+    def write(self, save: Any, regions: Sequence[Region], items: Sequence[int]) -> None:
+        """Streams regions into items of a save."""
+        for batch in blocks(self.source, regions, self.slab_bytes):
+            save.write([(items[block.region], block.at, block.data.data_ptr(), block.data.nbytes) for block in batch])
+            self.advance(sum(block.data.nbytes for block in batch))
+
+
+def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype by torch's name or a usual short one (``bf16``, ``fp32`` …).
+
+    Raises:
+        ValueError: there is no such dtype, or it is not a floating-point one.
+    """
+    if dtype is None:
+        return None
+    if isinstance(dtype, str):
+        name = dtype.removeprefix("torch.").lower()
+        found = BY_NAME.get(_ALIASES.get(name, name))
+    else:
+        found = dtype
+    if found is None or not found.is_floating_point or found not in BY_NAME.values():
+        msg = f"dtype={dtype!r}: one of float64, float32, float16, bfloat16, or of the float8 types"
+        raise ValueError(msg)
+    if str(found) == "torch.float4_e2m1fn_x2":
+        msg = f"dtype={dtype!r}: torch has no conversion to it"
+        raise ValueError(msg)
+    return found
+
+
+def select(
+    source: Source,
+    *,
+    dtype: torch.dtype | None,
+    include: str | Iterable[str] | None,
+    exclude: str | Iterable[str] | None,
+    rename: Rename,
+) -> list[Task]:
+    """The entries that are wanted, under their new names.
+
+    Raises:
+        PlanError: nothing is wanted, or two entries would have one name.
+    """
+    wanted, unwanted = globs(include), globs(exclude)
+    new_name = _renamer(rename)
+    tasks: list[Task] = []
+    names: dict[str, str] = {}
+    for item in source.items:
+        if (wanted is not None and not wanted.match(item.name)) or (unwanted is not None and unwanted.match(item.name)):
+            continue
+        name = new_name(item.name)
+        other = names.setdefault(name, item.name)
+        if other != item.name:
+            msg = f"{other!r} and {item.name!r} would both be named {name!r}"
+            raise PlanError(msg, tensor=name)
+        path = item.path if name == item.name and item.path is not None else (name,)
+        tasks.append(Task(item, name, _cast(item.dtype, dtype), path))
+    if source.items and not tasks:
+        msg = f"none of the {len(source.items)} entries is wanted by include={include!r}, exclude={exclude!r}"
+        raise PlanError(msg)
+    return tasks
+
+
+def _cast(stored: torch.dtype | None, dtype: torch.dtype | None) -> torch.dtype | None:
+    """What elements become. Types of 8 bits and fewer stay: their scales are elsewhere."""
+    if dtype is None or stored is None or not stored.is_floating_point or stored.itemsize < 2:
+        return stored
+    return dtype
+
+
+def _renamer(rename: Rename) -> Callable[[str], str]:
+    if rename is None:
+        return lambda name: name
+    if not isinstance(rename, Mapping):
+        return rename
+    olds = sorted((old.removesuffix(".") for old in rename), key=len, reverse=True)
+    news = {old.removesuffix("."): new.removesuffix(".") for old, new in rename.items()}
+    pattern = re.compile("|".join(rf"{re.escape(old)}(?=\.|\Z)" if old else "" for old in olds))
+
+    def renamed(name: str) -> str:
+        found = pattern.match(name) if olds else None
+        if found is None:
+            return name
+        new, rest = news[found[0]], name[found.end() :].removeprefix(".")
+        return f"{new}.{rest}" if new and rest else new or rest
+
+    return renamed
+
+
+def refuse_unsupported(
+    tasks: Sequence[Task], why_not: Callable[[Task], str | None], to: str, report: ConvertReport | None
+) -> list[Task]:
+    """The tasks that the target can hold.
+
+    Args:
+        tasks: what is wanted.
+        why_not: why the target cannot hold an entry, if it cannot.
+        to: the target, for the message.
+        report: to note the others in; None: they are an error.
+    """
+    reasons = [(task, why_not(task)) for task in tasks]
+    refused = [(task, reason) for task, reason in reasons if reason is not None]
+    if refused and report is None:
+        named = "; ".join(f"{task.item.name!r} {reason}" for task, reason in refused[:5])
+        more = f"; and {len(refused) - 5} more" if len(refused) > 5 else ""
+        msg = f"{to} cannot hold {len(refused)} of {len(tasks)} entries (skip_unsupported=True leaves them out): {named}{more}"
+        raise UnsupportedError(msg, tensor=refused[0][0].item.name)
+    if report is not None:
+        report.skipped.update((task.item.name, reason) for task, reason in refused)
+    return [task for task, reason in reasons if reason is None]
+
+
+def split(tasks: Sequence[Task], count: int) -> list[list[Task]]:
+    """The tasks in order, in ``count`` runs of about as many bytes each; none empty, where there are enough tasks."""
+    count = max(1, min(count, len(tasks)))
+    runs: list[list[Task]] = []
+    left = sum(task.nbytes for task in tasks)
+    at = 0
+    for remaining in range(count, 0, -1):
+        run: list[Task] = []
+        aim, nbytes = left / remaining, 0
+        while at < len(tasks) - (remaining - 1) and (remaining == 1 or not run or nbytes + tasks[at].nbytes / 2 <= aim):
+            nbytes += tasks[at].nbytes
+            run.append(tasks[at])
+            at += 1
+        left -= nbytes
+        runs.append(run)
+    return runs

@@ -1,0 +1,97 @@
+"""Into the format of this package. Stored chunks stay chunks."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import uuid
+from typing import Any
+
+import torch
+
+from dcp_rs import _core
+from dcp_rs._dtypes import NAMES
+from dcp_rs.conversion.blocks import Region
+from dcp_rs.conversion.job import Job, Task, split
+from dcp_rs.conversion.place import Place
+
+__all__ = ["write"]
+
+
+def write(job: Job, place: Place) -> None:
+    """One rank a shard."""
+    runs = split(job.tasks, job.shards or 1)
+    indexes = [_write_rank(job, run, rank, len(runs), place) for rank, run in enumerate(runs)]
+    root = job.source.root
+    if isinstance(root, dict) and (job.renamed or job.filtered):
+        root = {}
+    index, _ = _core.commit_indexes(
+        os.fspath(place.folder),
+        None,
+        indexes,
+        save_id=uuid.uuid4().bytes,
+        generation=1,
+        planner_data=root,
+        items=None,
+        names=(),
+        fsync=job.options.fsync,
+    )
+    job.report.files = len(index.files())
+
+
+def _write_rank(job: Job, tasks: list[Task], rank: int, world_size: int, place: Place) -> bytes:
+    items: list[Any] = []
+    regions: list[Region] = []
+    numbers: list[int] = []
+    values: list[tuple[int, Task]] = []
+    # A custom planner's data takes the place of all paths.
+    with_paths = isinstance(job.source.root, dict) or job.source.root is None
+    for task in tasks:
+        path = task.path if with_paths else None
+        if task.dtype is None:
+            values.append((len(items), task))
+            items.append((task.name, None, (), 0, path, (), (), task.item.nbytes))
+            continue
+        for number, chunk in enumerate(task.item.chunks):
+            region = task.region(number)
+            if region.numel:
+                numbers.append(len(items))
+                regions.append(region)
+            items.append(
+                (
+                    task.name,
+                    NAMES[task.dtype],
+                    task.item.shape,
+                    task.item.flags,
+                    path,
+                    chunk.offsets,
+                    chunk.sizes,
+                    region.nbytes,
+                )
+            )
+    save = _core.Save.create(
+        os.fspath(place.folder),
+        items,
+        generation=1,
+        token=secrets.randbits(64),
+        rank=rank,
+        world_size=world_size,
+        **job.engine(),
+    )
+    try:
+        for number, task in values:
+            write_value(job, save, number, task)
+        job.write(save, regions, numbers)
+        return save.finish()
+    except BaseException:
+        save.abort()
+        raise
+
+
+def write_value(job: Job, save: _core.Save, number: int, task: Task) -> None:
+    """A value is in memory whole, one at a time."""
+    data = job.source.value(task.item)
+    if data:
+        memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        save.write([(number, 0, memory.data_ptr(), memory.nbytes)])
+    job.advance(len(data))

@@ -1,0 +1,69 @@
+"""Where a result is made, and how it gets its name: in one step, when it is complete."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dcp_rs import _core
+from dcp_rs.errors import CheckpointExistsError
+
+__all__ = ["Place", "check_place", "new_place"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder of its own beside the destination, and what in it becomes the destination: all of it, or one file."""
+
+    folder: Path
+    result: Path
+
+
+def check_place(src: Path, files: Sequence[Path], dst: Path, *, overwrite: bool) -> None:
+    """Raises where ``dst`` may not be written to: it is (part of) the source, or it is there already.
+
+    Raises:
+        ValueError: writing it would change the source.
+        CheckpointExistsError: it exists and ``overwrite`` is not set, or it holds more than a checkpoint.
+    """
+    source, target = src.resolve(), dst.resolve()
+    if target == source or target in source.parents or target in {file.resolve() for file in files}:
+        msg = f"the destination {dst} is the source, or holds it"
+        raise ValueError(msg)
+    if not (dst.exists() or dst.is_symlink()) or (dst.is_dir() and not any(dst.iterdir())):
+        return
+    if not overwrite:
+        msg = f"{dst} exists; overwrite=True replaces it"
+        raise CheckpointExistsError(msg, path=dst)
+    if dst.is_symlink() or not (dst.is_dir() or dst.is_file()):
+        msg = f"{dst} is neither a folder nor a file, and is not replaced"
+        raise CheckpointExistsError(msg, path=dst)
+    if dst.is_dir():
+        other = next((entry for entry in sorted(dst.iterdir()) if not _is_of_a_checkpoint(entry)), None)
+        if other is not None:
+            msg = f"{dst} also holds {other.name!r}, which is no part of a checkpoint: it is not replaced"
+            raise CheckpointExistsError(msg, path=dst)
+
+
+def _is_of_a_checkpoint(entry: Path) -> bool:
+    endings = ("index.dcprs", ".metadata", ".distcp", ".safetensors", ".safetensors.index.json")
+    return entry.name.endswith(endings) and not entry.is_dir()
+
+
+@contextmanager
+def new_place(dst: Path, *, as_file: bool) -> Iterator[Place]:
+    """A place to make ``dst`` in. It takes its name at the end; after an error, or Ctrl-C, nothing is left of it."""
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    folder = dst.parent / f".{dst.name[:200]}.{secrets.token_hex(8)}.tmp"
+    folder.mkdir()
+    try:
+        result = folder / dst.name if as_file else folder
+        yield Place(folder, result)
+        _core.put_in_place(os.fspath(result), os.fspath(dst), dst.exists())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

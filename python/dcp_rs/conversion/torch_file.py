@@ -1,0 +1,86 @@
+"""Into a file of ``torch.save``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import IO, Any, cast
+
+import torch
+
+from dcp_rs import _torch, objects
+from dcp_rs.conversion.job import Job, Task
+from dcp_rs.conversion.place import Place
+from dcp_rs.conversion.scratch import to_tensors
+from dcp_rs.conversion.source import TorchSource
+
+__all__ = ["write"]
+
+
+def write(job: Job, place: Place) -> None:
+    """The state dict, nested as it was. Tensors are views of the source, or of a temporary file where they are cast or put together."""
+    flat: dict[str, Any] = {}
+    made: list[Task] = []
+    for task in job.tasks:
+        flat[task.name] = None  # for the order
+        if task.dtype is None:
+            data = job.source.value(task.item)
+            flat[task.name] = objects.load(task.item.name, data, weights_only=job.weights_only)
+            job.advance(len(data))
+            continue
+        view = job.source.view(task.item, None) if task.dtype == task.item.dtype else None
+        if view is None:
+            made.append(task)
+        else:
+            flat[task.name] = view
+    copies = to_tensors(job, [task.region() for task in made], place.folder)
+    for task, copy in zip(made, copies, strict=True):
+        flat[task.name] = copy
+    for task in job.tasks:
+        if task.item.flags & 1 and isinstance(flat[task.name], torch.Tensor) and flat[task.name].is_floating_point():
+            flat[task.name] = flat[task.name].detach().requires_grad_()
+    if isinstance(job.source, TorchSource) and not job.renamed:
+        nested = _rebuild(job.source.state, "", flat)
+    else:
+        nested = _torch.unflatten(flat, {task.name: task.path for task in job.tasks})
+    written = sum(task.nbytes for task in job.tasks) - job.done
+    with place.result.open("xb") as file:
+        torch.save(nested, cast(IO[bytes], _Counted(file, job, written)))
+        if job.options.fsync:
+            file.flush()
+            os.fsync(file.fileno())
+    job.report.files = 1
+
+
+def _rebuild(node: Any, prefix: str, flat: Mapping[str, Any]) -> Any:
+    """The state dict of the source with its own keys and containers, and the converted leaves that there are."""
+    pairs = list(node.items() if isinstance(node, Mapping) else enumerate(node))
+    kept = []
+    for key, value in pairs:
+        fqn = f"{prefix}{key}"
+        if fqn in flat:
+            kept.append((key, flat[fqn]))
+        elif isinstance(value, Mapping | list):
+            inner = _rebuild(value, f"{fqn}.", flat)
+            if inner or not value:
+                kept.append((key, inner))
+    return dict(kept) if isinstance(node, Mapping) else [value for _, value in kept]
+
+
+class _Counted:
+    """A file that tells the job what is written to it."""
+
+    def __init__(self, file: Any, job: Job, most: int) -> None:
+        self._file = file
+        self._job = job
+        self._left = most
+
+    def write(self, data: Any) -> int:
+        """Writes, and counts payload only as often as it is there."""
+        written: int = self._file.write(data)
+        self._job.advance(min(written, self._left))
+        self._left -= min(written, self._left)
+        return written
+
+    def flush(self) -> None:
+        self._file.flush()

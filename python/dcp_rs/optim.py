@@ -1,0 +1,312 @@
+"""Saving and resuming a training job: model, optimizers, and what rides along."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.optim import Optimizer
+
+from dcp_rs.api import load_state_dict, save
+from dcp_rs.errors import DcpRsError, PlanError
+from dcp_rs.extras import PerRank, RngState, merge, rank_key, state_of, unpack
+from dcp_rs.optim_state import SavedOptimizers, nest, optimizer_state, stored_paths
+from dcp_rs.planner import LoadReport, RsLoadPlanner
+from dcp_rs.reader import RsReader
+from dcp_rs.tree import is_stateful
+
+__all__ = [
+    "PerRank",
+    "RngState",
+    "load_optim_state_dict",
+    "load_training_state",
+    "save_training_state",
+    "training_state",
+]
+
+MODEL, OPTIM, EXTRA = "model", "optim", "extra"
+
+Optimizers = Optimizer | Iterable[Optimizer]
+
+
+def training_state(
+    model: torch.nn.Module,
+    optimizers: Optimizers = (),
+    extra: Mapping[str, Any] | None = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """The state dict that :func:`save_training_state` saves, for ``dcp_rs.async_save`` and for ``dcp.save``.
+
+    It has ``"model"`` and ``"optim"`` as torch's ``get_state_dict`` gives them, and ``"extra"``. Its tensors are those of the model
+    and the optimizers, not copies.
+
+    Raises:
+        PlanError: an optimizer has a parameter that is not in the model.
+    """
+    state: dict[str, Any] = {MODEL: get_model_state_dict(model)}
+    optimizers = _several(optimizers)
+    if optimizers:
+        state[OPTIM] = optimizer_state(model, optimizers, process_group)
+    if extra:
+        state[EXTRA] = {name: state_of(value) for name, value in extra.items()}
+    return state
+
+
+def save_training_state(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizers: Optimizers = (),
+    extra: Mapping[str, Any] | None = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    planner: SavePlanner | None = None,
+    no_dist: bool = False,
+    **write_options: Any,
+) -> Metadata:
+    """Saves a training job to the folder ``path``. Every rank of ``process_group`` calls it.
+
+    The model may be plain, or wrapped by DDP, FSDP1 or ``fully_shard``, with or without tensor parallelism.
+
+    Args:
+        path: the folder.
+        model: its parameters and persistent buffers.
+        optimizers: one, or several for different parameters of the model. One that has made no step yet is saved as such.
+        extra: by name, whatever else is to be there after a restart: objects with ``state_dict`` and ``load_state_dict`` (learning rate
+            schedulers, gradient scalers, data loaders, EMA models), tensors and plain values. What differs from rank to rank goes into
+            :class:`PerRank`; :class:`RngState` is for random numbers.
+        process_group, no_dist: as in ``dcp.save``.
+        planner: default: that of :func:`dcp_rs.save`.
+        write_options: arguments of :class:`dcp_rs.RsWriter`.
+
+    Raises:
+        PlanError: an optimizer has a parameter that is not in the model.
+        DcpRsError: as :func:`dcp_rs.save`.
+    """
+    with _together(process_group, no_dist=no_dist):
+        state = training_state(model, optimizers, extra, process_group=process_group)
+    return save(state, path, planner=planner, process_group=process_group, no_dist=no_dist, **write_options)
+
+
+def load_training_state(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizers: Optimizers = (),
+    extra: dict[str, Any] | None = None,
+    *,
+    strict: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+    planner: LoadPlanner | None = None,
+    no_dist: bool = False,
+    **read_options: Any,
+) -> LoadReport | None:
+    """Resumes a training job from ``path``, on any number of ranks and with any sharding. Every rank of ``process_group`` calls it.
+
+    Checkpoints of ``dcp.save({"model": ..., "optim": ...})`` by torch's ``get_state_dict`` load as well.
+
+    Args:
+        path: a checkpoint.
+        model: filled in place.
+        optimizers: as in the save, in any order: parameters are found by name. Their state before the load does not matter.
+        extra: as in the save. Objects get their state; tensors are filled in place; other values are replaced in ``extra``.
+        strict: everything that model, optimizers and ``extra`` have must be in the checkpoint. Otherwise what is missing is left alone.
+        process_group, no_dist: as in ``dcp.load``.
+        planner: default: :class:`dcp_rs.RsLoadPlanner`, and with ``strict=False`` one that allows partial loads.
+        read_options: arguments of :class:`dcp_rs.RsReader`.
+
+    Returns:
+        What the planner reports, if it does.
+
+    Raises (on every rank):
+        PlanError: something is missing, or of another shape; an optimizer has parameters that the saved ones had not.
+        DcpRsError: as :func:`dcp_rs.load`.
+    """
+    optimizers, extra = _several(optimizers), {} if extra is None else extra
+    reader = RsReader(path, **read_options)
+    planner = RsLoadPlanner(allow_partial_load=not strict) if planner is None else planner
+    with _together(process_group, no_dist=no_dist):
+        metadata = reader.read_metadata()
+    with _together(process_group, no_dist=no_dist):
+        state: dict[str, Any] = {MODEL: get_model_state_dict(model)}
+        saved = _saved_optimizers(reader, metadata, OPTIM, strict=strict) if optimizers else None
+        if saved is not None:
+            state.update(saved.template(model, optimizers, strict=strict))
+        extras = {name: _extra_template(metadata, name, value, strict=strict) for name, value in extra.items()}
+        for _, template, _ in extras.values():
+            state.update(template)
+    load_state_dict(state, reader, process_group=process_group, planner=planner, no_dist=no_dist)
+    with _together(process_group, no_dist=no_dist):
+        if saved is not None:
+            saved.fill(state)
+            saved.apply(model, optimizers, strict=strict)
+        set_model_state_dict(model, state[MODEL], options=StateDictOptions(strict=strict))
+        for name, (found, template, paths) in extras.items():
+            if found:
+                loaded = unpack(nest({path: state[key] for key, path in paths.items()}) if template else {})
+                _put_extra(extra, name, loaded)
+    return planner.report if isinstance(planner, RsLoadPlanner) else None
+
+
+def load_optim_state_dict(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: Optimizer,
+    *,
+    key: str = OPTIM,
+    strict: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+    planner: LoadPlanner | None = None,
+    no_dist: bool = False,
+    **read_options: Any,
+) -> None:
+    """Loads an optimizer's state alone.
+
+    It may be what ``FSDP.optim_state_dict``, ``get_optimizer_state_dict`` or ``optimizer.state_dict()`` gave, saved under ``key``.
+
+    It does not matter whether the state was saved in shards or whole from one rank, by name or by number, or how the model was sharded
+    then. For FSDP1 each rank reads its shard of every parameter's state, which ``FSDP.optim_state_dict_to_load`` then turns into that of
+    the flat parameters: no template has to be made with ``FSDP.optim_state_dict``, which would gather all of it once more.
+
+    Args:
+        path: a checkpoint.
+        model: the model whose parameters ``optimizer`` has; it is not loaded.
+        optimizer: any state that it has is replaced.
+        key: the entry of the saved state dict; dots go deeper; ``""`` if the optimizer's state dict was all that was saved.
+        strict: every parameter of ``optimizer`` must be among those saved.
+        process_group, no_dist: as in ``dcp.load``.
+        planner: default: :class:`dcp_rs.RsLoadPlanner`.
+        read_options: arguments of :class:`dcp_rs.RsReader`.
+
+    Raises (on every rank):
+        PlanError: there is no optimizer state under ``key``, or it is of other parameters.
+        DcpRsError: as :func:`dcp_rs.load`.
+    """
+    reader = RsReader(path, **read_options)
+    planner = RsLoadPlanner() if planner is None else planner
+    with _together(process_group, no_dist=no_dist):
+        metadata = reader.read_metadata()
+    with _together(process_group, no_dist=no_dist):
+        saved = _saved_optimizers(reader, metadata, key, strict=True)
+        assert saved is not None  # noqa: S101  # strict
+        state = saved.template(model, (optimizer,), strict=strict)
+    load_state_dict(state, reader, process_group=process_group, planner=planner, no_dist=no_dist)
+    with _together(process_group, no_dist=no_dist):
+        saved.fill(state)
+        saved.apply(model, (optimizer,), strict=strict)
+
+
+def _several(optimizers: Optimizers) -> tuple[Optimizer, ...]:
+    return (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
+
+
+def _saved_optimizers(reader: RsReader, metadata: Metadata, key: str, *, strict: bool) -> SavedOptimizers | None:
+    groups = _saved_groups(reader, metadata, key)
+    if groups is None:
+        if not strict:
+            return None
+        msg = f"the checkpoint has no optimizer state under {key!r}: there is no {_join(key, 'param_groups')!r}"
+        raise PlanError(msg, tensor=_join(key, "param_groups"))
+    return SavedOptimizers(metadata, key, groups)
+
+
+def _saved_groups(reader: RsReader, metadata: Metadata, key: str) -> list[dict[str, Any]] | None:
+    """The parameter groups in the checkpoint: one value, or, where they hold tensors, a list that was flattened."""
+    name = _join(key, "param_groups")
+    if name in metadata.state_dict_metadata:
+        groups: list[dict[str, Any]] = reader.read_value(name)
+        return groups
+    prefix = tuple(name.split("."))
+    leaves = {path[len(prefix) :]: stored for stored, path in stored_paths(metadata, prefix)}
+    if not leaves:
+        return None
+    groups = nest({path: reader.read_value(stored) for path, stored in leaves.items()})
+    if isinstance(groups, Mapping):
+        # By parameter, as `flatten_optimizer_state_dict` has it.
+        return [{**settings, "params": [fqn]} for fqn, settings in groups.items()]
+    return groups
+
+
+def _extra_template(
+    metadata: Metadata, name: str, value: Any, *, strict: bool
+) -> tuple[bool, dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """Whether there is a state for an entry of ``extra``; memory for it by name in the checkpoint; and where in it that belongs."""
+    prefix = (EXTRA, name, rank_key()) if isinstance(value, PerRank) else (EXTRA, name)
+    stored = {key: path[len(prefix) :] for key, path in stored_paths(metadata, prefix)}
+    if ".".join(prefix) in metadata.state_dict_metadata:
+        stored = {".".join(prefix): ()}
+    if isinstance(value, PerRank) and not stored:  # this rank was not there
+        return False, {}, {}
+    empty = not stored and state_of(value) in ({}, [])
+    if not stored and not empty and strict:
+        msg = f"the checkpoint has no {EXTRA}.{name}"
+        raise PlanError(msg, tensor=f"{EXTRA}.{name}")
+    own = _leaves(value.state_dict() if is_stateful(value) else value)
+    template: dict[str, Any] = {}
+    for key, path in stored.items():
+        entry = metadata.state_dict_metadata[key]
+        if isinstance(entry, TensorStorageMetadata):
+            mine = own.get(tuple(map(str, path)))
+            template[key] = mine if mine is not None else torch.empty(entry.size, dtype=entry.properties.dtype)
+        else:
+            template[key] = None
+    return bool(stored) or empty, template, stored
+
+
+def _leaves(tree: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], torch.Tensor]:
+    """The tensors of a tree by path."""
+    if isinstance(tree, torch.Tensor):
+        return {path: tree}
+    pairs = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else ()
+    return {leaf: tensor for key, value in pairs for leaf, tensor in _leaves(value, (*path, str(key))).items()}
+
+
+def _put_extra(extra: dict[str, Any], name: str, loaded: Any) -> None:
+    value = extra[name]
+    if is_stateful(value):
+        value.load_state_dict(loaded)
+    else:
+        extra[name] = merge(value, loaded)
+
+
+def _join(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+@contextmanager
+def _together(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> Iterator[None]:
+    """What fails inside on one rank fails on all: they would wait for that rank in the next collective."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as reason:  # noqa: BLE001  # raised below, on all ranks
+        error = reason
+    if no_dist or not dist.is_initialized() or dist.get_world_size(process_group) == 1:
+        if error is not None:
+            raise error
+        return
+    errors: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(errors, None if error is None else _portable(error), group=process_group)
+    ranks = [rank for rank, other in enumerate(errors) if other is not None]
+    if error is not None:
+        error.add_note(f"raised on rank {dist.get_rank(process_group)}")
+        raise error
+    if ranks:
+        first: Exception = errors[ranks[0]]
+        first.add_note(f"raised on rank {', '.join(map(str, ranks))}")
+        raise first
+
+
+def _portable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301  # our own
+    except Exception:  # noqa: BLE001  # whatever it is that does not pickle
+        return DcpRsError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,107 @@
+//! What a job fetches: the ranges of the file that its pieces need, joined where that is cheaper. Pure, as the plan is.
+
+use super::ReadReq;
+use super::plan::{Job, MAX_GAP, Piece, Plan, Policy, extent, fetch_range, worth_joining};
+use crate::copy::Loop;
+
+/// A range of the file that a job needs, and the run or dense rectangle that comes from it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// Index in [`Plan::pieces`].
+    pub piece: usize,
+    /// First byte in the file.
+    pub src: u64,
+    /// Bytes, gaps of a dense rectangle included.
+    pub len: u64,
+    /// First byte, counted from the request's destination.
+    pub dst: u64,
+    /// What is fetched: the extent, or with `verify` the blocks it touches.
+    pub fetch: (u64, u64),
+    /// Index in the job's segments of the one that holds `fetch`.
+    pub segment: usize,
+}
+
+/// A range of the file to fetch, aligned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// First byte.
+    pub start: u64,
+    /// The byte after the last that is needed (not aligned: it may be the end of the file).
+    pub end: u64,
+    /// Where a buffer that holds all segments of the job has it, aligned too.
+    pub at: u64,
+}
+
+impl Segment {
+    /// Where its last aligned unit ends in the buffer.
+    pub fn buffer_end(&self, align: u64) -> u64 {
+        self.at + (self.end - self.start).next_multiple_of(align)
+    }
+}
+
+impl Plan {
+    /// The extents of a job in the order of the file, and the segments to fetch for them. Both vectors are emptied first.
+    pub fn extents(
+        &self,
+        job: &Job,
+        reqs: &[ReadReq],
+        policy: Policy,
+        verify: bool,
+        extents: &mut Vec<Extent>,
+        segments: &mut Vec<Segment>,
+    ) {
+        extents.clear();
+        segments.clear();
+        for piece in job.pieces.0..job.pieces.1 {
+            let Piece { req, src, dst, run, .. } = self.pieces[piece];
+            let (loops, sparse) = self.loops_of(&self.pieces[piece]);
+            let (outer, dense) = loops.split_at(sparse);
+            let len = extent(dense, run);
+            each_step(outer, src, dst, &mut |src, dst| {
+                extents.push(Extent {
+                    piece,
+                    src,
+                    len,
+                    dst,
+                    fetch: fetch_range(&reqs[req as usize], src, len, verify),
+                    segment: 0,
+                });
+            });
+        }
+        if !extents.is_sorted_by_key(|e| e.fetch.0) {
+            extents.sort_unstable_by_key(|e| e.fetch.0);
+        }
+        let mut wanted = 0;
+        for extent in extents {
+            let (start, end) = (extent.fetch.0 & !(policy.align - 1), extent.fetch.1);
+            let new = end - extent.fetch.0;
+            if let Some(last) = segments.last_mut() {
+                let covered = last.end.next_multiple_of(policy.align);
+                let fetched = end.max(last.end) - last.start;
+                let near = start.saturating_sub(covered) <= MAX_GAP;
+                if start <= covered || near && (!policy.skip_gaps || worth_joining(fetched, wanted + new)) {
+                    wanted += new.min(end.saturating_sub(last.end));
+                    last.end = last.end.max(end);
+                    extent.segment = segments.len() - 1;
+                    continue;
+                }
+            }
+            extent.segment = segments.len();
+            let at = segments.last().map_or(0, |s| s.buffer_end(policy.align));
+            segments.push(Segment { start, end, at });
+            wanted = new;
+        }
+    }
+}
+
+/// Calls `each` with the source and destination offset of every step of the loops, which begin at `(src, dst)`.
+fn each_step(loops: &[Loop], src: u64, dst: u64, each: &mut impl FnMut(u64, u64)) {
+    match loops {
+        [] => each(src, dst),
+        [outer, rest @ ..] => {
+            for i in 0..outer.n {
+                each_step(rest, src + i * outer.src, dst + i * outer.dst, each);
+            }
+        }
+    }
+}

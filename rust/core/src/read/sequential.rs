@@ -1,0 +1,136 @@
+//! Reads batch after batch on one thread, for callers with threads of their own.
+#![allow(unsafe_code)] // `read` is unsafe to call: it writes to addresses that it is given.
+
+use std::fs::File;
+
+use super::engine::{Batch, DISK_DEPTH, stores};
+use super::plan::{Policy, plan};
+use super::survey::{Access, spans, survey};
+use super::worker::Worker;
+use super::{Catalog, FileRef, ReadOptions, ReadReq, ReadStats};
+use crate::{Control, Result};
+
+/// How each file of a series of batches is read: looked at once, before the first.
+pub struct Survey {
+    access: Vec<Access>,
+    open: Vec<Option<File>>,
+    policies: Vec<Policy>,
+}
+
+impl Survey {
+    /// Opens and checks every file that the requests need, all batches together, and decides how to read it.
+    ///
+    /// # Errors
+    /// Those of [`read`](super::read) for files.
+    pub fn new(files: &[FileRef], reqs: &[ReadReq], options: &ReadOptions) -> Result<Self> {
+        let (access, open) = survey(files, &spans(files, reqs)?, options)?;
+        let policies = access.iter().map(|access| access.policy(u64::from(u32::MAX))).collect();
+        Ok(Self { access, open, policies })
+    }
+
+    /// How many threads keep busy what is slowest: the cores, or the disk.
+    #[must_use]
+    pub fn workers(&self, threads: usize) -> usize {
+        if self.access.iter().any(|access| access.waits()) {
+            threads.max(DISK_DEPTH)
+        } else {
+            threads.max(1)
+        }
+    }
+
+    /// What offsets of direct reads of a file must be multiples of, if that is how it is read.
+    #[must_use]
+    pub fn direct_align(&self, file: u32) -> Option<u64> {
+        match self.access.get(file as usize) {
+            Some(Access::Direct { align }) => Some(*align),
+            _ => None,
+        }
+    }
+
+    fn parts(&self) -> (&[Option<File>], &[Access], &[Policy]) {
+        (&self.open, &self.access, &self.policies)
+    }
+}
+
+/// The state of one thread that reads: it keeps its file open, or mapped, from batch to batch.
+#[derive(Default)]
+pub struct Sequential {
+    worker: Worker,
+}
+
+impl Sequential {
+    /// Fills every destination, on this thread.
+    ///
+    /// # Errors
+    /// Those of [`read`](super::read).
+    ///
+    /// # Safety
+    /// That of [`read`](super::read).
+    pub unsafe fn read(
+        &mut self,
+        files: &[FileRef],
+        reqs: &[ReadReq],
+        survey: &Survey,
+        verify: bool,
+        catalog: &dyn Catalog,
+        control: &Control,
+    ) -> Result<()> {
+        control.check()?;
+        let plan = plan(files, reqs, &survey.policies, verify, catalog)?;
+        let total = plan.jobs.iter().map(|job| job.wanted).sum();
+        let mut batch = Batch::empty(files, survey.parts(), catalog, control);
+        batch.reqs = reqs;
+        batch.verify = verify;
+        batch.stores = stores(total);
+        batch.plan = plan;
+        for job in &batch.plan.jobs {
+            control.check()?;
+            self.worker.job(&batch, job)?;
+            control.add(job.wanted);
+        }
+        Ok(())
+    }
+
+    /// Reads bytes `start..end` of a file past the page cache, straight to where they are wanted: the first bytes of
+    /// `memory`. False, and nothing done, if the page cache has them or the file system refuses: [`read`](Self::read) them then.
+    ///
+    /// `start`, and `memory` with its length, are multiples of the survey's alignment for the file.
+    ///
+    /// # Errors
+    /// Those of [`read`](super::read) for files.
+    pub fn read_direct(
+        &mut self,
+        files: &[FileRef],
+        survey: &Survey,
+        (file, start, end): (u32, u64, u64),
+        memory: &mut [u8],
+        control: &Control,
+    ) -> Result<bool> {
+        control.check()?;
+        let batch = Batch::empty(files, survey.parts(), &Nameless, control);
+        let read = self.worker.read_direct(&batch, file, (start, end), memory)?;
+        if read {
+            control.add(end - start);
+        }
+        Ok(read)
+    }
+
+    /// What this thread did so far.
+    #[must_use]
+    pub fn stats(&self) -> ReadStats {
+        self.worker.stats
+    }
+}
+
+/// For reads that verify nothing, and so name nothing.
+struct Nameless;
+
+impl Catalog for Nameless {
+    fn tensor_name(&self, _: u32) -> String {
+        String::new()
+    }
+
+    fn digest(&self, _: u64) -> u64 {
+        0
+    }
+}

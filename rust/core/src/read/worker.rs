@@ -1,0 +1,261 @@
+//! One thread's part: takes a job, fetches it, checks it and copies it out.
+#![allow(unsafe_code)] // Writes to destinations and reads from mappings: this is one of the few places that need it.
+
+use std::fs::File;
+use std::io;
+
+use super::bounce::Bounce;
+use super::engine::Batch;
+use super::plan::Job;
+use super::segments::{Extent, Segment};
+use super::survey::Access;
+use super::{FileRef, ReadStats, verify};
+use crate::copy::{copy_strided_unfenced, copy_with_digest_unfenced, fence};
+use crate::format::{BLOCK_SIZE, block_digest};
+use crate::store::{Mapping, read_direct_at, resident_bytes};
+use crate::{Error, Result};
+
+/// The one file a worker has open, in the ways that its jobs needed so far. Jobs come sorted by file.
+#[derive(Default)]
+struct Open {
+    file: Option<u32>,
+    plain: Option<File>,
+    direct: Option<File>,
+    mapping: Option<Mapping>,
+}
+
+impl Open {
+    fn turn_to(&mut self, file: u32) {
+        if self.file != Some(file) {
+            *self = Self {
+                file: Some(file),
+                ..Self::default()
+            };
+        }
+    }
+
+    /// The file for reads through the page cache. One that is kept open serves all, but for storage: read-ahead is by open
+    /// file, and would take many readers of one for random access.
+    fn plain<'o>(&'o mut self, batch: &'o Batch, file: u32) -> Result<&'o File> {
+        let kept = batch.open[file as usize].as_ref();
+        match kept.filter(|_| batch.access[file as usize] != Access::Buffered) {
+            Some(kept) => Ok(kept),
+            None => once(&mut self.plain, || batch.files[file as usize].open(false)),
+        }
+    }
+
+    fn direct(&mut self, file: &FileRef) -> Result<&File> {
+        once(&mut self.direct, || file.open(true))
+    }
+
+    fn mapping(&mut self, batch: &Batch, file: u32) -> Result<&Mapping> {
+        let mapping = match self.mapping.take() {
+            Some(mapping) => mapping,
+            None => Mapping::new(self.plain(batch, file)?)
+                .map_err(|e| Error::io("map", &batch.files[file as usize].path, e))?,
+        };
+        Ok(self.mapping.insert(mapping))
+    }
+}
+
+fn once<T>(slot: &mut Option<T>, make: impl FnOnce() -> Result<T>) -> Result<&T> {
+    match slot {
+        Some(made) => Ok(made),
+        None => Ok(slot.insert(make()?)),
+    }
+}
+
+/// What a thread keeps from job to job.
+#[derive(Default)]
+pub struct Worker {
+    open: Open,
+    bounce: Bounce,
+    extents: Vec<Extent>,
+    segments: Vec<Segment>,
+    /// What it did so far.
+    pub stats: ReadStats,
+}
+
+impl Worker {
+    /// Delivers one job.
+    pub fn job(&mut self, batch: &Batch, job: &Job) -> Result<()> {
+        let index = job.file as usize;
+        let file = &batch.files[index];
+        batch.plan.extents(
+            job,
+            batch.reqs,
+            batch.policies[index],
+            batch.verify,
+            &mut self.extents,
+            &mut self.segments,
+        );
+        self.open.turn_to(job.file);
+        let mapped = batch.access[index] == Access::Mapped;
+        if mapped {
+            // Touching the pages cannot fail once they are set up.
+            let mapping = self.open.mapping(batch, job.file)?;
+            for segment in &self.segments {
+                let populated = mapping.populate(segment.start, segment.end);
+                populated.map_err(|e| failed(file, segment.start, e))?;
+            }
+        } else {
+            self.fill(batch, job.file)?;
+        }
+        let delivered = self.deliver(batch, file, mapped);
+        fence();
+        delivered?;
+        self.stats.bytes_wanted += job.wanted;
+        self.stats.jobs += 1;
+        if mapped {
+            self.stats.bytes_read += job.wanted;
+            self.stats.bytes_mapped += job.wanted;
+        }
+        Ok(())
+    }
+
+    /// Reads bytes `start..end` of a file past the page cache, to the first bytes of `memory`. False, and nothing done, where
+    /// the page cache has them all, or the file system refuses. `start` and `memory` are aligned as the file's access says.
+    pub fn read_direct(
+        &mut self,
+        batch: &Batch,
+        file: u32,
+        (start, end): (u64, u64),
+        memory: &mut [u8],
+    ) -> Result<bool> {
+        let Access::Direct { align } = batch.access[file as usize] else {
+            return Ok(false);
+        };
+        self.open.turn_to(file);
+        let plain = self.open.plain(batch, file)?;
+        if resident_bytes(plain, start, end) == Some(end - start) {
+            return Ok(false);
+        }
+        let file = &batch.files[file as usize];
+        match read_direct_at(self.open.direct(file)?, memory, start, index(end - start), index(align)) {
+            Ok(()) => {}
+            Err(e) if e.raw_os_error() == Some(libc::EINVAL) => return Ok(false),
+            Err(e) => return Err(failed(file, start, e)),
+        }
+        self.stats.bytes_wanted += end - start;
+        self.stats.bytes_read += end - start;
+        self.stats.bytes_direct += end - start;
+        self.stats.jobs += 1;
+        Ok(true)
+    }
+
+    /// Reads the segments into the bounce buffer.
+    fn fill(&mut self, batch: &Batch, index: u32) -> Result<()> {
+        let file = &batch.files[index as usize];
+        let bytes: u64 = self.segments.iter().map(|s| s.end - s.start).sum();
+        self.stats.bytes_read += bytes;
+        if let Access::Direct { align } = batch.access[index as usize] {
+            let plain = self.open.plain(batch, index)?;
+            let cached = |s: &Segment| resident_bytes(plain, s.start, s.end) == Some(s.end - s.start);
+            if !self.segments.iter().all(cached) {
+                match self.bounce.fill(self.open.direct(file)?, &self.segments, Some(align)) {
+                    Ok(()) => {
+                        self.stats.bytes_direct += bytes;
+                        return Ok(());
+                    }
+                    // Some file systems refuse single reads (compressed extents, inline data): read those plainly.
+                    Err((_, e)) if e.raw_os_error() == Some(libc::EINVAL) => {}
+                    Err((at, e)) => return Err(failed(file, at, e)),
+                }
+            }
+            // The segments keep the places that the alignment gave them.
+        }
+        let plain = self.open.plain(batch, index)?;
+        self.bounce
+            .fill(plain, &self.segments, None)
+            .map_err(|(at, e)| failed(file, at, e))
+    }
+
+    /// Checks the fetched extents and copies them to their destinations.
+    fn deliver(&mut self, batch: &Batch, file: &FileRef, mapped: bool) -> Result<()> {
+        let Worker {
+            open,
+            bounce,
+            extents,
+            segments,
+            stats,
+        } = self;
+        let mapping = open.mapping.as_ref().filter(|_| mapped);
+        // Where byte `offset` of the file is in memory, for an offset within the segment.
+        let locate = |segment: usize, offset: u64| -> *const u8 {
+            let Segment { start, at, .. } = segments[segment];
+            match mapping {
+                Some(mapping) => mapping.as_ptr().wrapping_add(index(offset)),
+                None => bounce.as_ptr().wrapping_add(index(at + (offset - start))),
+            }
+        };
+        // The block that was hashed last: neighbours often share one.
+        let mut checked = None;
+        for extent in extents.iter() {
+            let piece = &batch.plan.pieces[extent.piece];
+            let req = &batch.reqs[piece.req as usize];
+            let (loops, sparse) = batch.plan.loops_of(piece);
+            let loops = &loops[sparse..];
+            let dst = req.dst.0.wrapping_add(index(extent.dst));
+            let mut copied = false;
+            if batch.verify && req.digests.is_some() {
+                let first = (extent.fetch.0 - req.chunk_offset) / BLOCK_SIZE;
+                let end = (extent.fetch.1 - req.chunk_offset).div_ceil(BLOCK_SIZE);
+                copied = loops.is_empty() && end - first == 1 && checked != Some((req.chunk_offset, first));
+                for block in first..end {
+                    if checked == Some((req.chunk_offset, block)) {
+                        continue;
+                    }
+                    let (from, to) = verify::block_range(req, block);
+                    let (bytes, length) = (locate(extent.segment, from), index(to - from));
+                    // SAFETY: `fetch` covers its blocks whole and lies within its segment, which was populated or read;
+                    // the planner has checked that it ends within the file. Published files do not change. The
+                    // destination is as below.
+                    let got = unsafe {
+                        if copied {
+                            let (at, len) = (index(extent.src - from), index(extent.len));
+                            copy_with_digest_unfenced(dst, bytes, length, at, len, batch.stores)
+                        } else {
+                            block_digest(std::slice::from_raw_parts(bytes, length))
+                        }
+                    };
+                    verify::compare(file, req, block, got, batch.catalog)?;
+                    stats.bytes_verified += to - from;
+                    checked = Some((req.chunk_offset, block));
+                }
+            }
+            if copied {
+                continue;
+            }
+            // SAFETY: the source: all of the extent lies in its segment, as above. The destination: the planner only
+            // divides the request's rectangle, all of which the caller of `read` vouches for, and no other
+            // piece holds these bytes. A fence follows in `job`.
+            unsafe {
+                let src = locate(extent.segment, extent.src);
+                copy_strided_unfenced(dst, src, loops, piece.run, batch.stores);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Offsets in files and destinations that are in memory fit in it.
+fn index(offset: u64) -> usize {
+    usize::try_from(offset).unwrap_or(usize::MAX)
+}
+
+fn failed(file: &FileRef, offset: u64, error: io::Error) -> Error {
+    // EFAULT is what populating a mapping says of a page beyond the end of the file.
+    if error.kind() == io::ErrorKind::UnexpectedEof || error.raw_os_error() == Some(libc::EFAULT) {
+        Error::corrupt_data(
+            &file.path,
+            "",
+            offset,
+            format!(
+                "the file ends before byte {}, its length is not {} any more",
+                offset, file.size
+            ),
+        )
+    } else {
+        Error::io("read", &file.path, error)
+    }
+}

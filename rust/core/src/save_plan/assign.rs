@@ -1,0 +1,320 @@
+//! The coordinator's part of a save: every chunk to one rank, after checking that the chunks make up their tensors.
+
+use std::cmp::{Ordering, Reverse};
+use std::collections::HashMap;
+
+use super::request::{Requested, decode};
+use super::tiling::{Fault, check_tiling, find_overlap};
+use crate::format::{Dims, element_count};
+use crate::{Dtype, Error, Result};
+
+/// What a value other than a tensor weighs, in bytes, when ranks are balanced: `torch.save` makes about this of a number.
+const VALUE_BYTES: u64 = 1024;
+
+/// How to assign.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Rules {
+    /// Give what several ranks hold to the lowest of them, rather than balance the ranks by bytes.
+    pub lowest_rank: bool,
+}
+
+/// Who saves what.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Assignment {
+    /// For each rank, a bit for each item of its request, the lowest first: whether that rank saves it.
+    pub keep: Vec<Vec<u8>>,
+    /// The bytes of the tensors that each rank saves (and something for other values).
+    pub bytes: Vec<u64>,
+    /// The number of items that are saved, by all ranks.
+    pub items: u64,
+}
+
+/// Assigns each chunk that the ranks hold to one of them.
+///
+/// What only one rank holds stays there. What several hold goes, the largest first, to the one with the fewest bytes so far.
+///
+/// # Errors
+/// [`Error::TensorPlan`] names a tensor that ranks describe in two ways, a chunk outside of its tensor, chunks that overlap, or (with more
+/// than one rank: one alone may hold a part) an element that no chunk holds. [`Error::Plan`] where a request is damaged.
+pub fn assign(requests: &[impl AsRef<[u8]>], rules: Rules) -> Result<Assignment> {
+    let mut gathered = Gathered::default();
+    let mut keep = Vec::with_capacity(requests.len());
+    for (rank, request) in (0..).zip(requests) {
+        let mut item = 0;
+        let count = decode(request.as_ref(), |requested| {
+            gathered.add(rank, item, &requested)?;
+            item += 1;
+            Ok(())
+        })?;
+        keep.push(vec![0_u8; (count as usize).div_ceil(8)]);
+    }
+    let mut assignment = Assignment {
+        keep,
+        bytes: vec![0; requests.len()],
+        items: 0,
+    };
+    let mut shared = Vec::new();
+    let mut order = gathered.by_tensor();
+    for group in order.chunk_by_mut(|a, b| a.tensor == b.tensor) {
+        let tensor = &gathered.tensors[group[0].tensor as usize];
+        group.sort_unstable_by(|a, b| {
+            gathered
+                .compare(tensor, a, b)
+                .then((a.rank, a.item).cmp(&(b.rank, b.item)))
+        });
+        let chunks: Vec<&[Held]> = group
+            .chunk_by(|a, b| gathered.compare(tensor, a, b) == Ordering::Equal)
+            .collect();
+        gathered.check(tensor, &chunks, requests.len() > 1)?;
+        for holders in chunks {
+            let bytes = gathered.length(tensor, &holders[0]);
+            if holders.len() == 1 || rules.lowest_rank {
+                assignment.give(&holders[0], bytes);
+            } else {
+                shared.push((bytes, holders.to_vec()));
+            }
+        }
+    }
+    // Stable: of equal ones the first named comes first, on every run.
+    shared.sort_by_key(|(bytes, _)| Reverse(*bytes));
+    for (bytes, holders) in shared {
+        let lightest = holders
+            .iter()
+            .min_by_key(|held| (assignment.bytes[held.rank as usize], held.rank))
+            .expect("a chunk has a holder");
+        assignment.give(lightest, bytes);
+    }
+    Ok(assignment)
+}
+
+impl Assignment {
+    fn give(&mut self, held: &Held, bytes: u64) {
+        let rank = held.rank as usize;
+        self.keep[rank][held.item as usize / 8] |= 1 << (held.item % 8);
+        self.bytes[rank] = self.bytes[rank].saturating_add(bytes);
+        self.items += 1;
+    }
+}
+
+/// An item of a rank's request.
+#[derive(Clone, Copy, Debug)]
+struct Held {
+    tensor: u32,
+    rank: u32,
+    item: u32,
+    /// Where its offsets and sizes begin in the pool.
+    dims: Option<u32>,
+}
+
+struct Tensor {
+    name: String,
+    dtype: Option<Dtype>,
+    shape: Dims,
+    zeros: Dims,
+    /// The rank that described it first.
+    rank: u32,
+}
+
+#[derive(Default)]
+struct Gathered {
+    ids: HashMap<String, u32>,
+    tensors: Vec<Tensor>,
+    held: Vec<Held>,
+    /// Offsets and sizes of chunks that are not whole tensors.
+    pool: Vec<u64>,
+    /// What the last item of a rank was found to be: requests name tensors in nearly the same order, so this saves most look-ups.
+    next: u32,
+}
+
+fn too_many() -> Error {
+    Error::Unsupported("a save of more than 4 billion chunks".into())
+}
+
+impl Gathered {
+    fn add(&mut self, rank: u32, item: u32, requested: &Requested<'_>) -> Result<()> {
+        let tensor = self.find(rank, requested)?;
+        let known = &self.tensors[tensor as usize];
+        if (known.dtype, known.shape.as_slice()) != (requested.dtype, requested.shape) {
+            return Err(fault(
+                requested.name,
+                format!(
+                    "it is {} on rank {}, and {} on rank {rank}",
+                    describe(known.dtype, &known.shape),
+                    known.rank,
+                    describe(requested.dtype, requested.shape)
+                ),
+            ));
+        }
+        let dims = match requested.chunk {
+            None => None,
+            Some((offsets, sizes)) => {
+                let outside = offsets
+                    .iter()
+                    .zip(sizes)
+                    .zip(requested.shape)
+                    .any(|((at, size), whole)| at.checked_add(*size).is_none_or(|end| end > *whole));
+                if outside {
+                    return Err(fault(
+                        requested.name,
+                        format!(
+                            "chunk {sizes:?} at {offsets:?} of rank {rank} lies outside of its shape {:?}",
+                            requested.shape
+                        ),
+                    ));
+                }
+                let at = u32::try_from(self.pool.len()).map_err(|_| too_many())?;
+                self.pool.extend(offsets);
+                self.pool.extend(sizes);
+                Some(at)
+            }
+        };
+        self.held.push(Held {
+            tensor,
+            rank,
+            item,
+            dims,
+        });
+        if u32::try_from(self.held.len()).is_err() {
+            return Err(too_many());
+        }
+        Ok(())
+    }
+
+    fn find(&mut self, rank: u32, requested: &Requested<'_>) -> Result<u32> {
+        let guess = self.next as usize;
+        if self
+            .tensors
+            .get(guess)
+            .is_some_and(|tensor| tensor.name == requested.name)
+        {
+            self.next += 1;
+            return Ok(self.next - 1);
+        }
+        let id = if let Some(&id) = self.ids.get(requested.name) {
+            id
+        } else {
+            let id = u32::try_from(self.tensors.len()).map_err(|_| too_many())?;
+            if let Some(dtype) = requested.dtype
+                && element_count(requested.shape)
+                    .and_then(|n| n.checked_mul(dtype.size()))
+                    .is_none_or(|bytes| i64::try_from(bytes).is_err())
+            {
+                return Err(fault(
+                    requested.name,
+                    format!("shape {:?} is too large", requested.shape),
+                ));
+            }
+            self.ids.insert(requested.name.to_owned(), id);
+            self.tensors.push(Tensor {
+                name: requested.name.to_owned(),
+                dtype: requested.dtype,
+                shape: Dims::from_slice(requested.shape),
+                zeros: Dims::from_elem(0, requested.shape.len()),
+                rank,
+            });
+            id
+        };
+        self.next = id + 1;
+        Ok(id)
+    }
+
+    /// All items, those of one tensor together.
+    fn by_tensor(&self) -> Vec<Held> {
+        let mut starts = vec![0_usize; self.tensors.len() + 1];
+        for held in &self.held {
+            starts[held.tensor as usize + 1] += 1;
+        }
+        for i in 1..starts.len() {
+            starts[i] += starts[i - 1];
+        }
+        let mut order = self.held.clone();
+        for held in &self.held {
+            let at = &mut starts[held.tensor as usize];
+            order[*at] = *held;
+            *at += 1;
+        }
+        order
+    }
+
+    fn chunk<'a>(&'a self, tensor: &'a Tensor, held: &Held) -> (&'a [u64], &'a [u64]) {
+        match held.dims {
+            None => (&tensor.zeros, &tensor.shape),
+            Some(at) => self.pool[at as usize..at as usize + 2 * tensor.shape.len()].split_at(tensor.shape.len()),
+        }
+    }
+
+    fn compare(&self, tensor: &Tensor, a: &Held, b: &Held) -> Ordering {
+        match (a.dims, b.dims) {
+            (None, None) => Ordering::Equal,
+            _ => self.chunk(tensor, a).cmp(&self.chunk(tensor, b)),
+        }
+    }
+
+    fn length(&self, tensor: &Tensor, held: &Held) -> u64 {
+        match tensor.dtype {
+            None => VALUE_BYTES,
+            // Within the tensor, whose size was checked.
+            Some(dtype) => self.chunk(tensor, held).1.iter().product::<u64>() * dtype.size(),
+        }
+    }
+
+    /// Checks the chunks of one tensor, each with those who hold it.
+    fn check(&self, tensor: &Tensor, chunks: &[&[Held]], all_ranks: bool) -> Result<()> {
+        if tensor.dtype.is_none() {
+            return Ok(());
+        }
+        let rectangles: Vec<_> = chunks.iter().map(|holders| self.chunk(tensor, &holders[0])).collect();
+        let chunk = |i: usize| {
+            let (offsets, sizes) = rectangles[i];
+            format!("chunk {sizes:?} at {offsets:?} of rank {}", chunks[i][0].rank)
+        };
+        let (i, j) = if all_ranks {
+            match check_tiling(&tensor.shape, &rectangles) {
+                Ok(()) => return Ok(()),
+                Err(Fault::Hole(point)) => {
+                    let held: u64 = rectangles.iter().map(|(_, sizes)| sizes.iter().product::<u64>()).sum();
+                    return Err(fault(
+                        &tensor.name,
+                        format!(
+                            "no rank holds element {:?} of its shape {:?} (the chunks hold {held} of {} elements)",
+                            point.as_slice(),
+                            tensor.shape.as_slice(),
+                            tensor.shape.iter().product::<u64>()
+                        ),
+                    ));
+                }
+                Err(Fault::Overlap(point)) => {
+                    let mut both = (0..rectangles.len()).filter(|&i| {
+                        let (offsets, sizes) = rectangles[i];
+                        (0..point.len()).all(|d| offsets[d] <= point[d] && point[d] < offsets[d] + sizes[d])
+                    });
+                    (both.next().unwrap_or(0), both.next().unwrap_or(0))
+                }
+            }
+        } else {
+            match find_overlap(&rectangles) {
+                None => return Ok(()),
+                Some(both) => both,
+            }
+        };
+        Err(fault(&tensor.name, format!("{} overlaps {}", chunk(i), chunk(j))))
+    }
+}
+
+fn fault(name: &str, reason: String) -> Error {
+    Error::TensorPlan {
+        tensor: name.to_owned(),
+        reason,
+    }
+}
+
+fn describe(dtype: Option<Dtype>, shape: &[u64]) -> String {
+    match dtype {
+        Some(dtype) => format!("a tensor of {} {shape:?}", dtype.name()),
+        None => "a value that is no tensor".into(),
+    }
+}
+
+#[cfg(test)]
+#[path = "assign_tests.rs"]
+mod tests;

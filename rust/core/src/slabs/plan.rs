@@ -1,0 +1,203 @@
+//! From what is wanted of an index to batches, and the requests that fill them.
+
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+use super::pack::{Batch, Image, Item, PAGE, Part, pack};
+use crate::format::{Dims, Index, Kind};
+use crate::load::{Gather, Memory, row_major};
+use crate::overlap::Region;
+use crate::read::{Destination, FileRef, ReadOptions, ReadReq, Survey};
+use crate::{Error, Result};
+
+/// A rectangle of a chunk.
+#[derive(Clone, Debug)]
+pub struct Want {
+    /// The chunk.
+    pub chunk: u64,
+    /// Where in it the rectangle begins.
+    pub offsets: Dims,
+    /// How far it extends.
+    pub sizes: Dims,
+    /// Whether it may be cut at any element: where it goes is one run of memory.
+    pub flat: bool,
+    /// Rectangles of different groups never share a slab.
+    pub group: u32,
+}
+
+/// All batches of a load, and what it takes to fill them.
+pub struct Plan {
+    pub(super) index: Arc<Index>,
+    pub(super) files: Vec<FileRef>,
+    /// For every piece of every batch. Destinations are places in the slab.
+    pub(super) requests: Vec<ReadReq>,
+    pub(super) batches: Vec<Batch>,
+    /// The requests of each batch.
+    pub(super) ranges: Vec<Range<usize>>,
+    pub(super) survey: Survey,
+    pub(super) verify: bool,
+    slab_bytes: u64,
+    threads: usize,
+}
+
+impl Plan {
+    /// Packs the rectangles, in their order or (`sort`) that of the files, into slabs of `slab_bytes`, a multiple of [`PAGE`]. Every file they need is opened
+    /// and checked.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] for a rectangle that is not in its chunk; those of [`read`](crate::read::read) for files.
+    pub fn new(
+        index: Arc<Index>,
+        allow_external: bool,
+        wants: &[Want],
+        slab_bytes: u64,
+        sort: bool,
+        options: &ReadOptions,
+    ) -> Result<Self> {
+        if slab_bytes == 0 || !slab_bytes.is_multiple_of(PAGE) {
+            return Err(Error::Plan(format!("slabs of {slab_bytes} bytes")));
+        }
+        let items = wants
+            .iter()
+            .map(|want| item(&index, want))
+            .collect::<Result<Vec<_>>>()?;
+        let batches = if sort {
+            pack_sorted(&items, slab_bytes, options.verify)
+        } else {
+            pack(&items, slab_bytes, options.verify)
+        };
+        let mut gather = Gather::new(Arc::clone(&index), allow_external);
+        let mut ranges = Vec::with_capacity(batches.len());
+        let mut count = 0;
+        for batch in &batches {
+            for piece in &batch.pieces {
+                let want = &wants[piece.item];
+                let place = place(piece.at)?;
+                match &piece.part {
+                    Part::Bytes(from) => {
+                        gather.add_bytes(want.chunk, items[piece.item].chunk_begin + from, piece.length, place)?;
+                    }
+                    Part::Rectangle(offsets, sizes) => {
+                        let offsets: Dims = offsets.iter().zip(&want.offsets).map(|(a, b)| a + b).collect();
+                        let itemsize = items[piece.item].itemsize;
+                        let to = Memory {
+                            address: place,
+                            strides: row_major(sizes).iter().map(|stride| stride * itemsize).collect(),
+                        };
+                        gather.add_chunk(want.chunk, &offsets, sizes, to)?;
+                    }
+                }
+            }
+            ranges.push(count..count + batch.pieces.len());
+            count += batch.pieces.len();
+        }
+        let (files, requests) = gather.into_parts();
+        let survey = Survey::new(&files, &requests, options)?;
+        let threads = match options.threads {
+            0 => crate::parallel::available(),
+            n => n,
+        };
+        Ok(Self {
+            index,
+            files,
+            requests,
+            batches,
+            ranges,
+            survey,
+            verify: options.verify,
+            slab_bytes,
+            threads,
+        })
+    }
+
+    /// The batches, in the order in which they are handed out.
+    #[must_use]
+    pub fn batches(&self) -> &[Batch] {
+        &self.batches
+    }
+
+    /// The path of a file that an image of this batch names.
+    #[must_use]
+    pub fn image_path(&self, batch: usize, image: &Image) -> &Path {
+        let request = &self.requests[self.ranges[batch].start + image.pieces.start];
+        &self.files[request.file as usize].path
+    }
+
+    /// Bytes of a slab.
+    #[must_use]
+    pub fn slab_bytes(&self) -> u64 {
+        self.slab_bytes
+    }
+
+    /// How many slabs are best filled at a time.
+    #[must_use]
+    pub fn workers(&self) -> usize {
+        self.survey.workers(self.threads).min(self.batches.len())
+    }
+}
+
+/// Packs items in the order of their files.
+fn pack_sorted(items: &[Item], slab_bytes: u64, verify: bool) -> Vec<Batch> {
+    let mut order: Vec<usize> = (0..items.len()).collect();
+    order.sort_by_key(|&i| (items[i].file, items[i].offset));
+    let sorted: Vec<Item> = order.iter().map(|&i| items[i].clone()).collect();
+    let mut batches = pack(&sorted, slab_bytes, verify);
+    for piece in batches.iter_mut().flat_map(|batch| &mut batch.pieces) {
+        piece.item = order[piece.item];
+    }
+    batches
+}
+
+fn place(at: u64) -> Result<Destination> {
+    let at = usize::try_from(at).map_err(|_| Error::Plan("slab too large".into()))?;
+    Ok(Destination(std::ptr::without_provenance_mut(at)))
+}
+
+fn item(index: &Index, want: &Want) -> Result<Item> {
+    let view = index.chunk(want.chunk);
+    let tensor = index.tensor(view.tensor);
+    let (Kind::Tensor, Some(dtype)) = (tensor.kind, tensor.dtype) else {
+        return Err(Error::Plan(format!("{:?} is not a tensor", tensor.name)));
+    };
+    if !Region::new(&want.offsets, &want.sizes).fits(&view.sizes) {
+        return Err(Error::Plan(format!(
+            "tensor {:?}: {:?} elements at {:?} of a chunk of {:?}",
+            tensor.name,
+            want.sizes.as_slice(),
+            want.offsets.as_slice(),
+            view.sizes.as_slice()
+        )));
+    }
+    let strides = view.strides.unwrap_or_else(|| row_major(&view.sizes));
+    let empty = want.sizes.contains(&0);
+    let first: u64 = if empty {
+        0
+    } else {
+        want.offsets
+            .iter()
+            .zip(&strides)
+            .map(|(offset, stride)| offset * stride)
+            .sum()
+    };
+    let itemsize = dtype.size();
+    Ok(Item {
+        file: view.file,
+        offset: view.offset + first * itemsize,
+        chunk_begin: first * itemsize,
+        itemsize,
+        sizes: want.sizes.clone(),
+        flat: want.flat && (empty || is_run(&want.sizes, &strides)),
+        group: want.group,
+    })
+}
+
+/// Whether elements in row-major order follow each other.
+fn is_run(sizes: &[u64], strides: &[u64]) -> bool {
+    let mut expected = 1;
+    sizes.iter().zip(strides).rev().all(|(&size, &stride)| {
+        let fits = size == 1 || stride == expected;
+        expected *= size;
+        fits
+    })
+}

@@ -1,0 +1,273 @@
+//! What one rank saves, and the coordinator's part of it.
+
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard};
+
+use dcp_rs_core::Dtype;
+use dcp_rs_core::format::{Dims, Kind, Value, element_count};
+use dcp_rs_core::save_plan::{self, Rules};
+use dcp_rs_core::write::{Part, SaveItem};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
+
+use crate::convert::{Extent, to_value};
+use crate::error::{IntoPy, PlanError};
+use crate::plain::{HostTensor, Plain};
+use crate::write::{ItemTuple, Save, name_of, save_item};
+
+const REQUIRES_GRAD: u8 = 1;
+
+/// The items that one rank holds: plain tensors, which are places in a list that the caller keeps, then others.
+#[pyclass(frozen, module = "dcp_rs._core")]
+pub struct SavePlan {
+    inner: Mutex<Inner>,
+}
+
+#[derive(Default)]
+struct Inner {
+    items: Vec<SaveItem>,
+    /// For each plain item (the first ones), its place in the list.
+    plain: Vec<usize>,
+}
+
+/// What of a plan goes to the files of a save.
+pub struct Planned {
+    /// Number in the save, place in the list, bytes.
+    pub plain: Vec<(u32, usize, u64)>,
+}
+
+#[pymethods]
+impl SavePlan {
+    #[new]
+    fn new() -> Self {
+        Self {
+            inner: Mutex::default(),
+        }
+    }
+
+    /// Adds those of `tensors` that are plain; `cast`, a dtype's name, leaves out floating-point ones of another dtype, and `shapes` those of
+    /// another shape. Returns the places of the others. `paths` are those in the state dict, or None.
+    #[pyo3(signature = (names, paths, tensors, types, dtypes, *, cast=None, shapes=None))]
+    #[expect(clippy::too_many_arguments, reason = "what torch is, in two of them")]
+    fn add_plain<'py>(
+        &self,
+        py: Python<'py>,
+        names: &Bound<'py, PyList>,
+        paths: Option<&Bound<'py, PyList>>,
+        tensors: &Bound<'py, PyList>,
+        types: &Bound<'py, PyTuple>,
+        dtypes: &Bound<'py, PyDict>,
+        cast: Option<&str>,
+        shapes: Option<&Bound<'py, PyList>>,
+    ) -> PyResult<Vec<usize>> {
+        let other_len = |list: Option<&Bound<'py, PyList>>| list.is_some_and(|list| list.len() != tensors.len());
+        if other_len(Some(names)) || other_len(paths) || other_len(shapes) {
+            return Err(PlanError::new_err("as many names, paths and shapes as tensors"));
+        }
+        let mut inner = self.lock();
+        if inner.plain.len() != inner.items.len() {
+            return Err(PlanError::new_err("plain tensors come first"));
+        }
+        let mut others = Vec::new();
+        inner.items.reserve(tensors.len());
+        let plain = Plain::new(py, types, dtypes)?;
+        let is_cast = |dtype: Dtype| cast.is_some_and(|to| dtype.name() != to && dtype.is_floating_point());
+        for (place, tensor) in tensors.iter().enumerate() {
+            // Whatever raises when it is looked at is for the planner to judge, which has the words for it.
+            let found = plain.look(&tensor).ok().flatten().filter(|host| !is_cast(host.dtype));
+            let Some((length, plain)) = found.and_then(|host| Some((contiguous_length(&host)?, host))) else {
+                others.push(place);
+                continue;
+            };
+            if let Some(shapes) = shapes
+                && shapes.get_item(place)?.extract::<Extent>()?.0 != plain.shape
+            {
+                others.push(place);
+                continue;
+            }
+            let path = match paths {
+                Some(paths) => path(&paths.get_item(place)?)?,
+                None => None,
+            };
+            inner.items.push(SaveItem {
+                name: name_of(&names.get_item(place)?)?,
+                kind: Kind::Tensor,
+                dtype: Some(plain.dtype),
+                flags: if tensor.getattr(intern!(py, "requires_grad"))?.is_truthy()? {
+                    REQUIRES_GRAD
+                } else {
+                    0
+                },
+                path,
+                offsets: Dims::from_elem(0, plain.shape.len()),
+                sizes: plain.shape.clone(),
+                shape: plain.shape,
+                length,
+            });
+            inner.plain.push(place);
+        }
+        Ok(others)
+    }
+
+    /// Adds items as `Save.create` takes them. The length of a value that is not a tensor may be given later.
+    fn add(&self, items: Vec<ItemTuple<'_>>) -> PyResult<()> {
+        let items = items.into_iter().map(save_item).collect::<PyResult<Vec<_>>>()?;
+        self.lock().items.extend(items);
+        Ok(())
+    }
+
+    fn __len__(&self) -> usize {
+        self.lock().items.len()
+    }
+
+    /// What the coordinator has to know of the items, in few bytes.
+    fn request<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &save_plan::encode(&self.lock().items))
+    }
+
+    /// The places of the items, among those given to `add`, that `keep` (a bit for each item; None: all) gives to this rank.
+    fn kept_others(&self, keep: Option<PyBackedBytes>) -> PyResult<Vec<usize>> {
+        let inner = self.lock();
+        let keep = Keep::new(keep, inner.items.len())?;
+        let first = inner.plain.len();
+        Ok((first..inner.items.len())
+            .filter(|&i| keep.has(i))
+            .map(|i| i - first)
+            .collect())
+    }
+
+    /// Creates the files for what `keep` gives to this rank: first the plain tensors, for `Save.write_plain`; then the others, in the order of
+    /// `kept_others`, whose lengths in bytes are `lengths`.
+    #[pyo3(signature = (folder, keep, lengths, *, generation, token, rank, world_size, threads, fsync, io, max_inflight_bytes))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
+    fn create(
+        &self,
+        py: Python<'_>,
+        folder: PathBuf,
+        keep: Option<PyBackedBytes>,
+        lengths: Vec<u64>,
+        generation: u64,
+        token: u64,
+        rank: u32,
+        world_size: u32,
+        threads: usize,
+        fsync: bool,
+        io: &str,
+        max_inflight_bytes: u64,
+    ) -> PyResult<Save> {
+        let inner = self.lock();
+        let keep = Keep::new(keep, inner.items.len())?;
+        let mut items = Vec::new();
+        let mut planned = Planned { plain: Vec::new() };
+        let mut lengths = lengths.into_iter();
+        for (i, item) in inner.items.iter().enumerate().filter(|(i, _)| keep.has(*i)) {
+            let mut item = item.clone();
+            if let Some(&place) = inner.plain.get(i) {
+                let number = u32::try_from(items.len()).map_err(|_| PlanError::new_err("more than 4 billion items"))?;
+                planned.plain.push((number, place, item.length));
+            } else {
+                item.length = lengths
+                    .next()
+                    .ok_or_else(|| PlanError::new_err("fewer lengths than items"))?;
+            }
+            items.push(item);
+        }
+        drop(inner);
+        let info = dcp_rs_core::write::SaveInfo {
+            generation,
+            token,
+            rank,
+            world_size,
+        };
+        let options = crate::write::options(threads, fsync, io, max_inflight_bytes)?;
+        Save::begin(py, &folder, items, info, &options, planned)
+    }
+}
+
+impl SavePlan {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+/// A path, or none where it is no tuple.
+fn path(object: &Bound<'_, PyAny>) -> PyResult<Option<Value>> {
+    match object.cast::<PyTuple>() {
+        Ok(tuple) => to_value(tuple.as_any(), 0).map(Some),
+        Err(_) => Ok(None),
+    }
+}
+
+struct Keep(Option<PyBackedBytes>);
+
+impl Keep {
+    fn new(bits: Option<PyBackedBytes>, items: usize) -> PyResult<Self> {
+        if bits.as_ref().is_some_and(|bits| bits.len() != items.div_ceil(8)) {
+            return Err(PlanError::new_err(
+                "the coordinator answered another plan than this rank's",
+            ));
+        }
+        Ok(Self(bits))
+    }
+
+    fn has(&self, item: usize) -> bool {
+        self.0.as_ref().is_none_or(|bits| bits[item / 8] >> (item % 8) & 1 == 1)
+    }
+}
+
+impl Planned {
+    /// The memory of the plain tensors, which are in `tensors`.
+    #[expect(unsafe_code, reason = "tensors are handed over by address")]
+    pub fn parts<'a>(&self, plain: &Plain<'_>, tensors: &'a Bound<'_, PyList>) -> PyResult<Vec<Part<'a>>> {
+        let mut parts = Vec::with_capacity(self.plain.len());
+        for &(item, place, length) in self.plain.iter().filter(|(.., length)| *length > 0) {
+            // It may have been replaced since it was planned (`tensor.data = ...`): only what it is now says what may be read.
+            let host = plain
+                .look(&tensors.get_item(place)?)?
+                .filter(|host| host.address != 0 && contiguous_length(host) == Some(length))
+                .ok_or_else(|| PlanError::new_err("a tensor changed its shape or place while it was being saved"))?;
+            let length = usize::try_from(length).expect("the length of something in memory");
+            parts.push(Part {
+                item,
+                at: 0,
+                // SAFETY: the tensor, contiguous and in host memory, is `length` bytes long, and the list, which the caller holds until
+                // the write is over, keeps it alive. Training code that changes a tensor while it is saved gets a torn save, as with any
+                // writer.
+                data: unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(host.address), length) },
+            });
+        }
+        Ok(parts)
+    }
+}
+
+/// The bytes of a tensor, if it is contiguous.
+fn contiguous_length(host: &HostTensor) -> Option<u64> {
+    let count = element_count(&host.shape)?;
+    let mut stride = 1;
+    for (&size, &is) in host.shape.iter().zip(&host.strides).rev() {
+        // As torch has it: the strides of an empty tensor, and of a dimension of one element, do not matter.
+        if count > 0 && size != 1 && is != stride {
+            return None;
+        }
+        stride *= size;
+    }
+    count.checked_mul(host.dtype.size())
+}
+
+/// Assigns what ranks hold, by their requests: (for each rank the bits of what it saves, the number of items of all of them, the bytes of
+/// each).
+#[pyfunction]
+#[pyo3(signature = (requests, *, lowest_rank))]
+pub fn assign_saves(
+    py: Python<'_>,
+    requests: Vec<PyBackedBytes>,
+    lowest_rank: bool,
+) -> PyResult<(Vec<Bound<'_, PyBytes>>, u64, Vec<u64>)> {
+    let assignment = py
+        .detach(|| save_plan::assign(&requests, Rules { lowest_rank }))
+        .into_py(py)?;
+    let keep = assignment.keep.iter().map(|bits| PyBytes::new(py, bits)).collect();
+    Ok((keep, assignment.items, assignment.bytes))
+}

@@ -1,0 +1,93 @@
+//! Whole checkpoints, as Python checks and indexes them.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use dcp_rs_core::source::{self, RecoverOptions};
+use dcp_rs_core::verify::{self, CopyOptions};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::error::IntoPy as _;
+use crate::index::Index;
+use crate::interrupt;
+
+/// Path, tensor, block, offset, expected, got.
+type ProblemTuple = (PathBuf, String, u64, u64, String, String);
+
+#[pymethods]
+impl Index {
+    /// Problems, bytes hashed, bytes that have no digest.
+    #[pyo3(signature = (*, threads, progress = None))]
+    fn verify(
+        &self,
+        py: Python<'_>,
+        threads: usize,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<(Vec<ProblemTuple>, u64, u64)> {
+        let index = Arc::clone(&self.inner);
+        let allow_external = self.allow_external;
+        let verified = interrupt::run_with(py, progress.as_ref(), |control| {
+            verify::verify(&index, allow_external, threads, control)
+        })?;
+        let problems = verified
+            .problems
+            .into_iter()
+            .map(|p| (p.path, p.tensor, p.block, p.offset, p.expected, p.got))
+            .collect();
+        Ok((problems, verified.bytes, verified.bytes_without_digest))
+    }
+
+    /// The bytes of an index like this one, for a file in another folder (`prefix` is then the folder of the data), or with digests
+    /// for all chunks.
+    #[pyo3(signature = (*, prefix, digests, save_id, threads, progress = None))]
+    fn copy<'py>(
+        &self,
+        py: Python<'py>,
+        prefix: Option<PathBuf>,
+        digests: bool,
+        save_id: [u8; 16],
+        threads: usize,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let index = Arc::clone(&self.inner);
+        let options = CopyOptions {
+            prefix,
+            digests,
+            save_id,
+            threads,
+        };
+        let bytes = interrupt::run_with(py, progress.as_ref(), |control| {
+            verify::copy_index(&index, &options, control)
+        })?;
+        Ok(PyBytes::new(py, &bytes))
+    }
+}
+
+/// Whether `folder` holds data files of this package.
+#[pyfunction]
+pub fn has_native_data(py: Python<'_>, folder: PathBuf) -> PyResult<bool> {
+    py.detach(|| source::has_native_data(&folder)).into_py(py)
+}
+
+/// The bytes of an index over the native data files of `folder`, whose index was lost.
+#[pyfunction]
+#[pyo3(signature = (folder, *, generation, tokens, threads, progress = None))]
+pub fn recover(
+    py: Python<'_>,
+    folder: PathBuf,
+    generation: Option<u64>,
+    tokens: Vec<u64>,
+    threads: usize,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<Bound<'_, PyBytes>> {
+    let options = RecoverOptions {
+        generation,
+        tokens,
+        threads,
+    };
+    let bytes = interrupt::run_with(py, progress.as_ref(), |control| {
+        source::recover(&folder, &options, control)
+    })?;
+    Ok(PyBytes::new(py, &bytes))
+}

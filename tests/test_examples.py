@@ -1,0 +1,79 @@
+"""The examples do what they say."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from support import run_ranks
+from support.training import quiet
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # as `import` does; pickling and dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def restart(name, folder, first, last):
+    """Losses of a run up to ``last``, and of one that stops at ``first`` and is started anew."""
+    module = example(name)
+    with quiet():
+        whole = module.main(f"{folder}/whole", last)
+        parts = module.main(f"{folder}/parts", first)
+        parts += module.main(f"{folder}/parts", last)
+    dist.barrier()
+    return whole, parts
+
+
+def go_on(name, folder, last):
+    with quiet():
+        return example(name).main(folder, last)
+
+
+@pytest.mark.parametrize(("name", "first", "last"), [("fsdp2_restart", 5, 10), ("titan_loop", 4, 8)])
+def test_training_goes_on_where_it_stopped(tmp_path, name, first, last):
+    for whole, parts in run_ranks(4, restart, name, tmp_path, first, last):
+        assert len(whole) == last
+        assert parts == whole
+    # With fewer ranks. Nothing is left to do up to there, so it goes further.
+    assert len(run_ranks(2, go_on, name, tmp_path / "parts", last + 2)[0]) == 2
+
+
+def test_checkpoints_that_are_too_old_are_removed(tmp_path):
+    run_ranks(2, go_on, "titan_loop", tmp_path, 6)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-4", "step-6"]
+
+
+def resume_fsdp1(folder):
+    return example("fsdp1_optimizer").main(folder)
+
+
+def test_fsdp1_optimizer_resumes(tmp_path):
+    for want, got in run_ranks(2, resume_fsdp1, tmp_path):
+        assert got == [want] * 3
+
+
+@pytest.mark.parametrize("name", ["inference_bf16", "custom_planner"])
+def test_examples_without_ranks(tmp_path, name):
+    with quiet():
+        example(name).main(str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("torchrun") is None and not Path(sys.executable).with_name("torchrun").exists(), reason="no torchrun"
+)
+@pytest.mark.parametrize("name", ["fsdp2_restart", "fsdp1_optimizer", "titan_loop"])
+def test_examples_run_as_they_say(tmp_path, name):
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    command = [torchrun, "--standalone", "--nproc-per-node", "2", str(EXAMPLES / f"{name}.py"), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=240)

@@ -1,0 +1,403 @@
+"""``RsLoadPlanner``: every option, and what stock DCP loads wrong without a word."""
+
+import os
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import dcp_rs
+from dcp_rs import RsLoadPlanner, RsReader, RsWriter, _core
+from dcp_rs.errors import PlanError
+from dcp_rs.planner import LOCAL_PLAN, Mismatch
+from support import RankDiedError, assert_state_equal, rank_outcomes, run_ranks
+from support.indexes import commit_ranks
+
+W = torch.arange(24.0).reshape(4, 6) / 7
+STATE = {
+    "layers": {"0": {"weight": W, "bias": W[0]}, "1": {"weight": -W, "bias": -W[0]}},
+    "ids": torch.arange(5),
+    "mask": torch.tensor([True, False, True]),
+    "z": torch.complex(W[0], W[1]),
+    "step": 7,
+    "note": "text",
+}
+
+
+def fresh(state=STATE, device="cpu"):
+    if isinstance(state, dict):
+        return {key: fresh(value, device) for key, value in state.items()}
+    return torch.zeros_like(state, device=device) if isinstance(state, torch.Tensor) else None
+
+
+@pytest.fixture
+def saved(ckpt):
+    dcp_rs.save(STATE, ckpt, fsync=False)
+    return ckpt
+
+
+def load(path, state=None, **options):
+    """The state and the planner after a load."""
+    state = fresh() if state is None else state
+    planner = RsLoadPlanner(**options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dcp_rs.load(state, path, planner=planner)
+    return state, planner
+
+
+# --- dtype and device ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_dtype_is_what_floating_point_tensors_become(saved, dtype):
+    state, planner = load(saved, dtype=dtype)
+    want = {name: {k: v.to(dtype) for k, v in layer.items()} for name, layer in STATE["layers"].items()}
+    assert_state_equal(state, STATE | {"layers": want})
+    assert planner.report.dtype_mismatched == []  # it was a wish
+
+
+def test_a_low_precision_checkpoint_loads_into_a_float32_model(tmp_path):
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
+        path = tmp_path / str(dtype)
+        dcp_rs.save({"w": W.to(dtype)}, path, fsync=False)
+        state, planner = load(path, {"w": torch.zeros(4, 6)}, dtype_policy="cast")
+        assert torch.equal(state["w"], W.to(dtype).float())
+        assert planner.report.dtype_mismatched == [Mismatch("w", torch.float32, dtype)]
+        state, _ = load(path, {"w": torch.zeros(4, 6, dtype=dtype)}, dtype=torch.float32)
+        assert torch.equal(state["w"], W.to(dtype).float())
+
+
+def test_a_difference_in_dtype_is_said(saved):
+    def template():
+        return {"layers": {"0": {"weight": torch.zeros(4, 6, dtype=torch.float16), "bias": torch.zeros(6).double()}}}
+
+    with pytest.warns(UserWarning, match=r"'layers.0.\w+' and 1 other tensors are cast on loading"):
+        dcp_rs.load(template(), saved)
+    state, planner = load(saved, template(), dtype_policy="cast")
+    assert torch.equal(state["layers"]["0"]["weight"], W.half())
+    assert {m.name for m in planner.report.dtype_mismatched} == {"layers.0.weight", "layers.0.bias"}
+    with pytest.raises(PlanError, match=r"layers.0.* is torch.float.*dtype_policy='error'"):
+        load(saved, template(), dtype_policy="error")
+    # dtype= says it is meant for that dtype, and for no other.
+    load(saved, template(), dtype=torch.float64, dtype_policy="error")
+    with pytest.raises(PlanError, match=r"'ids' is torch.int32 in the state dict, and torch.int64 in the checkpoint"):
+        load(saved, {"ids": torch.zeros(5, dtype=torch.int32)}, dtype=torch.float64, dtype_policy="error")
+
+
+def test_a_cast_that_cannot_be_is_an_error_whatever_the_policy(saved):
+    for policy in ("warn", "cast", "error"):
+        with pytest.raises(PlanError, match=r"'z' is stored as torch.complex64, which cannot be cast to torch.float32"):
+            load(saved, {"z": torch.zeros(6)}, dtype_policy=policy)
+
+
+def test_unknown_policies_are_refused():
+    with pytest.raises(ValueError, match=r"dtype_policy='ask'"):
+        RsLoadPlanner(dtype_policy="ask")
+
+
+class Module(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(6, 4, bias=False) for _ in range(2)])
+        self.register_buffer("ids", torch.zeros(5, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("options", [{}, {"device": "cpu"}, {"device": "cpu", "dtype": torch.bfloat16}])
+def test_models_on_meta_come_into_being(saved, options):
+    with torch.device("meta"):
+        module = Module()
+    state = module.state_dict()
+    planner = RsLoadPlanner(**options)
+    dcp_rs.load(state, saved, planner=planner)
+    module.load_state_dict(state, assign=True)
+    dtype = options.get("dtype", torch.float32)
+    assert torch.equal(module.layers[1].weight, -W.to(dtype))
+    assert torch.equal(module.ids, STATE["ids"])
+
+
+def test_what_is_excluded_stays_on_meta(saved):
+    with torch.device("meta"):
+        state = Module().state_dict()
+    dcp_rs.load(state, saved, planner=RsLoadPlanner(exclude="layers.1.*"))
+    assert state["layers.1.weight"].is_meta
+    assert torch.equal(state["layers.0.weight"], W)
+
+
+# --- names -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        {"model.a": "layers.0.weight", "model.b": "layers.1.weight", "count": "step"},
+        lambda name: {"model.a": "layers.0.weight", "model.b": "layers.1.weight", "count": "step"}.get(name, name),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # through the fast path and through staging
+def test_rename(saved, rename, dtype):
+    state = {"model": {"a": torch.zeros(4, 6), "b": torch.zeros(4, 6)}, "count": 0, "ids": torch.zeros(5).long()}
+    state, planner = load(saved, state, rename=rename, dtype=dtype)
+    assert_state_equal(state, {"model": {"a": W.to(dtype), "b": -W.to(dtype)}, "count": 7, "ids": STATE["ids"]})
+    assert torch.equal(planner.resolve_tensor("model.b", dtype=torch.float32), -W)
+
+
+def test_several_names_may_read_one_tensor(saved):
+    state = {"a": torch.zeros(4, 6), "b": torch.zeros(4, 6)}
+    load(saved, state, rename=lambda _: "layers.0.weight")
+    assert_state_equal(state, {"a": W, "b": W})
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "loaded"),
+    [
+        ("layers.*", None, {"layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"}),
+        (["layers.0.*", "ids"], None, {"layers.0.weight", "layers.0.bias", "ids"}),
+        ("layers.*", "*.bias", {"layers.0.weight", "layers.1.weight"}),
+        (None, ["layers.*", "z", "note", "step"], {"ids", "mask"}),
+        ([], None, set()),
+    ],
+)
+def test_include_and_exclude(saved, include, exclude, loaded):
+    state, planner = load(saved, include=include, exclude=exclude)
+    want, blank = dict(flat(STATE)), dict(flat(fresh()))
+    for name, value in flat(state):
+        assert_state_equal(value, want[name] if name in loaded else blank[name])
+    assert set(planner.report.excluded) == set(want) - loaded
+
+
+def flat(tree, prefix=""):
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+# --- what does not fit -----------------------------------------------------------------------------
+
+
+def test_what_is_missing_is_named(saved):
+    state = fresh() | {"new": torch.zeros(2), "other": 1}
+    with pytest.raises(PlanError, match=r"the checkpoint has no 'new'.*and 1 more: 'other'"):
+        load(saved, state)
+    state = fresh() | {"layers": {"0": {"weight": torch.zeros(6, 4)}}}
+    with pytest.raises(PlanError, match=r"'layers.0.weight' has shape \(6, 4\) in the state dict, and \(4, 6\)"):
+        load(saved, state)
+    with pytest.raises(PlanError, match=r"'ids' is a tensor in the checkpoint, and a int in the state dict"):
+        load(saved, {"ids": 3})
+
+
+def test_a_partial_load_reports_what_it_left_alone(saved):
+    state = {
+        "layers": {"0": {"weight": torch.zeros(4, 6), "bias": torch.full((5,), -1.0)}},
+        "ids": "not a tensor",
+        "new": torch.full((2,), -1.0),
+        "missing_value": 3,
+        "step": 0,
+    }
+    state, planner = load(saved, state, allow_partial_load=True)
+    want = {"layers": {"0": {"weight": W, "bias": torch.full((5,), -1.0)}}, "ids": "not a tensor"}
+    assert_state_equal(state, want | {"new": torch.full((2,), -1.0), "missing_value": 3, "step": 7})
+    report = planner.report
+    assert set(report.missing) == {"new", "missing_value"}
+    assert set(report.unexpected) == {"layers.1.weight", "layers.1.bias", "mask", "z", "note"}
+    assert set(report.shape_mismatched) == {Mismatch("layers.0.bias", (5,), (6,)), Mismatch("ids", "str", (5,))}
+    assert report.partly_filled == []
+    # A second load with the same planner begins anew.
+    dcp_rs.load(fresh(), saved, planner=planner)
+    assert planner.report.missing == []
+
+
+# --- tensors by name -------------------------------------------------------------------------------
+
+
+def test_tensors_by_name(saved):
+    planner = RsLoadPlanner(checkpoint=saved)
+    first = planner.resolve_tensor("layers.0.weight")
+    second = planner.resolve_tensor("layers.0.weight", dtype=torch.float64)
+    third = planner.resolve_tensor("ids", device="cpu", dtype=torch.int16)
+    assert torch.equal(first, W)
+    assert second.dtype == torch.float64
+    assert third.tolist() == list(range(5))
+    first.zero_()  # the caller's own
+    assert torch.equal(planner.resolve_tensor("layers.0.weight"), W)
+    assert RsLoadPlanner(checkpoint=saved, dtype=torch.bfloat16).resolve_tensor("layers.1.bias").dtype == torch.bfloat16
+    with pytest.raises(KeyError, match=r"nothing"):
+        planner.resolve_tensor("nothing")
+    with pytest.raises(TypeError, match=r"'note' is not a tensor"):
+        planner.resolve_tensor("note")
+    with pytest.raises(PlanError, match=r"no checkpoint"):
+        RsLoadPlanner().resolve_tensor("ids")
+    # After a load, of what was loaded.
+    _, planner = load(saved)
+    assert torch.equal(planner.resolve_tensor("layers.1.weight"), -W)
+
+
+class Watching(RsLoadPlanner):
+    """Sees every item of its rank, and fills in its own way."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.seen = []
+
+    def resolve_tensor(self, read_item, **options):
+        if not isinstance(read_item, str):
+            self.seen.append(read_item.storage_index.fqn)
+        return super().resolve_tensor(read_item, **options)
+
+    def commit_tensor(self, read_item, tensor):
+        tensor.mul_(2)
+        super().commit_tensor(read_item, tensor)
+
+
+@pytest.mark.parametrize("reader", [RsReader, dcp.FileSystemReader])
+def test_subclasses_see_items_by_either_reader(tmp_path, reader):
+    state = {"model": {"w": W, "b": W[0]}, "step": 3}
+    writer = RsWriter if reader is RsReader else dcp.FileSystemWriter
+    dcp.save(state, storage_writer=writer(tmp_path / "c"), no_dist=True)
+    planner = Watching(rename={"model.x": "model.w"}, exclude="model.skip")
+    got = {"model": {"x": torch.zeros(4, 6), "b": torch.zeros(6), "skip": torch.zeros(1)}, "step": 0}
+    dcp.load(got, storage_reader=reader(tmp_path / "c"), planner=planner, no_dist=True)
+    assert_state_equal(got, {"model": {"x": W * 2, "b": W[0] * 2, "skip": torch.zeros(1)}, "step": 3})
+    assert sorted(planner.seen) == ["model.b", "model.w"]
+
+
+def test_the_plan_that_crosses_ranks_is_of_constant_size(ckpt):
+    dcp_rs.save({f"w{i}": torch.zeros(2) for i in range(500)}, ckpt, fsync=False)
+    planner = RsLoadPlanner()
+    planner.set_up_planner({f"w{i}": torch.zeros(2) for i in range(500)}, RsReader(ckpt).read_metadata(), True)
+    plan = planner.create_local_plan()
+    assert plan.items == []
+    assert plan.planner_data == LOCAL_PLAN
+
+
+# --- ranks -----------------------------------------------------------------------------------------
+
+
+def save_with_hole(path):
+    """Rows 0 to 3 of 8, in an index that is valid: as if a rank's part had been lost."""
+    generation = _core.next_generation(str(path))
+    save = _core.Save.create(
+        str(path),
+        [("w", "float32", (8, 1), 0, ("w",), (0, 0), (4, 1), 16)],
+        generation=generation,
+        token=1,
+        rank=0,
+        world_size=1,
+        threads=1,
+        fsync=False,
+        io="buffered",
+        max_inflight_bytes=1 << 20,
+    )
+    rows = torch.arange(4.0)
+    save.write([(0, 0, rows.data_ptr(), rows.nbytes)])
+    commit_ranks(path, [save.finish()], generation=generation, planner_data={"w": ("w",)})
+
+
+def load_with_hole(path):
+    mesh = init_device_mesh("cpu", (2,))
+    rank = dist.get_rank()
+
+    def target():
+        return {"w": distribute_tensor(torch.full((8, 1), -1.0), mesh, [Shard(0)], src_data_rank=None)}
+
+    # Only rank 1 lacks something; both ranks hear of it.
+    with pytest.raises(PlanError, match=r"'w': the checkpoint does not hold \[4, 1\] elements at \[4, 0\]") as caught:
+        dcp_rs.load(target(), path)
+    assert any("rank 1" in note for note in caught.value.__notes__)
+    state = target()
+    planner = RsLoadPlanner(allow_partial_load=True)
+    dcp_rs.load(state, path, planner=planner)
+    got = state["w"].to_local().flatten().tolist()
+    assert got == ([0, 1, 2, 3] if rank == 0 else [-1] * 4)
+    assert planner.report.partly_filled == ([] if rank == 0 else ["w"])
+    whole = {"w": torch.full((8, 1), -1.0)}
+    with pytest.raises(PlanError, match=r"'w'"):
+        dcp_rs.load(whole, path)
+    dcp_rs.load(whole, path, planner=RsLoadPlanner(allow_partial_load=True))
+    assert whole["w"].flatten().tolist() == [0, 1, 2, 3, -1, -1, -1, -1]
+
+
+def test_holes_are_found_before_anything_is_read(ckpt):
+    ckpt.mkdir()
+    save_with_hole(ckpt)
+    run_ranks(2, load_with_hole, ckpt)
+
+
+def keys_that_differ(path):
+    """Each rank asks for other names, as with pipelines; one asks for what is not there."""
+    rank = dist.get_rank()
+    mine = {f"stage{rank}": torch.full((3,), float(rank)), "shared": torch.ones(2)}
+    dcp_rs.save(mine, path, fsync=False)
+    other = (rank + 1) % dist.get_world_size()
+    for planner in (RsLoadPlanner(), Watching()):
+        got = {f"stage{other}": torch.zeros(3)} | ({"shared": torch.zeros(2)} if rank else {})
+        dcp_rs.load(got, path, planner=planner)
+        times = 2 if isinstance(planner, Watching) else 1
+        assert got[f"stage{other}"].tolist() == [other * times] * 3
+    problems = [
+        ({"stage9": torch.zeros(3)}, "the checkpoint has no 'stage9'"),
+        ({"stage1": torch.zeros(4)}, "'stage1' has shape"),
+        ({"stage1": torch.zeros(3, dtype=torch.int32)}, "'stage1' is torch.int32 .*dtype_policy='error'"),
+    ]
+    for bad, message in problems:
+        state = bad if rank == 1 else {"shared": torch.zeros(2)}
+        with pytest.raises(PlanError, match=message) as caught:
+            dcp_rs.load(state, path, planner=RsLoadPlanner(dtype_policy="error"))
+        assert any("raised on rank 1" in note for note in caught.value.__notes__)
+        # Through dcp.load it is DCP's collection of errors, with the rank.
+        state = dict(bad) if rank == 1 else {"shared": torch.zeros(2)}
+        with pytest.raises(CheckpointException) as collected:
+            dcp.load(state, storage_reader=RsReader(path), planner=RsLoadPlanner(dtype_policy="error"))
+        assert list(collected.value.failures) == [1]
+
+
+def test_ranks_may_ask_for_different_keys(ckpt):
+    run_ranks(2, keys_that_differ, ckpt)
+
+
+class Dying(RsLoadPlanner):
+    """Rank 1 is gone in the middle of the load."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+
+    def create_local_plan(self):
+        if dist.get_rank() == 1 and self.where == "plan":
+            os._exit(3)
+        return super().create_local_plan()
+
+    def local_reads(self, plan):
+        if dist.get_rank() == 1 and self.where == "read":
+            os._exit(3)
+        return super().local_reads(plan)
+
+
+def load_and_die(path, where, replicas):
+    began = time.monotonic()
+    try:
+        dcp_rs.load(fresh(), path, planner=Dying(where), replicas=replicas)
+    except Exception as error:  # noqa: BLE001 - whatever the process group raises
+        return time.monotonic() - began, repr(error)
+    return None
+
+
+@pytest.mark.parametrize(("where", "replicas"), [("plan", "each"), ("read", "each"), ("read", "all")])
+def test_a_rank_that_dies_ends_the_load_of_all(saved, where, replicas):
+    outcomes = rank_outcomes(3, load_and_die, saved, where, replicas, timeout=40, fresh=True)
+    assert isinstance(outcomes[1].error, RankDiedError)
+    for rank in (0, 2):
+        assert outcomes[rank].error is None, outcomes[rank]
+        assert outcomes[rank].value is not None
+        seconds, _ = outcomes[rank].value
+        assert seconds < 40

@@ -1,0 +1,349 @@
+"""Optimizer state in all its forms, and what rides along."""
+
+import collections
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    StateDictType,
+)
+from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
+from torch.distributed.optim import _NamedOptimizer
+
+import dcp_rs
+from dcp_rs import RsReader, RsWriter
+from dcp_rs.errors import PlanError
+from dcp_rs.extras import pack, unpack
+from dcp_rs.optim import PerRank, RngState, load_optim_state_dict, load_training_state, save_training_state
+from support import assert_state_equal, run_ranks
+from support.training import parallelize, quiet, train_step, whole_parameters
+
+
+def small(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def step(model, optimizer):
+    model(torch.ones(2, 3)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+MAKERS = {
+    "adam": lambda params: torch.optim.Adam(params, lr=0.1),
+    "amsgrad": lambda params: torch.optim.Adam(params, lr=0.1, amsgrad=True),
+    "tensor_lr": lambda params: torch.optim.Adam(params, lr=torch.tensor(0.1), foreach=False),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.1),
+    "rprop": lambda params: torch.optim.Rprop(params, lr=0.1),
+    "asgd": lambda params: torch.optim.ASGD(params, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("name", MAKERS)
+def test_each_kind_of_optimizer(ckpt, name, steps):
+    model = small()
+    optimizer = MAKERS[name](model.parameters())
+    for _ in range(steps):
+        step(model, optimizer)
+    before = len(optimizer.state)
+    save_training_state(ckpt, model, optimizer, fsync=False)
+    assert len(optimizer.state) == before  # a save takes no step
+    other = small(1)
+    resumed = MAKERS[name](other.parameters())
+    if steps:  # state that was there before goes
+        step(other, resumed)
+    load_training_state(ckpt, other, resumed)
+    assert_state_equal(resumed.state_dict(), optimizer.state_dict())
+    step(model, optimizer)
+    step(other, resumed)
+    assert_state_equal(other.state_dict(), model.state_dict())
+
+
+class Counting(torch.optim.SGD):
+    """Its step count is a number, and it has state of other shapes, nested."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state["step"] = state.get("step", 0) + 1
+                state["rows"] = torch.full((param.shape[0],), float(state["step"]))
+                state["nested"] = {"count": 2, "parts": [torch.ones(2) * state["step"], torch.zeros(())]}
+        return super().step(closure)
+
+
+def test_numbers_and_nested_state(ckpt):
+    model = small()
+    optimizer = Counting(model.parameters(), lr=0.1)
+    for _ in range(3):
+        step(model, optimizer)
+    save_training_state(ckpt, model, optimizer, fsync=False)
+    resumed = Counting(model.parameters(), lr=0.2)
+    load_training_state(ckpt, model, resumed)
+    assert_state_equal(resumed.state_dict(), optimizer.state_dict())
+
+
+def test_groups_and_optimizers_are_matched_by_parameter(ckpt):
+    model = small()
+    first, second = model[0].parameters(), model[1].parameters()
+    a = torch.optim.Adam([{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(first)])
+    b = torch.optim.SGD(second, lr=0.3, momentum=0.5)
+    step(model, a)
+    model(torch.ones(1, 3)).sum().backward()
+    b.step()
+    save_training_state(ckpt, model, [a, b], fsync=False)
+    # The other way round, and the groups in another order.
+    c = torch.optim.SGD(model[1].parameters(), lr=9.0, momentum=0.9)
+    d = torch.optim.Adam([{"params": [p], "lr": 9.0} for p in reversed(list(model[0].parameters()))])
+    load_training_state(ckpt, model, [c, d])
+    assert [g["lr"] for g in d.param_groups] == [0.2, 0.1]
+    assert (c.param_groups[0]["lr"], c.param_groups[0]["momentum"]) == (0.3, 0.5)
+    for old, new in ((a, d), (b, c)):
+        for param in old.state:
+            assert_state_equal(dict(new.state[param]), dict(old.state[param]))
+    # Groups that were apart cannot become one.
+    with pytest.raises(PlanError, match=r"group 0 of optimizer 0 were saved in groups with different settings"):
+        load_training_state(ckpt, model, torch.optim.Adam(model[0].parameters()))
+
+
+def test_named_parameters_and_parameters_without_gradients(ckpt):
+    model = small()
+    optimizer = torch.optim.Adam(model.named_parameters(), lr=0.1)
+    model[0](torch.ones(1, 3)).sum().backward()  # the second layer has none
+    optimizer.step()
+    save_training_state(ckpt, model, optimizer, fsync=False)
+    resumed = torch.optim.Adam(model.named_parameters(), lr=0.2)
+    load_training_state(ckpt, model, resumed)
+    assert_state_equal(resumed.state_dict(), optimizer.state_dict())
+    assert len(resumed.state) == 2
+
+
+def test_an_optimizer_of_other_parameters_is_refused(ckpt):
+    model = small()
+    save_training_state(ckpt, model, torch.optim.Adam(model[0].parameters()), fsync=False)
+    with pytest.raises(
+        PlanError, match=r"optimizer 0 has parameter '1.weight' \(and 1 more\), which no saved optimizer has"
+    ):
+        load_training_state(ckpt, model, torch.optim.Adam(model[1].parameters()))
+    load_training_state(ckpt, model, torch.optim.Adam(model[1].parameters()), strict=False)
+    stranger = torch.optim.Adam([nn.Parameter(torch.ones(5))])
+    for call in (save_training_state, load_training_state):
+        with pytest.raises(
+            PlanError, match=r"a parameter that is not in the model: number 0 of group 0, of shape \(5,\)"
+        ):
+            call(ckpt, model, stranger)
+    other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+    with pytest.raises(PlanError, match=r"'model.1.weight' has shape \(3, 4\)|'model.1.bias' has shape \(3,\)"):
+        load_training_state(ckpt, other, torch.optim.Adam(other[0].parameters()))
+    with pytest.raises(PlanError, match=r"no optimizer state under 'adam': there is no 'adam.param_groups'"):
+        load_optim_state_dict(ckpt, model, torch.optim.Adam(model[0].parameters()), key="adam")
+
+
+@pytest.mark.parametrize("key", ["", "optim", "state.of.optim"])
+def test_state_by_number_under_any_key(ckpt, key):
+    model = small()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    state = optimizer.state_dict()
+    for part in reversed(key.split(".") if key else []):
+        state = {part: state}
+    dcp_rs.save(state, ckpt, fsync=False)
+    resumed = torch.optim.Adam(model.parameters(), lr=0.3)
+    load_optim_state_dict(ckpt, model, resumed, key=key)
+    assert_state_equal(resumed.state_dict(), optimizer.state_dict())
+    fewer = torch.optim.Adam(model[0].parameters())
+    with pytest.raises(PlanError, match=r"has 4 parameters, which go by number, and this one has 2"):
+        load_optim_state_dict(ckpt, model, fewer, key=key)
+
+
+# --- extra ------------------------------------------------------------------------------------------
+
+
+def test_trees_come_back_as_they_were(ckpt):
+    tree = {
+        "milestones": collections.Counter({30: 2, 80: 1}),
+        "empty": {},
+        "ints": {1: "a", 2: {"b": 3}},
+        "tensors": {0: torch.ones(2), "x": {5: torch.zeros(1), "empty": {}}},
+        "list": [1, {"a": 2}],
+        "schedulers": [{"milestones": collections.Counter({3: 1})}, {}],
+        "list_of_tensors": [torch.ones(1), {"k": torch.ones(2), 3: None}],
+        "tuple": (1, torch.ones(1)),
+        "plain": {"a": {"b": 1}},
+    }
+    assert_state_equal(unpack(pack(tree)), tree)
+    model = small()
+    save_training_state(ckpt, model, (), {"tree": tree, "number": 3, "tensor": torch.ones(2)}, fsync=False)
+    target = torch.zeros(2)
+    extra = {"tree": {"plain": {"a": {"b": 9}}}, "number": 0, "tensor": target}
+    load_training_state(ckpt, model, (), extra)
+    assert_state_equal(extra, {"tree": tree, "number": 3, "tensor": torch.ones(2)})
+    assert extra["tensor"] is target
+    with pytest.raises(PlanError, match=r"no extra.other"):
+        load_training_state(ckpt, model, (), {"other": 1})
+    extra = {"other": 1, "number": 0}
+    load_training_state(ckpt, model, (), extra, strict=False)
+    assert extra == {"other": 1, "number": 3}
+
+
+def test_random_numbers(ckpt):
+    numpy = pytest.importorskip("numpy")
+    model = small()
+    save_training_state(ckpt, model, (), {"rng": RngState()}, fsync=False)
+    want = random.random(), torch.rand(2).tolist(), numpy.random.rand()
+    load_training_state(ckpt, model, (), {"rng": RngState()})
+    assert (random.random(), torch.rand(2).tolist(), numpy.random.rand()) == want
+
+
+# --- FSDP1 by its own functions ---------------------------------------------------------------------
+
+
+def fsdp1(kind, seed, *, named=False):
+    model = parallelize(kind, seed)
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    if named:
+        return model, _NamedOptimizer(dict(trained), torch.optim.Adam, None, None, lr=1e-2)
+    return model, torch.optim.Adam([p for _, p in trained], lr=1e-2)
+
+
+def types(model, full, rank0):
+    if full:
+        return FullyShardedDataParallel.state_dict_type(
+            model,
+            StateDictType.FULL_STATE_DICT,
+            FullStateDictConfig(rank0_only=rank0),
+            FullOptimStateDictConfig(rank0_only=rank0),
+        )
+    return FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+
+
+def explicit(path):
+    """FSDP.optim_state_dict, saved; loaded by hand and with load_optim_state_dict; training goes on alike."""
+    fsdp = FullyShardedDataParallel
+    with quiet():
+        for kind in ("fsdp1", "fsdp1_flat"):
+            for full, rank0, by_id, named in (
+                (False, False, False, False),
+                (True, False, False, False),
+                (True, True, False, False),
+                (False, False, True, False),
+                (False, False, False, True),
+            ):
+                if named and kind == "fsdp1_flat":
+                    continue  # names of flat parameters are not those of the model
+                if full and kind == "fsdp1":
+                    continue  # torch 2.15 itself returns wrong full states on CPU: exp_avg is exp_avg_sq's memory
+                case = f"{kind}-{full}-{rank0}-{by_id}-{named}"
+                where = f"{path}/{case}"
+                model, optimizer = fsdp1(kind, 7, named=named)
+                for at in range(2):
+                    train_step(model, [optimizer], at)
+                with types(model, full, rank0):
+                    state = {"model": model.state_dict(), "optim": fsdp.optim_state_dict(model, optimizer)}
+                    if by_id:
+                        wrapped = parallelize("plain", 7)
+                        state["optim"] = fsdp.rekey_optim_state_dict(
+                            state["optim"],
+                            OptimStateKeyType.PARAM_ID,
+                            wrapped,
+                            optim_input=[p for p in wrapped.parameters() if p.requires_grad],
+                        )
+                    dcp.save(state, storage_writer=RsWriter(where, fsync=False))
+                loss, want = train_step(model, [optimizer], 2), whole_parameters(model)
+
+                model, optimizer = fsdp1(kind, 8, named=named)
+                load_training_state(where, model, optimizer)
+                assert train_step(model, [optimizer], 2) == loss, case
+                assert_state_equal(whole_parameters(model), want)
+
+                model, optimizer = fsdp1(kind, 8, named=named)
+                load_training_state(where, model)
+                load_optim_state_dict(where, model, optimizer)
+                assert train_step(model, [optimizer], 2) == loss, case
+                assert_state_equal(whole_parameters(model), want)
+                if by_id:
+                    continue
+
+                model, optimizer = fsdp1(kind, 8, named=named)
+                train_step(model, [optimizer], 5)  # state to take the place of
+                with types(model, full, rank0):
+                    state = {"model": model.state_dict(), "optim": fsdp.optim_state_dict(model, optimizer)}
+                    dcp.load(state, storage_reader=RsReader(where))
+                    flat = fsdp.optim_state_dict_to_load(model, optimizer, state["optim"], is_named_optimizer=named)
+                    optimizer.load_state_dict(flat)
+                load_training_state(where, model)
+                assert train_step(model, [optimizer], 2) == loss, case
+                assert_state_equal(whole_parameters(model), want)
+                if full or named:
+                    continue
+
+                model, optimizer = fsdp1(kind, 8)
+                load_training_state(where, model)
+                with types(model, False, False):
+                    state = load_sharded_optimizer_state_dict(model.state_dict(), "optim", RsReader(where))
+                    optimizer.load_state_dict(fsdp.optim_state_dict_to_load(model, optimizer, state["optim"]))
+                assert train_step(model, [optimizer], 2) == loss, case
+                assert_state_equal(whole_parameters(model), want)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fsdp1_by_its_own_functions(tmp_path, ranks):
+    run_ranks(ranks, explicit, tmp_path)
+
+
+# --- ranks ------------------------------------------------------------------------------------------
+
+
+def without_state(path):
+    """Saved before the first step, and gone on from there."""
+    with quiet():
+        for kind in ("ddp", "fsdp1", "fsdp1_flat", "fsdp2", "fsdp2_tp"):
+            model, optimizer = fsdp1(kind, 1)
+            save_training_state(f"{path}/{kind}", model, optimizer, fsync=False)
+            losses = [train_step(model, [optimizer], at) for at in range(2)]
+            other, resumed = fsdp1(kind, 2)
+            train_step(other, [resumed], 9)
+            load_training_state(f"{path}/{kind}", other, resumed)
+            assert len(resumed.state) == 0, kind
+            assert [train_step(other, [resumed], at) for at in range(2)] == losses, kind
+            assert_state_equal(whole_parameters(other), whole_parameters(model))
+
+
+def test_an_optimizer_without_state_stays_without(tmp_path):
+    run_ranks(2, without_state, tmp_path)
+
+
+def pipeline(path):
+    """Each rank has a stage of its own, with its own optimizer and settings."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = nn.ModuleDict({f"stage{rank}": nn.Linear(3, 3)})
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1))
+    model[f"stage{rank}"](torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    save_training_state(path, model, optimizer, {"mine": PerRank(optimizer)}, fsync=False)
+    resumed = torch.optim.Adam(model.parameters(), lr=9.0)
+    load_training_state(path, model, resumed)
+    assert_state_equal(resumed.state_dict(), optimizer.state_dict())
+    # What only one rank cannot do, no rank does.
+    wrong = resumed if rank == 0 else torch.optim.Adam([nn.Parameter(torch.ones(1))])
+    with pytest.raises(PlanError, match=r"not in the model") as caught:
+        load_training_state(path, model, wrong)
+    assert caught.value.__notes__ == ["raised on rank 1"]
+
+
+def test_ranks_with_parameters_of_their_own(ckpt):
+    run_ranks(2, pipeline, ckpt)

@@ -1,0 +1,169 @@
+"""Ranks that need the same bytes read them once, and send each other what they read."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import dcp_rs
+from dcp_rs import RsLoadPlanner, RsReader
+from dcp_rs.errors import CorruptDataError
+from dcp_rs.replicas import _cut
+from support import assert_state_equal, rank_outcomes, run_ranks
+
+MIB = 1 << 20
+
+
+def numbered(shape, dtype=torch.float32):
+    return (torch.arange(torch.Size(shape).numel()) % 251).reshape(shape).to(dtype)
+
+
+# Large ones (pieces of one tensor), many small ones (pieces of several), odd sizes, a scalar, an empty one, another dtype.
+SHAPES = {"big": (700, 1000), "deep": (2, 3, 50, 41), "scalar": (), "empty": (0, 3)} | {
+    f"small{i}": (i + 1, 3) for i in range(40)
+}
+
+
+def save_whole(path):
+    state = {name: numbered(shape) for name, shape in SHAPES.items()}
+    dcp_rs.save(state | {"half": numbered((300, 7), torch.bfloat16), "step": 5}, path, no_dist=True, fsync=False)
+
+
+def rchar():
+    """Bytes that this process has asked the system to read, whichever way it counts them."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def load_replicas(path, make, options, local_size):
+    os.environ["LOCAL_WORLD_SIZE"] = str(local_size)
+    got, want = make(empty=True), make(empty=False)
+    reader = RsReader(path, io="buffered", **options)
+    before = rchar()
+    dcp_rs.load_state_dict(got, reader, planner=RsLoadPlanner(dtype_policy="cast"))
+    read = rchar() - before
+    assert_state_equal(got, want)
+    return read
+
+
+def blank_or(value, empty):
+    return torch.full_like(value, -1) if empty else value
+
+
+def ddp(empty):
+    state = {name: blank_or(numbered(shape), empty) for name, shape in SHAPES.items()}
+    state["half"] = blank_or(numbered((300, 7), torch.bfloat16), empty)
+    # Not contiguous; another dtype than what is stored; a part of one that others have whole.
+    state["deep"] = blank_or(numbered(SHAPES["deep"]), empty).permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+    state["small7"] = state["small7"].double()
+    return state | {"step": 0 if empty else 5}
+
+
+def sharded(placements):
+    mesh = init_device_mesh("cpu", (2, 2))
+    return {
+        name: lambda shape=shape, empty=False: distribute_tensor(
+            blank_or(numbered(shape), empty),
+            mesh,
+            placements if len(shape) > 1 else [Replicate()] * 2,
+            src_data_rank=None,
+        )
+        for name, shape in SHAPES.items()
+    }
+
+
+def hsdp(empty):
+    return {name: make(empty=empty) for name, make in sharded([Replicate(), Shard(0)]).items()}
+
+
+def columns(empty):
+    """What two ranks share is not one run of bytes."""
+    return {name: make(empty=empty) for name, make in sharded([Shard(1), Replicate()]).items()}
+
+
+def fsdp(empty):
+    """Nobody shares anything but the scalar."""
+    return {name: make(empty=empty) for name, make in sharded([Shard(0), Shard(0)]).items()}
+
+
+def total_bytes():
+    return sum(torch.Size(shape).numel() for shape in SHAPES.values()) * 4
+
+
+# make, options, ranks a node: how often each byte of the model is read from storage by 4 ranks.
+CASES = [
+    (ddp, {"replicas": "each"}, 4, 4),
+    (ddp, {"replicas": "all"}, 4, 1),
+    (ddp, {"replicas": "all", "max_inflight_bytes": 1 << 20}, 1, 1),
+    (ddp, {"replicas": "node"}, 4, 1),
+    (ddp, {"replicas": "node"}, 2, 2),
+    (ddp, {"replicas": "node"}, 1, 4),
+    (ddp, {"replicas": "all", "verify": True}, 4, 1),
+    (hsdp, {"replicas": "each"}, 4, 2),
+    (hsdp, {"replicas": "all"}, 4, 1),
+    (columns, {"replicas": "all"}, 4, 1),
+    (fsdp, {"replicas": "all"}, 4, 1),
+]
+
+
+def load_cases(path):
+    return [load_replicas(path, make, options, local) for make, options, local, _ in CASES]
+
+
+def test_every_byte_is_read_as_often_as_asked(ckpt):
+    save_whole(ckpt)
+    by_rank = run_ranks(4, load_cases, ckpt)
+    for at, (make, options, local, times) in enumerate(CASES):
+        ratio = sum(read[at] for read in by_rank) / total_bytes()
+        # Around it: index, values, Python's own files; columns are read with the gaps between them.
+        slack = 1.2 if make is columns else 0.15
+        assert times <= ratio <= times + slack, (make.__name__, options, local, ratio)
+
+
+def load_in_a_group(path):
+    """Ranks 1 to 3 of 4 load; the reader is told their group."""
+    group = dist.new_group([1, 2, 3])
+    if dist.get_rank() == 0:
+        return
+    got = ddp(empty=True)
+    reader = RsReader(path, replicas="all", process_group=group)
+    dcp_rs.load_state_dict(got, reader, planner=RsLoadPlanner(dtype_policy="cast"), process_group=group)
+    assert_state_equal(got, ddp(empty=False))
+
+
+def test_some_ranks_share(ckpt):
+    save_whole(ckpt)
+    run_ranks(4, load_in_a_group, ckpt)
+
+
+def load_damaged(path):
+    dcp_rs.load({"big": torch.zeros(700, 1000)}, path, replicas="all", verify=True, max_inflight_bytes=1 << 20)
+
+
+def test_damage_that_one_rank_finds_is_raised_on_all(ckpt):
+    save_whole(ckpt)
+    (data,) = ckpt.glob("*.safetensors")
+    with data.open("r+b") as file:
+        file.seek(data.stat().st_size // 2)
+        file.write(b"\xff\xfe\xfd")
+    for outcome in rank_outcomes(4, load_damaged, ckpt, timeout=30):
+        assert isinstance(outcome.error, CorruptDataError), outcome
+        assert "big" in str(outcome.error)
+
+
+@pytest.mark.parametrize(("sizes", "limit"), [((), 8), ((5, 7), 28), ((5, 7), 9), ((3, 4, 5), 100), ((10,), 4)])
+def test_pieces_cover_a_rectangle_once(sizes, limit):
+    seen = torch.zeros(sizes)
+    for offsets, part in _cut(sizes, 4, limit):
+        view = seen[tuple(slice(o, o + s) for o, s in zip(offsets, part, strict=True))]
+        assert view.numel() * 4 <= max(limit, 4)
+        view += 1
+    assert torch.equal(seen, torch.ones(sizes))
+
+
+def test_the_option_is_checked():
+    with pytest.raises(ValueError, match="replicas='twice'"):
+        RsReader("x", replicas="twice")

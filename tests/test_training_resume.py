@@ -1,0 +1,127 @@
+"""The proof: a job that was saved and started anew goes on as if nothing had happened.
+
+Every rank trains on the same batches, so that the number of ranks changes nothing but the order of sums.
+"""
+
+import pytest
+import torch
+
+import dcp_rs
+from dcp_rs.optim import PerRank, RngState, load_training_state, save_training_state
+from support import run_ranks
+from support.training import KINDS, parallelize, quiet, train_step, whole_parameters
+
+BEFORE, AFTER = 3, 3
+
+
+class Position:
+    """A data loader's place, another on each rank."""
+
+    def __init__(self, at=0):
+        self.at = at
+
+    def state_dict(self):
+        return {"at": self.at, "buffer": torch.full((2,), self.at)}
+
+    def load_state_dict(self, state):
+        assert state["buffer"].tolist() == [state["at"]] * 2
+        self.at = state["at"]
+
+
+def start(kind, seed):
+    """A model, its optimizers and their schedulers: two optimizers, one with two groups."""
+    model = parallelize(kind, seed)
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    if kind == "fsdp1_flat":
+        groups = [{"params": [p for _, p in named]}]
+        others = []
+    else:
+        decayed = [p for n, p in named if "blocks" in n and "norm" not in n]
+        plain = [p for n, p in named if "blocks" in n and "norm" in n]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0, "lr": 3e-3}]
+        others = [p for n, p in named if "blocks" not in n]
+    optimizers = [torch.optim.AdamW(groups, lr=1e-2)]
+    if others:
+        optimizers.append(torch.optim.SGD(others, lr=1e-2, momentum=0.9, weight_decay=0.01))
+    schedulers = [torch.optim.lr_scheduler.MultiStepLR(o, [2, 4], gamma=0.5) for o in optimizers]
+    return model, optimizers, schedulers
+
+
+def extras(schedulers, position, step):
+    return {
+        "schedulers": {str(i): s.state_dict() for i, s in enumerate(schedulers)},
+        "first_scheduler": schedulers[0],
+        "position": PerRank(position),
+        "rng": RngState(),
+        "step": step,
+    }
+
+
+def run_steps(model, optimizers, schedulers, begin, end):
+    losses = []
+    for at in range(begin, end):
+        noise = float(torch.rand(()))  # of the generator that is restored
+        losses.append(train_step(model, optimizers, at) + noise)
+        for scheduler in schedulers:
+            scheduler.step()
+    return losses
+
+
+def train_and_save(path, kinds):
+    rank = torch.distributed.get_rank()
+    results = {}
+    with quiet():
+        for kind in kinds:
+            model, optimizers, schedulers = start(kind, seed=0)
+            torch.manual_seed(99)
+            run_steps(model, optimizers, schedulers, 0, BEFORE)
+            save_training_state(
+                f"{path}/{kind}", model, optimizers, extras(schedulers, Position(10 + rank), BEFORE), fsync=False
+            )
+            losses = run_steps(model, optimizers, schedulers, BEFORE, BEFORE + AFTER)
+            results[kind] = (losses, whole_parameters(model))
+    return results
+
+
+def resume(path, kinds):
+    """Every kind of checkpoint by the same kind of model: (losses, parameters) of the rest of the training."""
+    rank = torch.distributed.get_rank()
+    results = {}
+    with quiet():
+        for kind in kinds:
+            model, optimizers, schedulers = start(kind, seed=1)
+            torch.manual_seed(1234)
+            position = Position()
+            extra = extras(schedulers, position, 0)
+            load_training_state(f"{path}/{kind}", model, optimizers, extra)
+            assert extra["step"] == BEFORE
+            for i, scheduler in enumerate(schedulers):
+                scheduler.load_state_dict(extra["schedulers"][str(i)])
+            losses = run_steps(model, optimizers, schedulers, BEFORE, BEFORE + AFTER)
+            results[kind] = (losses, whole_parameters(model), position.at, rank)
+    return results
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_resumed_job_equals_one_that_never_stopped(tmp_path, ranks):
+    want = run_ranks(ranks, train_and_save, tmp_path, KINDS)
+    for turn, other in enumerate((1, 2, 4)):
+        kinds = KINDS if other == ranks else KINDS[turn % 2 :: 2]
+        got = run_ranks(other, resume, tmp_path, kinds)
+        for kind in kinds:
+            losses, parameters = want[0][kind]
+            for rank, result in enumerate(got):
+                new_losses, new_parameters, position, _ = result[kind]
+                # A rank that was not there before starts with its own position and random numbers.
+                assert position == (10 + rank if rank < ranks else 0), kind
+                if other == ranks:
+                    assert new_losses == want[rank][kind][0], (kind, rank)
+                    for name, value in parameters.items():
+                        assert torch.equal(new_parameters[name], value), (kind, name)
+                elif rank == 0:
+                    torch.testing.assert_close(new_losses, losses, rtol=1e-4, atol=1e-5)
+                    torch.testing.assert_close(new_parameters, parameters, rtol=1e-3, atol=1e-4)
+    # The checkpoints are as plain as any other.
+    with dcp_rs.open(tmp_path / "fsdp1") as checkpoint:
+        assert "optim.state.blocks.0.up.weight.exp_avg" in checkpoint
+        assert checkpoint["model.blocks.0.up.weight"].shape == (12, 8)
