@@ -158,8 +158,15 @@ def _save_sharded(path: str) -> None:
     save(state, storage_writer=torch.distributed.checkpoint.FileSystemWriter(path))
 
 
-def test_shards_stay_shards(tmp_path: Path) -> None:
-    run_ranks(3, _save_sharded, str(tmp_path / "src"))
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory) -> Path:
+    """What three ranks saved."""
+    folder = tmp_path_factory.mktemp("sharded") / "src"
+    run_ranks(3, _save_sharded, str(folder))
+    return folder
+
+
+def test_shards_stay_shards(sharded: Path, tmp_path: Path) -> None:
     state = {
         "rows": random_tensor((7, 5), seed=1),
         "columns": random_tensor((6, 9), torch.bfloat16, 2),
@@ -167,21 +174,21 @@ def test_shards_stay_shards(tmp_path: Path) -> None:
         "step": 7,
     }
     for to in ("dcp-rs", "dcp"):
-        dcp_rs.convert(tmp_path / "src", tmp_path / to, to=to)
+        dcp_rs.convert(sharded, tmp_path / to, to=to)
         judge(to, tmp_path / to, state)
-        with dcp_rs.open(tmp_path / "src") as old, dcp_rs.open(tmp_path / to) as new:
+        with dcp_rs.open(sharded) as old, dcp_rs.open(tmp_path / to) as new:
             for name in ("rows", "columns"):
                 chunks = [[(c.offsets, c.sizes) for c in opened.chunks(name)] for opened in (old, new)]
                 assert chunks[0] == chunks[1]
                 assert len(chunks[1]) == 3
         # A shard of a shard, cast on the way.
-        dcp_rs.convert(tmp_path / "src", tmp_path / f"{to}-cast", to=to, dtype="fp64", shards=2)
+        dcp_rs.convert(sharded, tmp_path / f"{to}-cast", to=to, dtype="fp64", shards=2)
         wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
         judge(to, tmp_path / f"{to}-cast", wide)
     # The others put them together.
-    dcp_rs.convert(tmp_path / "src", tmp_path / "x.pt", to="torch")
+    dcp_rs.convert(sharded, tmp_path / "x.pt", to="torch")
     judge("torch", tmp_path / "x.pt", state)
-    dcp_rs.convert(tmp_path / "src", tmp_path / "hf", to="safetensors", exclude="step")
+    dcp_rs.convert(sharded, tmp_path / "hf", to="safetensors", exclude="step")
     judge("safetensors", tmp_path / "hf", {name: state[name] for name in ("rows", "columns", "whole")})
 
 
@@ -223,7 +230,7 @@ def test_choosing_and_renaming(tmp_path: Path) -> None:
     dcp_rs.convert(tmp_path / "src", tmp_path / "x.pt", to="torch", include="model.*", rename=str.upper)
     assert set(torch.load(tmp_path / "x.pt")) == {"MODEL.EMBEDDING.WEIGHT", "MODEL.LAYERS.0.WEIGHT"}
     with pytest.raises(PlanError, match=r"both be named 'x'"):
-        dcp_rs.convert(tmp_path / "src", tmp_path / "clash", rename=lambda name: "x")
+        dcp_rs.convert(tmp_path / "src", tmp_path / "clash", rename=lambda _: "x")
     with pytest.raises(PlanError, match="none of the 15 entries"):
         dcp_rs.convert(tmp_path / "src", tmp_path / "none", include="absent*")
     assert {entry.name for entry in tmp_path.iterdir()} == {"src", "hf", "new", "x.pt"}
@@ -375,7 +382,7 @@ def test_damaged_sources(to: str, tmp_path: Path) -> None:
     with pytest.raises(CorruptDataError):
         dcp_rs.convert(tmp_path / "src", tmp_path / "dst", to=to)
     data.write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
-    with pytest.raises(CorruptDataError, match=r"['\"]b['\"]"):
+    with pytest.raises(CorruptDataError, match=r'tensor "b": block 0'):
         dcp_rs.convert(tmp_path / "src", tmp_path / "dst", to=to, verify=True)
     data.unlink()
     with pytest.raises(CorruptDataError):
@@ -387,10 +394,9 @@ def test_damaged_sources(to: str, tmp_path: Path) -> None:
     assert {entry.name for entry in tmp_path.iterdir()} == {"src"}
 
 
-def test_a_tensor_with_a_hole(tmp_path: Path) -> None:
+def test_a_tensor_with_a_hole(sharded: Path, tmp_path: Path) -> None:
     """One rank's file is gone, with its index: what is left of the tensor is not taken for all of it."""
-    run_ranks(2, _save_sharded, str(tmp_path / "src"))
-    shutil.copytree(tmp_path / "src", tmp_path / "half")
+    shutil.copytree(sharded, tmp_path / "half")
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     metadata = FileSystemReader(tmp_path / "half").read_metadata()
@@ -398,7 +404,7 @@ def test_a_tensor_with_a_hole(tmp_path: Path) -> None:
     metadata.storage_data = {
         key: info
         for key, info in metadata.storage_data.items()
-        if key.fqn != "rows" or key.offset == torch.Size([0, 0])
+        if key.fqn != "rows" or key.offset != torch.Size([3, 0])
     }
     (tmp_path / "half" / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CorruptDataError, match="'rows' is not all there"):
@@ -419,31 +425,32 @@ def anonymous():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) * 1024
 
-src, dst, to, dtype = sys.argv[1:]
-dcp_rs.convert(sys.argv[1] + "-small", dst + "-small", to=to)  # what is loaded once is not the conversion's
-before, peak, done = anonymous(), 0, False
+src, dst, dtype = sys.argv[1:]
+for to in ("dcp-rs", "dcp", "torch", "safetensors"):
+    dcp_rs.convert(src + "-small", f"{dst}-{to}", to=to)  # what is loaded once is not the conversion's
+    before, peak, done = anonymous(), 0, False
 
-def watch():
-    global peak
-    while not done:
-        peak = max(peak, anonymous())
-        time.sleep(0.002)
+    def watch():
+        global peak
+        while not done:
+            peak = max(peak, anonymous())
+            time.sleep(0.002)
 
-watcher = threading.Thread(target=watch)
-watcher.start()
-dcp_rs.convert(src, dst, to=to, dtype=dtype or None, fsync=False)
-done = True
-watcher.join()
-print(peak - before)
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    dcp_rs.convert(src, f"{dst}-{to}", to=to, dtype=dtype or None, fsync=False, overwrite=True)
+    done = True
+    watcher.join()
+    print(to, peak - before)
 """
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """600 MB: tensors of 2, 64 and 200 MB."""
+    """400 MB: tensors of 2, 32 and 200 MB."""
     folder = tmp_path_factory.mktemp("large")
-    state = {f"small.{i}": torch.full((512, 1024), i, dtype=torch.float32) for i in range(70)}
-    state |= {f"middle.{i}": torch.full((4096, 4096), i, dtype=torch.float32) for i in range(4)}
+    state = {f"small.{i}": torch.full((512, 1024), i, dtype=torch.float32) for i in range(35)}
+    state |= {f"middle.{i}": torch.full((2048, 4096), i, dtype=torch.float32) for i in range(4)}
     state["large"] = torch.full((50_000_000,), 3.0)
     make("dcp-rs", state, folder / "src")
     make("dcp-rs", {"w": torch.ones(4)}, folder / "src-small")
@@ -451,19 +458,13 @@ def large(tmp_path_factory):
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize(
-    ("to", "dtype"),
-    [
-        *[(to, dtype) for to in ("dcp-rs", "torch", "safetensors") for dtype in ("", "bf16")],
-        ("dcp", ""),
-        # Seen at 209 MB: what torch's writer holds while it writes a large cast tensor is not bounded yet.
-        pytest.param("dcp", "bf16", marks=pytest.mark.xfail(strict=False)),
-    ],
-)
-def test_memory_is_bounded(to: str, dtype: str, large: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", GROWTH, str(large), str(tmp_path / "dst"), to, dtype]
-    grown = int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=200).stdout)
-    assert grown < 120e6, f"{grown / 1e6:.0f} MB"
+@pytest.mark.parametrize("dtype", ["", "bf16"])
+def test_memory_is_bounded(dtype: str, large: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", GROWTH, str(large), str(tmp_path / "dst"), dtype]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=250)
+    grown = {to: int(nbytes) for to, nbytes in map(str.split, done.stdout.splitlines())}
+    assert len(grown) == 4
+    assert max(grown.values()) < 120e6, grown
 
 
 SLOW = """
@@ -500,13 +501,13 @@ def tiny_disk(tmp_path: Path):
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("no right to mount a small file system")
     yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.mark.parametrize("to", ["dcp-rs", "dcp", "torch", "safetensors"])
 def test_a_full_disk_leaves_nothing(to: str, tiny_disk: Path, tmp_path: Path) -> None:
     make("dcp", {"w": torch.ones(1000, 500), "v": torch.ones(1000, 500)}, tmp_path / "src")
-    with pytest.raises((OSError, RuntimeError), match=r"No space left|space"):
+    with pytest.raises(OSError, match="No space left"):
         dcp_rs.convert(tmp_path / "src", tiny_disk / "dst", to=to)
     assert list(tiny_disk.iterdir()) == []
 

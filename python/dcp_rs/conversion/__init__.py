@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -120,12 +121,24 @@ def convert(
         renamed=any(task.name != task.item.name for task in tasks),
         filtered=len(tasks) < len(source.items),
     )
-    with new_place(target, as_file=as_file) as place:
+    with new_place(target, as_file=as_file) as place, _disk_errors(target):
         _WRITERS[to](job, place)
     report.written = [task.name for task in tasks]
     report.bytes = job.total
     report.seconds = time.perf_counter() - begin
     return report
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """Errors of the disk as such: ``torch.save`` ends in one of its own, about where in the file it is."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause = error.__cause__ or error.__context__
+        if isinstance(cause, OSError):
+            raise OSError(cause.errno, cause.strerror, os.fspath(path)) from error
+        raise
 
 
 def _without_tied(tied: dict[str, str], tasks: list[Task], report: ConvertReport) -> list[Task]:

@@ -1,4 +1,4 @@
-"""Tensors as a stream of blocks: read ahead in one thread, cast, and handed to whoever writes. Memory is bounded by two slabs."""
+"""Tensors as a stream of blocks: read ahead in one thread, cast, and handed to whoever writes. Memory is bounded by three slabs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from dcp_rs.conversion.source import Item, Request, Source
 
-__all__ = ["Block", "Region", "blocks", "cut", "rectangles"]
+__all__ = ["Block", "Region", "Slabs", "blocks", "cut", "rectangles"]
 
 #: Digests cover this many bytes, so all parts of a tensor but its last are multiples of it.
 BLOCK_BYTES = 1 << 20
@@ -100,10 +100,11 @@ def cut(regions: Sequence[Region], slab_bytes: int) -> Iterator[list[Part]]:
     parts: list[Part] = []
     at = 0
     for number, region in enumerate(regions):
-        source_size, step = region.source_dtype.itemsize, BLOCK_BYTES // region.dtype.itemsize
+        # What it is cast to takes as much room in a slab of its own.
+        size, step = max(region.source_dtype.itemsize, region.dtype.itemsize), BLOCK_BYTES // region.dtype.itemsize
         begin, end = 0, region.numel
         while begin < end:
-            room = (slab_bytes - at) // source_size
+            room = (slab_bytes - at) // size
             count = end - begin if end - begin <= room else room // step * step
             if count == 0:
                 yield parts
@@ -111,37 +112,49 @@ def cut(regions: Sequence[Region], slab_bytes: int) -> Iterator[list[Part]]:
                 continue
             parts.append(Part(number, begin, count, at))
             begin += count
-            at += -(-count * source_size // _ALIGNMENT) * _ALIGNMENT
+            at += -(-count * size // _ALIGNMENT) * _ALIGNMENT
     if parts:
         yield parts
 
 
-def blocks(source: Source, regions: Sequence[Region], slab_bytes: int) -> Iterator[list[Block]]:
+class Slabs:
+    """Memory that is used again and again: two slabs to read into, one to cast into. No larger than what was needed so far."""
+
+    def __init__(self, slab_bytes: int) -> None:
+        self.slab_bytes = max(slab_bytes, MIN_SLAB_BYTES)
+        self._slabs = [torch.empty(0, dtype=torch.uint8)] * 3
+
+    def get(self, number: int, nbytes: int) -> torch.Tensor:
+        """A slab of at least that many bytes."""
+        if self._slabs[number].numel() < nbytes:
+            # Not a little more each time: what is let go would not come back to the system.
+            self._slabs[number] = torch.empty(min(self.slab_bytes, 4 * nbytes), dtype=torch.uint8)
+        return self._slabs[number]
+
+
+_CAST = 2
+
+
+def blocks(source: Source, regions: Sequence[Region], slabs: Slabs) -> Iterator[list[Block]]:
     """The bytes of all regions, in order. While the caller writes one slabful, the next one is being read."""
-    plan = cut(regions, max(slab_bytes, MIN_SLAB_BYTES) if regions else 1)
-    slabs = [torch.empty(0, dtype=torch.uint8)] * 2
+    plan = cut(regions, slabs.slab_bytes)
     with ThreadPoolExecutor(1, thread_name_prefix="dcp-rs") as reader:
         turn = 0
         parts = next(plan, None)
         ahead = None if parts is None else reader.submit(_read, source, regions, parts, slabs, turn)
         while parts is not None and ahead is not None:
-            ahead.result()
-            ready, slab = parts, slabs[turn]
+            slab = ahead.result()
+            ready = parts
             turn = 1 - turn
             parts = next(plan, None)
             if parts is not None:
                 ahead = reader.submit(_read, source, regions, parts, slabs, turn)
-            yield [_block(regions[part.region], part, slab) for part in ready]
+            yield [_block(regions[part.region], part, slab, slabs) for part in ready]
 
 
-def _read(
-    source: Source, regions: Sequence[Region], parts: Sequence[Part], slabs: list[torch.Tensor], turn: int
-) -> None:
-    last = parts[-1]
-    needed = last.slab_at + last.count * regions[last.region].source_dtype.itemsize
-    if slabs[turn].numel() < needed:  # no more memory than a small tensor takes
-        slabs[turn] = torch.empty(needed, dtype=torch.uint8)
-    slab = slabs[turn]
+def _read(source: Source, regions: Sequence[Region], parts: Sequence[Part], slabs: Slabs, turn: int) -> torch.Tensor:
+    last, region = parts[-1], regions[parts[-1].region]
+    slab = slabs.get(turn, last.slab_at + last.count * region.source_dtype.itemsize)
     requests: list[Request] = []
     for part in parts:
         region = regions[part.region]
@@ -153,6 +166,7 @@ def _read(
             at += into.numel()
             requests.append(Request(region.item, region.chunk, offsets, into))
     source.read(requests)
+    return slab
 
 
 def _strides(sizes: Sequence[int]) -> list[int]:
@@ -162,9 +176,11 @@ def _strides(sizes: Sequence[int]) -> list[int]:
     return strides
 
 
-def _block(region: Region, part: Part, slab: torch.Tensor) -> Block:
-    dtype = region.source_dtype
+def _block(region: Region, part: Part, slab: torch.Tensor, slabs: Slabs) -> Block:
+    dtype, end = region.source_dtype, part.slab_at + part.count * region.dtype.itemsize
     data = slab[part.slab_at : part.slab_at + part.count * dtype.itemsize]
     if region.dtype != dtype:
-        data = data.view(dtype).to(region.dtype).view(torch.uint8)
+        cast = slabs.get(_CAST, max(end, slab.numel()))[part.slab_at : end]
+        cast.view(region.dtype).copy_(data.view(dtype))
+        data = cast
     return Block(part.region, part.begin * region.dtype.itemsize, data)

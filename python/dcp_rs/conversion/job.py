@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dcp_rs._dtypes import BY_NAME
-from dcp_rs.conversion.blocks import Region, blocks
+from dcp_rs.conversion.blocks import Region, Slabs, blocks
 from dcp_rs.conversion.source import Item, Source
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.names import globs
@@ -101,8 +101,13 @@ class Job:
 
     @property
     def slab_bytes(self) -> int:
-        """A quarter of the bound on memory: there are two slabs, what is cast from one, and the writer's buffers."""
+        """A share of the bound on memory: there are three slabs, and the buffers of those that read and write."""
         return self.options.inflight_bytes(accelerator=False) // 4 >> 20 << 20
+
+    @cached_property
+    def slabs(self) -> Slabs:
+        """The memory that all passes through."""
+        return Slabs(self.slab_bytes)
 
     def advance(self, nbytes: int) -> None:
         """Counts bytes as written."""
@@ -116,7 +121,7 @@ class Job:
 
     def write(self, save: Any, regions: Sequence[Region], items: Sequence[int]) -> None:
         """Streams regions into items of a save."""
-        for batch in blocks(self.source, regions, self.slab_bytes):
+        for batch in blocks(self.source, regions, self.slabs):
             save.write([(items[block.region], block.at, block.data.data_ptr(), block.data.nbytes) for block in batch])
             self.advance(sum(block.data.nbytes for block in batch))
 

@@ -61,7 +61,7 @@ def in_memory(job: Job, region: Region) -> torch.Tensor:
     """A tensor of its own, for regions that are small."""
     made = torch.empty(region.sizes, dtype=region.dtype)
     flat = made.view(-1).view(torch.uint8) if region.sizes else made.view(1).view(torch.uint8)
-    for batch in blocks(job.source, [region] if region.numel else [], job.slab_bytes):
+    for batch in blocks(job.source, [region] if region.numel else [], job.slabs):
         for block in batch:
             flat[block.at : block.at + block.data.nbytes] = block.data
     job.advance(made.nbytes)
