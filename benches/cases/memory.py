@@ -1,5 +1,7 @@
 """How much anonymous memory a load needs beyond its destination, sampled from outside in a fresh process."""
 
+from pathlib import Path
+
 import torch
 from harness import checkpoints, page_cache
 from harness.context import Context
@@ -27,20 +29,16 @@ def run(context: Context) -> list[Row]:
         ("warm", HUGGING_FACE, hugging_face),
         ("warm", SAFETENSORS, hugging_face),
     ):
-        extra = []
-        for _ in range(min(ROUNDS, context.pairs["rounds"])):
-            with worker("load_worker", path, context.size) as process:
-                process.ask("prepare", name)
-                if warmth == "cold":
-                    page_cache.drop(path)
-                else:
-                    page_cache.warm(path)
-                extra.append(extra_anonymous_bytes(process, "load") / 1e6)
-                process.ask("verify")
         targets = (100.0, 64.0) if name == OURS else (None, None)
+        case = f"{warmth}, extra anonymous memory while loading {amount}"
+        try:
+            extra = [_extra(context, warmth, name, path) for _ in range(min(ROUNDS, context.pairs["rounds"]))]
+        except RuntimeError as error:
+            rows.append(Row(case, name, reach=targets[0], stretch=targets[1], error=str(error)))
+            continue
         rows.append(
             figure(
-                f"{warmth}, extra anonymous memory while loading {amount}",
+                case,
                 name,
                 "MB",
                 extra,
@@ -50,3 +48,16 @@ def run(context: Context) -> list[Row]:
             )
         )
     return rows
+
+
+def _extra(context: Context, warmth: str, name: str, path: Path) -> float:
+    """Megabytes, in a process that loads for the first time."""
+    with worker("load_worker", path, context.size) as process:
+        process.ask("prepare", name)
+        if warmth == "cold":
+            page_cache.drop(path)
+        else:
+            page_cache.warm(path)
+        extra = extra_anonymous_bytes(process, "load") / 1e6
+        process.ask("verify")
+    return extra
