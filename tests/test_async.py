@@ -71,7 +71,8 @@ def save_in_background(path, kind):
 
 @pytest.mark.parametrize("kind", ["THREAD", "PROCESS"])
 def test_a_state_is_saved_in_the_background(ckpt, kind):
-    run_ranks(2, save_in_background, ckpt, kind, fresh=kind == "PROCESS")
+    # Every rank starts a process more, which imports torch as well.
+    run_ranks(2, save_in_background, ckpt, kind, fresh=kind == "PROCESS", timeout=200)
 
 
 def save_in_background_twice(path):

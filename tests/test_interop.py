@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint._hf_utils import DTYPE_MAP
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -34,7 +35,12 @@ NOT_SHARED = {
     "float8_e8m0fnu",
     "float4_e2m1fn_x2",
 }
-SHARED = {name: t for name, t in dtypes_state().items() if name not in NOT_SHARED}
+# Older torch has fewer.
+SHARED = {
+    name: tensor
+    for name, tensor in dtypes_state().items()
+    if name not in NOT_SHARED and tensor.dtype in DTYPE_MAP.values()
+}
 
 
 def header_name(fqn):

@@ -101,6 +101,22 @@ def test_lazy_conjugation_and_negation_are_carried_out(ckpt, dtype):
         ), name
 
 
+@pytest.mark.parametrize("limit", [1, None])
+def test_tensors_of_one_element_with_odd_strides(ckpt, limit):
+    """They count as contiguous, whatever their stride, but cannot be viewed as bytes."""
+    numbers = torch.complex(torch.arange(9.0), -torch.arange(9.0))
+    state = {
+        "conj": numbers[3::4][:1].conj(),
+        "neg": numbers[5:6].conj().imag,
+        "step": torch.arange(9.0)[2::5][:1],
+        "rows": torch.arange(30.0).reshape(5, 6)[1:4, ::6],
+        "float": torch.arange(9.0).expand(2, 9).t()[4:5, :1],
+    }
+    save_rs(state, ckpt, max_inflight_bytes=limit)
+    got = load_rs(blank(state), ckpt, max_inflight_bytes=limit)
+    assert_state_equal(got, {name: value.resolve_conj().resolve_neg() for name, value in state.items()})
+
+
 def test_a_destination_may_be_conjugated_or_negated(ckpt):
     numbers = torch.complex(torch.arange(6.0), -torch.arange(6.0))
     save_rs({"c": numbers, "f": torch.arange(6.0)}, ckpt)

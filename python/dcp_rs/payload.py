@@ -263,7 +263,7 @@ def _raw_parts(entry: Entry, limit: int) -> Iterator[torch.Tensor]:
     tensor = cast(torch.Tensor, entry.data)
     dtype = entry.dtype or tensor.dtype
     for part in _slices(tensor, limit // dtype.itemsize):
-        yield part.resolve_conj().resolve_neg().to(dtype).contiguous().reshape(-1).view(torch.uint8)
+        yield _row_major(part.resolve_conj().resolve_neg().to(dtype)).view(torch.uint8)
 
 
 def _slices(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
@@ -376,6 +376,15 @@ def _slabfuls(entries: Sequence[tuple[int, Entry]], slab_bytes: int) -> Iterator
         yield parts
 
 
+def _row_major(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as a vector of stride 1, which a tensor of one element need not be after ``contiguous().reshape(-1)``."""
+    dtype = tensor.dtype
+    if dtype.itemsize == 1 and not tensor.is_contiguous():
+        # Not every torch can copy its youngest dtypes, but all can copy bytes.
+        tensor = tensor.view(torch.uint8)
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(dtype)
+
+
 def _bytes_of(entry: Entry, begin: int, end: int) -> torch.Tensor:
     """Bytes of the elements in row-major order, on the tensor's device. Of a strided tensor, only the rows that hold them are copied."""
     tensor = cast(torch.Tensor, entry.data)
@@ -383,7 +392,7 @@ def _bytes_of(entry: Entry, begin: int, end: int) -> torch.Tensor:
     if not tensor.is_contiguous() and tensor.dim() > 0:
         row = entry.nbytes // tensor.shape[0]
         first, last = begin // row, -(-end // row)
-        tensor = tensor.narrow(0, first, last - first).contiguous()
+        tensor = tensor.narrow(0, first, last - first)
         begin, end = begin - first * row, end - first * row
-    part = tensor.reshape(-1)[begin // dtype.itemsize : end // dtype.itemsize]
+    part = _row_major(tensor)[begin // dtype.itemsize : end // dtype.itemsize]
     return part.resolve_conj().resolve_neg().to(dtype).view(torch.uint8)

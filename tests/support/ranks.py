@@ -92,7 +92,8 @@ def _forget_groups() -> None:
     """DTensor remembers how it sharded, and with it the groups of meshes that are equal to later ones."""
     from torch.distributed.tensor import _redistribute, debug
 
-    debug._clear_sharding_prop_cache()
+    if hasattr(debug, "_clear_sharding_prop_cache"):  # not in torch 2.8
+        debug._clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
 
 
