@@ -280,6 +280,9 @@ def commit_indexes(
 
 def has_native_data(folder: str) -> bool: ...
 def next_generation(folder: str) -> int: ...
+def block_digest(data: bytes) -> int:
+    """XXH3-64, as the format has it."""
+
 def publish(folder: str, name: str, index: bytes, fsync: bool) -> None: ...
 def put_in_place(from_: str, to: str, replace: bool) -> None:
     """Renames a finished file or folder in one step; with ``replace``, what had the name before is at ``from_`` then."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Literal, NoReturn
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_rs import _torch
-from dcp_rs.errors import DcpRsError
+from dcp_rs.errors import CheckpointReplacedError, DcpRsError
 from dcp_rs.host import HostStager
 from dcp_rs.planner import RsLoadPlanner
 from dcp_rs.reader import RsReader
@@ -52,6 +52,26 @@ def _raise_typed(failure: CheckpointException) -> NoReturn:
     raise error from failure
 
 
+#: A load that finds the checkpoint replaced under it begins again, so often.
+_ATTEMPTS = 10
+
+
+def _load(load: Callable[[], None]) -> None:
+    """Loads, and begins again with the new checkpoint where another save replaced the one that was being read.
+
+    Every rank sees the same failures, so all of them begin again, or none.
+    """
+    with _typed_errors():
+        for _ in range(_ATTEMPTS - 1):
+            try:
+                return load()
+            except CheckpointException as failure:
+                errors = [wrapped[0] for wrapped in failure.failures.values()]
+                if not any(isinstance(error, CheckpointReplacedError) for error in errors):
+                    raise
+        return load()
+
+
 def load_state_dict(
     state_dict: dict[str, Any],
     storage_reader: StorageReader,
@@ -68,7 +88,8 @@ def load_state_dict(
         DcpRsError: one of :mod:`dcp_rs.errors`, on every rank, when a rank failed with it.
         CheckpointException: torch's own, when a rank failed with something else.
     """
-    with _typed_errors():
+
+    def load() -> None:
         storage_reader.reset()
         _torch.load_state_dict(
             state_dict,
@@ -78,6 +99,8 @@ def load_state_dict(
             no_dist=no_dist or not dist.is_initialized(),
             planner=planner,
         )
+
+    _load(load)
 
 
 def load(
@@ -103,14 +126,15 @@ def load(
     """
     stateful = {key: value for key, value in state_dict.items() if is_stateful(value)}
     values = {key: stateful[key].state_dict() if key in stateful else state_dict[key] for key in sorted(state_dict)}
-    with _typed_errors():
-        _torch.load_state_dict(
+    _load(
+        lambda: _torch.load_state_dict(
             values,
             _deferring(RsReader(path, **read_options)),
             process_group=process_group,
             no_dist=no_dist or not dist.is_initialized(),
             planner=RsLoadPlanner() if planner is None else planner,
         )
+    )
     for key, value in values.items():
         if key in stateful:
             stateful[key].load_state_dict(value)

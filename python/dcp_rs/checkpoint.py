@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from dcp_rs import _core, _torch, objects
-from dcp_rs.errors import DcpRsError
+from dcp_rs.errors import DcpRsError, PlanError
 from dcp_rs.fill import Target, fill_regions, stored_dtype
 from dcp_rs.options import ReadOptions
 from dcp_rs.sources import open_index
@@ -225,6 +225,10 @@ class Checkpoint(Mapping[str, Any]):
         self, tensor: int, name: str, dtype: torch.dtype, offsets: list[int], sizes: tuple[int, ...]
     ) -> torch.Tensor:
         """A region of a tensor, in new memory on the device."""
+        # Before there is memory for it: a shape may be of any size, what chunks hold is bounded by their files.
+        for _, at, lacking in self._index.check_regions([(tensor, offsets, sizes)], []):
+            msg = f"tensor {name!r}: the checkpoint does not hold {list(lacking)} elements at {list(at)}"
+            raise PlanError(msg, path=self.path, tensor=name)
         result = torch.empty(sizes, dtype=dtype, device=self._device)
         fill_regions(self._index, [Target(tensor, offsets, result, name, dtype)], self._options)
         return result

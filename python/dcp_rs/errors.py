@@ -7,6 +7,7 @@ from typing import Any
 __all__ = [
     "CheckpointExistsError",
     "CheckpointNotFoundError",
+    "CheckpointReplacedError",
     "CorruptDataError",
     "CorruptIndexError",
     "DcpRsError",
@@ -50,6 +51,10 @@ class CheckpointNotFoundError(DcpRsError, FileNotFoundError):
 
 class CheckpointExistsError(DcpRsError, FileExistsError):
     """There is a checkpoint at the path already, and ``overwrite=False`` was given."""
+
+
+class CheckpointReplacedError(DcpRsError):
+    """Another save replaced the checkpoint while it was being read. Open it, or load it, again: the new one is there, and whole."""
 
 
 class CorruptIndexError(DcpRsError):

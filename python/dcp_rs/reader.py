@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import sys
@@ -20,7 +21,7 @@ from torch.futures import Future
 
 from dcp_rs import _core, objects
 from dcp_rs.checkpoint import Checkpoint
-from dcp_rs.errors import PlanError
+from dcp_rs.errors import CheckpointReplacedError, PlanError
 from dcp_rs.fill import Fill, fill, fill_regions, stored_dtype
 from dcp_rs.metadata import make_metadata
 from dcp_rs.options import ReadOptions
@@ -54,6 +55,8 @@ class RsReader(StorageReader):
 
     Raises (from a load, on every rank):
         CheckpointNotFoundError, CorruptIndexError, UnsupportedError: from reading the metadata.
+        CheckpointReplacedError: another save replaced the checkpoint since its metadata was read, and removed the data files of the old
+            one; ``dcp_rs.load`` and ``dcp_rs.load_state_dict`` then load the new one.
         CorruptDataError: a data file is missing, has another length than the index says, or (``verify=True``) does not match its digest.
         UnsafePickleError: a non-tensor value does not load under ``weights_only=True``.
         PlanError: a plan asks for what the checkpoint does not hold.
@@ -121,11 +124,14 @@ class RsReader(StorageReader):
             self._local.index = index
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Returns the plan as it is."""
-        return plan
+        """Notes in the plan which save it is for."""
+        return dataclasses.replace(plan, storage_data=self._index().save_id)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Returns the plans as they are."""
+        """Raises unless all ranks opened the same save: one that is committed meanwhile must not be mixed with the one before."""
+        if len({plan.storage_data for plan in plans if plan.storage_data is not None}) > 1:
+            msg = f"the checkpoint was replaced by another save while the ranks were opening it: {self.path}"
+            raise CheckpointReplacedError(msg, path=self.path)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -194,17 +194,24 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Merges the indexes of all ranks and commits the checkpoint."""
         entries = metadata.state_dict_metadata
-        index, left = _core.commit_indexes(
-            str(self.path),
-            self._own_rank(),
-            [_index_of(result) for rank_results in results for result in rank_results],
-            save_id=uuid.UUID(self.save_id).bytes,
-            generation=self._generation,
-            planner_data=_plain(metadata.planner_data),
-            items=getattr(entries, "planned_items", None),
-            names=entries,
-            fsync=self.options.fsync,
-        )
+        indexes = [_index_of(result) for rank_results in results for result in rank_results]
+        try:
+            index, left = _core.commit_indexes(
+                str(self.path),
+                self._own_rank(),
+                indexes,
+                save_id=uuid.UUID(self.save_id).bytes,
+                generation=self._generation,
+                planner_data=_plain(metadata.planner_data),
+                items=getattr(entries, "planned_items", None),
+                names=entries,
+                fsync=self.options.fsync,
+            )
+        except BaseException:
+            # Of all ranks: some may never hear that it failed. What was committed all the same (its last sync failed) stays.
+            for written in indexes:
+                self._remove(written)
+            raise
         self._written = None
         self._end()
         for reason in left:
@@ -225,8 +232,10 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         """Removes what this rank wrote for a save that failed since, on this rank or another. Without such a save it does nothing."""
         written, self._written = self._written, None
         committed = self._saving is not None and self._saving.committed
-        if written is None or committed:
-            return
+        if written is not None and not committed:
+            self._remove(written)
+
+    def _remove(self, written: bytes) -> None:
         try:
             _core.discard(str(self.path), self._own_rank(), written)
         except (OSError, DcpRsError) as error:

@@ -40,6 +40,12 @@ pub enum Error {
         /// What is wrong: expected and got.
         reason: String,
     },
+    /// Another save replaced the checkpoint since its index was opened, and removed the data files of the old one.
+    #[error("the checkpoint was replaced by another save while it was being read: {}", path.display())]
+    Replaced {
+        /// The index that was replaced.
+        path: PathBuf,
+    },
     /// A pickle asks for something that is not on the list of what is taken from one. Nothing was executed.
     #[error("unsafe pickle {}: it asks for {global}", path.display())]
     UnsafePickle {

@@ -8,6 +8,8 @@ pub mod copy;
 mod dtype;
 mod error;
 pub mod format;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
 pub mod load;
 pub mod overlap;
 mod parallel;

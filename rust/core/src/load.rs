@@ -3,13 +3,13 @@
 #![allow(unsafe_code)] // destinations are addresses that a caller vouches for
 
 use std::collections::HashSet;
-use std::path::Path;
+use std::path::{Component, Path};
 use std::sync::Arc;
 
-use crate::format::{BLOCK_SIZE, Dims, Index, Kind};
+use crate::format::{BLOCK_SIZE, Dims, INDEX_NAME, Identity, Index, Kind, SourceKind};
 use crate::overlap::{self, Region};
 use crate::read::{self, Catalog, Destination, FileRef, ReadOptions, ReadReq, ReadStats};
-use crate::store::{Mapping, PrivateMapping, open_file};
+use crate::store::{Mapping, PrivateMapping, open_file, read_at};
 use crate::{Control, Error, Result};
 
 /// Opens the index file at `path`: maps it and checks it.
@@ -26,6 +26,13 @@ pub fn open_index(path: &Path) -> Result<Index> {
     Index::from_bytes(IndexMapping(mapping), path)
 }
 
+/// Which save an index file is of, without a look at the rest of it.
+pub(crate) fn identity_of(path: &Path) -> Option<Identity> {
+    let mut start = [0; Identity::LEN];
+    read_at(&open_file(path).ok()?, &mut start, 0).ok()?;
+    Identity::of(&start)
+}
+
 /// An index file in memory. Published indexes are never changed in place (section 9 of the format), which is what makes a slice of one sound.
 struct IndexMapping(Mapping);
 
@@ -40,14 +47,11 @@ impl AsRef<[u8]> for IndexMapping {
     }
 }
 
-/// What the engine needs to know of a data file. `allow_external`: whether names may lead out of the folder.
+/// What the engine needs to know of a data file. `allow_external`: whether names, and symbolic links, may lead out of the folder.
 pub fn file_ref(index: &Index, file: u32, allow_external: bool) -> Result<FileRef> {
     let view = index.file(file);
     let path = index.file_path(file);
-    let leads_out = Path::new(view.name)
-        .components()
-        .any(|part| !matches!(part, std::path::Component::Normal(_)));
-    if leads_out && !allow_external {
+    if !allow_external && (leads_out(view.name) || (!index.follows_links() && links_out(index.path(), &path))) {
         return Err(Error::Unsupported(format!(
             "{} names {}, outside its folder; pass allow_external=True to open it",
             index.path().display(),
@@ -62,18 +66,67 @@ pub fn file_ref(index: &Index, file: u32, allow_external: bool) -> Result<FileRe
     })
 }
 
+fn leads_out(name: &str) -> bool {
+    let mut parts = Path::new(name).components();
+    parts.any(|part| !matches!(part, Component::Normal(_)))
+}
+
+/// Whether symbolic links lead from a name in the folder of the index to somewhere else. What is not there leads nowhere.
+fn links_out(index: &Path, path: &Path) -> bool {
+    // Most files are plain ones right in the folder.
+    let is_plain =
+        path.parent() == index.parent() && std::fs::symlink_metadata(path).is_ok_and(|found| found.is_file());
+    if is_plain {
+        return false;
+    }
+    let folder = index.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let folder = folder.unwrap_or(Path::new(".")).canonicalize();
+    match (folder, path.canonicalize()) {
+        (Ok(folder), Ok(target)) => !target.starts_with(folder),
+        _ => false,
+    }
+}
+
+/// What an error of a read means: a data file that is gone, or changed, may have gone with the checkpoint it belonged to.
+pub fn explain(index: &Index, error: Error) -> Error {
+    if matches!(error, Error::CorruptData { .. }) && was_replaced(index) {
+        Error::Replaced {
+            path: index.path().to_owned(),
+        }
+    } else {
+        error
+    }
+}
+
+/// Whether another save has been committed in the place of this index since it was opened.
+fn was_replaced(index: &Index) -> bool {
+    if index.source() != SourceKind::Native {
+        return false; // no save removes the files of others
+    }
+    match identity_of(index.path()) {
+        Some(now) => now.save_id != index.save_id(),
+        // A save of all ranks removes the indexes of single ones.
+        None => !index.path().ends_with(INDEX_NAME) && index.path().with_file_name(INDEX_NAME).exists(),
+    }
+}
+
 /// Maps a data file privately, after its length was checked.
 pub fn map_data_file(index: &Index, file: u32, allow_external: bool) -> Result<PrivateMapping> {
     let file_ref = file_ref(index, file, allow_external)?;
-    let opened = file_ref.open(false)?;
+    let opened = file_ref.open(false).map_err(|error| explain(index, error))?;
     PrivateMapping::new(&opened).map_err(|error| Error::io("map", &file_ref.path, error))
 }
 
 /// Checks that the files of some chunks are there and as long as they should be.
 pub fn check_files(index: &Index, chunks: &[u64], allow_external: bool) -> Result<()> {
     let files: HashSet<u32> = chunks.iter().map(|&c| index.chunk_file(c)).collect();
+    check_each(index, files, allow_external)
+}
+
+fn check_each(index: &Index, files: impl IntoIterator<Item = u32>, allow_external: bool) -> Result<()> {
     for file in files {
-        file_ref(index, file, allow_external)?.open(false)?;
+        let opened = file_ref(index, file, allow_external)?.open(false);
+        opened.map_err(|error| explain(index, error))?;
     }
     Ok(())
 }
@@ -100,9 +153,7 @@ pub fn check_regions(
             .flat_map(|&value| index.tensor(value).chunks)
             .map(|chunk| index.chunk_file(chunk)),
     );
-    for file in files {
-        file_ref(index, file, allow_external)?.open(false)?;
-    }
+    check_each(index, files, allow_external)?;
     Ok(holes)
 }
 
@@ -270,7 +321,7 @@ impl Gather {
     /// Checks the files of all that was added, as [`check_files`] does.
     pub fn check_files(&self) -> Result<()> {
         for file in &self.files {
-            file.open(false)?;
+            file.open(false).map_err(|error| explain(&self.index, error))?;
         }
         Ok(())
     }
@@ -290,7 +341,8 @@ impl Gather {
     /// share a byte.
     pub unsafe fn read(&self, options: &ReadOptions, control: &Control) -> Result<ReadStats> {
         // SAFETY: the caller's promise, passed on. Files are never made shorter (section 9 of the format).
-        unsafe { read::read(&self.files, &self.requests, &Names(&self.index), options, control) }
+        let read = unsafe { read::read(&self.files, &self.requests, &Names(&self.index), options, control) };
+        read.map_err(|error| explain(&self.index, error))
     }
 }
 

@@ -7,8 +7,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::format::{BLOCK_SIZE, FileEntry, FileView, Index, IndexBuilder, block_count, block_digest};
-use crate::load::file_ref;
-use crate::store::read_at;
+use crate::load::{explain, file_ref};
+use crate::store::{FileRef, read_at};
 use crate::{Control, Error, Result, parallel};
 
 /// Something that is not as the index says.
@@ -60,9 +60,12 @@ pub fn verify(index: &Index, allow_external: bool, threads: usize, control: &Con
     let mut files = BTreeMap::new();
     for number in 0..index.file_count() {
         let file_ref = file_ref(index, number, allow_external)?;
-        match file_ref.open(false) {
+        match file_ref.open(false).map_err(|error| explain(index, error)) {
             Ok(file) => {
-                files.insert(number, (file, file_ref.path));
+                verified
+                    .problems
+                    .extend(check_head(index, number, &file, &file_ref.path)?);
+                files.insert(number, file_ref);
             }
             Err(Error::CorruptData { path, reason, .. }) => verified.problems.push(Problem {
                 path,
@@ -75,11 +78,6 @@ pub fn verify(index: &Index, allow_external: bool, threads: usize, control: &Con
             Err(other) => return Err(other),
         }
     }
-    for (number, (file, path)) in &files {
-        if let Some(problem) = check_head(index, *number, file, path)? {
-            verified.problems.push(problem);
-        }
-    }
     let (blocks, without) = blocks(index, |file| files.contains_key(&file));
     verified.bytes_without_digest = without;
     let problems = Mutex::new(Vec::new());
@@ -89,7 +87,7 @@ pub fn verify(index: &Index, allow_external: bool, threads: usize, control: &Con
         if got != expected {
             let tensor = index.name(index.chunk(block.chunk).tensor).to_owned();
             let problem = Problem {
-                path: files[&block.file].1.clone(),
+                path: files[&block.file].path.clone(),
                 tensor,
                 block: block.number,
                 offset: block.offset,
@@ -162,10 +160,16 @@ fn push_blocks(blocks: &mut Vec<Block>, chunk: u64, file: u32, offset: u64, leng
     }));
 }
 
+/// What one thread reads with: the file that it read last stays open. (A checkpoint may have more files than a process may open.)
+struct Hasher {
+    buffer: Vec<u8>,
+    open: Option<(u32, File)>,
+}
+
 /// Reads and hashes blocks in parallel, and hands each digest to `found`.
 fn each_block(
     index: &Index,
-    files: &BTreeMap<u32, (File, PathBuf)>,
+    files: &BTreeMap<u32, FileRef>,
     blocks: &[Block],
     threads: usize,
     control: &Control,
@@ -175,15 +179,24 @@ fn each_block(
     parallel::for_each(
         blocks.len(),
         workers,
-        || vec![0_u8; usize::try_from(BLOCK_SIZE).expect("1 MiB")],
-        |buffer, job| {
+        || Hasher {
+            buffer: vec![0; usize::try_from(BLOCK_SIZE).expect("1 MiB")],
+            open: None,
+        },
+        |hasher, job| {
             control.check()?;
             let block = &blocks[job];
-            let (file, path) = &files[&block.file];
-            let buffer = &mut buffer[..usize::try_from(block.len).expect("at most 1 MiB")];
+            let file_ref = &files[&block.file];
+            let kept = hasher.open.take().filter(|(number, _)| *number == block.file);
+            let file = match kept {
+                Some((_, file)) => file,
+                None => file_ref.open(false).map_err(|error| explain(index, error))?,
+            };
+            let (_, file) = hasher.open.insert((block.file, file));
+            let buffer = &mut hasher.buffer[..usize::try_from(block.len).expect("at most 1 MiB")];
             read_at(file, buffer, block.offset).map_err(|error| {
                 let tensor = index.name(index.chunk(block.chunk).tensor);
-                Error::corrupt_data(path, tensor, block.offset, error.to_string())
+                Error::corrupt_data(&file_ref.path, tensor, block.offset, error.to_string())
             })?;
             found(block, block_digest(buffer));
             control.add(block.len);
@@ -242,7 +255,8 @@ fn hash_all(index: &Index, threads: usize, control: &Control) -> Result<BTreeMap
     let mut files = BTreeMap::new();
     for number in 0..index.file_count() {
         let file_ref = file_ref(index, number, true)?;
-        files.insert(number, (file_ref.open(false)?, file_ref.path));
+        file_ref.open(false)?;
+        files.insert(number, file_ref);
     }
     let mut blocks = Vec::new();
     let mut digests: BTreeMap<u64, Vec<AtomicU64>> = BTreeMap::new();

@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 pyo3::import_exception!(dcp_rs.errors, CheckpointNotFoundError);
+pyo3::import_exception!(dcp_rs.errors, CheckpointReplacedError);
 pyo3::import_exception!(dcp_rs.errors, CorruptDataError);
 pyo3::import_exception!(dcp_rs.errors, CorruptIndexError);
 pyo3::import_exception!(dcp_rs.errors, PlanError);
@@ -33,6 +34,7 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
             Some(tensor.as_str()),
             Some(*offset),
         ),
+        Error::Replaced { path } => with_place(py, CheckpointReplacedError::new_err(message), Some(path), None, None),
         Error::UnsafePickle { path, .. } => with_place(py, UnsafePickleError::new_err(message), Some(path), None, None),
         Error::Unsupported(_) => UnsupportedError::new_err(message),
         Error::TensorPlan { tensor, .. } => {

@@ -64,6 +64,12 @@ impl Index {
     }
 }
 
+/// XXH3-64 of some bytes, as the format has it.
+#[pyfunction]
+pub fn block_digest(data: &[u8]) -> u64 {
+    dcp_rs_core::format::block_digest(data)
+}
+
 /// Whether `folder` holds data files of this package.
 #[pyfunction]
 pub fn has_native_data(py: Python<'_>, folder: PathBuf) -> PyResult<bool> {

@@ -8,6 +8,7 @@ use dcp_rs_core::write::{self, FilePlan, Part, Place, SaveInfo, SaveItem, WriteI
 use dcp_rs_core::{Error, store};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
+use pyo3::sync::MutexExt as _;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 use crate::convert::{Extent, dtype, to_value};
@@ -123,7 +124,7 @@ impl Save {
                 data: unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(address), len) },
             })
             .collect();
-        let inner = self.inner.lock().map_err(|_| closed())?;
+        let inner = self.inner.lock_py_attached(py).map_err(|_| closed())?;
         let save = inner.as_ref().ok_or_else(closed)?;
         interrupt::run(py, |control| save.write(&parts, control))
     }
@@ -137,7 +138,7 @@ impl Save {
         dtypes: &Bound<'py, PyDict>,
     ) -> PyResult<()> {
         let parts = self.planned.parts(&Plain::new(py, types, dtypes)?, tensors)?;
-        let inner = self.inner.lock().map_err(|_| closed())?;
+        let inner = self.inner.lock_py_attached(py).map_err(|_| closed())?;
         let save = inner.as_ref().ok_or_else(closed)?;
         interrupt::run(py, |control| save.write(&parts, control))
     }
@@ -153,7 +154,7 @@ impl Save {
                 data,
             })
             .collect();
-        let inner = self.inner.lock().map_err(|_| closed())?;
+        let inner = self.inner.lock_py_attached(py).map_err(|_| closed())?;
         let save = inner.as_ref().ok_or_else(closed)?;
         interrupt::run(py, |control| save.write(&parts, control))
     }
@@ -167,14 +168,19 @@ impl Save {
     /// Completes the files, and returns the bytes of an index over them, with the id of the save if one is given.
     #[pyo3(signature = (save_id=None))]
     fn finish<'py>(&self, py: Python<'py>, save_id: Option<[u8; 16]>) -> PyResult<Bound<'py, PyBytes>> {
-        let save = self.inner.lock().map_err(|_| closed())?.take().ok_or_else(closed)?;
+        let save = self
+            .inner
+            .lock_py_attached(py)
+            .map_err(|_| closed())?
+            .take()
+            .ok_or_else(closed)?;
         let bytes = py.detach(|| save.finish_as(save_id)).into_py(py)?;
         Ok(PyBytes::new(py, &bytes))
     }
 
     /// Removes the files.
     fn abort(&self, py: Python<'_>) {
-        let save = self.inner.lock().ok().and_then(|mut inner| inner.take());
+        let save = self.inner.lock_py_attached(py).ok().and_then(|mut inner| inner.take());
         py.detach(|| drop(save));
     }
 }

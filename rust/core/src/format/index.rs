@@ -21,6 +21,7 @@ pub struct Index {
     path: PathBuf,
     bytes: IndexBytes,
     sections: [Range<usize>; 7],
+    follows_links: bool,
 }
 
 /// A data file.
@@ -90,9 +91,24 @@ impl Index {
             path: path.to_owned(),
             bytes: Box::new(bytes),
             sections,
+            follows_links: false,
         };
         validate::records(&index)?;
         Ok(index)
+    }
+
+    /// The index of data that was found in a folder, and not through an index file: names that are symbolic links are followed.
+    #[must_use]
+    pub(crate) fn following_links(self) -> Self {
+        Self {
+            follows_links: true,
+            ..self
+        }
+    }
+
+    /// Whether data files may be symbolic links that lead out of the folder.
+    pub(crate) fn follows_links(&self) -> bool {
+        self.follows_links
     }
 
     /// The file the index comes from.

@@ -26,6 +26,28 @@ pub(super) const FILE_HEAD_DIGEST: u32 = 2;
 pub(super) const CHUNK_STRIDED: u32 = 1;
 pub(super) const CHUNK_DIGESTS: u32 = 2;
 
+/// Which save an index is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Identity {
+    pub save_id: [u8; 16],
+    pub generation: u64,
+}
+
+impl Identity {
+    /// Bytes from the start of an index that say it.
+    pub(crate) const LEN: usize = std::mem::offset_of!(Header, generation) + 8;
+
+    /// `None` where the bytes begin no index.
+    pub(crate) fn of(start: &[u8; Self::LEN]) -> Option<Self> {
+        const SAVE_ID: usize = std::mem::offset_of!(Header, save_id);
+        const GENERATION: usize = std::mem::offset_of!(Header, generation);
+        start.starts_with(&MAGIC).then_some(Self {
+            save_id: *start[SAVE_ID..].first_chunk()?,
+            generation: u64::from_le_bytes(*start[GENERATION..].first_chunk()?),
+        })
+    }
+}
+
 /// What the data files of a checkpoint are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SourceKind {

@@ -351,4 +351,4 @@ impl<'de> Visitor<'de> for TextsVisitor {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

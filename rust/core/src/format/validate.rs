@@ -120,7 +120,16 @@ impl Check<'_> {
         }
     }
 
+    /// Names, and paths, share no bytes: together they are no longer than their section. So whatever reads them all takes time and memory
+    /// in proportion to the index.
+    fn is_shared(total: &mut usize, len: u32, section: &[u8]) -> bool {
+        *total = total.saturating_add(len as usize);
+        *total > section.len()
+    }
+
     fn files(&self) -> Result<()> {
+        let strings = self.index.section(Section::Strings);
+        let mut names = 0;
         let records = self.index.file_records();
         if u32::try_from(records.len()).is_err() {
             return self.bad(Section::Files, 0, "too many files");
@@ -129,6 +138,9 @@ impl Check<'_> {
             let Some(name) = self.text(record.name_offset.get(), record.name_len.get()) else {
                 return self.bad(Section::Files, i, "name of a file is outside the strings");
             };
+            if Self::is_shared(&mut names, record.name_len.get(), strings) {
+                return self.bad(Section::Files, i, "names of files share bytes");
+            }
             let external = record.flags.get() & FILE_EXTERNAL != 0;
             if let Err(reason) = name::check_file_name(name, external) {
                 return self.bad(Section::Files, i, format!("{reason}: {name:?}"));
@@ -148,12 +160,22 @@ impl Check<'_> {
         if u32::try_from(records.len()).is_err() {
             return self.bad(Section::Tensors, 0, "too many tensors");
         }
+        let (strings, planner) = (
+            self.index.section(Section::Strings),
+            self.index.section(Section::Planner),
+        );
+        let (mut names, mut paths) = (0, 0);
         let mut next_chunk = 0;
         let mut previous: Option<&str> = None;
         for (i, record) in records.iter().enumerate() {
             let Some(name) = self.text(record.name_offset.get(), record.name_len.get()) else {
                 return self.bad(Section::Tensors, i, "FQN is outside the strings");
             };
+            if Self::is_shared(&mut names, record.name_len.get(), strings)
+                || Self::is_shared(&mut paths, record.path_len.get(), planner)
+            {
+                return self.bad(Section::Tensors, i, "names or paths share bytes");
+            }
             if previous.is_some_and(|previous| previous.as_bytes() >= name.as_bytes()) {
                 return self.bad(Section::Tensors, i, format!("{name:?} is out of order"));
             }
@@ -228,6 +250,7 @@ impl Check<'_> {
 
     fn chunks(&self) -> Result<()> {
         let chunks = self.index.chunk_records();
+        self.payload(chunks)?;
         let mut at = 0;
         for (t, tensor) in self.index.tensor_records().iter().enumerate() {
             let count = usize::try_from(tensor.chunk_count.get()).expect("checked with the tensors");
@@ -242,6 +265,32 @@ impl Check<'_> {
                     }
                 };
                 at += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Chunks share no bytes of a file, and no digests: what all tensors take together is in proportion to the files.
+    fn payload(&self, chunks: &[ChunkRecord]) -> Result<()> {
+        let files = self.index.file_records();
+        let mut left: Vec<u64> = files
+            .iter()
+            .map(|file| file.file_size.get() - file.data_start.get())
+            .collect();
+        let mut digests = self.index.section(Section::Digests).len() as u64 / 8;
+        for (at, chunk) in chunks.iter().enumerate() {
+            let Some(left) = left.get_mut(chunk.file.get() as usize) else {
+                return self.bad(Section::Chunks, at, "no such file");
+            };
+            let length = chunk.length.get();
+            let of_digests = if chunk.flags.get() & CHUNK_DIGESTS == 0 {
+                0
+            } else {
+                block_count(length)
+            };
+            match (left.checked_sub(length), digests.checked_sub(of_digests)) {
+                (Some(less), Some(fewer)) => (*left, digests) = (less, fewer),
+                _ => return self.bad(Section::Chunks, at, "chunks share bytes of a file, or digests"),
             }
         }
         Ok(())
@@ -291,6 +340,10 @@ impl Check<'_> {
         };
         if needed != Some(record.length.get()) {
             return Err("its length does not match its sizes");
+        }
+        let dense = element_count(&counts).and_then(|n| n.checked_mul(itemsize));
+        if dense.is_none_or(|dense| dense > record.length.get()) {
+            return Err("its elements share bytes");
         }
         if tensor.split_dim.get() != NO_SPLIT {
             let split = tensor.split_dim.get() as usize;

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::fault::{Fault, FaultResult};
@@ -13,7 +14,7 @@ use super::zip::{Archive, LOCAL_MAGIC};
 use super::{Stat, open_data_file, stat_data_file};
 use crate::format::safetensors as st;
 use crate::format::{ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry};
-use crate::{Dtype, Error, Result, parallel};
+use crate::{Dtype, Error, Result, parallel, store};
 
 /// The file that makes a folder a stock DCP checkpoint.
 pub const METADATA_NAME: &str = ".metadata";
@@ -28,7 +29,7 @@ pub fn rank_metadata_name(rank: u32) -> String {
 /// index that is to lie in `dir`. `threads` may be 0: as many as there are cores.
 pub fn index_folder(dir: &Path, rank: Option<u32>, threads: usize) -> Result<Vec<u8>> {
     let path = dir.join(rank.map_or_else(|| METADATA_NAME.to_owned(), rank_metadata_name));
-    let bytes = match std::fs::read(&path) {
+    let bytes = match store::read_all(&path) {
         Ok(bytes) => bytes,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
             return Err(Error::NotFound {
@@ -78,6 +79,8 @@ pub fn index_items(dir: &Path, metadata: StockMetadata, threads: usize) -> Resul
 struct DataFile {
     path: PathBuf,
     stat: Stat,
+    /// Bytes that no archive or value has claimed: they share none, so looking into all of them takes time in proportion to the file.
+    left: AtomicU64,
     /// The safetensors files found in it, by their offset.
     embedded: Mutex<HashMap<u64, Arc<Embedded>>>,
 }
@@ -89,8 +92,18 @@ impl DataFile {
         Ok(Self {
             path,
             stat,
+            left: AtomicU64::new(stat.size),
             embedded: Mutex::default(),
         })
+    }
+
+    /// Takes the bytes of an item.
+    fn claim(&self, item: &StockItem) -> FaultResult<()> {
+        let take = |left: u64| left.checked_sub(item.length);
+        match self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take) {
+            Ok(_) => Ok(()),
+            Err(_) => Err(Fault::corrupt(0, "it shares bytes with other items")),
+        }
     }
 
     /// The safetensors file at the start of `window`, parsed once for all its tensors.
@@ -211,6 +224,7 @@ fn locate(
         .is_some_and(|end| end <= source.size);
     let Some(dtype) = entry.dtype else {
         return if in_file {
+            file.claim(item)?;
             Ok(at(item.offset, item.length, None))
         } else {
             Err(leads_out(item, source.size))
@@ -234,6 +248,7 @@ fn locate(
     if !in_file {
         return Err(leads_out(item, source.size));
     }
+    file.claim(item)?;
     let (payload, tensor) = locate_in_archive(&window(item.length))?;
     check_stored(tensor.dtype, &tensor.sizes, dtype, item)?;
     let strides = (!tensor.is_contiguous()).then(|| tensor.strides.clone());
@@ -248,7 +263,7 @@ fn leads_out(item: &StockItem, size: u64) -> Fault {
 }
 
 /// The place of the storage's first byte in an archive of one tensor, and the tensor over it.
-fn locate_in_archive(window: &Window<'_>) -> FaultResult<(u64, StoredTensor)> {
+pub(super) fn locate_in_archive(window: &Window<'_>) -> FaultResult<(u64, StoredTensor)> {
     let archive = Archive::open(window)?;
     let content = |name: &str, longest: u64| -> FaultResult<Option<_>> {
         let Some(record) = archive.find(name) else {

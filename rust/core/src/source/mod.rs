@@ -7,6 +7,8 @@
 mod data_header;
 pub mod distcp;
 mod fault;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzzing;
 mod kind;
 pub mod metadata_pickle;
 mod payload;
@@ -53,7 +55,8 @@ pub fn index(path: &Path, kind: Foreign, rank: Option<u32>, threads: usize) -> R
         Foreign::SafetensorsFolder => (path, safetensors::index_folder(path, threads)?),
         Foreign::SafetensorsFile => (path.parent().unwrap_or(Path::new("")), safetensors::index_file(path)?),
     };
-    Index::from_bytes(bytes, &dir.join(INDEX_NAME))
+    // Its names were found by looking at the folder: links there are those of whoever made the folder (a cache of downloads).
+    Ok(Index::from_bytes(bytes, &dir.join(INDEX_NAME))?.following_links())
 }
 
 /// Length and modification time of a data file.

@@ -16,7 +16,7 @@ use crate::format::safetensors as st;
 use crate::format::{
     ChunkEntry, DataFileName, Dims, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry, Value, element_count,
 };
-use crate::{Dtype, Error, Result, parallel};
+use crate::{Dtype, Error, Result, parallel, store};
 
 /// What the names of safetensors files end with.
 pub const SUFFIX: &str = ".safetensors";
@@ -107,7 +107,7 @@ struct HfIndex {
 
 fn read_weight_map(dir: &Path, name: &str) -> Result<HashMap<String, String>> {
     let path = dir.join(name);
-    let text = std::fs::read(&path).map_err(|e| Error::io("read", &path, e))?;
+    let text = store::read_all(&path).map_err(|e| Error::io("read", &path, e))?;
     let index: HfIndex = serde_json::from_slice(&text)
         .map_err(|e| Error::corrupt_index(&path, 0, format!("line {} column {}: {e}", e.line(), e.column())))?;
     for file in index.weight_map.values() {

@@ -1,7 +1,7 @@
 //! Data files: opening them with their checks, and reads that are complete or an error.
 
 use std::fs::{File, Metadata, OpenOptions};
-use std::io;
+use std::io::{self, Read as _};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
@@ -74,6 +74,13 @@ impl FileRef {
     fn corrupt(&self, reason: impl Into<String>) -> Error {
         Error::corrupt_data(&self.path, "", 0, reason)
     }
+}
+
+/// All of a regular file.
+pub fn read_all(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open_file(path)?.read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
 /// Opens a regular file for reading. Anything else is `InvalidInput`, also what would block, as a named pipe does.

@@ -2,6 +2,7 @@
 
 pub(crate) mod disk;
 mod file;
+mod lock;
 mod mapping;
 mod private;
 mod publish;
@@ -9,7 +10,8 @@ mod random;
 mod residency;
 
 pub use file::FileRef;
-pub(crate) use file::{open_file, read_at, read_direct_at};
+pub(crate) use file::{open_file, read_all, read_at, read_direct_at};
+pub(crate) use lock::FolderLock;
 pub use mapping::Mapping;
 pub use private::PrivateMapping;
 pub(crate) use publish::publish_on;

@@ -2,13 +2,13 @@
 
 use std::collections::HashSet;
 use std::fs;
-use std::io::{ErrorKind, Read as _};
+use std::io::ErrorKind;
 use std::path::Path;
 
 use crate::format::{DataFileName, INDEX_NAME, Index, rank_index_name};
 use crate::store::disk::Disk;
-use crate::store::{open_file, publish_on};
-use crate::{Error, Result};
+use crate::store::{FolderLock, publish_on, read_all};
+use crate::{Error, Result, load};
 
 /// What a commit did besides committing.
 #[derive(Debug, Default)]
@@ -44,13 +44,16 @@ pub fn commit_index(dir: &Path, rank: Option<u32>, index: &Index, fsync: bool) -
 
 fn commit_index_on(disk: &Disk, dir: &Path, rank: Option<u32>, index: &Index, fsync: bool) -> Result<Committed> {
     let name = index_name(rank);
+    // A rank that takes the save for failed removes what it wrote: before this, and then there is nothing to commit, or never.
+    let _lock = FolderLock::take(dir);
+    check_written(dir, index)?;
     let of_ranks = if rank.is_none() { rank_indexes(dir)? } else { Vec::new() };
     // One that cannot be read names nothing that may be removed.
     let old: Vec<Index> = std::iter::once(&name)
         .chain(&of_ranks)
         .filter_map(|name| {
             let path = dir.join(name);
-            Index::from_bytes(fs::read(&path).ok()?, &path).ok()
+            Index::from_bytes(read_all(&path).ok()?, &path).ok()
         })
         .collect();
     publish_on(disk, dir, &name, index.bytes(), fsync)?;
@@ -65,6 +68,32 @@ fn commit_index_on(disk: &Disk, dir: &Path, rank: Option<u32>, index: &Index, fs
         }
     }
     Ok(committed)
+}
+
+/// Checks that the files of a save are there as its ranks wrote them.
+fn check_written(dir: &Path, index: &Index) -> Result<()> {
+    for number in 0..index.file_count() {
+        let file = index.file(number);
+        if file.external || DataFileName::parse(file.name).is_none() {
+            continue;
+        }
+        let path = dir.join(file.name);
+        let wrong = |what: String| {
+            Err(Error::corrupt_data(
+                &path,
+                "",
+                0,
+                format!("at the commit of its save {what}"),
+            ))
+        };
+        match fs::symlink_metadata(&path) {
+            Ok(found) if found.is_file() && found.len() == file.size => {}
+            Ok(found) => return wrong(format!("it is {} bytes long, expected {}", found.len(), file.size)),
+            Err(error) if error.kind() == ErrorKind::NotFound => return wrong("it is missing".into()),
+            Err(error) => return Err(Error::io("look at", &path, error)),
+        }
+    }
+    Ok(())
 }
 
 fn index_name(rank: Option<u32>) -> String {
@@ -99,7 +128,8 @@ fn rank_indexes(dir: &Path) -> Result<Vec<String>> {
 pub fn discard(dir: &Path, rank: Option<u32>, index: impl AsRef<[u8]> + Send + Sync + 'static) -> Result<()> {
     let path = dir.join(index_name(rank));
     let index = Index::from_bytes(index, &path)?;
-    let published = match fs::read(&path) {
+    let _lock = FolderLock::take(dir);
+    let published = match read_all(&path) {
         Ok(bytes) => Some(Index::from_bytes(bytes, &path)?),
         Err(error) if error.kind() == ErrorKind::NotFound => None,
         Err(error) => return Err(Error::io("read", &path, error)),
@@ -133,7 +163,8 @@ pub fn next_generation(dir: &Path) -> Result<u64> {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(1),
         entries => entries.map_err(|error| Error::io("list", dir, error))?,
     };
-    let mut highest = index_generation(&dir.join(INDEX_NAME)).unwrap_or(0);
+    // Of a damaged index the header is enough: it does not hinder the save that replaces it.
+    let mut highest = load::identity_of(&dir.join(INDEX_NAME)).map_or(0, |index| index.generation);
     for entry in entries {
         let name = entry.map_err(|error| Error::io("list", dir, error))?.file_name();
         if let Some(name) = name.to_str().and_then(DataFileName::parse) {
@@ -143,17 +174,6 @@ pub fn next_generation(dir: &Path) -> Result<u64> {
     highest
         .checked_add(1)
         .ok_or_else(|| Error::Unsupported(format!("a save after generation {highest}")))
-}
-
-/// The generation in the header of an index, without the rest of it: a damaged index does not hinder the save that
-/// replaces it.
-fn index_generation(path: &Path) -> Option<u64> {
-    const MAGIC: &[u8] = b"\x89DCPRS\r\n";
-    const GENERATION_AT: usize = 64;
-    let mut start = [0; GENERATION_AT + 8];
-    open_file(path).ok()?.read_exact(&mut start).ok()?;
-    let generation = u64::from_le_bytes(start[GENERATION_AT..].try_into().ok()?);
-    start.starts_with(MAGIC).then_some(generation)
 }
 
 #[cfg(test)]

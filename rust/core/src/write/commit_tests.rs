@@ -189,3 +189,46 @@ fn indexes_of_single_ranks_are_replaced() {
     let left = names();
     assert_eq!((left[0].as_str(), left.len()), ("__x.index.dcprs", 3));
 }
+
+/// A rank that lost touch with the others takes the save for failed, and removes its files, while the coordinator is about to commit.
+#[test]
+fn what_is_discarded_is_not_committed_and_the_reverse() {
+    let dir = tempdir().unwrap();
+    let dir = dir.path();
+    commit(dir, None, saved(dir, 1), true).unwrap();
+    let second = saved(dir, 2);
+    discard(dir, None, second.clone()).unwrap();
+    let error = commit(dir, None, second, true).unwrap_err();
+    assert!(error.to_string().contains("it is missing"), "{error}");
+    assert_eq!(names_in(dir), [&data(1), INDEX_NAME]);
+    assert_saved(&open(dir), &items());
+
+    let third = saved(dir, 3);
+    commit(dir, None, third.clone(), true).unwrap();
+    discard(dir, None, third).unwrap();
+    assert_eq!(names_in(dir), [&data(3), INDEX_NAME]);
+    assert_saved(&open(dir), &items());
+}
+
+#[test]
+fn of_a_commit_and_a_discard_at_once_one_counts() {
+    for round in 0..40 {
+        let dir = tempdir().unwrap();
+        let dir = dir.path();
+        commit(dir, None, saved(dir, 1), false).unwrap();
+        let second = saved(dir, 2);
+        let committed = std::thread::scope(|scope| {
+            let other = second.clone();
+            let discarding = scope.spawn(move || {
+                std::thread::sleep(std::time::Duration::from_micros(round * 20));
+                discard(dir, None, other).unwrap();
+            });
+            let committed = commit(dir, None, second, false).is_ok();
+            discarding.join().unwrap();
+            committed
+        });
+        let left = if committed { 2 } else { 1 };
+        assert_eq!(names_in(dir), [&data(left), INDEX_NAME]);
+        assert_saved(&open(dir), &items());
+    }
+}

@@ -17,7 +17,7 @@ fn ours(bytes: &[u8]) -> Result<Header, HeaderError> {
 }
 
 /// Both parsers on one file; `Ok(accepted)` where they agree.
-fn compare(bytes: &[u8]) -> Result<bool, String> {
+pub(crate) fn compare(bytes: &[u8]) -> Result<bool, String> {
     match (ours(bytes), SafeTensors::read_metadata(bytes)) {
         (Err(_), Err(_)) => Ok(false),
         (Err(e), Ok(_)) => Err(format!("only we refuse: {e}")),
