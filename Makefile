@@ -10,6 +10,8 @@ TORCH  ?=
 ARGS   ?=
 # How long each fuzz target runs.
 FUZZ_SECONDS ?= 60
+# How long the soak runs.
+SECONDS ?= 600
 
 BIN  := $(VENV)/bin
 PY   := $(BIN)/python
@@ -26,7 +28,7 @@ export UV_SYSTEM_CERTS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help build demo test test-rust test-python test-slow test-oldest check check-rust check-python \
-	fmt bench soak fuzz dist clean
+	fmt bench crash soak fuzz dist clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -97,15 +99,21 @@ $(VENV)/.bench: $(VENV)/.built
 	$(UV) pip install --quiet --python $(PY) --group bench
 	@touch $@
 
-soak: $(VENV)/.built  ## Random saves, loads, kills and faults, for hours if asked (ARGS)
-	$(PY) tests/soak.py $(ARGS)
+crash: $(VENV)/.built  ## Kill hundreds of saves, fail every write, and look at what is left (ARGS)
+	PYTHONPATH=tests $(PY) -m crash --faults $(ARGS)
 
+soak: $(VENV)/.built  ## Saves and loads for SECONDS, with memory and open files watched
+	$(PY) tests/soak.py $(SECONDS)
+
+# Found inputs go to rust/fuzz/corpus (ignored), on top of the seeds. No parser needs 64 MiB at once for inputs of this size.
 fuzz:  ## Every fuzz target for FUZZ_SECONDS each (needs nightly Rust and cargo-fuzz)
 	@cargo +nightly fuzz --version >/dev/null 2>&1 \
 		|| { echo 'needs: rustup toolchain install nightly; cargo install cargo-fuzz'; exit 1; }
 	@set -e; for target in $$(cargo +nightly fuzz list --fuzz-dir rust/fuzz); do \
 		echo "fuzzing $$target for $(FUZZ_SECONDS) s"; \
-		cargo +nightly fuzz run --fuzz-dir rust/fuzz $$target -- -max_total_time=$(FUZZ_SECONDS); \
+		mkdir -p rust/fuzz/corpus/$$target; \
+		cargo +nightly fuzz run --fuzz-dir rust/fuzz $$target rust/fuzz/corpus/$$target rust/fuzz/seeds/$$target -- \
+			-max_total_time=$(FUZZ_SECONDS) -max_len=65536 -malloc_limit_mb=64 -timeout=10 -print_final_stats=1; \
 	done
 
 dist: $(VENV)/.deps  ## The sdist, and the wheel built from it, in dist/

@@ -1,0 +1,5 @@
+import sys
+
+from crash.kills import main
+
+sys.exit(main())

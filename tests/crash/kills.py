@@ -1,0 +1,246 @@
+"""Kills saving processes at random moments, and checks after each what the folder holds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import select
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import dcp_rs
+from crash import faults
+from crash.states import found_number, load_number, rank_state, stray_files
+
+#: A rank whose peers are gone has to notice by then.
+PEER_TIMEOUT = 30.0  # seconds
+#: Left-overs of so many kills lie about before they are removed.
+KEEP_STRAYS = 10
+
+
+@dataclass
+class Tally:
+    """What happened."""
+
+    ranks: int
+    kills: int = 0
+    kept_old: int = 0
+    became_new: int = 0
+    finished_first: int = 0  # the save was done when the signal came
+    one_rank_only: int = 0
+    saves: int = 0
+    most_strays: int = 0
+    strays: int = 0
+    by_moment: dict[str, int] = field(default_factory=dict)
+
+    def count(self, moment: str) -> None:
+        self.by_moment[moment] = self.by_moment.get(moment, 0) + 1
+
+
+class Savers:
+    """``ranks`` forked processes that save number after number until they are killed."""
+
+    def __init__(self, path: Path, scratch: Path, first: int, ranks: int) -> None:
+        self.read, write = os.pipe()
+        self.pids: list[int] = []
+        store = scratch / f"store-{time.monotonic_ns()}"
+        for rank in range(ranks):
+            pid = os.fork()
+            if pid == 0:
+                os.close(self.read)
+                _save_forever(path, store, first, rank, ranks, write)
+            self.pids.append(pid)
+        os.close(write)
+        self._lines = b""
+
+    def wait_for_start(self) -> None:
+        """Returns when rank 0 is about to save."""
+        self._read_until(b"begin", 60)
+
+    def _read_until(self, word: bytes, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while word not in self._lines:
+            ready, _, _ = select.select([self.read], [], [], deadline - time.monotonic())
+            data = os.read(self.read, 4096) if ready else b""
+            if not data:
+                msg = f"the savers said only {self._lines!r}"
+                raise AssertionError(msg)
+            self._lines += data
+
+    def kill(self, victims: list[int]) -> None:
+        for rank in victims:
+            os.kill(self.pids[rank], signal.SIGKILL)
+
+    def wait(self) -> list[int]:
+        """How each process ended: minus the number of a signal, or an exit code."""
+        deadline = time.monotonic() + PEER_TIMEOUT
+        ends = []
+        for pid in self.pids:
+            while not (done := os.waitpid(pid, os.WNOHANG))[0]:
+                if time.monotonic() > deadline:
+                    for other in self.pids:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(other, signal.SIGKILL)
+                    msg = f"a rank is still there {PEER_TIMEOUT} s after another was killed"
+                    raise AssertionError(msg)
+                time.sleep(0.001)
+            ends.append(os.waitstatus_to_exitcode(done[1]))
+        while data := os.read(self.read, 4096):
+            self._lines += data
+        os.close(self.read)
+        return ends
+
+    def progress(self) -> tuple[int | None, int | None]:
+        """The last save that began, and the last that ended, on rank 0."""
+        begun = ended = None
+        for line in self._lines.split(b"\n")[:-1]:
+            word, number = line.split()
+            if word == b"begin":
+                begun = int(number)
+            else:
+                ended = int(number)
+        return begun, ended
+
+
+def _save_forever(path: Path, store: Path, first: int, rank: int, ranks: int, pipe: int) -> None:
+    """In the forked process; never returns."""
+    code = 3
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 2)  # of peers that were killed, gloo and DCP say a lot
+        if ranks > 1:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(str(store), ranks),
+                rank=rank,
+                world_size=ranks,
+                timeout=timedelta(seconds=PEER_TIMEOUT / 2),
+            )
+        number = first
+        while True:
+            state = rank_state(number, rank)
+            if ranks > 1:
+                dist.barrier()
+            if rank == 0:
+                os.write(pipe, b"begin %d\n" % number)
+            dcp_rs.save(state, path, no_dist=ranks == 1)
+            if rank == 0:
+                os.write(pipe, b"end %d\n" % number)
+            number += 1
+    except BaseException:  # noqa: BLE001 - a peer was killed
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def run(folder: Path, *, kills: int, ranks: int, seed: int, log: Any = None) -> Tally:
+    """Kills ``kills`` times. Every second time on several ranks, it is one rank only.
+
+    Raises:
+        AssertionError: the folder holds something other than the last save that ended or the one that was going on.
+    """
+    torch.set_num_threads(1)
+    rng = random.Random(seed)
+    path = folder / "ckpt"
+    tally = Tally(ranks)
+    savers = Savers(path, folder, 1, ranks)  # the first: to the end, to see how long one takes
+    savers.wait_for_start()
+    began = time.monotonic()
+    savers._read_until(b"end 2", 120)
+    usual = (time.monotonic() - began) / 2
+    savers.kill(list(range(ranks)))
+    savers.wait()
+    number = found_number(path, ranks)
+    for round_ in range(kills):
+        savers = Savers(path, folder, number + 1, ranks)
+        try:
+            savers.wait_for_start()
+        except BaseException:
+            savers.kill(list(range(ranks)))
+            raise
+        # Over the length of two saves, so that a later one of the same process is hit as well.
+        time.sleep(rng.uniform(0, 2 * usual))
+        one = ranks > 1 and round_ % 2 == 1
+        victims = [rng.randrange(ranks)] if one else list(range(ranks))
+        savers.kill(victims)
+        ends = savers.wait()
+        assert all(ends[rank] == -signal.SIGKILL for rank in victims), ends
+        begun, ended = savers.progress()
+        assert begun is not None
+        old = ended if ended is not None else number
+        found = found_number(path, ranks)
+        assert found in (old, begun), f"save {begun} was killed, {old} was there; found {found}"
+        tally.kills += 1
+        tally.one_rank_only += one
+        tally.saves += found - number
+        if begun == ended:
+            tally.finished_first += 1
+        elif found == begun:
+            tally.became_new += 1
+        else:
+            tally.kept_old += 1
+        number = found
+        _look_at_strays(path, tally, remove=round_ % KEEP_STRAYS == KEEP_STRAYS - 1)
+        if round_ % 7 == 0:
+            load_number(path, number, ranks)
+            assert dcp_rs.verify(path).ok
+        if log and (round_ + 1) % 25 == 0:
+            log(f"{round_ + 1} kills on {ranks} ranks: {tally}")
+    # What killed saves left does not hinder the next one.
+    if ranks == 1:
+        dcp_rs.save(rank_state(number + 1, 0), path, no_dist=True)
+        assert found_number(path, 1) == number + 1
+    return tally
+
+
+def _look_at_strays(path: Path, tally: Tally, *, remove: bool) -> None:
+    strays = stray_files(path)
+    tally.most_strays = max(tally.most_strays, len(strays))
+    tally.count(
+        "left a temporary index"
+        if any(s.suffix == ".tmp" for s in strays)
+        else "left data files only"
+        if strays
+        else "left nothing"
+    )
+    if remove:
+        tally.strays += len(strays)
+        for stray in strays:
+            stray.unlink()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    import argparse
+    import dataclasses
+    import json
+    import tempfile
+
+    parser = argparse.ArgumentParser(prog="python -m crash", description=__doc__)
+    parser.add_argument("--kills", type=int, default=300, help="on one rank (default 300)")
+    parser.add_argument("--kills-of-four", type=int, default=100, help="on four ranks (default 100)")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
+    parser.add_argument("--folder", type=Path, help="where to save; default: a temporary folder")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--faults", action="store_true", help="let every call fail, too (make crash does)")
+    options = parser.parse_args(arguments)
+    tallies = []
+    print(f"seed {options.seed}", file=sys.stderr)
+    log = None if options.json else print
+    for ranks, kills in ((1, options.kills), (4, options.kills_of_four)):
+        if kills:
+            with tempfile.TemporaryDirectory(prefix="dcp-rs-crash-", dir=options.folder) as folder:
+                tallies.append(run(Path(folder), kills=kills, ranks=ranks, seed=options.seed + ranks, log=log))
+    if options.faults:
+        print("\n".join(map(str, faults.run("1", "1,4", timeout=3600))))
+    print(json.dumps([dataclasses.asdict(t) for t in tallies]) if options.json else "\n".join(map(str, tallies)))
+    return 0

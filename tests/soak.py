@@ -1,0 +1,121 @@
+"""Loads and saves for a long time, and looks whether memory and open files stay flat: ``make soak SECONDS=600``."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import dcp_rs
+from crash.states import found_number, load_number, rank_state, stray_files
+from dcp_rs import RsReader
+
+MIB = 1 << 20
+
+
+def resident() -> int:
+    """Bytes of memory that are this process's own (not those of mapped files)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def work(path: Path, number: int, rng: random.Random) -> int:
+    """One of the things that training and inference do. Returns the number of the save that is there now."""
+    what = rng.randrange(7)
+    if what <= 1:
+        number += 1
+        dcp_rs.save(rank_state(number, 0), path, no_dist=True, io=rng.choice(["direct", "buffered"]), fsync=False)
+    elif what == 2:
+        number += 1
+        dcp_rs.async_save(rank_state(number, 0), path, fsync=False).result()
+    elif what == 3:
+        load_number(path, number, 1)
+    elif what == 4:
+        assert found_number(path, 1) == number
+    elif what == 5:
+        assert dcp_rs.verify(path).ok
+    else:
+        got = {"common": torch.zeros(1000 + number % 2)}
+        reader = RsReader(path, io=rng.choice(["mmap", "direct", "buffered"]), threads=rng.randint(1, 4))
+        dcp.load(got, storage_reader=reader, no_dist=True)
+        assert int(got["common"][0]) == number
+    if rng.random() < 0.05:
+        fail(path, rng)
+    return number
+
+
+def fail(path: Path, rng: random.Random) -> None:
+    """Errors let go of what they held, too."""
+    try:
+        if rng.random() < 0.5:
+            dcp_rs.load({"unknown": torch.zeros(1)}, path, no_dist=True)
+        else:
+            dcp_rs.save({"x": torch.ones(100), "meta": torch.empty(1, device="meta")}, path, no_dist=True)
+    except dcp_rs.errors.DcpRsError:
+        return
+    raise AssertionError("that should have failed")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("seconds", type=float, nargs="?", default=600)
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
+    options = parser.parse_args()
+    rng = random.Random(options.seed)
+    print(f"seed {options.seed}, {options.seconds:.0f} s", flush=True)
+    with tempfile.TemporaryDirectory(prefix="dcp-rs-soak-") as folder:
+        path = Path(folder) / "ckpt"
+        dcp_rs.save(rank_state(1, 0), path, no_dist=True)
+        number, rounds, samples = 1, 0, []
+        begin = told = time.monotonic()
+        while (now := time.monotonic()) < begin + options.seconds:
+            number = work(path, number, rng)
+            rounds += 1
+            if rounds % 50 == 0:
+                gc.collect()
+                samples.append((now - begin, resident(), descriptors(), threads()))
+            if now > told + 30:
+                told = now
+                print(f"{now - begin:5.0f} s: {rounds} rounds, {number} saves, {samples[-1][1] // MIB} MiB", flush=True)
+        assert found_number(path, 1) == number
+        strays = stray_files(path)
+    # The first third is for caches and arenas to fill.
+    settled = samples[len(samples) // 3 :]
+    half = len(settled) // 2
+    memory = [sum(s[1] for s in part) / len(part) for part in (settled[:half], settled[half:])]
+    files = [max(s[2] for s in part) for part in (settled[:half], settled[half:])]
+    print(
+        f"{rounds} rounds, {number} saves; memory {memory[0] / MIB:.1f} then {memory[1] / MIB:.1f} MiB, open files {files[0]} then {files[1]}, "
+        f"threads {settled[0][3]} then {settled[-1][3]}, {len(strays)} stray files"
+    )
+    assert memory[1] - memory[0] < 8 * MIB, "memory grows"
+    assert files[1] <= files[0] + 1, "open files pile up"
+    assert settled[-1][3] <= settled[0][3] + 1, "threads pile up"
+    assert not strays
+    assert threading.active_count() <= 3
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

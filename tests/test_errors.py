@@ -1,0 +1,148 @@
+"""Every class of `dcp_rs.errors`: provoked, documented, pickled, and with its rank."""
+
+import inspect
+import pickle
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import dcp_rs
+from dcp_rs import RsWriter, _core, errors
+from support import rank_outcomes
+from support.both import save_rs
+
+DOCS = Path(__file__).parents[1] / "docs" / "errors.md"
+CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, errors.DcpRsError)]
+
+
+def not_found(path):
+    dcp_rs.open(path)
+
+
+def exists(path):
+    save_rs({"w": torch.ones(1)}, path)
+    dcp_rs.save({"w": torch.ones(1)}, path, overwrite=False, no_dist=True)
+
+
+def replaced(path):
+    save_rs({"w": torch.ones(1)}, path)
+    checkpoint = dcp_rs.open(path)
+    save_rs({"w": torch.ones(1)}, path)
+    checkpoint["w"]
+
+
+def corrupt_index(path):
+    save_rs({"w": torch.ones(1)}, path)
+    (path / "index.dcprs").write_bytes(b"damaged")
+    dcp_rs.open(path)
+
+
+def corrupt_data(path):
+    save_rs({"w": torch.ones(1)}, path)
+    next(path.glob("g*")).unlink()
+    dcp_rs.load({"w": torch.ones(1)}, path, no_dist=True)
+
+
+def unsupported(path):
+    dcp_rs.save({"w": torch.empty(1, device="meta")}, path, no_dist=True)
+
+
+def unsafe(path):
+    save_rs({"value": Path("x")}, path)
+    dcp_rs.load({"value": None}, path, no_dist=True)
+
+
+def plan(path):
+    save_rs({"w": torch.ones(1)}, path)
+    dcp_rs.load({"other": torch.ones(1)}, path, no_dist=True)
+
+
+def in_progress(path):
+    writer = RsWriter(path)
+    writer.stage({"w": torch.ones(1)})
+    other = []
+
+    def save():
+        try:
+            RsWriter(path).stage({"w": torch.ones(1)})
+        except BaseException as error:  # noqa: BLE001 - handed to the test
+            other.append(error)
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    thread.join()
+    raise other[0]
+
+
+def base(path):
+    save_rs({"w": torch.ones(1)}, path)
+    checkpoint = dcp_rs.open(path)
+    checkpoint.close()
+    checkpoint["w"]
+
+
+PROVOKED = {
+    errors.DcpRsError: base,
+    errors.CheckpointNotFoundError: not_found,
+    errors.CheckpointExistsError: exists,
+    errors.CheckpointReplacedError: replaced,
+    errors.CorruptIndexError: corrupt_index,
+    errors.CorruptDataError: corrupt_data,
+    errors.UnsupportedError: unsupported,
+    errors.UnsafePickleError: unsafe,
+    errors.PlanError: plan,
+    errors.SaveInProgressError: in_progress,
+}
+
+
+def test_none_is_left_out():
+    assert set(PROVOKED) == set(CLASSES)
+    assert {cls.__name__ for cls in CLASSES} == set(errors.__all__)
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_it_is_raised_with_what_one_needs_to_know(ckpt, cls):
+    with pytest.raises(cls) as raised:
+        PROVOKED[cls](ckpt)
+    error = raised.value
+    assert type(error) is cls
+    assert len(str(error)) > 15
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is cls
+    assert (str(copy), copy.path, copy.tensor, copy.offset) == (str(error), error.path, error.tensor, error.offset)
+    assert error.path or error.tensor
+    if error.tensor:
+        assert error.tensor in str(error)
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_it_is_documented(cls):
+    section = re.search(rf"^## `{cls.__name__}`.*?(?=^## |\Z)", DOCS.read_text(), re.MULTILINE | re.DOTALL)
+    assert section, f"docs/errors.md has no section {cls.__name__}"
+    if cls is not errors.DcpRsError:
+        assert "**Cause.**" in section[0]
+        assert "**Way out.**" in section[0]
+    assert cls.__doc__
+
+
+def load_together(path):
+    dcp_rs.load({"w": torch.ones(1)}, path)
+
+
+def test_the_rank_is_named(ckpt):
+    save_rs({"w": torch.ones(1)}, ckpt)
+    next(ckpt.glob("g*")).unlink()
+    for outcome in rank_outcomes(2, load_together, ckpt):
+        assert type(outcome.error) is errors.CorruptDataError
+        assert "raised on ranks 0, 1; this is rank 0's" in outcome.error.__notes__[0]
+
+
+def test_the_core_raises_no_class_of_its_own(ckpt):
+    save_rs({"w": torch.ones(1)}, ckpt)
+    index = _core.Index.open(str(ckpt), None, False)
+    for call in (lambda: index.tensor(99), lambda: index.check_files([99]), lambda: index.first_chunk(99)):
+        with pytest.raises(errors.DcpRsError):
+            call()

@@ -1,0 +1,511 @@
+"""Indexes and data files of which every byte may be wrong: a typed error, or exactly the right tensors."""
+
+import contextlib
+import os
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+import dcp_rs
+from dcp_rs import RsReader, _core
+from dcp_rs.errors import CorruptDataError, CorruptIndexError, DcpRsError, PlanError, UnsupportedError
+from support import same_bits
+from support.both import save_rs
+
+INDEX = "index.dcprs"
+HEADER_LEN = 256
+DIGEST_AT = 40
+
+STATE = {
+    "model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.arange(3, dtype=torch.bfloat16)},
+    "count": torch.tensor(3),
+    "value": "x",
+}
+FLAT = {
+    "model.w": STATE["model"]["w"],
+    "model.b": STATE["model"]["b"],
+    "count": STATE["count"],
+    "value": "x",
+}
+
+
+@pytest.fixture
+def saved(ckpt):
+    save_rs(STATE, ckpt)
+    return ckpt
+
+
+def sealed(data):
+    """The bytes with the digest that they should have: who forges an index can compute that."""
+    if len(data) < HEADER_LEN:
+        return bytes(data)
+    data = bytearray(data)
+    data[DIGEST_AT : DIGEST_AT + 8] = bytes(8)
+    data[DIGEST_AT : DIGEST_AT + 8] = struct.pack("<Q", _core.block_digest(bytes(data)))
+    return bytes(data)
+
+
+def read_all(path):
+    with dcp_rs.open(path, verify=True) as checkpoint:
+        return {name: checkpoint[name] for name in checkpoint}
+
+
+def same(left, right):
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return same_bits(left, right)
+    return type(left) is type(right) and left == right
+
+
+def outcome(path, want=FLAT):
+    """The name of the typed error, or "right"; anything else fails. `want` is None where the bytes may say anything."""
+    try:
+        got = read_all(path)
+    except DcpRsError as error:
+        return type(error).__name__
+    if want is not None:
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            assert same(got[name], value), name
+    return "right"
+
+
+def test_every_flipped_byte_of_an_index_is_found(saved):
+    good = (saved / INDEX).read_bytes()
+    for at in range(len(good)):
+        bad = bytearray(good)
+        bad[at] ^= 1 << at % 8
+        (saved / INDEX).write_bytes(bad)
+        with pytest.raises((CorruptIndexError, UnsupportedError)) as raised:
+            dcp_rs.open(saved)
+        assert raised.value.path in (str(saved / INDEX), None)
+
+
+def test_every_truncation_of_an_index_is_found(saved):
+    good = (saved / INDEX).read_bytes()
+    for length in range(len(good)):
+        for data in (good[:length], sealed(good[:length])):
+            (saved / INDEX).write_bytes(data)
+            with pytest.raises(CorruptIndexError):
+                dcp_rs.open(saved)
+    (saved / INDEX).write_bytes(good + b"\0")
+    with pytest.raises(CorruptIndexError):
+        dcp_rs.open(saved)
+
+
+def test_every_forged_byte_of_an_index_is_refused_or_harmless(saved):
+    """With the digest computed anew nothing says what is right: any tensors may come out, but nothing else."""
+    good = (saved / INDEX).read_bytes()
+    seen = {}
+    for at in range(8, len(good)):
+        for value in {good[at] ^ 1, good[at] ^ 0x80, 0, 0xFF} - {good[at]}:
+            bad = bytearray(good)
+            bad[at] = value
+            (saved / INDEX).write_bytes(sealed(bad))
+            said = outcome(saved, want=None)
+            seen[said] = seen.get(said, 0) + 1
+    assert seen["CorruptIndexError"] > 1000
+    assert seen.keys() <= {
+        "right",
+        "CorruptIndexError",
+        "CorruptDataError",
+        "UnsupportedError",
+        "UnsafePickleError",
+        "PlanError",
+    }
+
+
+def test_every_flipped_bit_of_a_data_file_is_found(saved):
+    """Header, payload and what lies between; by `verify`, which says where, and by a load, before anything is handed over."""
+    (file,) = saved.glob("g*.safetensors")
+    good = file.read_bytes()
+    checkpoint = dcp_rs.open(saved)
+    places = {}
+    for name in checkpoint:
+        (chunk,) = checkpoint.chunks(name)
+        places[name] = range(chunk.offset, chunk.offset + chunk.nbytes)
+    payload = range(min(p.start for p in places.values()), max(p.stop for p in places.values()))
+    assert payload.stop == len(good)
+    every = [*range(0, payload.start, 61), *(at for place in places.values() for at in place)]
+    for at in every:
+        bad = bytearray(good)
+        bad[at] ^= 1 << at % 8
+        file.write_bytes(bad)
+        report = dcp_rs.verify(saved)
+        (problem,) = report.problems
+        assert not report
+        assert problem.file == str(file)
+        inside = [name for name, place in places.items() if at in place]
+        if not inside:
+            assert (problem.tensor, problem.offset) == ("", 0)
+            assert outcome(saved) == "right"  # a load reads no headers
+            continue
+        (name,) = inside
+        assert (problem.tensor, problem.block, problem.offset) == (name, 0, places[name].start)
+        assert problem.expected != problem.got
+        with pytest.raises(CorruptDataError, match="digest") as raised:
+            dcp_rs.open(saved, verify=True)[name]
+        assert (raised.value.path, raised.value.tensor, raised.value.offset) == (
+            str(file),
+            name,
+            places[name].start,
+        )
+
+
+class Committing(DefaultLoadPlanner):
+    """Notes what was handed over."""
+
+    def __init__(self):
+        super().__init__()
+        self.committed = []
+
+    def commit_tensor(self, read_item, tensor):
+        self.committed.append(read_item.dest_index.fqn)
+        super().commit_tensor(read_item, tensor)
+
+
+def test_a_tensor_with_a_damaged_block_is_not_handed_over(ckpt):
+    """Three blocks, the second one damaged: found in each way of reading, and by parts that touch it only."""
+    block = 1 << 20
+    save_rs({"w": torch.ones(3 * block, dtype=torch.uint8)}, ckpt)
+    (file,) = ckpt.glob("g*.safetensors")
+    (chunk,) = dcp_rs.open(ckpt).chunks("w")
+    with file.open("r+b") as data:
+        data.seek(chunk.offset + block + 77)
+        data.write(b"\2")
+    (problem,) = dcp_rs.verify(ckpt).problems
+    assert (problem.block, problem.offset) == (1, chunk.offset + block)
+    for io in ("mmap", "buffered", "direct"):
+        planner = Committing()
+        reader = RsReader(ckpt, verify=True, io=io)
+        state = {"w": torch.zeros(3 * block, dtype=torch.uint8)}
+        with pytest.raises(CorruptDataError) as raised:
+            dcp_rs.load_state_dict(state, reader, no_dist=True, planner=planner)
+        assert (raised.value.tensor, raised.value.offset) == ("w", chunk.offset + block)
+        assert planner.committed == []
+        index = dcp_rs._core.Index.open(str(ckpt), None, False)
+        for begin, damaged in ((0, False), (block - 1, True), (block + 5, True), (2 * block, False)):
+            target = torch.zeros(2, dtype=torch.uint8)
+            request = (0, (begin,), (2,), target.data_ptr(), (1,))
+            options = {"io": io, "threads": 1, "verify": True, "max_inflight_bytes": 1 << 22}
+            with pytest.raises(CorruptDataError) if damaged else contextlib.nullcontext():
+                index.read_regions([request], **options)
+            assert damaged or target.tolist() == [1, 1]
+
+
+def test_every_truncation_of_a_data_file_is_found(saved):
+    (file,) = saved.glob("g*.safetensors")
+    good = file.read_bytes()
+    for length in [*range(0, len(good), 97), len(good) - 1]:
+        file.write_bytes(good[:length])
+        assert outcome(saved) == "CorruptDataError"
+        (problem,) = dcp_rs.verify(saved).problems
+        assert problem.tensor == ""
+        assert str(length) in problem.got
+    file.write_bytes(good + b"\0")
+    assert outcome(saved) == "CorruptDataError"
+
+
+def test_every_byte_of_the_header_of_a_foreign_file(tmp_path):
+    """No index: the header itself is what is trusted."""
+    from safetensors.torch import save_file
+
+    path = tmp_path / "model.safetensors"
+    save_file({"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3, dtype=torch.int8)}, path)
+    good = path.read_bytes()
+    header = 8 + struct.unpack("<Q", good[:8])[0]
+    want = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3, dtype=torch.int8)}
+    for at in range(header):
+        for value in {good[at] ^ 1, good[at] ^ 0x80, 0, 0xFF, ord("9")} - {good[at]}:
+            bad = bytearray(good)
+            bad[at] = value
+            path.write_bytes(bad)
+            compare_with_safetensors(path)
+    for length in range(header):
+        path.write_bytes(good[:length])
+        with pytest.raises(DcpRsError):
+            dcp_rs.open(path)
+    path.write_bytes(good)
+    assert outcome(path, want) == "right"
+
+
+def compare_with_safetensors(path):
+    """We take what the reference reader takes, and the same of it."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, framework="pt") as reference:
+            want = {name: reference.get_tensor(name) for name in reference.keys()}  # noqa: SIM118
+    except Exception:  # noqa: BLE001 - each of its releases has other classes
+        with pytest.raises(DcpRsError):
+            read_all(path)
+        return
+    got = read_all(path)
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert same(got[name], value), name
+
+
+# --- what a forged index could do to time and memory ------------------------------------------------
+
+
+def section(data, number):
+    return struct.unpack_from("<QQ", data, 96 + 16 * number)
+
+
+def rebuild(header, sections, **fields):
+    """An index of these sections, sealed. `header` gives the rest."""
+    data = bytearray(header[:HEADER_LEN])
+    for number, body in enumerate(sections):
+        struct.pack_into("<QQ", data, 96 + 16 * number, len(data), len(body))
+        data += body + bytes(-len(body) % 8)
+    struct.pack_into("<Q", data, 32, len(data))
+    for at, value in fields.get("patch", []):
+        struct.pack_into("<Q", data, at, value)
+    return sealed(data)
+
+
+def sections_of(data):
+    return [data[at : at + length] for at, length in (section(data, n) for n in range(7))]
+
+
+def tensor_record(name, path=(0, 0), shape=0, chunks=(0, 0), dtype=12, ndim=0, kind=0):
+    return struct.pack("<QIBBBBQQQQIIQ", name[0], name[1], kind, dtype, ndim, 0, shape, *chunks, *path, 0xFFFFFFFF, 0)
+
+
+def test_names_that_share_bytes_are_refused(saved):
+    """10,000 names that are each half of a megabyte would be 5 GB."""
+    header = (saved / INDEX).read_bytes()
+    strings = b"a" * (1 << 19)
+    count = 10_000
+    tensors = b"".join(tensor_record((0, len(strings) - count + i)) for i in range(count))
+    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", b"", b"", strings, b"\0"]))
+    refused_at_once(saved, "share bytes")
+
+
+def test_paths_that_share_bytes_are_refused(saved):
+    header = (saved / INDEX).read_bytes()
+    long = 1 << 17
+    planner = b"\0" + b"\7" + struct.pack("<I", long) + b"\0" * long
+    names = b"".join(b"%08d" % i for i in range(4000))
+    tensors = b"".join(tensor_record((8 * i, 8), path=(1, len(planner) - 1)) for i in range(4000))
+    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", b"", b"", names, planner]))
+    refused_at_once(saved, "share bytes")
+
+
+def test_chunks_that_share_bytes_are_refused(saved):
+    """One megabyte of a file, a thousand times over, would be a tensor of a gigabyte."""
+    header = (saved / INDEX).read_bytes()
+    files, *_ = sections_of(header)
+    file = bytearray(files[:64])
+    struct.pack_into("<QIIQQQ", file, 0, 1, 4, 0, (1 << 20) + 4096, 4096, 0)
+    count, each = 1000, 1 << 20
+    dims = struct.pack("<Q", count * each) + b"".join(struct.pack("<QQ", i * each, each) for i in range(count))
+    chunks = b"".join(struct.pack("<IIQQQQII", 0, 0, 4096, each, 1 + 2 * i, 0, 0, 0) for i in range(count))
+    tensors = tensor_record((0, 1), shape=0, chunks=(0, count), dtype=2, ndim=1)
+    (saved / INDEX).write_bytes(rebuild(header, [bytes(file), tensors, chunks, dims, b"", b"wfile", b"\0"]))
+    (saved / "file").write_bytes(bytes((1 << 20) + 4096))
+    refused_at_once(saved, "share bytes")
+
+
+def test_elements_that_share_bytes_are_refused(saved):
+    """Strides of zero: one element that claims to be 2**40."""
+    header = (saved / INDEX).read_bytes()
+    files, *_ = sections_of(header)
+    file = bytearray(files[:64])
+    struct.pack_into("<QIIQQQ", file, 0, 1, 4, 0, 4097, 4096, 0)
+    dims = struct.pack("<QQQQ", 1 << 40, 0, 1 << 40, 0)
+    chunks = struct.pack("<IIQQQQII", 0, 0, 4096, 1, 1, 0, 1, 0)
+    tensors = tensor_record((0, 1), shape=0, chunks=(0, 1), dtype=2, ndim=1)
+    (saved / INDEX).write_bytes(rebuild(header, [bytes(file), tensors, chunks, dims, b"", b"wfile", b"\0"]))
+    (saved / "file").write_bytes(bytes(4097))
+    refused_at_once(saved, "share bytes")
+
+
+def refused_at_once(path, match):
+    began = time.monotonic()
+    with pytest.raises(CorruptIndexError, match=match):
+        dcp_rs.open(path)
+    assert time.monotonic() - began < 5
+
+
+def test_a_shape_that_no_chunk_holds_takes_no_memory(saved):
+    """The shape is the index's word alone; chunks are bounded by their files."""
+    header = (saved / INDEX).read_bytes()
+    dims = struct.pack("<Q", 1 << 60)
+    tensors = tensor_record((0, 1), shape=0, chunks=(0, 0), dtype=2, ndim=1)
+    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", dims, b"", b"w", b"\0"]))
+    checkpoint = dcp_rs.open(saved)
+    assert checkpoint.info("w").shape == (1 << 60,)
+    with pytest.raises(PlanError, match="does not hold"):
+        checkpoint["w"]
+
+
+BOUNDED = """
+import resource, sys
+import torch, dcp_rs
+base = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+limit = base + (96 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+from dcp_rs.errors import DcpRsError
+for path in sys.argv[1:]:
+    try:
+        with dcp_rs.open(path, threads=1) as checkpoint:
+            for name in checkpoint:
+                checkpoint[name]
+        print("right")
+    except DcpRsError as error:
+        print(type(error).__name__)
+"""
+
+
+def test_forged_lengths_allocate_nothing(saved, tmp_path):
+    """96 MiB of address space have to be enough to refuse whatever the numbers of a small file claim."""
+    good = (saved / INDEX).read_bytes()
+    (data,) = saved.glob("g*.safetensors")
+    folders = [
+        forge(tmp_path / f"section-{at}-{value}", data, good, at, value)
+        for at in range(96, 96 + 16 * 7, 8)
+        for value in (1 << 31, (1 << 64) - 1)
+    ]
+    for start, length in (section(good, number) for number in range(7)):
+        folders += [
+            forge(tmp_path / f"record-{at}-{value}", data, good, at, value)
+            for at in range(start, start + min(length, 64), 8)
+            for value in (1 << 31, (1 << 63) - 1)
+        ]
+    for length in (1 << 31, 99_999_999, 1 << 60):
+        path = tmp_path / f"header-{length}.safetensors"
+        path.write_bytes(struct.pack("<Q", length) + b"{}" * 50)
+        folders.append(path)
+    done = subprocess.run(
+        [sys.executable, "-c", BOUNDED, *folders], capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = done.stdout.split()
+    assert len(said) == len(folders)
+    assert said.count("CorruptIndexError") > len(folders) // 2
+
+
+def forge(folder, data, good, at, value):
+    folder.mkdir()
+    (folder / data.name).hardlink_to(data)
+    bad = bytearray(good)
+    struct.pack_into("<Q", bad, at, value)
+    (folder / INDEX).write_bytes(sealed(bad))
+    return folder
+
+
+# --- paths that lead out ----------------------------------------------------------------------------
+
+
+def with_name(path, name, *, external=False):
+    """The index in `path` with its one data file called `name`."""
+    data = (path / INDEX).read_bytes()
+    files, tensors, chunks, dims, digests, strings, planner = sections_of(data)
+    file = bytearray(files)
+    struct.pack_into("<QI", file, 0, len(strings), len(name))
+    if external:
+        struct.pack_into("<I", file, 12, struct.unpack_from("<I", file, 12)[0] | 1)
+    # The names of files and of tensors are counted apart; the old name of the file stays, unused.
+    (path / INDEX).write_bytes(rebuild(data, [bytes(file), tensors, chunks, dims, digests, strings + name, planner]))
+
+
+@pytest.mark.parametrize("external", [False, True])
+@pytest.mark.parametrize("kind", ["absolute", "parent", "link", "linked folder", "link within"])
+def test_no_name_leads_out_of_the_folder(saved, tmp_path, kind, external):
+    (data,) = saved.glob("g*.safetensors")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    secret = outside / data.name
+    if kind == "link within":
+        (saved / "kept").mkdir()
+        secret = saved / "kept" / "data"
+    data.rename(secret)
+    name = {
+        "absolute": str(secret),
+        "parent": f"../outside/{data.name}",
+        "link": "link",
+        "linked folder": f"folder/{data.name}",
+        "link within": "link",
+    }[kind]
+    if kind.startswith("link") and kind != "linked folder":
+        (saved / "link").symlink_to(secret)
+    if kind == "linked folder":
+        (saved / "folder").symlink_to(outside)
+    with_name(saved, name.encode(), external=external)
+    allowed = kind == "link within" and external
+    if allowed:
+        assert outcome(saved) == "right"
+    else:
+        with pytest.raises((UnsupportedError, CorruptIndexError, CorruptDataError)) as raised:
+            read_all(saved)
+        if type(raised.value) is UnsupportedError:
+            assert "allow_external=True" in str(raised.value)
+        target = {"model": {"w": torch.zeros(3, 4)}}
+        with pytest.raises(DcpRsError):
+            dcp_rs.load(target, saved)
+        assert not target["model"]["w"].any()
+    if external:
+        with dcp_rs.open(saved, allow_external=True) as checkpoint:
+            assert torch.equal(checkpoint["model.w"], STATE["model"]["w"])
+
+
+def test_an_index_elsewhere_needs_permission_and_one_beside_does_not(tmp_path):
+    from safetensors.torch import save_file
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"w": torch.ones(3)}, folder / "model.safetensors")
+    dcp_rs.index(folder)
+    assert outcome(folder, {"w": torch.ones(3)}) == "right"
+    dcp_rs.index(folder / "model.safetensors", out=tmp_path / "elsewhere")
+    with pytest.raises(UnsupportedError, match="allow_external=True"):
+        read_all(tmp_path / "elsewhere")
+    with dcp_rs.open(tmp_path / "elsewhere", allow_external=True) as checkpoint:
+        assert torch.equal(checkpoint["w"], torch.ones(3))
+
+
+def test_a_cache_of_links_opens_without_an_index(tmp_path):
+    """As Hugging Face's cache has them: the folder was made by a tool of this machine, not by an index."""
+    from safetensors.torch import save_file
+
+    (tmp_path / "blobs").mkdir()
+    save_file({"w": torch.ones(3)}, tmp_path / "blobs" / "0123.safetensors")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "model.safetensors").symlink_to("../blobs/0123.safetensors")
+    assert outcome(tmp_path / "snapshot", {"w": torch.ones(3)}) == "right"
+    dcp_rs.index(tmp_path / "snapshot")
+    with pytest.raises(UnsupportedError, match="allow_external=True"):
+        read_all(tmp_path / "snapshot")
+    with dcp_rs.open(tmp_path / "snapshot", allow_external=True) as checkpoint:
+        assert torch.equal(checkpoint["w"], torch.ones(3))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("which", ["index", "data", "safetensors", "metadata"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(saved, tmp_path, which):
+    (data,) = saved.glob("g*.safetensors")
+    path = saved
+    if which == "index":
+        target = saved / INDEX
+    elif which == "data":
+        target = data
+    elif which == "safetensors":
+        path = target = tmp_path / "model.safetensors"
+    else:
+        stock = Path(__file__).parent / "fixtures/stock/torch-2.15.0/plain"
+        path = shutil.copytree(stock, tmp_path / "stock")
+        target = path / ".metadata"
+    target.unlink(missing_ok=True)
+    os.mkfifo(target)
+    with pytest.raises((DcpRsError, OSError)):
+        read_all(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0
