@@ -1,6 +1,7 @@
 """Interleaved rounds: every contender runs once a round, so that what disturbs one disturbs all."""
 
 import gc
+import random
 import statistics
 import time
 import traceback
@@ -57,14 +58,17 @@ class Times:
 
 
 def measure(contenders: Sequence[Contender], *, rounds: int, slow_rounds: int) -> dict[str, Times]:
-    """Runs all in turn, each round beginning with another. One that fails is left out from then on."""
+    """Runs all in turn, each round in another order: a disk that has rested, or has not, favours who comes next.
+
+    One that fails is left out from then on.
+    """
+    order = random.Random(0)
     times = {contender.name: Times() for contender in contenders}
     for contender in contenders:
         if contender.warm_up:
             _attempt(contender, times[contender.name], keep=False)
     for this_round in range(rounds):
-        start = this_round % len(contenders)
-        for contender in [*contenders[start:], *contenders[:start]]:
+        for contender in order.sample(contenders, len(contenders)):
             record = times[contender.name]
             wanted = slow_rounds if max(record.seconds, default=0.0) > SLOW else rounds
             if record.error is None and this_round < wanted:
