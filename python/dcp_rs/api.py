@@ -21,7 +21,7 @@ from dcp_rs.host import HostStager
 from dcp_rs.planner import RsLoadPlanner
 from dcp_rs.reader import RsReader
 from dcp_rs.save_planner import RsSavePlanner
-from dcp_rs.tree import is_stateful
+from dcp_rs.tree import is_stateful, stateful_values
 from dcp_rs.writer import RsWriter
 
 __all__ = ["async_save", "load", "load_state_dict", "save"]
@@ -124,7 +124,7 @@ def load(
     Raises:
         As :func:`load_state_dict`.
     """
-    stateful = {key: value for key, value in state_dict.items() if is_stateful(value)}
+    stateful = stateful_values(state_dict)
     values = {key: stateful[key].state_dict() if key in stateful else state_dict[key] for key in sorted(state_dict)}
     _load(
         lambda: _torch.load_state_dict(

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -29,7 +30,7 @@ from dcp_rs.fill import Fill, Target
 from dcp_rs.local import Piece, global_shape, local_pieces
 from dcp_rs.names import globs
 from dcp_rs.options import ReadOptions
-from dcp_rs.tree import flatten, is_plain_state_dict, set_at
+from dcp_rs.tree import flatten, holds_only_tensors, is_plain_state_dict, set_at
 
 __all__ = ["LoadReport", "LocalReads", "Mismatch", "RsLoadPlanner"]
 
@@ -426,12 +427,12 @@ class RsLoadPlanner(DefaultLoadPlanner):
 
     # --- device and dtype -----------------------------------------------------------------------------
 
+    def _tensors(self) -> Iterable[torch.Tensor]:
+        values = self.state_dict.values()
+        return values if holds_only_tensors(self.state_dict) else (v for v in values if isinstance(v, torch.Tensor))
+
     def _materialize(self) -> None:
-        if (
-            self.dtype is None
-            and self.device is None
-            and not any(value.is_meta for value in self.state_dict.values() if isinstance(value, torch.Tensor))
-        ):
+        if self.dtype is None and self.device is None and not any(map(_IS_META, self._tensors())):
             return
         for fqn, value in self.state_dict.items():
             if not isinstance(value, torch.Tensor):
@@ -447,6 +448,9 @@ class RsLoadPlanner(DefaultLoadPlanner):
             self.state_dict[fqn] = made
             if self.flatten_state_dict:
                 set_at(self.original_state_dict, self.mappings[fqn], made)
+
+
+_IS_META = attrgetter("is_meta")
 
 
 def _dtype(name: str, dtype: str | None) -> torch.dtype | None:

@@ -11,7 +11,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from dcp_rs import _torch
 from dcp_rs.errors import PlanError
 
-__all__ = ["flatten", "is_plain_state_dict", "is_stateful", "set_at"]
+__all__ = ["flatten", "holds_only_tensors", "is_plain_state_dict", "is_stateful", "set_at", "stateful_values"]
 
 Path = tuple[Any, ...]
 
@@ -25,10 +25,17 @@ def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Pa
     Raises:
         PlanError: two leaves have the same FQN.
     """
+    if holds_only_tensors(state_dict) and set(map(type, state_dict)) <= {str}:
+        return dict(state_dict), {key: (key,) for key in state_dict}
     flat: dict[str, Any] = {}
     paths: dict[str, Path] = {}
     _enter(state_dict, "", (), flat, paths)
     return flat, paths
+
+
+def holds_only_tensors(state_dict: Mapping[str, Any]) -> bool:
+    """Whether every value is a tensor. Asked of the few types there are, and not of every value."""
+    return all(issubclass(kind, torch.Tensor) for kind in set(map(type, state_dict.values())))
 
 
 def _enter(node: Any, prefix: str, path: Path, flat: dict[str, Any], paths: dict[str, Path]) -> None:
@@ -59,10 +66,12 @@ def _is_inner(value: Any) -> bool:
 
 def is_plain_state_dict(state_dict: Mapping[str, Any]) -> bool:
     """Whether no ShardedTensor of torch's 2-D FSDP, one within another, is in it."""
-    return not any(
-        isinstance(value, ShardedTensor)
-        or (isinstance(value, (Mapping, list)) and not is_plain_state_dict(_children(value)))
-        for value in state_dict.values()
+    kinds = set(map(type, state_dict.values()))
+    if any(issubclass(kind, ShardedTensor) for kind in kinds):
+        return False
+    inner = tuple(kind for kind in kinds if issubclass(kind, (Mapping, list)))
+    return not inner or all(
+        is_plain_state_dict(_children(value)) for value in state_dict.values() if isinstance(value, inner)
     )
 
 
@@ -74,6 +83,13 @@ def is_stateful(value: Any) -> bool:
     """Whether the value is one of DCP's ``Stateful``: it has ``state_dict`` and ``load_state_dict``."""
     # torch asks a runtime protocol, at some 30 microseconds a tensor.
     return not isinstance(value, _NEVER_STATEFUL) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def stateful_values(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that are ``Stateful``."""
+    if holds_only_tensors(state_dict):
+        return {}
+    return {key: value for key, value in state_dict.items() if is_stateful(value)}
 
 
 _NEVER_STATEFUL = (torch.Tensor, dict, list, tuple, str, bytes, int, float)

@@ -122,9 +122,12 @@ impl Index {
         let plain = Plain::new(py, types, dtypes)?;
         let mut gather = Gather::new(Arc::clone(&self.inner), self.allow_external);
         let mut others = Vec::new();
+        // State dicts are often in the order of their names, or nearly.
+        let mut near = 0;
         for (i, (name, tensor)) in names.iter().zip(tensors.iter()).enumerate() {
-            if !self.add_plain(&mut gather, &plain, name, &tensor)? {
-                others.push(i);
+            match self.add_plain(&mut gather, &plain, (name, near), &tensor)? {
+                Some(found) => near = found + 1,
+                None => others.push(i),
             }
         }
         py.detach(|| gather.check_files()).into_py(py)?;
@@ -133,37 +136,37 @@ impl Index {
 }
 
 impl Index {
-    /// Whether the tensor was added.
+    /// What it is in the index, if the tensor was added. `near`: where the name may be.
     fn add_plain<'py>(
         &self,
         gather: &mut Gather,
         plain: &Plain<'py>,
-        name: &str,
+        (name, near): (&str, u32),
         tensor: &Bound<'py, PyAny>,
-    ) -> PyResult<bool> {
+    ) -> PyResult<Option<u32>> {
         let Some(host) = plain.look(tensor)? else {
-            return Ok(false);
+            return Ok(None);
         };
-        let Some(stored) = self.inner.find(name) else {
-            return Ok(false);
+        let Some(stored) = self.inner.find_near(name, near) else {
+            return Ok(None);
         };
         let view = self.inner.tensor(stored);
         if view.kind != Kind::Tensor || view.dtype != Some(host.dtype) || view.shape != host.shape {
-            return Ok(false);
+            return Ok(None);
         }
         let whole = Region {
             offsets: Dims::from_elem(0, host.shape.len()),
             sizes: host.shape,
         };
         let Ok(to) = read::memory(name, host.address, &whole.sizes, &host.strides, host.dtype.size()) else {
-            return Ok(false);
+            return Ok(None);
         };
         // What the chunks do not hold, and what cannot be written to, is reported by the planner, which has the words for it.
         let before = gather.len();
         if gather.add_region(stored, &whole, &to).is_err() {
             gather.truncate(before);
-            return Ok(false);
+            return Ok(None);
         }
-        Ok(true)
+        Ok(Some(stored))
     }
 }

@@ -656,6 +656,11 @@ mod tests {
         for t in 0..index.tensor_count() {
             let tensor = index.tensor(t);
             assert_eq!(index.find(tensor.name), Some(t));
+            for near in 0..index.tensor_count() + 2 {
+                assert_eq!(index.find_near(tensor.name, near), Some(t));
+                let absent = format!("{}\0", tensor.name);
+                assert_eq!(index.find_near(&absent, near), index.find(&absent));
+            }
             index.planner_path(t);
             for c in tensor.chunks {
                 let chunk = index.chunk(c);

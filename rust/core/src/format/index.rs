@@ -191,9 +191,12 @@ impl Index {
     }
 
     fn text(&self, offset: U64, len: u32) -> &str {
+        std::str::from_utf8(self.text_bytes(offset, len)).expect("validated at open")
+    }
+
+    fn text_bytes(&self, offset: U64, len: u32) -> &[u8] {
         let at = to_usize(offset.get());
-        let bytes = &self.section(Section::Strings)[at..at + to_usize(u64::from(len))];
-        std::str::from_utf8(bytes).expect("validated at open")
+        &self.section(Section::Strings)[at..at + to_usize(u64::from(len))]
     }
 
     fn dims(&self, at: u64, count: usize) -> Dims {
@@ -244,12 +247,48 @@ impl Index {
 
     /// The tensor with this FQN. Takes O(log n).
     pub fn find(&self, fqn: &str) -> Option<u32> {
-        let records = self.tensor_records();
-        let at = records
-            .partition_point(|record| self.text(record.name_offset, record.name_len.get()).as_bytes() < fqn.as_bytes());
-        let found = records.get(at)?;
-        (self.text(found.name_offset, found.name_len.get()) == fqn)
+        self.find_in(fqn, 0..self.tensor_records().len())
+    }
+
+    /// The tensor with this FQN, which is likely to be near the tensor `near`. Takes O(log d) if it is d tensors away.
+    pub fn find_near(&self, fqn: &str, near: u32) -> Option<u32> {
+        let count = self.tensor_records().len();
+        let is_before = |at: usize| self.name_bytes(at) < fqn.as_bytes();
+        let near = (near as usize).min(count);
+        let mut step = 1;
+        let (mut low, mut high) = (near, near);
+        if near < count && is_before(near) {
+            // All up to `low` are before it.
+            while high < count && is_before(high) {
+                low = high + 1;
+                high += step;
+                step *= 2;
+            }
+        } else {
+            // None from `high` on is.
+            while low > 0 && !is_before(low - 1) {
+                high = low - 1;
+                low = low.saturating_sub(step);
+                step *= 2;
+            }
+        }
+        self.find_in(fqn, low..(high + 1).min(count))
+    }
+
+    fn find_in(&self, fqn: &str, range: Range<usize>) -> Option<u32> {
+        let wanted = fqn.as_bytes();
+        let at =
+            range.start + self.tensor_records()[range].partition_point(|record| self.bytes_of_name(record) < wanted);
+        (at < self.tensor_records().len() && self.name_bytes(at) == wanted)
             .then(|| u32::try_from(at).expect("validated at open"))
+    }
+
+    fn name_bytes(&self, tensor: usize) -> &[u8] {
+        self.bytes_of_name(&self.tensor_records()[tensor])
+    }
+
+    fn bytes_of_name(&self, record: &TensorRecord) -> &[u8] {
+        self.text_bytes(record.name_offset, record.name_len.get())
     }
 
     /// A chunk; `chunk` is below [`Self::chunk_count`].
