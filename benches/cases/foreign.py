@@ -15,7 +15,7 @@ import dcp_rs
 
 ON_STOCK = "dcp_rs.load of the stock folder"
 ON_HUGGING_FACE = "dcp_rs.load of the Hugging Face folder"
-CONVERT = "dcp_rs.convert, stock to dcp-rs"
+CONVERT = "dcp_rs.convert, stock to "
 COPY = "cp -r and sync"
 
 
@@ -63,10 +63,6 @@ def _small(context: Context) -> list[Row]:
 
 def _convert(context: Context) -> list[Row]:
     pattern = Pattern(model_shapes(context.sizes), torch.bfloat16)
-    case = f"convert {size_of(pattern.nbytes)}"
-    convert_to = getattr(dcp_rs, "convert", None)
-    if convert_to is None:
-        return [Row(case, CONVERT, COPY, note="dcp_rs has no convert", skipped=True)]
     stock = checkpoints.stock(context.folder / "model", pattern)
     page_cache.warm(stock)
     to = context.folder / "converted"
@@ -75,23 +71,27 @@ def _convert(context: Context) -> list[Row]:
         subprocess.run(["cp", "-r", stock, to], check=True)
         subprocess.run(["sync", *page_cache.files_of(to)], check=True)
 
-    def convert() -> None:
-        convert_to(stock, to, to="dcp-rs")
-
-    def check() -> None:
-        state = pattern.blank()
-        loaders.ours(to, state)
-        pattern.check(state)
-
     def remove() -> None:
         shutil.rmtree(to, ignore_errors=True)
+        to.unlink(missing_ok=True)
 
-    times = measure(
-        [
-            Contender(CONVERT, convert, before=remove, verify=check),
-            Contender(COPY, copy, before=remove),
-        ],
-        **context.pairs,
-    )
+    def converts(target: str) -> Contender:
+        def check() -> None:
+            state = pattern.blank()
+            if target == "torch":
+                for name, tensor in torch.load(to, mmap=True).items():
+                    state[name].copy_(tensor)
+            else:
+                loaders.ours(to, state)
+            pattern.check(state)
+
+        def convert() -> None:
+            dcp_rs.convert(stock, to, to=target)
+
+        return Contender(CONVERT + target, convert, before=remove, verify=check)
+
+    targets = ("dcp-rs", "dcp", "safetensors", "torch")
+    times = measure([*map(converts, targets), Contender(COPY, copy, before=remove)], **context.pairs)
     remove()
-    return [versus(case, times, CONVERT, COPY, reach=round(1 / 1.3, 2))]
+    case = f"convert {size_of(pattern.nbytes)}"
+    return [versus(case, times, CONVERT + target, COPY, reach=round(1 / 1.3, 2)) for target in targets]

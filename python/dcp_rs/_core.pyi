@@ -278,6 +278,9 @@ def commit_indexes(
 ) -> tuple[Index, list[str]]:
     """Merges the indexes of all ranks and commits them; (the index, why files of the checkpoint before are still there)."""
 
+def seal_archives(path: str, archives: Sequence[tuple[int, int]], threads: int) -> None:
+    """Writes the CRC-32 of every record into zip archives (first byte, length) of a file that was written without them."""
+
 def has_native_data(folder: str) -> bool: ...
 def next_generation(folder: str) -> int: ...
 def block_digest(data: bytes) -> int:

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # 2.8, 2.11, 2.15
 from torch.distributed.tensor.placement_types import Placement, _StridedShard  # 2.8, 2.11, 2.15
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # 2.8, 2.11, 2.15
+from torch.utils.serialization import config
 
 __all__ = [
     "PLAIN_TYPES",
@@ -64,6 +65,7 @@ __all__ = [
     "unflatten",
     "wait_tensor",
     "with_dim",
+    "without_checksums",
     "without_fsdp1_warnings",
 ]
 #: Tensors whose operations are torch's own.
@@ -271,6 +273,13 @@ def empty_sharded(tensor: ShardedTensor, *, dtype: torch.dtype) -> ShardedTensor
 def fqns(model: torch.nn.Module, name: str, *, skip_compiler_prefix: bool = True) -> list[str]:
     """What a parameter is called without wrappers (DDP, FSDP, compiled): several names for a flat parameter of FSDP1."""
     return sorted(_get_fqns(model, name, skip_compiler_prefix=skip_compiler_prefix))
+
+
+@contextmanager
+def without_checksums() -> Iterator[None]:
+    """``torch.save`` leaves out the CRC-32 of its records: in this thread, or in the whole process where torch's settings are not by thread."""
+    with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # made when it is imported
+        yield
 
 
 @contextmanager

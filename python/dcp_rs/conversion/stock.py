@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 import warnings
 from typing import Any
 
@@ -18,7 +19,9 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 
+from dcp_rs import _core, _torch
 from dcp_rs.conversion.job import Job, Task, split
 from dcp_rs.conversion.place import Place
 from dcp_rs.conversion.scratch import in_memory, to_tensors
@@ -42,10 +45,30 @@ def write(job: Job, place: Place) -> None:
         plans, metadata = create_default_global_save_plan(plans)
         metadata = dataclasses.replace(metadata, planner_data=_planner_data(job))
         plans = writer.prepare_global_plan(plans)
-        results = [writer.write_data(plan, planner).wait() for plan in plans]
+        writer.sync_files = False  # not before they are complete
+        with _torch.without_checksums():
+            results = [writer.write_data(plan, planner).wait() for plan in plans]
         planner.let_go()
+        _complete(job, place, [result for rank_results in results for result in rank_results])
+        writer.sync_files = job.options.fsync
         writer.finish(metadata, results)
     job.report.files = sum(1 for _ in place.folder.glob("*.distcp"))
+
+
+def _complete(job: Job, place: Place, results: list[WriteResult]) -> None:
+    """Adds the checksums that the writer left out, and syncs the files."""
+    archives: dict[str, list[tuple[int, int]]] = {}
+    for result in results:
+        info = result.storage_data
+        of_file = archives.setdefault(info.relative_path, [])
+        if result.index.offset is not None:  # values were archives already
+            of_file.append((info.offset, info.length))
+    for name, of_file in archives.items():
+        path = place.folder / name
+        _core.seal_archives(os.fspath(path), of_file, job.options.threads or 0)
+        if job.options.fsync:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
 
 
 def _planner_data(job: Job) -> Any:

@@ -8,7 +8,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from dcp_rs import _torch, objects
+from dcp_rs import _core, _torch, objects
 from dcp_rs.conversion.job import Job, Task
 from dcp_rs.conversion.place import Place
 from dcp_rs.conversion.scratch import to_tensors
@@ -45,9 +45,11 @@ def write(job: Job, place: Place) -> None:
         nested = _torch.unflatten(flat, {task.name: task.path for task in job.tasks})
     written = sum(task.nbytes for task in job.tasks) - job.done
     with place.result.open("xb") as file:
-        torch.save(nested, cast(IO[bytes], _Counted(file, job, written)))
+        with _torch.without_checksums():
+            torch.save(nested, cast(IO[bytes], _Counted(file, job, written)))
+        file.flush()
+        _core.seal_archives(os.fspath(place.result), [(0, file.tell())], job.options.threads or 0)
         if job.options.fsync:
-            file.flush()
             os.fsync(file.fileno())
     job.report.files = 1
 

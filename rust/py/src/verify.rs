@@ -70,6 +70,12 @@ pub fn block_digest(data: &[u8]) -> u64 {
     dcp_rs_core::format::block_digest(data)
 }
 
+/// Writes the checksums of every record into the zip archives (first byte, length) of a file that was written without them.
+#[pyfunction]
+pub fn seal_archives(py: Python<'_>, path: PathBuf, archives: Vec<(u64, u64)>, threads: usize) -> PyResult<()> {
+    interrupt::run(py, |control| source::seal(&path, &archives, threads, control))
+}
+
 /// Whether `folder` holds data files of this package.
 #[pyfunction]
 pub fn has_native_data(py: Python<'_>, folder: PathBuf) -> PyResult<bool> {

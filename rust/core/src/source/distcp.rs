@@ -9,7 +9,7 @@ use super::fault::{Fault, FaultResult};
 use super::metadata_pickle::{self, StockItem, StockMetadata};
 use super::sharding::Sharding;
 use super::tensor_pickle::{self, StoredTensor};
-use super::window::{Fetched, Source, Window};
+use super::window::{Fetched, MAX_PIECE, Source, Window};
 use super::zip::{Archive, LOCAL_MAGIC};
 use super::{Stat, open_data_file, stat_data_file};
 use crate::format::safetensors as st;
@@ -237,6 +237,7 @@ fn locate(
         source,
         start: item.offset,
         len,
+        max_piece: MAX_PIECE,
         fetched,
     };
     let rest = source.size.saturating_sub(item.offset);

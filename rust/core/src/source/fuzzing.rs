@@ -3,7 +3,7 @@
 use std::fs::{self, File};
 use std::path::Path;
 
-use super::window::{Fetched, Source, Window};
+use super::window::{Fetched, MAX_PIECE, Source, Window};
 use super::{RecoverOptions, distcp, metadata_pickle, recover, tensor_pickle as pickle};
 use crate::Control;
 use crate::format::{INDEX_NAME, Index};
@@ -37,6 +37,7 @@ pub fn archive(bytes: &[u8]) -> bool {
         source: &source,
         start: 0,
         len: source.size,
+        max_piece: MAX_PIECE,
         fetched: &fetched,
     };
     match distcp::locate_in_archive(&window) {

@@ -15,6 +15,7 @@ mod payload;
 mod pickle;
 mod recover;
 pub mod safetensors;
+mod seal;
 mod sharding;
 mod tensor_pickle;
 mod window;
@@ -25,6 +26,7 @@ mod tests;
 
 pub use kind::{Foreign, Found, find, find_data, has_native_data};
 pub use recover::{RecoverOptions, recover};
+pub use seal::seal;
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt as _;

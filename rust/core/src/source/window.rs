@@ -41,14 +41,17 @@ impl Source<'_> {
     }
 }
 
-/// Longest piece that a parser may ask for: directories and pickles of single tensors are far smaller.
-const MAX_PIECE: u64 = 16 << 20;
+/// Longest piece that a parser may ask for of a file that anyone may have made: directories and pickles of single tensors are far
+/// smaller.
+pub(super) const MAX_PIECE: u64 = 16 << 20;
 
 /// The bytes `[start, start + len)` of a file. Positions count from `start`.
 pub(super) struct Window<'a> {
     pub source: &'a Source<'a>,
     pub start: u64,
     pub len: u64,
+    /// Longest piece that a parser may ask for.
+    pub max_piece: u64,
     /// In order of their place; whatever they do not hold is read on its own.
     pub fetched: &'a [Fetched],
 }
@@ -59,7 +62,7 @@ impl<'a> Window<'a> {
         if at.checked_add(len).is_none_or(|end| end > self.len) {
             return Err(Fault::corrupt(at, format!("{len} bytes here lead out of the item")));
         }
-        if len > MAX_PIECE {
+        if len > self.max_piece {
             return Err(Fault::Unsupported(format!("a directory or pickle of {len} bytes")));
         }
         let from = self.start + at;

@@ -24,15 +24,36 @@ const IN_ZIP64: u64 = 0xffff_ffff;
 
 /// What every archive begins with.
 pub(super) const LOCAL_MAGIC: [u8; 4] = *b"PK\x03\x04";
+/// What a descriptor begins with.
+pub(super) const DESCRIPTOR_MAGIC: [u8; 4] = *b"PK\x07\x08";
 
 /// A record's entry in the directory.
 #[derive(Clone, Debug)]
 pub(super) struct Record {
     pub name: String,
     pub size: u64,
+    /// Of its entry in the directory.
+    entry_at: u64,
     header_at: u64,
     method: u16,
     flags: u16,
+}
+
+impl Record {
+    /// The two places of its checksum: in the directory, and after the payload in a descriptor, if it has one, else in the local header.
+    pub(super) fn checksums_at(&self, payload: u64) -> [u64; 2] {
+        let beside = if self.has_descriptor() {
+            payload + self.size + 4
+        } else {
+            self.header_at + 14
+        };
+        [self.entry_at + 16, beside]
+    }
+
+    /// Whether a descriptor follows the payload.
+    pub(super) fn has_descriptor(&self) -> bool {
+        self.flags & 8 != 0
+    }
 }
 
 /// The directory of an archive.
@@ -122,6 +143,10 @@ impl Archive {
         })
     }
 
+    pub(super) fn records(&self) -> &[Record] {
+        &self.records
+    }
+
     /// Where the payload of `record` begins; all of it lies before the directory.
     pub(super) fn payload(&self, window: &Window<'_>, record: &Record) -> FaultResult<u64> {
         let at = record.header_at;
@@ -201,6 +226,7 @@ fn read_directory(directory: &[u8], directory_at: u64, count: u64) -> FaultResul
         records.push(Record {
             name: name.to_owned(),
             size,
+            entry_at: at,
             header_at,
             method,
             flags: u16_at(fixed, 8),
