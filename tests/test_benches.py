@@ -126,3 +126,17 @@ def test_the_plot_leaves_out_what_has_no_ratio(tmp_path):
     pytest.importorskip("matplotlib")
     plot.draw({"families": []}, tmp_path / "plot.svg")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_planning_of_loads_is_simulated():
+    command = [sys.executable, BENCHES / "load_planning.py", "--ranks", "2", "4", "--fqns", "3", "--stock-ranks", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(" | ") for line in done.stdout.splitlines()[2:]]
+    assert [(row[0].strip("| "), row[1]) for row in rows] == [
+        ("2", "ours"),
+        ("2", "stock"),
+        ("4", "ours"),
+        ("4", "stock"),
+    ]
+    assert rows[0][4] == rows[2][4]  # a rank sends the same, whatever their number

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from typing import Literal, get_args
 
 import torch
 from harness import checkpoints, loaders, page_cache
@@ -17,6 +18,9 @@ ON_STOCK = "dcp_rs.load of the stock folder"
 ON_HUGGING_FACE = "dcp_rs.load of the Hugging Face folder"
 CONVERT = "dcp_rs.convert, stock to "
 COPY = "cp -r and sync"
+
+Target = Literal["dcp-rs", "dcp", "safetensors", "torch"]
+TARGETS: tuple[Target, ...] = get_args(Target)
 
 
 def run(context: Context) -> list[Row]:
@@ -75,7 +79,7 @@ def _convert(context: Context) -> list[Row]:
         shutil.rmtree(to, ignore_errors=True)
         to.unlink(missing_ok=True)
 
-    def converts(target: str) -> Contender:
+    def converts(target: Target) -> Contender:
         def check() -> None:
             state = pattern.blank()
             if target == "torch":
@@ -90,8 +94,7 @@ def _convert(context: Context) -> list[Row]:
 
         return Contender(CONVERT + target, convert, before=remove, verify=check)
 
-    targets = ("dcp-rs", "dcp", "safetensors", "torch")
-    times = measure([*map(converts, targets), Contender(COPY, copy, before=remove)], **context.pairs)
+    times = measure([*map(converts, TARGETS), Contender(COPY, copy, before=remove)], **context.pairs)
     remove()
     case = f"convert {size_of(pattern.nbytes)}"
-    return [versus(case, times, CONVERT + target, COPY, reach=round(1 / 1.3, 2)) for target in targets]
+    return [versus(case, times, CONVERT + target, COPY, reach=round(1 / 1.3, 2)) for target in TARGETS]

@@ -1,5 +1,6 @@
 """Opens a checkpoint and plans the load of one rank, in a process of its own: `metadata_worker.py PATH FQNS RANKS`."""
 
+import pickle
 import sys
 import time
 from typing import Any
@@ -35,8 +36,8 @@ def state_dict() -> dict[str, Any]:
     }
 
 
-def plan(reader: StorageReader, planner: LoadPlanner) -> Answer:
-    """As `dcp.load` goes about it on one rank."""
+def local_plan(reader: StorageReader, planner: LoadPlanner) -> tuple[LoadPlan, float, float]:
+    """As `dcp.load` goes about it on one rank; and the seconds for the metadata, and for the plan."""
     state = state_dict()
     start = time.perf_counter()
     metadata = reader.read_metadata()
@@ -44,14 +45,34 @@ def plan(reader: StorageReader, planner: LoadPlanner) -> Answer:
     planner.set_up_planner(state, metadata, is_coordinator=False)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     local = reader.prepare_local_plan(planner.create_local_plan())
-    done = time.perf_counter()
+    return local, opened - start, time.perf_counter() - opened
+
+
+def plan(reader: StorageReader, planner: LoadPlanner) -> Answer:
+    local, opening, planning = local_plan(reader, planner)
     wanted = sorted(regions(planner, local))
     return {
-        "read_metadata": opened - start,
-        "plan": done - opened,
+        "read_metadata": opening,
+        "plan": planning,
         "planner": type(planner).__name__,
         "items": len(wanted),
         "wanted": wanted[:: max(1, len(wanted) // 50)],
+    }
+
+
+def coordinate(reader: StorageReader, planner: LoadPlanner) -> Answer:
+    """What the coordinator receives and does, if every rank's plan is as large as this one's."""
+    local, opening, planning = local_plan(reader, planner)
+    sent = pickle.dumps(local)
+    start = time.perf_counter()
+    plans = planner.create_global_plan([pickle.loads(sent) for _ in range(RANKS)])
+    answers = [pickle.dumps(plan) for plan in reader.prepare_global_plan(plans)]
+    return {
+        "read_metadata": opening,
+        "plan": planning,
+        "sent": len(sent),
+        "answered": len(answers[0]),
+        "coordinator": time.perf_counter() - start,
     }
 
 
@@ -76,5 +97,7 @@ with pretend_rank(RANKS // 3, RANKS):
             "ours": lambda: plan(dcp_rs.RsReader(PATH), dcp_rs.RsLoadPlanner()),
             "ours-stock-planner": lambda: plan(dcp_rs.RsReader(PATH), DefaultLoadPlanner()),
             "stock": lambda: plan(FileSystemReader(PATH), DefaultLoadPlanner()),
+            "coordinate-ours": lambda: coordinate(dcp_rs.RsReader(PATH), dcp_rs.RsLoadPlanner()),
+            "coordinate-stock": lambda: coordinate(FileSystemReader(PATH), DefaultLoadPlanner()),
         }
     )
