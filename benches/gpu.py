@@ -405,7 +405,7 @@ def measure(case: str, data: Data, device: torch.device, rounds: int, *, cold: b
 def measure_saves(case: str, data: Data, device: torch.device, rounds: int) -> list[Row]:
     """From the device to durable files."""
     state = {name: data.pattern.view(name).to(device) for name in data.pattern.shapes}
-    writers = {
+    writers: dict[str, Callable[[Path], object]] = {
         "dcp_rs.save": lambda path: dcp_rs.save(state, path, no_dist=True),
         "FileSystemWriter": lambda path: dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=True),
     }
@@ -483,9 +483,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
-    device = torch.device(options.device)
-    if device.type != "cpu" and device.index is None:
-        device = torch.device(device.type, torch.accelerator.current_device_index())
+    device = torch.empty(0, device=options.device).device  # with its index
     if options.only:
         wanted = options.only.split(",")
         CONTENDERS[:] = [c for c in CONTENDERS if c.name == OURS or any(word in c.name for word in wanted)]

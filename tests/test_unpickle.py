@@ -1,4 +1,4 @@
-"""`.metadata` pickles: the real ones read, and hostile ones do nothing."""
+"""`.metadata` pickles, by every way that opens a stock folder: the real ones read, and hostile ones do nothing."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ import json
 import os
 import pickle
 import pickletools
+import re
+import shutil
 import struct
 import sys
 from collections import OrderedDict
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_rs._unpickle import Dict, Global, Object, unpickle, unpickle_metadata
+import dcp_rs
+from dcp_rs import RsReader, _core
 from dcp_rs.errors import CorruptIndexError, DcpRsError, UnsafePickleError, UnsupportedError
 
 STOCK = Path(__file__).parent / "fixtures" / "stock"
@@ -57,42 +61,68 @@ def touch() -> Reduce:
     return Reduce(os.system, ("touch owned",))
 
 
+def folder_with(data: bytes) -> str:
+    """A folder that is a stock checkpoint by this `.metadata` alone."""
+    folder = Path("stock")
+    folder.mkdir(exist_ok=True)
+    (folder / ".metadata").write_bytes(data)
+    return str(folder)
+
+
+def opened(data: bytes) -> _core.Index:
+    return _core.Index.open(folder_with(data), None, allow_external=False)
+
+
+def refused_at(
+    folder: str | Path, error: type[DcpRsError] = UnsafePickleError, match: str | None = None, named: str = ".metadata"
+) -> None:
+    """By everything that opens a folder; the message names the file."""
+    for read in (
+        lambda: _core.Index.open(str(folder), None, allow_external=False),
+        lambda: _core.Index.from_data(str(folder)),
+        lambda: dcp_rs.open(folder),
+        lambda: RsReader(folder).read_metadata(),
+        lambda: dcp_rs.index(folder),
+    ):
+        with pytest.raises(error, match=match) as caught:
+            read()
+        assert named in str(caught.value)
+
+
 def refused(data: bytes, error: type[DcpRsError] = UnsafePickleError, match: str | None = None) -> None:
-    for read in (unpickle, unpickle_metadata):
-        with pytest.raises(error, match=match):
-            read(data)
+    refused_at(folder_with(data), error, match)
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: "-".join(path.parts[-3:-1]))
 def test_reads_what_stock_torch_wrote(path: Path) -> None:
-    said = unpickle_metadata(path.read_bytes())
     expected = json.loads((path.parent.parent / f"{path.parent.name}.json").read_text())
-    if expected["error"] is None:
-        assert set(said["tensors"]) == set(expected["tensors"])
-        assert set(said["values"]) == set(expected["values"])
+    if expected["error"] is not None:
+        refused_at(path.parent, UnsupportedError, re.escape(expected["error"]), named=".distcp")
+        return
+    index = _core.Index.open(str(path.parent), None, allow_external=False)
+    assert set(index.names()) == set(expected["tensors"]) | set(expected["values"])
+    for fqn in expected["values"]:
+        at = index.find(fqn)
+        assert index.tensor(at)[1]
+        assert len(index.chunks(at)) == 1
     for fqn, tensor in expected["tensors"].items():
-        dtype, shape, _, memory_format, pinned, chunks = said["tensors"][fqn]
-        assert (dtype, list(shape), memory_format, pinned) == (
-            tensor["dtype"],
-            tensor["shape"],
-            0,
-            False,
-        )
+        at = index.find(fqn)
+        *what, flags, chunks = index.tensor(at)
+        assert what == [fqn, False, tensor["dtype"], tuple(tensor["shape"])]
+        assert flags & ~1 == 0  # contiguous, not pinned
         assert chunks
         if tensor["path"] is not None:
-            assert list(said["planner_data"][fqn]) == tensor["path"]
-    assert set(said["files"]) == {file.name for file in path.parent.glob("*.distcp")}
-    assert all(len(item) == 5 for item in said["items"])
+            assert list(index.planner_path(at)) == tensor["path"]
+    assert {file[0] for file in index.files()} == {file.name for file in path.parent.glob("*.distcp")}
+    assert all(len(chunk) == 5 for at in range(index.tensor_count) for chunk in index.chunks(at))
 
 
 def test_an_extension_is_named() -> None:
-    with pytest.raises(UnsupportedError, match=r"stream\.invert/1"):
-        unpickle_metadata((STOCK / "torch-2.15.0" / "extension" / ".metadata").read_bytes())
+    refused_at(STOCK / "torch-2.15.0" / "extension", UnsupportedError, r"stream\.invert/1")
 
 
 def test_a_quantized_tensor_is_named() -> None:
-    with pytest.raises(UnsupportedError, match=r"'w\.q' has dtype torch\.quint8"):
-        unpickle_metadata((STOCK / "torch-2.15.0" / "quantized" / ".metadata").read_bytes())
+    refused_at(STOCK / "torch-2.15.0" / "quantized", UnsupportedError, r"\"w\.q\" has dtype torch\.quint8")
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -212,10 +242,10 @@ def test_globals(data: bytes, asks_for: str) -> None:
         # memo
         (PROTO + b"Nr\xff\xff\xff\xff.", "memo index"),
         (PROTO + b"Nq\x05.", "memo index"),
-        (PROTO + b"h\x00.", "."),
-        (PROTO + b"j\xff\xff\xff\xff.", "."),
-        (PROTO + b"\x94.", "."),
-        (PROTO + b"(\x94.", "memo"),
+        (PROTO + b"h\x00.", "never set"),
+        (PROTO + b"j\xff\xff\xff\xff.", "never set"),
+        (PROTO + b"\x94.", "too few values"),
+        (PROTO + b"(\x94.", "too few values"),
         # lengths that lie
         (PROTO + b"\x8d" + struct.pack("<Q", 1 << 60) + b"x.", "too early"),
         (PROTO + b"\x8e" + struct.pack("<Q", (1 << 64) - 1) + b"x.", "too early"),
@@ -223,17 +253,17 @@ def test_globals(data: bytes, asks_for: str) -> None:
         (PROTO + b"X\xff\xff\xff\x7fx.", "too early"),
         (PROTO + b"\x8a\xff" + b"\x7f" * 255 + b".", "64 bits"),
         # marks and the stack
-        (PROTO + b".", "."),
-        (PROTO + b"(.", "."),
-        (PROTO + b"NN.", "left on its stack"),
+        (PROTO + b".", "too few values"),
+        (PROTO + b"(.", "too few values"),
+        (PROTO + b"NN.", "left on the stack"),
         (PROTO + b"N.N", "after the end"),
         (PROTO + b"t.", "mark"),
-        (PROTO + b"](NNa.", "not a list|too few"),
+        (PROTO + b"](NNa.", "not a container|not a list"),
         (PROTO + b"}(NNNu.", "not a dict"),
         (PROTO + b"]NNs.", "not a dict"),
-        (b"", "."),
+        (b"", "too early"),
         (b"\x80", "too early"),
-        (b"N", "."),
+        (b"N", "too early"),
     ],
 )
 def test_tricks(data: bytes, match: str) -> None:
@@ -242,15 +272,15 @@ def test_tricks(data: bytes, match: str) -> None:
 
 def test_protocols_of_text_are_refused() -> None:
     for protocol in (0, 1):
-        with pytest.raises(DcpRsError):
-            unpickle_metadata(pickle.dumps({"a": [1, touch()]}, protocol))
-    with pytest.raises(UnsupportedError, match="protocol 6"):
-        unpickle(b"\x80\x06N.")
+        refused(pickle.dumps({"a": [1, touch()]}, protocol), DcpRsError)
+    refused(b"\x80\x06N.", UnsupportedError, "protocol 6")
 
 
 def test_an_exploit_within_a_real_file() -> None:
     """Each FQN of a real `.metadata` replaced by a call, in turn."""
-    good = (STOCK / "torch-2.15.0" / "plain" / ".metadata").read_bytes()
+    folder = shutil.copytree(STOCK / "torch-2.15.0" / "plain", Path("plain"))
+    good = (folder / ".metadata").read_bytes()
+    assert _core.Index.from_data(str(folder)).tensor_count
     call = name("os", "system") + short("touch owned") + b"\x85R"
     places = [(at, arg) for op, arg, at in pickletools.genops(good) if op.name == "SHORT_BINUNICODE" and arg != ""]
     for at, arg in places[:: max(1, len(places) // 60)]:
@@ -258,38 +288,37 @@ def test_an_exploit_within_a_real_file() -> None:
         bad = good[:at] + call + good[end:]
         # A frame's length may not fit any more: an honest attacker corrects it.
         bad = bad[:2] + b"\x95" + struct.pack("<Q", len(bad) - 11) + bad[11:]
-        with pytest.raises(UnsafePickleError, match=r"os\.system"):
-            unpickle_metadata(bad)
+        (folder / ".metadata").write_bytes(bad)
+        refused_at(folder, UnsafePickleError, r"(os|posix)\.system")
+
+
+def metadata_with(planner_data: bytes, more: bytes = b"") -> bytes:
+    fields = short("state_dict_metadata") + b"}" + short("storage_data") + b"}" + short("planner_data") + planner_data
+    return PROTO + name(METADATA, "Metadata") + b")\x81}(" + fields + more + b"ub."
 
 
 def test_deep_nesting_does_not_end_the_process() -> None:
-    deep = PROTO + b")" + b"\x85" * 100_000 + b"."
-    value = unpickle(deep)
-    assert isinstance(value, tuple)
-    while value:
-        (value,) = value
-    as_key = PROTO + b"}" + b")" + b"\x85" * 100_000 + b"Ns."
-    assert isinstance(unpickle(as_key), Dict)
-
-
-def metadata_with(planner_data: bytes) -> bytes:
-    fields = short("state_dict_metadata") + b"}" + short("storage_data") + b"}" + short("planner_data") + planner_data
-    return PROTO + name(METADATA, "Metadata") + b")\x81}(" + fields + b"ub."
+    deep = b")" + b"\x85" * 100_000
+    refused(PROTO + deep + b".", CorruptIndexError, "a Metadata was expected")
+    refused(PROTO + b"}" + deep + b"Ns.", CorruptIndexError, "a Metadata was expected")
+    refused(metadata_with(deep), UnsupportedError, "64 deep")
+    refused(metadata_with(b"}" + deep + b"Ns"), UnsupportedError, "64 deep")
+    # What nobody asks for is read, too, and let be.
+    assert opened(metadata_with(b"N", short("storage_meta") + deep)).tensor_count == 0
 
 
 @pytest.mark.parametrize(
-    "planner_data",
+    ("planner_data", "error", "match"),
     [
-        b")" + b"\x85" * 100,
-        b"]\x94h\x00a",  # a list in itself
-        b"]\x94" + b"(" + b"h\x00" * 100 + b"t" * 1,
-        name("torch", "float32"),
-        name("pathlib", "PosixPath") + b")R",
+        (b")" + b"\x85" * 100, UnsupportedError, "64 deep"),
+        (b"]\x94h\x00a", UnsupportedError, "64 deep"),  # a list in itself
+        (b"]\x94" + b"(" + b"h\x00" * 100 + b"t", CorruptIndexError, "not a dict"),  # one value too many
+        (name("torch", "float32"), UnsupportedError, "more than plain values"),
+        (name("pathlib", "PosixPath") + b")R", UnsupportedError, "more than plain values"),
     ],
 )
-def test_planner_data_is_plain_and_bounded(planner_data: bytes) -> None:
-    with pytest.raises(DcpRsError):
-        unpickle_metadata(metadata_with(planner_data))
+def test_planner_data_is_plain_and_bounded(planner_data: bytes, error: type[DcpRsError], match: str) -> None:
+    refused(metadata_with(planner_data), error, match)
 
 
 def test_planner_data_cannot_multiply() -> None:
@@ -299,19 +328,25 @@ def test_planner_data_cannot_multiply() -> None:
         laughs += b"(" + bytes([ord("h"), level]) * 10 + b"t\x94"
     # The others are in the memo, and stay on the stack until the outermost tuple takes them.
     pieces = b"(" + laughs + b"t"
-    with pytest.raises(UnsupportedError, match="without measure"):
-        unpickle_metadata(metadata_with(pieces))
+    refused(metadata_with(pieces), UnsupportedError, "without measure")
+
+
+def planner_data_of(value: object, protocol: int) -> object:
+    """What is left of a value that a pickler wrote into a `.metadata`."""
+    body = pickle.dumps(value, protocol)
+    start = 11 if body[2] == 0x95 else 2
+    return opened(metadata_with(body[start:-1])).planner_root()
 
 
 def test_planner_data_is_kept() -> None:
     kept = {"a": ("m", 0, "w"), "other": [1, 2.5, None, True, b"x", ("t",)]}
-    body = pickle.dumps(kept, 4)
-    start = 11 if body[2] == 0x95 else 2
-    body = body[start:-1]
-    assert unpickle_metadata(metadata_with(body))["planner_data"] == kept
+    assert planner_data_of(kept, 4) == kept
+    paths = {"a": ("m", 0, "w"), "b": ("m", "b")}
+    assert planner_data_of(paths, 4) == paths
 
 
-def test_plain_values_are_what_pickle_reads() -> None:
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_plain_values_are_what_pickle_reads(protocol: int) -> None:
     value = [
         1,
         -1,
@@ -329,25 +364,41 @@ def test_plain_values_are_what_pickle_reads() -> None:
         None,
         True,
     ]
-    for protocol in (2, 3, 4, 5):
-        if protocol == 2:
-            value = [item for item in value if not isinstance(item, bytes)]
-        assert unpickle(pickle.dumps(value, protocol)) == value
-    assert unpickle(pickle.dumps({"a": 1, 2: "b"}, 4)) == [("a", 1), (2, "b")]
+    if protocol == 2:
+        value = [item for item in value if not isinstance(item, bytes)]
+    read = planner_data_of(value, protocol)
+    assert read == value
+    assert list(map(type, read)) == list(map(type, value))
+    assert planner_data_of({"a": 1, 2: "b"}, protocol) == {"a": 1, 2: "b"}
 
 
 def test_calls_and_names_stay_data() -> None:
-    made = unpickle(PROTO + name("pathlib", "PosixPath") + short("/") + short("tmp") + b"\x86R.")
-    assert isinstance(made, Object)
-    assert (made.made_by, made.args) == (Global("pathlib", "PosixPath"), ("/", "tmp"))
+    """What is on the list is taken note of and not made, even where nobody asks for it."""
+    made = name("pathlib", "PosixPath") + short("/") + short("tmp") + b"\x86R"
+    assert opened(metadata_with(b"N", short("storage_meta") + made)).tensor_count == 0
+    # A call whose arguments the class would not take.
+    assert opened(metadata_with(b"N", short("storage_meta") + name("torch", "Size") + b"K\x01\x85R")).tensor_count == 0
+    refused(PROTO + made + b".", CorruptIndexError, "a Metadata was expected")
+    refused(metadata_with(made), UnsupportedError, "more than plain values")
+
+
+def test_every_dtype_may_be_named() -> None:
+    """Whether it can be read is another question."""
+    for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
+        refused(metadata_with(name(*str(dtype).split("."))), UnsupportedError, "more than plain values")
 
 
 @settings(max_examples=300, deadline=None)
 @given(at=st.integers(min_value=0), byte=st.integers(0, 255), cut=st.booleans())
 def test_damage_is_an_error_or_data(at: int, byte: int, cut: bool) -> None:
-    good = (STOCK / "torch-2.15.0" / "nested" / ".metadata").read_bytes()
+    nested = STOCK / "torch-2.15.0" / "nested"
+    good = (nested / ".metadata").read_bytes()
     at %= len(good)
     bad = good[:at] if cut else good[:at] + bytes([byte]) + good[at + 1 :]
+    folder = Path("nested")
+    if not folder.exists():
+        shutil.copytree(nested, folder)
+    (folder / ".metadata").write_bytes(bad)
     with contextlib.suppress(DcpRsError):
-        unpickle_metadata(bad)
+        assert _core.Index.from_data(str(folder)).names() is not None
     assert not fired

@@ -122,10 +122,12 @@ class RsReader(StorageReader):
         index = getattr(metadata.state_dict_metadata, "index", None)
         if index is not None:
             self._local.index = index
+        self._local.of_all_ranks = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Notes in the plan which save it is for."""
-        return dataclasses.replace(plan, storage_data=self._index().save_id)
+        """Notes in the plan which save it is for, but for rank-local ones: there each rank has a save of its own."""
+        of_all_ranks = getattr(self._local, "of_all_ranks", True)
+        return dataclasses.replace(plan, storage_data=self._index().save_id if of_all_ranks else None)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Raises unless all ranks opened the same save: one that is committed meanwhile must not be mixed with the one before."""
