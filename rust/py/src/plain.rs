@@ -155,7 +155,7 @@ impl Index {
             offsets: Dims::from_elem(0, host.shape.len()),
             sizes: host.shape,
         };
-        let Ok(to) = read::memory(name, host.address, &whole.sizes, &host.strides, host.dtype.size()) else {
+        let Ok(to) = read::memory(self, stored, host.address, &whole.sizes, &host.strides) else {
             return Ok(false);
         };
         // What the chunks do not hold, and what cannot be written to, is reported by the planner, which has the words for it.
