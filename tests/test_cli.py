@@ -418,3 +418,15 @@ def test_maps_of_any_shape() -> None:
 )
 def test_sizes(nbytes: int, text: str) -> None:
     assert output.size(nbytes) == text
+
+
+def test_convert_leaves_the_folder_only_when_told(dcp_rs_cli, world: Path, tmp_path: Path) -> None:
+    """An index that names files elsewhere could bring them into a checkpoint that is published."""
+    (tmp_path / "adopted").mkdir()
+    dcp_rs.index(world / "hf", out=tmp_path / "adopted")
+    status, _, err = dcp_rs_cli("convert", tmp_path / "adopted", tmp_path / "new")
+    assert status == 2
+    assert "outside its folder" in err
+    assert not (tmp_path / "new").exists()
+    status, _, err = dcp_rs_cli("convert", tmp_path / "adopted", tmp_path / "new", "--allow-external")
+    assert (status, err) == (0, "")

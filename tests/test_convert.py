@@ -439,6 +439,39 @@ def test_damaged_sources(to: str, tmp_path: Path) -> None:
     assert {entry.name for entry in tmp_path.iterdir()} == {"src"}
 
 
+CUT_SHORT = """
+import os, pathlib, sys, dcp_rs
+src, dst, file = sys.argv[1:]
+whole = pathlib.Path(file).read_bytes()
+
+def cut_short(done, total):
+    if done >= 2 << 20 and os.path.getsize(file) > keep:
+        os.truncate(file, keep)
+
+for to in ("dcp-rs", "dcp", "torch", "safetensors"):
+    for keep in (1 << 20, len(whole) - 1):
+        pathlib.Path(file).write_bytes(whole)
+        try:
+            dcp_rs.convert(src, dst, to=to, progress=cut_short)
+        except dcp_rs.errors.CorruptDataError as error:
+            assert error.path == file, error
+        else:
+            raise AssertionError(to)
+        assert not os.path.exists(dst)
+"""
+
+
+@pytest.mark.parametrize("source", ["dcp-rs", "dcp", "torch"])
+def test_a_source_that_is_cut_short_meanwhile(source: str, tmp_path: Path) -> None:
+    """It used to end the process with a bus error, or to leave zeros in the result."""
+    state = {f"w{i}": random_tensor((1 << 20,), torch.uint8, seed=i) for i in range(8)}
+    src = make(source, state, tmp_path / "src")
+    file = src if source == "torch" else max(src.iterdir(), key=lambda path: path.stat().st_size)
+    command = [sys.executable, "-c", CUT_SHORT, src, tmp_path / "dst", file]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_tensor_with_a_hole(sharded: Path, tmp_path: Path) -> None:
     """One rank's file is gone, with its index: what is left of the tensor is not taken for all of it."""
     shutil.copytree(sharded, tmp_path / "half")

@@ -12,6 +12,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -323,3 +324,53 @@ def test_what_was_committed_is_not_discarded(ckpt):
     dcp.save(rank_state(3, 0), storage_writer=writer, no_dist=True)
     writer.discard()
     assert found_number(ckpt, 1) == 3
+
+
+def test_a_writer_that_moved_on_discards_where_it_wrote(tmp_path, monkeypatch):
+    """A writer of torch's protocol that is given another path: what it wrote for a save that failed is at the first one."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    save(first, 1)
+    monkeypatch.chdir(tmp_path)
+    writer = write_only(dcp_rs.RsWriter("first"))
+    assert len(stray_files(first)) == 1
+    writer.path = second
+    monkeypatch.chdir("/")
+    writer.discard()
+    check_after_failure(first, 1)
+    assert not second.exists()
+
+
+def test_a_save_commits_where_it_wrote(tmp_path):
+    """The writer of a save in the background is reset to another path before the commit."""
+    writer = dcp_rs.RsWriter(tmp_path / "first")
+    begun, go_on = threading.Event(), threading.Event()
+    finish = writer.finish
+
+    def wait_and_finish(metadata, results):
+        begun.set()
+        assert go_on.wait(60)
+        finish(metadata, results)
+
+    writer.finish = wait_and_finish
+    thread = threading.Thread(
+        target=dcp.save, args=(rank_state(1, 0),), kwargs={"storage_writer": writer, "no_dist": True}
+    )
+    thread.start()
+    assert begun.wait(60)
+    writer.reset(tmp_path / "second")
+    go_on.set()
+    thread.join()
+    assert found_number(tmp_path / "first", 1) == 1
+    assert not (tmp_path / "second").exists()
+
+
+def write_only(writer):
+    """A save up to its commit, which another rank keeps from happening."""
+    planner = dcp_rs.RsSavePlanner()
+    planner.set_up_planner(rank_state(2, 0), is_coordinator=True)
+    writer.set_up_storage_writer(is_coordinator=True)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    plans, _ = planner.create_global_plan([plan])
+    (plan,) = writer.prepare_global_plan(plans)
+    writer.write_data(planner.finish_plan(plan), planner).wait()
+    return writer

@@ -84,6 +84,8 @@ def base(path):
     checkpoint["w"]
 
 
+ENGINE = {"io": "auto", "threads": 1, "verify": False, "max_inflight_bytes": 1 << 20}
+
 PROVOKED = {
     errors.DcpRsError: base,
     errors.CheckpointNotFoundError: not_found,
@@ -146,3 +148,34 @@ def test_the_core_raises_no_class_of_its_own(ckpt):
     for call in (lambda: index.tensor(99), lambda: index.check_files([99]), lambda: index.first_chunk(99)):
         with pytest.raises(errors.DcpRsError):
             call()
+
+
+@pytest.mark.parametrize(
+    ("call", "tensor"),
+    [
+        (lambda index, memory: index.read_chunks([(0, [0], [9], memory, [1])], **ENGINE), "w"),
+        (lambda index, memory: index.read_regions([(0, [3], [9], memory, [1])], **ENGINE), "w"),
+        (lambda index, memory: index.read_regions([(0, [0], [4], memory, [0])], **ENGINE), "w"),
+        (lambda index, memory: index.read_regions([(0, [0], [4], 0, [1])], **ENGINE), "w"),
+        (lambda index, _: index.touching(0, [0], [9]), "w"),
+        (lambda index, _: index.locate([("w", [3], None)]), "w"),
+        (lambda index, _: index.locate([("unknown", None, None)]), "unknown"),
+        (lambda index, _: index.tensor(99), None),
+    ],
+)
+def test_a_plan_error_of_the_core_says_where(ckpt, call, tensor):
+    save_rs({"w": torch.ones(4)}, ckpt)
+    index = _core.Index.open(str(ckpt), None, False)
+    memory = torch.zeros(16)
+    with pytest.raises(errors.PlanError) as raised:
+        call(index, memory.data_ptr())
+    assert (raised.value.path, raised.value.tensor) == (str(ckpt / "index.dcprs"), tensor)
+    copy = pickle.loads(pickle.dumps(raised.value))
+    assert (copy.path, copy.tensor) == (raised.value.path, raised.value.tensor)
+    assert torch.equal(memory, torch.zeros(16))
+
+
+def test_what_cannot_be_saved_is_named(ckpt):
+    with pytest.raises(errors.PlanError) as raised:
+        dcp_rs.save({"w": torch.ones([1] * 65)}, ckpt, no_dist=True)
+    assert raised.value.tensor == "w"

@@ -143,6 +143,9 @@ def _check(item: Fill | Target) -> None:
     if not _torch.has_memory(item.tensor):
         msg = f"tensor {item.name!r} has no memory to fill: its storage was freed"
         raise PlanError(msg, tensor=item.name)
+    if any(size > 1 and stride == 0 for size, stride in zip(item.tensor.shape, item.tensor.stride(), strict=True)):
+        msg = f"tensor {item.name!r}: the destination has several elements in one place of memory; give it memory of its own"
+        raise PlanError(msg, tensor=item.name)
 
 
 def stored_dtype(name: str, dtype: str | None) -> torch.dtype:

@@ -43,6 +43,25 @@ class _Place:
     world_size: int
 
 
+@dataclasses.dataclass(frozen=True)
+class _Written:
+    """What this rank wrote, and where: the writer may be given another path, or another save, before it is known to be committed."""
+
+    folder: str
+    rank: int | None
+    index: bytes
+    saving: Saving | None
+
+    @property
+    def committed(self) -> bool:
+        return self.saving is not None and self.saving.committed
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no other thread is at this save."""
+        return self.saving is None or self.saving.is_over()
+
+
 class RsWriter(StorageWriter, BlockingAsyncStager):
     """Writes a checkpoint under DCP's save protocol: ``dcp.save(state_dict, storage_writer=RsWriter(path))``.
 
@@ -83,11 +102,12 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._use_collectives = True
         self._generation = 1
         self._saving: Saving | None = None
-        self._written: bytes | None = None  # the index of what this rank wrote, until it is known to be committed
+        self._written: _Written | None = None  # until it is known to be committed
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, to another path where one is given."""
-        self.discard()
+        if self._written is not None and self._written.is_over:
+            self.discard()
         if checkpoint_id:
             self.path = Path(checkpoint_id)
         self.save_id = str(uuid.uuid4())
@@ -159,6 +179,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         place = plan.storage_data if isinstance(plan.storage_data, _Place) else _Place(self._rank or 0, 1)
         # All ranks have come this far, so the save before this one is over.
         self.discard()
+        folder = os.path.abspath(self.path)  # noqa: PTH100  # Path.resolve would follow links
         how = {
             "generation": self._generation,
             "token": secrets.randbits(64),
@@ -170,11 +191,12 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if writes is None:
             writes = collect(plan, planner)
         entries = writes.entries
-        save = writes.plan.create(str(self.path), writes.keep, [entry.nbytes for entry in entries], **how)
+        save = writes.plan.create(folder, writes.keep, [entry.nbytes for entry in entries], **how)
         try:
             save.write_plain(writes.tensors, _torch.PLAIN_TYPES, NAMES)
             write_entries(save, entries, self.options, save.plain_count)
-            self._written = save.finish(uuid.UUID(self.save_id).bytes)
+            index = save.finish(uuid.UUID(self.save_id).bytes)
+            self._written = _Written(folder, self._own_rank(), index, self._saving)
         except BaseException:
             save.abort()
             self._end()
@@ -185,7 +207,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             index=MetadataIndex(rank_index_name(place.rank)),
             size_in_bytes=save.bytes,
             # An index repeats itself: it travels to the coordinator at a sixth of its size.
-            storage_data=self._written if place.world_size == 1 else zlib.compress(self._written, 1),
+            storage_data=index if place.world_size == 1 else zlib.compress(index, 1),
         )
         future: Future[list[WriteResult]] = Future()
         future.set_result([result])
@@ -194,11 +216,14 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Merges the indexes of all ranks and commits the checkpoint."""
         entries = metadata.state_dict_metadata
+        folder, rank = str(self.path), self._own_rank()
+        if self._written is not None:
+            folder, rank = self._written.folder, self._written.rank
         indexes = [_index_of(result) for rank_results in results for result in rank_results]
         try:
             index, left = _core.commit_indexes(
-                str(self.path),
-                self._own_rank(),
+                folder,
+                rank,
                 indexes,
                 save_id=uuid.UUID(self.save_id).bytes,
                 generation=self._generation,
@@ -210,7 +235,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         except BaseException:
             # Of all ranks: some may never hear that it failed. What was committed all the same (its last sync failed) stays.
             for written in indexes:
-                self._remove(written)
+                _remove(folder, rank, written)
             raise
         self._written = None
         self._end()
@@ -231,15 +256,8 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     def discard(self) -> None:
         """Removes what this rank wrote for a save that failed since, on this rank or another. Without such a save it does nothing."""
         written, self._written = self._written, None
-        committed = self._saving is not None and self._saving.committed
-        if written is not None and not committed:
-            self._remove(written)
-
-    def _remove(self, written: bytes) -> None:
-        try:
-            _core.discard(str(self.path), self._own_rank(), written)
-        except (OSError, DcpRsError) as error:
-            warnings.warn(f"files of a save that failed are still there: {error}", stacklevel=2)
+        if written is not None and not written.committed:
+            _remove(written.folder, written.rank, written.index)
 
     def close(self) -> None:
         """Says that the save through this writer is over, well or not."""
@@ -267,6 +285,13 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether the id can be a path of the local file system."""
         return "://" not in os.fspath(checkpoint_id)
+
+
+def _remove(folder: str, rank: int | None, index: bytes) -> None:
+    try:
+        _core.discard(folder, rank, index)
+    except (OSError, DcpRsError) as error:
+        warnings.warn(f"files of a save that failed are still there: {error}", stacklevel=2)
 
 
 def _index_of(result: WriteResult) -> bytes:

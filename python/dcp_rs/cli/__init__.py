@@ -183,6 +183,9 @@ def _convert(
     unsafe: Annotated[
         bool, typer.Option("--trust-pickles", help="Unpickle whatever a file of torch.save asks for: it can run code.")
     ] = False,
+    allow_external: Annotated[
+        bool, typer.Option("--allow-external", help="Read data files outside of SRC, if its index names any.")
+    ] = False,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -202,7 +205,7 @@ def _convert(
         overwrite=overwrite,
         verify=verify,
         weights_only=not unsafe,
-        allow_external=True,
+        allow_external=allow_external,
         threads=threads,
         as_json=as_json,
     )

@@ -15,6 +15,7 @@ from dcp_rs.conversion import native, safetensors, stock, torch_file
 from dcp_rs.conversion.job import ConvertReport, Job, Rename, Task, parse_dtype, refuse_unsupported, select
 from dcp_rs.conversion.place import Place, check_place, new_place
 from dcp_rs.conversion.source import open_source
+from dcp_rs.errors import DcpRsError
 from dcp_rs.options import ReadOptions, WriteOptions
 
 __all__ = ["ConvertReport", "convert"]
@@ -73,6 +74,9 @@ def convert(
             ``torch.load(weights_only=True)`` allows. Other targets take values as they are, without unpickling them.
         allow_external: read data files outside the source's folder, if its index names any.
 
+    A source whose files change meanwhile is an error, and the result is not kept. Files are mapped: one that is cut short while a tensor of it is
+    being copied can end the process.
+
     Raises:
         CheckpointNotFoundError, CorruptIndexError, CorruptDataError, UnsafePickleError: from the source.
         CheckpointExistsError: ``dst`` is there, and ``overwrite`` is not set; or it holds more than a checkpoint.
@@ -123,6 +127,7 @@ def convert(
     )
     with new_place(target, as_file=as_file) as place, _disk_errors(target):
         _WRITERS[to](job, place)
+        source.check_again()
     report.written = [task.name for task in tasks]
     report.bytes = job.total
     report.seconds = time.perf_counter() - begin
@@ -136,6 +141,8 @@ def _disk_errors(path: Path) -> Iterator[None]:
         yield
     except RuntimeError as error:
         cause = error.__cause__ or error.__context__
+        if isinstance(cause, DcpRsError):
+            raise cause from error
         if isinstance(cause, OSError):
             raise OSError(cause.errno, cause.strerror, os.fspath(path)) from error
         raise

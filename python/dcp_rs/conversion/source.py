@@ -6,6 +6,7 @@ import os
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -79,6 +80,9 @@ class Source(Protocol):
     def check(self, items: Sequence[Item]) -> None:
         """Raises, before anything is read, unless all of the items is there."""
 
+    def check_again(self) -> None:
+        """Raises unless the files are as they were. Views are of mapped files: of one that was cut short they hold zeros, or end the process."""
+
     def read(self, requests: Sequence[Request]) -> None:
         """Fills every destination. Runs in any thread."""
 
@@ -139,6 +143,18 @@ class IndexSource:
             msg = f"tensor {name!r} is not all there: nothing holds {list(sizes)} elements at {list(offsets)}"
             raise CorruptDataError(msg, path=self.index.path, tensor=name)
 
+    @cached_property
+    def _one_of_each_file(self) -> list[int]:
+        chunks: dict[int, int] = {}
+        for item in self.items:
+            for number, chunk in enumerate(item.chunks):
+                chunks.setdefault(chunk.file, self.index.first_chunk(item.number) + number)
+        return list(chunks.values())
+
+    def check_again(self) -> None:
+        """Looks at every file."""
+        self.index.check_files(self._one_of_each_file)
+
     def read(self, requests: Sequence[Request]) -> None:
         """Reads in one batch, whatever the requests are."""
         chunks, regions = [], []
@@ -175,6 +191,8 @@ class TorchSource:
     kind = "torch"
 
     def __init__(self, path: Path, *, weights_only: bool) -> None:
+        self._path = path
+        self._stat = _stat(path)
         self.state = load_torch_file(path, weights_only=weights_only)
         self.root: Any = {}
         self.files = [path]
@@ -201,8 +219,15 @@ class TorchSource:
     def check(self, items: Sequence[Item]) -> None:
         """Nothing to check: the file was opened whole."""
 
+    def check_again(self) -> None:
+        """Looks at the file."""
+        if _stat(self._path) != self._stat:
+            msg = f"{self._path} was changed while it was being read"
+            raise CorruptDataError(msg, path=self._path)
+
     def read(self, requests: Sequence[Request]) -> None:
         """Copies from the mapped file."""
+        self.check_again()
         for request in requests:
             part = self._tensors[request.item.number]
             for dim, (offset, size) in enumerate(zip(request.offsets, request.into.shape, strict=True)):
@@ -233,6 +258,14 @@ class TorchSource:
             if kept != item.name:
                 tied[item.name] = kept
         return tied
+
+
+def _stat(path: Path) -> tuple[int, int] | None:
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    return stat.st_size, stat.st_mtime_ns
 
 
 def load_torch_file(path: Path, *, weights_only: bool) -> dict[str, Any]:

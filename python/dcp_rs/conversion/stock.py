@@ -122,6 +122,7 @@ class _Planner(SavePlanner):
         view = self._job.source.view(task.item, number) if task.dtype == task.item.dtype else None
         if view is not None:
             self._job.advance(view.nbytes)
+            self._job.source.check_again()
             return view
         if region.nbytes > _IN_MEMORY:
             return to_tensors(self._job, [region], self._place.folder)[0]

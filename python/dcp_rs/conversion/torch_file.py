@@ -69,19 +69,28 @@ def _rebuild(node: Any, prefix: str, flat: Mapping[str, Any]) -> Any:
     return dict(kept) if isinstance(node, Mapping) else [value for _, value in kept]
 
 
+#: After so many bytes the source is looked at again.
+_CHECK_BYTES = 1 << 20
+
+
 class _Counted:
-    """A file that tells the job what is written to it."""
+    """A file that tells the job what is written to it, and looks now and then whether the source is still what it was."""
 
     def __init__(self, file: Any, job: Job, most: int) -> None:
         self._file = file
         self._job = job
         self._left = most
+        self._unchecked = 0
 
     def write(self, data: Any) -> int:
         """Writes, and counts payload only as often as it is there."""
         written: int = self._file.write(data)
         self._job.advance(min(written, self._left))
         self._left -= min(written, self._left)
+        self._unchecked += written
+        if self._unchecked >= _CHECK_BYTES:
+            self._unchecked = 0
+            self._job.source.check_again()
         return written
 
     def flush(self) -> None:

@@ -60,12 +60,14 @@ pub enum Error {
     /// A request that cannot be satisfied by this checkpoint.
     #[error("{0}")]
     Plan(String),
-    /// Ranks that save together do not agree on a tensor, or do not hold all of it.
+    /// The same, about one tensor: what is asked of it, or what ranks say of it that save together.
     #[error("tensor {tensor:?}: {reason}")]
     TensorPlan {
+        /// The index that it is in, where there is one.
+        path: Option<PathBuf>,
         /// Its FQN.
         tensor: String,
-        /// Which chunk of which rank is wrong, and how.
+        /// What is wrong: for a save, with which chunk of which rank.
         reason: String,
     },
     /// The operating system failed a call.
@@ -98,6 +100,15 @@ impl Error {
             action,
             path: path.to_owned(),
             source,
+        }
+    }
+
+    /// An [`Error::TensorPlan`]; `path`: of the index.
+    pub fn tensor_plan(path: Option<&Path>, tensor: &str, reason: impl Into<String>) -> Self {
+        Self::TensorPlan {
+            path: path.map(Path::to_owned),
+            tensor: tensor.to_owned(),
+            reason: reason.into(),
         }
     }
 

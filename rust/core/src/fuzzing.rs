@@ -185,6 +185,17 @@ mod tests {
     }
 
     #[test]
+    fn every_target_is_replayed() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/fuzz_targets");
+        let tests = include_str!("fuzzing.rs");
+        for entry in fs::read_dir(folder).unwrap() {
+            let target = entry.unwrap().path().file_stem().unwrap().to_str().unwrap().to_owned();
+            assert!(!seeds(&target).is_empty());
+            assert!(tests.contains(&format!("replay(\"{target}\", ")), "{target}");
+        }
+    }
+
+    #[test]
     fn replay_index() {
         replay("index", index);
     }

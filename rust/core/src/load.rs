@@ -87,14 +87,22 @@ fn links_out(index: &Path, path: &Path) -> bool {
     }
 }
 
-/// What an error of a read means: a data file that is gone, or changed, may have gone with the checkpoint it belonged to.
+/// What an error of a read means: a data file that is gone, or changed, may have gone with the checkpoint it belonged to. What is refused by
+/// those who know no index gets its path.
 pub fn explain(index: &Index, error: Error) -> Error {
-    if matches!(error, Error::CorruptData { .. }) && was_replaced(index) {
-        Error::Replaced {
-            path: index.path().to_owned(),
-        }
-    } else {
-        error
+    let path = index.path().to_owned();
+    match error {
+        Error::CorruptData { .. } if was_replaced(index) => Error::Replaced { path },
+        Error::TensorPlan {
+            path: None,
+            tensor,
+            reason,
+        } => Error::TensorPlan {
+            path: Some(path),
+            tensor,
+            reason,
+        },
+        other => other,
     }
 }
 
@@ -167,8 +175,11 @@ pub struct Memory {
 }
 
 /// Checks that a rectangle can be written to `to`.
-fn check_memory(tensor: &str, sizes: &[u64], to: &Memory) -> Result<()> {
-    let refuse = |why| Err(Error::Plan(format!("tensor {tensor:?}: the destination has {why}")));
+fn check_memory(index: &Index, tensor: &str, sizes: &[u64], to: &Memory) -> Result<()> {
+    let refuse = |why| {
+        let reason = format!("the destination has {why}");
+        Err(Error::tensor_plan(Some(index.path()), tensor, reason))
+    };
     if sizes.contains(&0) {
         return Ok(());
     }
@@ -201,24 +212,28 @@ impl Gather {
         }
     }
 
+    fn refuse(&self, tensor: &str, reason: String) -> Error {
+        Error::tensor_plan(Some(self.index.path()), tensor, reason)
+    }
+
     /// Adds the rectangle of `sizes` elements at `offsets` of a chunk.
     pub fn add_chunk(&mut self, chunk: u64, offsets: &[u64], sizes: &[u64], to: Memory) -> Result<()> {
         let view = self.index.chunk(chunk);
         let tensor = self.index.tensor(view.tensor);
         if tensor.kind == Kind::Bytes {
-            return Err(Error::Plan(format!("{:?} is not a tensor", tensor.name)));
+            return Err(self.refuse(tensor.name, "it is a value, not a tensor".into()));
         }
         if !Region::new(offsets, sizes).fits(&view.sizes) || to.strides.len() != sizes.len() {
-            return Err(Error::Plan(format!(
-                "tensor {:?}: {sizes:?} elements at {offsets:?} of a chunk of {:?}",
-                tensor.name,
+            let reason = format!(
+                "{sizes:?} elements at {offsets:?} of a chunk of {:?}",
                 view.sizes.as_slice()
-            )));
+            );
+            return Err(self.refuse(tensor.name, reason));
         }
         if sizes.contains(&0) {
             return Ok(());
         }
-        check_memory(tensor.name, sizes, &to)?;
+        check_memory(&self.index, tensor.name, sizes, &to)?;
         let itemsize = tensor.dtype.expect("tensors have one").size();
         let strides = view.strides.unwrap_or_else(|| row_major(&view.sizes));
         let first: u64 = offsets
@@ -247,15 +262,15 @@ impl Gather {
     pub fn add_region(&mut self, tensor: u32, region: &Region, to: &Memory) -> Result<()> {
         let view = self.index.tensor(tensor);
         if !region.fits(&view.shape) || to.strides.len() != view.shape.len() {
-            return Err(Error::Plan(format!(
-                "tensor {:?}: {:?} elements at {:?} of {:?}",
-                view.name,
+            let reason = format!(
+                "{:?} elements at {:?} of {:?}",
                 region.sizes.as_slice(),
                 region.offsets.as_slice(),
                 view.shape.as_slice()
-            )));
+            );
+            return Err(self.refuse(view.name, reason));
         }
-        check_memory(view.name, &region.sizes, to)?;
+        check_memory(&self.index, view.name, &region.sizes, to)?;
         for part in cover(&self.index, tensor, region)? {
             let bytes: u64 = part.region_offsets.iter().zip(&to.strides).map(|(o, s)| o * s).sum();
             let bytes = usize::try_from(bytes).map_err(|_| Error::Plan("destination too large".into()))?;
@@ -349,12 +364,12 @@ impl Gather {
 /// The parts of a region and the chunks that hold them; an error that names what no chunk holds.
 pub fn cover(index: &Index, tensor: u32, region: &Region) -> Result<Vec<overlap::Overlap>> {
     overlap::cover(index, tensor, region).map_err(|hole| {
-        Error::Plan(format!(
-            "tensor {:?}: the checkpoint does not hold {:?} elements at {:?}",
-            index.name(tensor),
+        let reason = format!(
+            "the checkpoint does not hold {:?} elements at {:?}",
             hole.sizes.as_slice(),
             hole.offsets.as_slice()
-        ))
+        );
+        Error::tensor_plan(Some(index.path()), index.name(tensor), reason)
     })
 }
 

@@ -37,9 +37,13 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
         Error::Replaced { path } => with_place(py, CheckpointReplacedError::new_err(message), Some(path), None, None),
         Error::UnsafePickle { path, .. } => with_place(py, UnsafePickleError::new_err(message), Some(path), None, None),
         Error::Unsupported(_) => UnsupportedError::new_err(message),
-        Error::TensorPlan { tensor, .. } => {
-            with_place(py, PlanError::new_err(message), None, Some(tensor.as_str()), None)
-        }
+        Error::TensorPlan { path, tensor, .. } => with_place(
+            py,
+            PlanError::new_err(message),
+            path.as_deref(),
+            Some(tensor.as_str()),
+            None,
+        ),
         // The standard class, so that callers can look at errno: OSError picks FileNotFoundError and the like by it.
         Error::Io { action, path, source } => PyOSError::new_err((
             source.raw_os_error().unwrap_or(EIO),
@@ -69,6 +73,11 @@ fn with_place(py: Python<'_>, error: PyErr, path: Option<&Path>, tensor: Option<
         Ok(()) => error,
         Err(other) => other,
     }
+}
+
+/// A `PlanError` about an index, and a tensor of it where one is concerned.
+pub fn plan_error(index: &Path, tensor: Option<&str>, message: String) -> PyErr {
+    Python::attach(|py| with_place(py, PlanError::new_err(message), Some(index), tensor, None))
 }
 
 /// `Result<T, Error>` as a Python result.

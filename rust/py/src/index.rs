@@ -12,7 +12,7 @@ use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBytes, PyList, PyTuple};
 
 use crate::convert::{Extent, extent_to_py, from_value};
-use crate::error::{IntoPy, PlanError};
+use crate::error::{IntoPy, PlanError, plan_error};
 
 /// An open, validated index. Immutable, and safe to share between threads.
 #[pyclass(frozen, module = "dcp_rs._core")]
@@ -250,10 +250,12 @@ impl Index {
         if tensor < self.inner.tensor_count() {
             Ok(())
         } else {
-            Err(PlanError::new_err(format!(
-                "no tensor {tensor} in {}",
-                self.inner.path().display()
-            )))
+            let path = self.inner.path();
+            Err(plan_error(
+                path,
+                None,
+                format!("no tensor {tensor} in {}", path.display()),
+            ))
         }
     }
 
@@ -261,10 +263,12 @@ impl Index {
         if chunk < self.inner.chunk_count() {
             Ok(())
         } else {
-            Err(PlanError::new_err(format!(
-                "no chunk {chunk} in {}",
-                self.inner.path().display()
-            )))
+            let path = self.inner.path();
+            Err(plan_error(
+                path,
+                None,
+                format!("no chunk {chunk} in {}", path.display()),
+            ))
         }
     }
 
@@ -275,7 +279,10 @@ impl Index {
 
     fn locate_one(&self, fqn: &str, offset: Option<&Dims>, hint: Option<u64>) -> PyResult<u64> {
         let index = &self.inner;
-        let missing = |what: String| PlanError::new_err(format!("{what} in {}", index.path().display()));
+        let missing = |what: String| {
+            let message = format!("{what} in {}", index.path().display());
+            plan_error(index.path(), Some(fqn), message)
+        };
         let tensor = index.find(fqn).ok_or_else(|| missing(format!("no tensor {fqn:?}")))?;
         let chunks = index.tensor(tensor).chunks;
         let is_it = |c: u64| offset.is_none_or(|offset| index.chunk(c).offsets == *offset);

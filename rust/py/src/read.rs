@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
 use crate::convert::{Extent, extent_to_py};
-use crate::error::{IntoPy, PlanError};
+use crate::error::{IntoPy, PlanError, plan_error};
 use crate::index::Index;
 use crate::interrupt;
 
@@ -48,16 +48,20 @@ pub fn options(io: &str, threads: usize, verify: bool, max_inflight_bytes: u64) 
 }
 
 /// The memory of a tensor. One whose storage was freed has the address 0.
-pub fn memory(name: &str, address: usize, sizes: &Dims, strides: &Dims, itemsize: u64) -> PyResult<Memory> {
+pub fn memory(index: &Index, tensor: u32, address: usize, sizes: &Dims, strides: &Dims) -> PyResult<Memory> {
+    let refuse = |why: &str| {
+        let name = index.inner.name(tensor);
+        let message = format!("tensor {name:?}: the destination has {why}");
+        plan_error(index.inner.path(), Some(name), message)
+    };
     if address == 0 && !sizes.contains(&0) {
-        return Err(PlanError::new_err(format!(
-            "tensor {name:?}: the destination has no memory: its storage has been freed"
-        )));
+        return Err(refuse("no memory: its storage has been freed"));
     }
+    let itemsize = index.itemsize(tensor);
     let strides: Option<Dims> = strides.iter().map(|stride| stride.checked_mul(itemsize)).collect();
     Ok(Memory {
         address: Destination(std::ptr::with_exposed_provenance_mut(address)),
-        strides: strides.ok_or_else(|| PlanError::new_err("strides overflow"))?,
+        strides: strides.ok_or_else(|| refuse("strides that overflow"))?,
     })
 }
 
@@ -88,13 +92,7 @@ impl Index {
         for (chunk, offsets, sizes, address, strides) in &requests {
             self.check_chunk(*chunk)?;
             let tensor = index.chunk(*chunk).tensor;
-            let to = memory(
-                index.name(tensor),
-                *address,
-                &sizes.0,
-                &strides.0,
-                self.itemsize(tensor),
-            )?;
+            let to = memory(self, tensor, *address, &sizes.0, &strides.0)?;
             gather.add_chunk(*chunk, &offsets.0, &sizes.0, to).into_py(py)?;
         }
         let stats = run(py, &gather, &options)?;
@@ -119,13 +117,7 @@ impl Index {
         let mut gather = Gather::new(Arc::clone(&index), self.allow_external);
         for (tensor, offsets, sizes, address, strides) in &requests {
             self.check_tensor(*tensor)?;
-            let to = memory(
-                index.name(*tensor),
-                *address,
-                &sizes.0,
-                &strides.0,
-                self.itemsize(*tensor),
-            )?;
+            let to = memory(self, *tensor, *address, &sizes.0, &strides.0)?;
             let region = Region {
                 offsets: offsets.0.clone(),
                 sizes: sizes.0.clone(),
@@ -245,12 +237,13 @@ impl Index {
         if region.fits(&self.inner.tensor(tensor).shape) {
             Ok(region)
         } else {
-            Err(PlanError::new_err(format!(
-                "tensor {:?}: {:?} elements at {:?} lie outside of it",
-                self.inner.name(tensor),
+            let name = self.inner.name(tensor);
+            let message = format!(
+                "tensor {name:?}: {:?} elements at {:?} lie outside of it",
                 region.sizes.as_slice(),
                 region.offsets.as_slice()
-            )))
+            );
+            Err(plan_error(self.inner.path(), Some(name), message))
         }
     }
 }

@@ -12,7 +12,7 @@ use pyo3::sync::MutexExt as _;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 use crate::convert::{Extent, dtype, to_value};
-use crate::error::{IntoPy, PlanError, UnsupportedError};
+use crate::error::{IntoPy, PlanError, UnsupportedError, plan_error};
 use crate::plain::Plain;
 use crate::save_plan::Planned;
 use crate::{index, interrupt};
@@ -306,7 +306,7 @@ pub fn commit_indexes(
     for fqn in names.try_iter()? {
         let fqn = name_of(&fqn?)?;
         if !builder.has_tensor(&fqn) {
-            return Err(PlanError::new_err(format!("no rank wrote {fqn:?}")));
+            return Err(plan_error(&path, Some(&fqn), format!("no rank wrote {fqn:?}")));
         }
     }
     builder.root = spread(&mut builder, planner_data)?;

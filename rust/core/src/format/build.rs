@@ -130,12 +130,12 @@ impl IndexBuilder {
         if let Some(&id) = self.tensor_ids.get(&tensor.name) {
             let known = &mut self.tensors[id as usize];
             if (known.kind, known.dtype, &known.shape) != (tensor.kind, tensor.dtype, &tensor.shape) {
-                return Err(Error::Plan(format!(
-                    "tensor {:?} is described in two ways: {} and {}",
-                    tensor.name,
+                let reason = format!(
+                    "it is described in two ways: {} and {}",
                     describe(known),
                     describe(&tensor)
-                )));
+                );
+                return Err(Error::tensor_plan(None, &tensor.name, reason));
             }
             if known.path.is_none() {
                 known.path = tensor.path;
@@ -156,12 +156,9 @@ impl IndexBuilder {
         if let Some(digests) = &chunk.digests
             && digests.len() as u64 != block_count(chunk.length)
         {
-            return Err(Error::Plan(format!(
-                "tensor {:?}: {} digests for {} bytes",
-                self.tensors[chunk.tensor as usize].name,
-                digests.len(),
-                chunk.length
-            )));
+            let reason = format!("{} digests for {} bytes", digests.len(), chunk.length);
+            let name = &self.tensors[chunk.tensor as usize].name;
+            return Err(Error::tensor_plan(None, name, reason));
         }
         self.chunks.push(chunk);
         Ok(())
@@ -373,7 +370,7 @@ impl Sections {
     }
 
     fn tensor(&mut self, tensor: &TensorEntry, place: u32, chunks: &[ChunkEntry]) -> Result<()> {
-        let bad = |reason: String| Error::Plan(format!("tensor {:?}: {reason}", tensor.name));
+        let bad = |reason: String| Error::tensor_plan(None, &tensor.name, reason);
         let ndim = tensor.shape.len();
         let (name_offset, name_len) = self.text(&tensor.name)?;
         if let Some(chunk) = chunks.iter().find(|c| {

@@ -105,10 +105,8 @@ pub fn plan(
     for (i, req) in reqs.iter().enumerate() {
         let number = u32::try_from(i).map_err(|_| Error::Plan("more than 2^32 requests in one read".into()))?;
         let copy = check(files, req).map_err(|reason| {
-            Error::Plan(format!(
-                "cannot read tensor {:?}: {reason}",
-                catalog.tensor_name(req.tensor)
-            ))
+            let reason = format!("it cannot be read: {reason}");
+            Error::tensor_plan(None, &catalog.tensor_name(req.tensor), reason)
         })?;
         if copy.run > 0 {
             let blocks = (verify && req.digests.is_some()).then_some(req.chunk_offset);

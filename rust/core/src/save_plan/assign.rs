@@ -303,6 +303,7 @@ impl Gathered {
 
 fn fault(name: &str, reason: String) -> Error {
     Error::TensorPlan {
+        path: None,
         tensor: name.to_owned(),
         reason,
     }

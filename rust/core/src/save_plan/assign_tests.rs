@@ -36,7 +36,7 @@ fn run(ranks: &[Vec<SaveItem>], rules: Rules) -> Result<Assignment> {
 
 fn message(ranks: &[Vec<SaveItem>]) -> (String, String) {
     match run(ranks, Rules::default()) {
-        Err(Error::TensorPlan { tensor, reason }) => (tensor, reason),
+        Err(Error::TensorPlan { tensor, reason, .. }) => (tensor, reason),
         other => panic!("{other:?}"),
     }
 }

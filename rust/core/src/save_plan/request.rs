@@ -103,7 +103,8 @@ pub fn decode(bytes: &[u8], mut take: impl FnMut(Requested<'_>) -> Result<()>) -
         if tag & SAME_SHAPE == 0 {
             let ndim = input.varint()?;
             if ndim > MAX_NDIM {
-                return Err(broken());
+                let reason = format!("it has {ndim} dimensions; at most {MAX_NDIM} can be saved");
+                return Err(Error::tensor_plan(None, text, reason));
             }
             input.extent(&mut shape, ndim)?;
         }

@@ -157,13 +157,13 @@ fn place(at: u64) -> Result<Destination> {
 fn item(index: &Index, want: &Want) -> Result<Item> {
     let view = index.chunk(want.chunk);
     let tensor = index.tensor(view.tensor);
+    let refuse = |reason: String| Error::tensor_plan(Some(index.path()), tensor.name, reason);
     let (Kind::Tensor, Some(dtype)) = (tensor.kind, tensor.dtype) else {
-        return Err(Error::Plan(format!("{:?} is not a tensor", tensor.name)));
+        return Err(refuse("it is a value, not a tensor".into()));
     };
     if !Region::new(&want.offsets, &want.sizes).fits(&view.sizes) {
-        return Err(Error::Plan(format!(
-            "tensor {:?}: {:?} elements at {:?} of a chunk of {:?}",
-            tensor.name,
+        return Err(refuse(format!(
+            "{:?} elements at {:?} of a chunk of {:?}",
             want.sizes.as_slice(),
             want.offsets.as_slice(),
             view.sizes.as_slice()

@@ -88,7 +88,7 @@ impl Save {
                 place.offset >= file.header.len() as u64 && end.is_some_and(|end| end <= file.size)
             });
             if !fits {
-                return Err(Error::Plan(format!("{name:?} does not lie in its file")));
+                return Err(Error::tensor_plan(None, &name, "it does not lie in its file"));
             }
             layout.places.push(place);
             items.push(SaveItem {
@@ -206,16 +206,18 @@ impl Save {
             let done = &mut written[number];
             let end = part.at.checked_add(length).filter(|&end| end <= item.length);
             let (Some(end), true) = (end, part.at == *done) else {
-                return Err(Error::Plan(format!(
-                    "{:?}: {length} bytes at {}, where {} of {} bytes were written before",
-                    item.name, part.at, done, item.length
-                )));
+                let reason = format!(
+                    "{length} bytes at {}, where {} of {} bytes were written before",
+                    part.at, done, item.length
+                );
+                return Err(Error::tensor_plan(None, &item.name, reason));
             };
             if end < item.length && !length.is_multiple_of(BLOCK_SIZE) {
-                return Err(Error::Plan(format!(
-                    "{:?}: {length} bytes at {} are not the last, and no multiple of {BLOCK_SIZE}",
-                    item.name, part.at
-                )));
+                let reason = format!(
+                    "{length} bytes at {} are not the last, and no multiple of {BLOCK_SIZE}",
+                    part.at
+                );
+                return Err(Error::tensor_plan(None, &item.name, reason));
             }
             *done = end;
             if length > 0 {
@@ -357,10 +359,8 @@ impl Save {
         }
         for (item, written) in self.items.iter().zip(&progress.written) {
             if *written != item.length {
-                return Err(Error::Plan(format!(
-                    "{:?}: {written} of {} bytes were written",
-                    item.name, item.length
-                )));
+                let reason = format!("{written} of {} bytes were written", item.length);
+                return Err(Error::tensor_plan(None, &item.name, reason));
             }
         }
         drop(progress);

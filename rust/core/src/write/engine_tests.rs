@@ -375,7 +375,12 @@ fn parts_out_of_order_are_refused() {
         let dir = tempdir().unwrap();
         let items = vec![whole("w", "uint8", &[2 * MIB + 9])];
         let save = Save::create(dir.path(), items, INFO, &options(WriteIo::Buffered)).unwrap();
-        assert!(matches!(save.write(&bad, &Control::new()), Err(Error::Plan(_))));
+        let error = save.write(&bad, &Control::new()).unwrap_err();
+        match &error {
+            Error::TensorPlan { tensor, .. } => assert_eq!(tensor, "w"),
+            Error::Plan(_) => assert_eq!(bad[0].item, 1, "{error}"), // there is no such item
+            _ => panic!("{error}"),
+        }
         let error = save.write(&[part(0, 0, MIB)], &Control::new()).unwrap_err();
         assert!(error.to_string().contains("earlier write"), "{error}");
         assert!(save.finish().is_err());

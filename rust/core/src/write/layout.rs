@@ -84,7 +84,7 @@ pub struct Layout {
 /// Lays out what one rank saves.
 ///
 /// # Errors
-/// [`Error::Plan`] names the item that contradicts itself or another one, or that no file can hold.
+/// [`Error::TensorPlan`] names the item that contradicts itself or another one, or that no file can hold.
 pub fn plan_files(items: &[SaveItem], info: &SaveInfo) -> Result<Layout> {
     plan_files_within(items, info, HEADER_LIMIT)
 }
@@ -210,7 +210,7 @@ const fn alignment(length: u64) -> u64 {
 
 fn refuse(item: &SaveItem, reason: impl std::fmt::Display) -> Error {
     let name: String = item.name.chars().take(200).collect();
-    Error::Plan(format!("cannot save {name:?}: {reason}"))
+    Error::tensor_plan(None, &name, format!("it cannot be saved: {reason}"))
 }
 
 fn check(item: &SaveItem) -> Result<()> {
