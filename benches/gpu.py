@@ -160,8 +160,7 @@ def load_stock(path: Path, state: State, device: torch.device) -> None:  # noqa:
 
 
 def load_hugging_face(path: Path, state: State, device: torch.device) -> None:  # noqa: ARG001
-    threads = len(os.sched_getaffinity(0))
-    reader = dcp.HuggingFaceStorageReader(str(path), thread_count=threads)
+    reader = dcp.HuggingFaceStorageReader(str(path), **checkpoints.read_options())
     dcp.load(state, storage_reader=reader, no_dist=True)
 
 

@@ -34,7 +34,7 @@ from dcp_rs.errors import (
     UnsupportedError,
 )
 from support import assert_state_equal, blank, dtypes_state, nested_state, random_tensor, run_ranks
-from support.both import load_rs, load_stock, save_rs, save_stock
+from support.both import can_copy, load_rs, load_stock, save_rs, save_stock
 
 SOURCES = ["dcp-rs", "dcp", "torch"]
 STOCK = Path(__file__).parent / "fixtures" / "stock"
@@ -125,6 +125,8 @@ def test_flat_tensors_survive(source: str, to: str, shards: int, tmp_path: Path)
 @pytest.mark.parametrize("source", SOURCES)
 def test_all_dtypes_survive(source: str, to: str, tmp_path: Path) -> None:
     state = dtypes_state()
+    if "dcp" in (source, to):
+        state = {name: tensor for name, tensor in state.items() if can_copy(tensor.dtype)}
     try:
         src = make(source, state, tmp_path / "src")
     except (RuntimeError, KeyError, NotImplementedError) as error:

@@ -208,6 +208,26 @@ def test_random_numbers(ckpt):
     assert (random.random(), torch.rand(2).tolist(), numpy.random.rand()) == want
 
 
+def test_making_the_state_of_a_named_optimizer_changes_nothing_else(ckpt):
+    def named(seed):
+        model = small(seed)
+        return model, _NamedOptimizer(
+            dict(model.named_parameters()), torch.optim.AdamW, None, None, lr=0.1, weight_decay=0.9
+        )
+
+    model, optimizer = named(0)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    save_training_state(ckpt, model, optimizer, fsync=False)
+    other, loaded = named(1)
+    load_training_state(ckpt, other)
+    load_optim_state_dict(ckpt, other, loaded)
+    assert_state_equal(other.state_dict(), model.state_dict())
+    assert_state_equal(loaded.state_dict()["state"], optimizer.state_dict()["state"])
+    assert all(parameter.grad is None for parameter in other.parameters())
+    assert [group["lr"] for group in loaded.param_groups] == [0.1]
+
+
 # --- FSDP1 by its own functions ---------------------------------------------------------------------
 
 

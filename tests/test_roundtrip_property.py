@@ -9,18 +9,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 
 import dcp_rs
 from support import ALL_DTYPES, assert_state_equal, blank, random_tensor
-from support.both import load_stock, save_stock
-
-
-def can_copy(dtype):
-    """Stock DCP copies, and older torch cannot copy its youngest dtypes."""
-    try:
-        source = random_tensor((4, 4), dtype)[:, ::2]
-        torch.empty_like(source).copy_(source)
-    except NotImplementedError:
-        return False
-    return True
-
+from support.both import can_copy, load_stock, save_stock
 
 DTYPES = [dtype for dtype in ALL_DTYPES if can_copy(dtype)]
 

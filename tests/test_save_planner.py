@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import dcp_rs
 from dcp_rs import RsLoadPlanner, RsSavePlanner, RsWriter
@@ -331,3 +331,15 @@ def test_torchs_planner_and_ours_write_the_same_bytes(tmp_path):
     ours, stock = (dcp_rs.open(tmp_path / name) for name in ("ours", "stock"))
     assert list(ours.keys()) == list(stock.keys())
     assert_state_equal(ours.state_dict(), stock.state_dict())
+
+
+def save_pending_sums(path):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    dcp_rs.save({"sums": DTensor.from_local(torch.ones(3), mesh, [Partial()])}, path)
+
+
+def test_pending_reductions_are_refused(ckpt):
+    for outcome in rank_outcomes(2, save_pending_sums, ckpt):
+        assert isinstance(outcome.error, PlanError), outcome.traceback
+        assert "'sums' has pending reductions" in str(outcome.error)
+    assert not ckpt.exists() or not list(ckpt.iterdir())

@@ -1,5 +1,6 @@
 """The checkpoints that cases load: made once a run, each the same state in another format."""
 
+import inspect
 import json
 import os
 import shutil
@@ -115,7 +116,8 @@ def save_row_sharded(writers: list[StorageWriter], tensors: Iterable[tuple[str, 
     local_plans = []
     for rank, (writer, items) in enumerate(zip(writers, plans, strict=True)):
         writer.reset()
-        writer.set_up_storage_writer(rank == 0, rank=rank)
+        named = "kwargs" in inspect.signature(writer.set_up_storage_writer).parameters  # not before torch 2.9
+        writer.set_up_storage_writer(rank == 0, **({"rank": rank} if named else {}))
         local_plans.append(writer.prepare_local_plan(SavePlan(items)))
     global_plans, metadata = create_default_global_save_plan(local_plans)
     planner = _Shards(parts)
@@ -156,5 +158,6 @@ def pretend_rank(rank: int, world_size: int) -> Iterator[None]:
 
 
 def read_options() -> dict[str, Any]:
-    """What stock readers take to use all cores."""
-    return {"thread_count": len(os.sched_getaffinity(0))}
+    """What torch's reader of safetensors takes to use all cores: in torch 2.8 it has one thread."""
+    takes = inspect.signature(dcp.HuggingFaceStorageReader).parameters
+    return {"thread_count": len(os.sched_getaffinity(0))} if "thread_count" in takes else {}

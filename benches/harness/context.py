@@ -50,7 +50,7 @@ class Context:
     Attributes:
         folder: for data; what is in it is reused by the next family.
         size: a key of `SIZES`.
-        limit: the program `rust/core/examples/limit.rs`, built; None: without the limits.
+        limit: the program `rust/core/examples/limit`, built; None: without the limits.
         peers: folder of the virtual environments of other loaders; None: leave them out.
         rounds: in place of those of the size.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -56,7 +57,6 @@ __all__ = [
     "load_state_dict",
     "place_in_whole",
     "process_group_info",
-    "refuse_partial",
     "require_cpu_backend",
     "save_in_process",
     "save_state_dict",
@@ -114,17 +114,17 @@ def process_group_info(group: dist.ProcessGroup | None) -> Any:
     return _async_process_executor._ProcessGroupInitInfo(group)
 
 
+_execute_save = _async_process_executor._ProcessBasedAsyncCheckpointExecutor._execute_save_impl
+#: ``staged_state_dict`` (2.8) or ``staging_future_or_state_dict`` (2.11, 2.15).
+_STAGED = next(name for name in inspect.signature(_execute_save).parameters if name.endswith("_state_dict"))
+
+
 def save_in_process(
     state_dict: dict[str, Any], writer: Any, planner: Any, group: dist.ProcessGroup | None, info: Any
 ) -> Metadata:
     """Saves in torch's checkpoint process, which is started if need be, and waits for it."""
-    return _async_process_executor._ProcessBasedAsyncCheckpointExecutor._execute_save_impl(
-        pg_init_info=info,
-        staging_future_or_state_dict=state_dict,
-        storage_writer=writer,
-        planner=planner,
-        process_group=group,
-    )
+    staged: dict[str, Any] = {_STAGED: state_dict}
+    return _execute_save(pg_init_info=info, storage_writer=writer, planner=planner, process_group=group, **staged)
 
 
 def flatten_sharded_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -221,11 +221,6 @@ def with_dim(placement: Placement, dim: int) -> Placement:
 def group_devices(group: dist.ProcessGroup) -> list[torch.device]:
     """The kinds of devices whose memory a process group can send."""
     return list(group._device_types)
-
-
-def refuse_partial(tensor: DTensor) -> None:
-    """Raises for pending reductions: such a tensor has no values yet."""
-    tensor._raise_if_contains_partial_placements()
 
 
 def default_device() -> torch.device:

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from dcp_rs import _torch
 from dcp_rs._torch import PLAIN_TYPES
+from dcp_rs.errors import PlanError
 
 __all__ = ["Piece", "global_shape", "local_pieces"]
 
@@ -51,7 +52,7 @@ def local_pieces(fqn: str, tensor: torch.Tensor) -> list[Piece]:
     if isinstance(tensor, DTensor):
         local = _torch.wait_tensor(tensor.to_local())
         if type(local) in PLAIN_TYPES:
-            return _dtensor_pieces(tensor, local.detach())
+            return _dtensor_pieces(fqn, tensor, local.detach())
     if isinstance(tensor, ShardedTensor):
         return [_piece(tuple(shard.metadata.shard_offsets), shard.tensor.detach()) for shard in tensor.local_shards()]
     return [
@@ -64,11 +65,13 @@ def _piece(offsets: tuple[int, ...], tensor: torch.Tensor) -> Piece:
     return Piece(offsets, tensor, offsets, tuple(tensor.shape))
 
 
-def _dtensor_pieces(tensor: DTensor, local: torch.Tensor) -> list[Piece]:
+def _dtensor_pieces(fqn: str, tensor: DTensor, local: torch.Tensor) -> list[Piece]:
     mesh = tensor.device_mesh
     if mesh.get_coordinate() is None:
         return []
-    _torch.refuse_partial(tensor)
+    if any(placement.is_partial() for placement in tensor.placements):
+        msg = f"tensor {fqn!r} has pending reductions (placements {tensor.placements}), and no values yet"
+        raise PlanError(msg, tensor=fqn)
     key = (tensor.shape, mesh, tensor.placements)
     layout = _LAYOUTS.get(key)
     if layout is None:

@@ -7,7 +7,7 @@ import itertools
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -329,9 +329,22 @@ def _is_named(osd: Mapping[str, Any]) -> bool:
 
 
 def _prepare(optimizer: Optimizer) -> None:
-    """Optimizers that load only into state that they have (torch's ``_NamedOptimizer``) make it."""
-    if not optimizer.state and isinstance(optimizer, _NamedOptimizer):
+    """Optimizers that load only into state that they have (torch's ``_NamedOptimizer``) make it: by a step, of which nothing else is to stay."""
+    if optimizer.state or not isinstance(optimizer, _NamedOptimizer):
+        return
+    groups = [group for group in cast(list[dict[str, Any]], optimizer.param_groups) if "lr" in group]
+    rates = [group["lr"] for group in groups]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    gradients = [param.grad for param in params]
+    for group in groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+    try:
         optimizer.init_state()
+    finally:
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient
 
 
 def _without_compiler(fqn: str) -> str:

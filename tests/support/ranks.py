@@ -90,10 +90,12 @@ def _portable(error: BaseException) -> BaseException:
 
 def _forget_groups() -> None:
     """DTensor remembers how it sharded, and with it the groups of meshes that are equal to later ones."""
-    from torch.distributed.tensor import _redistribute, debug
+    from torch.distributed.tensor import DTensor, _redistribute, debug
 
-    if hasattr(debug, "_clear_sharding_prop_cache"):  # not in torch 2.8
+    if hasattr(debug, "_clear_sharding_prop_cache"):
         debug._clear_sharding_prop_cache()
+    else:  # torch 2.8
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     _redistribute._gen_transform_infos.cache_clear()
 
 

@@ -232,7 +232,10 @@ class TorchSource:
             part = self._tensors[request.item.number]
             for dim, (offset, size) in enumerate(zip(request.offsets, request.into.shape, strict=True)):
                 part = part.narrow(dim, offset, size)
-            request.into.copy_(part)
+            into = request.into
+            if into.dtype == part.dtype and part.element_size() == 1:  # older torch cannot copy its youngest dtypes
+                into, part = into.view(torch.uint8), part.view(torch.uint8)
+            into.copy_(part)
 
     def value(self, item: Item) -> bytes:
         """The value, saved again."""
