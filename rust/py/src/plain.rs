@@ -158,13 +158,8 @@ impl Index {
             offsets: Dims::from_elem(0, host.shape.len()),
             sizes: host.shape,
         };
-<<<<<<< HEAD
-        let Ok(to) = read::memory(name, host.address, &whole.sizes, &host.strides, host.dtype.size()) else {
-            return Ok(None);
-=======
         let Ok(to) = read::memory(self, stored, host.address, &whole.sizes, &host.strides) else {
-            return Ok(false);
->>>>>>> rel
+            return Ok(None);
         };
         // What the chunks do not hold, and what cannot be written to, is reported by the planner, which has the words for it.
         let before = gather.len();
