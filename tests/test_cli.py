@@ -430,3 +430,11 @@ def test_convert_leaves_the_folder_only_when_told(dcp_rs_cli, world: Path, tmp_p
     assert not (tmp_path / "new").exists()
     status, _, err = dcp_rs_cli("convert", tmp_path / "adopted", tmp_path / "new", "--allow-external")
     assert (status, err) == (0, "")
+    for command, *more in (("verify",), ("diff", world / "hf"), ("bench", "--rounds", "1")):
+        status, _, err = dcp_rs_cli(command, tmp_path / "adopted", *more)
+        assert status == 2
+        assert "--allow-external" in err
+        status, _, err = dcp_rs_cli(command, tmp_path / "adopted", *more, "--allow-external")
+        assert (status, err) == (0, ""), command
+    # To look at what an index says opens no file.
+    assert dcp_rs_cli("ls", tmp_path / "adopted")[0] == 0

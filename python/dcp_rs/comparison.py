@@ -60,6 +60,7 @@ def compare(
     exclude: str | Iterable[str] | None = None,
     tolerance: float = 0.0,
     threads: int | None = None,
+    allow_external: bool = False,
     progress: Callable[[int, int], Any] | None = None,
 ) -> Comparison:
     """Compares two checkpoints of any kind. How tensors are cut and stored makes no difference; every bit does.
@@ -69,10 +70,13 @@ def compare(
         include, exclude: globs over names.
         tolerance: elements whose absolute difference is at most that count as equal.
         threads: that read; default: the cores of this process.
+        allow_external: read data files outside of the checkpoints' folders, if an index names any.
         progress: called with the bytes of ``a`` compared so far, and all of them.
     """
     options = ReadOptions(threads=threads, max_inflight_bytes=_PIECE_BYTES)
-    left, right = (open_source(path, options=options, weights_only=True, allow_external=True) for path in (a, b))
+    left, right = (
+        open_source(path, options=options, weights_only=True, allow_external=allow_external) for path in (a, b)
+    )
     wanted, unwanted = globs(include), globs(exclude)
 
     def chosen(source: Source) -> dict[str, Item]:

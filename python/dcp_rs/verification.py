@@ -67,7 +67,7 @@ def verify(
     path: str | os.PathLike[str],
     *,
     threads: int | None = None,
-    allow_external: bool = True,
+    allow_external: bool = False,
     progress: Callable[[int], Any] | None = None,
 ) -> VerifyReport:
     """Hashes all of a checkpoint and compares it with the digests in its index. Every file has to be there, and have its length.
@@ -75,7 +75,7 @@ def verify(
     Args:
         path: a checkpoint folder.
         threads: default: the cores of this process.
-        allow_external: look at data files outside the folder, if the index names any.
+        allow_external: read data files outside the folder, if the index names any. Without it such an index is refused.
         progress: called now and then with the bytes hashed so far.
 
     Raises:

@@ -52,6 +52,10 @@ Exclude = Annotated[
     typer.Option(metavar="GLOB", help="Not names that match. Can be given again.", show_default=False),
 ]
 
+External = Annotated[
+    bool, typer.Option("--allow-external", help="Read data files outside of the folder, if its index names any.")
+]
+
 
 def _version(wanted: bool) -> None:
     if wanted:
@@ -113,6 +117,7 @@ def _inspect(
     ] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Lists to their end.")] = False,
     rank: Rank = None,
+    allow_external: External = False,
     as_json: Json = False,
 ) -> None:
     """Show how a checkpoint, or one entry of it, is made up."""
@@ -123,7 +128,7 @@ def _inspect(
             raise typer.BadParameter("--html shows the whole checkpoint, not one entry")
         listing.write_page(path, html, as_json=as_json, rank=rank)
     elif name is not None:
-        listing.inspect_entry(path, name, show_all=show_all, as_json=as_json, rank=rank)
+        listing.inspect_entry(path, name, show_all=show_all, as_json=as_json, rank=rank, allow_external=allow_external)
     else:
         listing.inspect(path, show_all=show_all, as_json=as_json, rank=rank)
 
@@ -135,11 +140,13 @@ def _inspect(
         "dcp-rs verify ckpt/ --json | jq .problems",
     ),
 )
-def _verify(path: Checkpoint, threads: Threads = None, as_json: Json = False) -> None:
+def _verify(
+    path: Checkpoint, allow_external: External = False, threads: Threads = None, as_json: Json = False
+) -> None:
     """Read everything and check it against its digests. Exit status 1: something is damaged."""
     from dcp_rs.cli.work import verify
 
-    raise typer.Exit(verify(path, threads=threads, as_json=as_json))
+    raise typer.Exit(verify(path, allow_external=allow_external, threads=threads, as_json=as_json))
 
 
 @app.command(
@@ -183,9 +190,7 @@ def _convert(
     unsafe: Annotated[
         bool, typer.Option("--trust-pickles", help="Unpickle whatever a file of torch.save asks for: it can run code.")
     ] = False,
-    allow_external: Annotated[
-        bool, typer.Option("--allow-external", help="Read data files outside of SRC, if its index names any.")
-    ] = False,
+    allow_external: External = False,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -265,6 +270,7 @@ def _diff(
     include: Include = None,
     exclude: Exclude = None,
     tolerance: Annotated[float, typer.Option(min=0.0, help="Absolute differences up to that do not count.")] = 0.0,
+    allow_external: External = False,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -278,6 +284,7 @@ def _diff(
             include=include or [],
             exclude=exclude or [],
             tolerance=tolerance,
+            allow_external=allow_external,
             threads=threads,
             as_json=as_json,
         )
@@ -296,13 +303,24 @@ def _bench(
     include: Include = None,
     rounds: Annotated[int, typer.Option(min=1, help="Times each reader reads; the best counts.")] = 3,
     cold: Annotated[bool, typer.Option("--cold", help="Drop the files from the page cache before each time.")] = False,
+    allow_external: External = False,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
     """Time all readers on this checkpoint, this disk, this machine."""
     from dcp_rs.cli.bench import bench
 
-    raise typer.Exit(bench(path, include=include or [], rounds=rounds, cold=cold, threads=threads, as_json=as_json))
+    raise typer.Exit(
+        bench(
+            path,
+            include=include or [],
+            rounds=rounds,
+            cold=cold,
+            allow_external=allow_external,
+            threads=threads,
+            as_json=as_json,
+        )
+    )
 
 
 @app.command(

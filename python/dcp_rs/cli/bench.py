@@ -30,7 +30,16 @@ class Row:
     problem: str | None = None
 
 
-def bench(path: Path, *, include: Sequence[str], rounds: int, cold: bool, threads: int | None, as_json: bool) -> int:
+def bench(
+    path: Path,
+    *,
+    include: Sequence[str],
+    rounds: int,
+    cold: bool,
+    allow_external: bool,
+    threads: int | None,
+    as_json: bool,
+) -> int:
     """1 where two readers disagree on the data."""
     import torch
 
@@ -41,7 +50,7 @@ def bench(path: Path, *, include: Sequence[str], rounds: int, cold: bool, thread
         msg = f"{path} is a file of torch.save: there is one reader for it"
         raise UnsupportedError(msg, path=path)
     wanted = globs(list(include) or None)
-    with dcp_rs.open(path, allow_external=True) as checkpoint:
+    with dcp_rs.open(path, allow_external=allow_external) as checkpoint:
         infos = [checkpoint.info(name) for name in checkpoint if wanted is None or wanted.match(name)]
         files = _files(checkpoint)
         kind = checkpoint.source
@@ -56,7 +65,7 @@ def bench(path: Path, *, include: Sequence[str], rounds: int, cold: bool, thread
         raise UnsupportedError(msg)
     destination = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in tensors.items()}
     rows = []
-    readers = _readers(path, kind, threads)
+    readers = _readers(path, kind, threads=threads, allow_external=allow_external)
     with progress_bar("reading", total=total * rounds * len(readers)) as progress, _quiet():
         for done, (name, read) in enumerate(readers):
             rows.append(_measure(name, read, destination, files, rounds=rounds, cold=cold))
@@ -83,16 +92,16 @@ def _free_memory() -> int | None:
 Read = Callable[[dict[str, Any]], None]
 
 
-def _readers(path: Path, kind: str, threads: int | None) -> list[tuple[str, Read]]:
+def _readers(path: Path, kind: str, **options: Any) -> list[tuple[str, Read]]:
     import torch.distributed.checkpoint as dcp
 
     import dcp_rs
 
     def rust(state: dict[str, Any]) -> None:
-        dcp_rs.load(state, path, no_dist=True, threads=threads, allow_external=True)
+        dcp_rs.load(state, path, no_dist=True, **options)
 
     def one_argument(state: dict[str, Any]) -> None:
-        reader = dcp_rs.RsReader(path, threads=threads, allow_external=True)
+        reader = dcp_rs.RsReader(path, **options)
         dcp.load(state, storage_reader=reader, no_dist=True)  # type: ignore[attr-defined]
 
     readers: list[tuple[str, Read]] = [("dcp_rs.load", rust), ("dcp.load, RsReader", one_argument)]

@@ -18,6 +18,7 @@ def diff(
     include: Sequence[str],
     exclude: Sequence[str],
     tolerance: float,
+    allow_external: bool,
     threads: int | None,
     as_json: bool,
 ) -> int:
@@ -32,6 +33,7 @@ def diff(
             exclude=list(exclude) or None,
             tolerance=tolerance,
             threads=threads,
+            allow_external=allow_external,
             progress=progress,
         )
     differences = found.differences

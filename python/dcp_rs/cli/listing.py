@@ -178,9 +178,11 @@ def _dtypes(contents: Contents) -> list[tuple[str, int, int]]:
     return sorted(((d, n, b) for d, (n, b) in sums.items()), key=lambda row: -row[2])
 
 
-def inspect_entry(path: Path, name: str, *, show_all: bool, as_json: bool, rank: int | None = None) -> None:
+def inspect_entry(
+    path: Path, name: str, *, show_all: bool, as_json: bool, rank: int | None = None, allow_external: bool = False
+) -> None:
     """How one entry is stored."""
-    contents = open_contents(path, rank=rank)
+    contents = open_contents(path, rank=rank, allow_external=allow_external)
     entry = contents.find(name)
     if entry is None:
         msg = f"there is no {printable(name)!r} in {path}{_suggest(contents, name)}"

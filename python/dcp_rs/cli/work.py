@@ -14,16 +14,16 @@ from dcp_rs.errors import PlanError
 __all__ = ["convert", "index", "verify"]
 
 
-def verify(path: Path, *, threads: int | None, as_json: bool) -> int:
+def verify(path: Path, *, allow_external: bool, threads: int | None, as_json: bool) -> int:
     """1 where something is damaged."""
     from dcp_rs.sources import open_index
     from dcp_rs.verification import verify as check
 
-    opened = open_index(path, rank=None, allow_external=True)
+    opened = open_index(path, rank=None, allow_external=allow_external)
     total = sum(length for tensor in range(opened.tensor_count) for _, _, length, _, _ in opened.chunks(tensor))
     begin = time.perf_counter()
     with progress_bar("verifying", total=total) as progress:
-        report = check(path, threads=threads, progress=progress)
+        report = check(path, threads=threads, allow_external=allow_external, progress=progress)
     seconds = time.perf_counter() - begin
     if as_json:
         print_json(

@@ -53,7 +53,7 @@ pub fn file_ref(index: &Index, file: u32, allow_external: bool) -> Result<FileRe
     let path = index.file_path(file);
     if !allow_external && (leads_out(view.name) || (!index.follows_links() && links_out(index.path(), &path))) {
         return Err(Error::Unsupported(format!(
-            "{} names {}, outside its folder; pass allow_external=True to open it",
+            "{} names {}, outside its folder; pass allow_external=True (--allow-external) to open it",
             index.path().display(),
             path.display()
         )));
