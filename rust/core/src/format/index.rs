@@ -93,7 +93,7 @@ impl Index {
             sections,
             follows_links: false,
         };
-        validate::records(&index)?;
+        validate::check(&index)?;
         Ok(index)
     }
 

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::path::Path;
+use std::thread;
 
 use zerocopy::FromBytes as _;
 use zerocopy::little_endian::U64;
@@ -12,7 +13,12 @@ use super::layout::{
     MAX_NDIM, NO_SPLIT, SECTIONS, Section, SourceKind, TensorRecord, VERSION,
 };
 use super::{BLOCK_SIZE, Dims, Index, Value, block_count, element_count, name, strided_length};
-use crate::{Dtype, Error, Result};
+use crate::{Dtype, Error, Result, parallel};
+
+/// From so many chunks on, all cores check them.
+const MANY_CHUNKS: usize = 1 << 15;
+/// Chunks that one of them takes at a time, or those of one tensor, if it has more.
+const CHUNKS_AT_A_TIME: u64 = 1 << 13;
 
 /// Checks the header, and finds the sections.
 pub(super) fn sections(bytes: &[u8], path: &Path) -> Result<[Range<usize>; 7]> {
@@ -41,13 +47,6 @@ pub(super) fn sections(bytes: &[u8], path: &Path) -> Result<[Range<usize>; 7]> {
                 bytes.len(),
                 header.file_len
             ),
-        );
-    }
-    let digest = index_digest(bytes, DIGEST_AT);
-    if digest != header.digest.get() {
-        return bad(
-            DIGEST_AT,
-            format!("digest is {digest:016x}, expected {:016x}", header.digest.get()),
         );
     }
     let unknown = header.incompat.get() & !KNOWN_INCOMPAT;
@@ -80,13 +79,39 @@ pub(super) fn sections(bytes: &[u8], path: &Path) -> Result<[Range<usize>; 7]> {
     Ok(ranges)
 }
 
-/// Checks every record.
-pub(super) fn records(index: &Index) -> Result<()> {
+/// Checks the digest, and every record: no record is trusted for a right digest.
+pub(super) fn check(index: &Index) -> Result<()> {
+    if index.chunk_records().len() < MANY_CHUNKS {
+        return digest(index).and_then(|()| records(index, 1));
+    }
+    thread::scope(|scope| {
+        let hashing = thread::Builder::new().spawn_scoped(scope, || digest(index));
+        let records = records(index, parallel::available());
+        let digest = match hashing {
+            Ok(thread) => thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+            Err(_) => digest(index), // the system has no more threads to give
+        };
+        // What is damaged is called so, whatever its records look like by now.
+        digest.and(records)
+    })
+}
+
+fn digest(index: &Index) -> Result<()> {
+    let (digest, expected) = (index_digest(index.bytes(), DIGEST_AT), index.header().digest.get());
+    if digest == expected {
+        return Ok(());
+    }
+    let reason = format!("digest is {digest:016x}, expected {expected:016x}");
+    Err(Error::corrupt_index(index.path(), DIGEST_AT as u64, reason))
+}
+
+fn records(index: &Index, workers: usize) -> Result<()> {
     let check = Check { index };
     check.root()?;
     check.files()?;
     check.tensors()?;
-    check.chunks()
+    check.payload()?;
+    check.chunks(workers)
 }
 
 struct Check<'a> {
@@ -248,11 +273,26 @@ impl Check<'_> {
         Ok(())
     }
 
-    fn chunks(&self) -> Result<()> {
+    /// Checks the chunks of all tensors, some tensors at a time.
+    fn chunks(&self, workers: usize) -> Result<()> {
+        let tensors = self.index.tensor_records();
+        let (mut runs, mut start, mut count) = (Vec::new(), 0, 0);
+        for (t, tensor) in tensors.iter().enumerate() {
+            count += tensor.chunk_count.get();
+            if count >= CHUNKS_AT_A_TIME || t + 1 == tensors.len() {
+                runs.push(start..t + 1);
+                (start, count) = (t + 1, 0);
+            }
+        }
+        parallel::for_each(runs.len(), workers, || (), |(), run| self.chunks_of(runs[run].clone()))
+    }
+
+    fn chunks_of(&self, tensors: Range<usize>) -> Result<()> {
         let chunks = self.index.chunk_records();
-        self.payload(chunks)?;
-        let mut at = 0;
-        for (t, tensor) in self.index.tensor_records().iter().enumerate() {
+        let first = self.index.tensor_records()[tensors.start].first_chunk.get();
+        let mut at = usize::try_from(first).expect("checked with the tensors");
+        for t in tensors {
+            let tensor = &self.index.tensor_records()[t];
             let count = usize::try_from(tensor.chunk_count.get()).expect("checked with the tensors");
             let mut previous = None;
             for record in &chunks[at..at + count] {
@@ -271,8 +311,8 @@ impl Check<'_> {
     }
 
     /// Chunks share no bytes of a file, and no digests: what all tensors take together is in proportion to the files.
-    fn payload(&self, chunks: &[ChunkRecord]) -> Result<()> {
-        let files = self.index.file_records();
+    fn payload(&self) -> Result<()> {
+        let (files, chunks) = (self.index.file_records(), self.index.chunk_records());
         let mut left: Vec<u64> = files
             .iter()
             .map(|file| file.file_size.get() - file.data_start.get())
@@ -332,16 +372,16 @@ impl Check<'_> {
         }
         let itemsize = Dtype::from_code(tensor.dtype).expect("checked with the tensor").size();
         let counts: Dims = sizes.iter().map(|d| d.get()).collect();
+        let dense = element_count(&counts).and_then(|n| n.checked_mul(itemsize));
         let needed = if strided {
             let strides: Dims = dims[at + 2 * ndim..at + 3 * ndim].iter().map(|d| d.get()).collect();
             strided_length(&counts, &strides, itemsize)
         } else {
-            element_count(&counts).and_then(|n| n.checked_mul(itemsize))
+            dense
         };
         if needed != Some(record.length.get()) {
             return Err("its length does not match its sizes");
         }
-        let dense = element_count(&counts).and_then(|n| n.checked_mul(itemsize));
         if dense.is_none_or(|dense| dense > record.length.get()) {
             return Err("its elements share bytes");
         }
