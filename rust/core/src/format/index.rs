@@ -121,7 +121,7 @@ impl Index {
         (*self.bytes).as_ref()
     }
 
-    fn header(&self) -> &Header {
+    pub(super) fn header(&self) -> &Header {
         Header::ref_from_bytes(&self.bytes()[..HEADER_LEN]).expect("validated at open")
     }
 
