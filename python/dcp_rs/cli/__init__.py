@@ -140,9 +140,7 @@ def _inspect(
         "dcp-rs verify ckpt/ --json | jq .problems",
     ),
 )
-def _verify(
-    path: Checkpoint, allow_external: External = False, threads: Threads = None, as_json: Json = False
-) -> None:
+def _verify(path: Checkpoint, allow_external: External = False, threads: Threads = None, as_json: Json = False) -> None:
     """Read everything and check it against its digests. Exit status 1: something is damaged."""
     from dcp_rs.cli.work import verify
 

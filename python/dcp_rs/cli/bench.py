@@ -71,6 +71,9 @@ def bench(
             rows.append(_measure(name, read, destination, files, rounds=rounds, cold=cold))
             if progress is not None:
                 progress((done + 1) * rounds * total)
+    if all(row.seconds is None for row in rows):
+        msg = f"no reader can read {path}: {rows[0].problem}"
+        raise UnsupportedError(msg, path=path)
     checksums = {row.checksum for row in rows if row.checksum is not None}
     _print(path, rows, total, len(tensors), same=len(checksums) <= 1, rounds=rounds, cold=cold, as_json=as_json)
     return 0 if len(checksums) <= 1 else 1

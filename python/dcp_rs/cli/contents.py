@@ -161,8 +161,6 @@ class Contents:
         return objects.load(entry.name, data, weights_only=True)
 
 
-def open_contents(
-    path: str | os.PathLike[str], *, rank: int | None = None, allow_external: bool = False
-) -> Contents:
+def open_contents(path: str | os.PathLike[str], *, rank: int | None = None, allow_external: bool = False) -> Contents:
     """Opens whatever is at ``path`` to look at it. No data is read."""
     return Contents(Path(path), allow_external=allow_external, rank=rank)
