@@ -548,7 +548,8 @@ def test_memory_is_bounded(dtype: str, large: Path, tmp_path: Path) -> None:
 
 
 SLOW = """
-import sys, warnings
+import signal, sys, warnings
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has background jobs ignore it
 warnings.simplefilter("ignore")
 import dcp_rs
 
