@@ -12,6 +12,8 @@ use crate::Failure;
 use crate::raw::{self, Address, PAGE, PIECE, Piece};
 
 const WRITES_IN_FLIGHT: usize = 4;
+/// Bytes of a read that is kept nowhere.
+const READ: usize = 1 << 20;
 
 struct Limit {
     paths: Vec<String>,
@@ -23,8 +25,7 @@ struct Limit {
 impl Limit {
     fn new(paths: Vec<String>) -> Result<Self, Failure> {
         let (pieces, room) = raw::pieces(&paths, PIECE)?;
-        let mut memory = MmapMut::map_anon(room.max(PIECE))?;
-        memory.fill(1);
+        let memory = raw::memory(room.max(PIECE))?;
         Ok(Self {
             paths,
             pieces,
@@ -43,6 +44,12 @@ impl Limit {
 
     fn direct(&mut self) -> Result<f64, Failure> {
         raw::direct(&self.paths, &self.pieces, Address(self.memory.as_mut_ptr()))
+    }
+
+    fn drain(&mut self) -> Result<f64, Failure> {
+        let pieces = raw::again(raw::pieces(&self.paths, READ)?.0, READ);
+        let mut memory = raw::memory(READ * raw::READS_IN_FLIGHT)?;
+        raw::direct(&self.paths, &pieces, Address(memory.as_mut_ptr()))
     }
 
     fn write(path: &str, bytes: usize) -> Result<f64, Failure> {
@@ -76,8 +83,9 @@ impl Limit {
         match words[..] {
             ["copy"] => self.copy(),
             ["direct"] => self.direct(),
+            ["drain"] => self.drain(),
             ["write", path, bytes] => Self::write(path, bytes.parse()?),
-            _ => Err("one of: copy, direct, write PATH BYTES".into()),
+            _ => Err("one of: copy, direct, drain, write PATH BYTES".into()),
         }
     }
 }

@@ -225,10 +225,16 @@ pub fn cold(data: &Data, memory: Address, rounds: usize) {
         raw::direct(&paths, &pieces, memory).unwrap();
         data.total
     };
+    let drain = |size: usize| {
+        let pieces = raw::again(raw::pieces(&paths, size).unwrap().0, size);
+        raw::direct(&paths, &pieces, memory).unwrap();
+        data.total
+    };
     let cases: Vec<Case> = vec![
         ("limit: O_DIRECT, 1 MiB, 16 in flight", Box::new(|| direct(MIB))),
         ("O_DIRECT, 2 MiB, 16 in flight", Box::new(|| direct(2 * MIB))),
         ("O_DIRECT, 256 KiB, 16 in flight", Box::new(|| direct(256 << 10))),
+        ("O_DIRECT, 1 MiB, 16 in flight, kept nowhere", Box::new(|| drain(MIB))),
         (
             "engine, auto",
             Box::new(|| bytes(engine(data, &reqs, IoMode::Auto, false))),

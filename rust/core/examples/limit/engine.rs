@@ -10,7 +10,6 @@ use dcp_rs_core::Control;
 use dcp_rs_core::copy::streaming_kernel;
 use dcp_rs_core::format::block_digest;
 use dcp_rs_core::read::{Catalog, Destination, FileRef, IoMode, ReadOptions, ReadReq, ReadStats, read};
-use memmap2::MmapMut;
 use smallvec::smallvec;
 
 use crate::raw::{self, Address, PIECE, cores};
@@ -133,8 +132,11 @@ pub fn table(title: &str, rounds: usize, before: impl Fn(), cases: &[Case]) {
     println!("\n{title}");
     let mut times = vec![vec![]; cases.len()];
     let mut bytes = vec![0; cases.len()];
-    for _ in 0..rounds {
-        for (i, (_, case)) in cases.iter().enumerate() {
+    for round in 0..rounds {
+        for i in 0..cases.len() {
+            // There and back: what a case leaves behind is not always for the same one.
+            let i = if round % 2 == 0 { i } else { cases.len() - 1 - i };
+            let case = &cases[i].1;
             before();
             let start = Instant::now();
             bytes[i] = case();
@@ -225,8 +227,7 @@ pub fn run(words: &[String]) -> Result<(), Failure> {
     std::fs::create_dir_all(folder)?;
     let mut data = data(folder);
     let room = raw::pieces(&data.paths(), PIECE)?.1;
-    let mut memory = MmapMut::map_anon(room)?;
-    memory.fill(1);
+    let mut memory = raw::memory(room)?;
     let memory = Address(memory.as_mut_ptr());
     println!(
         "{} bytes, {} tensors, {FILES} files, {} threads, {} stores",

@@ -4,6 +4,7 @@
 //!
 //! * `copy`: streaming stores from a populated mapping of the files, kept from the first call, on all cores;
 //! * `direct`: `O_DIRECT` reads of the files, 16 in flight;
+//! * `drain`: the same into 16 buffers that are used again and again: what the disk gives, delivered nowhere;
 //! * `write PATH BYTES`: `O_DIRECT` writes to a new file, 4 in flight, and fsync.
 //!
 //! Destinations are touched before the first measurement. Figures are seconds.

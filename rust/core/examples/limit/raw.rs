@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-use memmap2::{MmapOptions, MmapRaw};
+use memmap2::{MmapMut, MmapOptions, MmapRaw};
 
 use crate::Failure;
 
@@ -52,6 +52,22 @@ pub fn pieces<P: AsRef<Path>>(paths: &[P], size: usize) -> Result<(Vec<Piece>, u
         }
     }
     Ok((pieces, place))
+}
+
+/// The same pieces, all read to the first few places: what a disk gives to a reader that does not keep it.
+pub fn again(mut pieces: Vec<Piece>, size: usize) -> Vec<Piece> {
+    for (i, piece) in pieces.iter_mut().enumerate() {
+        piece.place = i % READS_IN_FLIGHT * size;
+    }
+    pieces
+}
+
+/// Memory in huge pages where the system gives them, touched.
+pub fn memory(room: usize) -> Result<MmapMut, Failure> {
+    let mut memory = MmapMut::map_anon(room)?;
+    let _ = memory.advise(memmap2::Advice::HugePage);
+    memory.fill(1);
+    Ok(memory)
 }
 
 pub fn cores() -> usize {

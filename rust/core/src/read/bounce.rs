@@ -1,50 +1,31 @@
-//! A buffer that file ranges are read into on their way to a destination.
+//! File ranges on their way to a destination.
 
 use std::fs::File;
 use std::io;
 
-use memmap2::MmapMut;
-
 use super::segments::Segment;
-use crate::store::{read_at, read_direct_at};
+use crate::store::{Buffer, read_at, read_direct_at};
 
-/// A page-aligned buffer of one worker, as large as its largest job.
-#[derive(Default)]
-pub struct Bounce {
-    memory: Option<MmapMut>,
-}
-
-impl Bounce {
-    /// Reads all segments to their places; past the page cache where `direct` gives the alignment that takes.
-    ///
-    /// An error comes with the offset of the segment it happened at.
-    pub fn fill(&mut self, file: &File, segments: &[Segment], direct: Option<u64>) -> Result<(), (u64, io::Error)> {
-        let align = direct.unwrap_or(1);
-        let size = segments.last().map_or(0, |s| s.buffer_end(align));
-        let memory = self.at_least(size).map_err(|e| (0, e))?;
-        for segment in segments {
-            let result = place(memory, segment, align).and_then(|(range, need)| match direct {
-                Some(_) => read_direct_at(file, range, segment.start, need, unit(align)?),
-                None => read_at(file, range, segment.start),
-            });
-            result.map_err(|e| (segment.start, e))?;
-        }
-        Ok(())
+/// Reads all segments to their places in a buffer; past the page cache where `direct` gives the alignment that takes.
+///
+/// An error comes with the offset of the segment it happened at.
+pub fn fill(
+    buffer: &mut Buffer,
+    file: &File,
+    segments: &[Segment],
+    direct: Option<u64>,
+) -> Result<(), (u64, io::Error)> {
+    let align = direct.unwrap_or(1);
+    let size = segments.last().map_or(0, |s| s.buffer_end(align));
+    let memory = unit(size).and_then(|size| buffer.at_least(size)).map_err(|e| (0, e))?;
+    for segment in segments {
+        let result = place(memory, segment, align).and_then(|(range, need)| match direct {
+            Some(_) => read_direct_at(file, range, segment.start, need, unit(align)?),
+            None => read_at(file, range, segment.start),
+        });
+        result.map_err(|e| (segment.start, e))?;
     }
-
-    /// Its first byte.
-    pub fn as_ptr(&self) -> *const u8 {
-        self.memory.as_ref().map_or(std::ptr::null(), |m| m.as_ptr())
-    }
-
-    fn at_least(&mut self, size: u64) -> io::Result<&mut [u8]> {
-        let size = usize::try_from(size).map_err(|_| io::ErrorKind::OutOfMemory)?;
-        if self.memory.as_ref().is_none_or(|m| m.len() < size) {
-            self.memory = None;
-            self.memory = Some(MmapMut::map_anon(size.next_multiple_of(64 << 10).max(64 << 10))?);
-        }
-        Ok(self.memory.as_deref_mut().unwrap_or_default())
-    }
+    Ok(())
 }
 
 /// The part of the buffer for a segment, in whole units, and how many of its bytes are needed.

@@ -10,6 +10,7 @@ use super::survey::{Access, MIN_JOB, spans, survey};
 use super::worker::Worker;
 use super::{Catalog, FileRef, ReadOptions, ReadReq, ReadStats};
 use crate::copy::Stores;
+use crate::store::Buffer;
 use crate::{Control, Error, Result};
 
 /// Reads in flight that keep a disk busy, whatever the number of cores.
@@ -174,7 +175,8 @@ impl<'a> Batch<'a> {
             wanted += job.wanted;
             seeks += job.seeks;
         }
-        let buffers = usize::try_from(max_inflight / largest).unwrap_or(usize::MAX);
+        let footprint = usize::try_from(largest).map_or(usize::MAX, Buffer::footprint) as u64;
+        let buffers = usize::try_from(max_inflight / footprint).unwrap_or(usize::MAX);
         let depth = if wanted / SMALL_READ < seeks {
             SMALL_READ_DEPTH
         } else {

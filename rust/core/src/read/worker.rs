@@ -4,7 +4,7 @@
 use std::fs::File;
 use std::io;
 
-use super::bounce::Bounce;
+use super::bounce;
 use super::engine::Batch;
 use super::plan::Job;
 use super::segments::{Extent, Segment};
@@ -12,7 +12,7 @@ use super::survey::Access;
 use super::{FileRef, ReadStats, verify};
 use crate::copy::{copy_strided_unfenced, copy_with_digest_unfenced, fence};
 use crate::format::{BLOCK_SIZE, block_digest};
-use crate::store::{Mapping, read_direct_at, resident_bytes};
+use crate::store::{Buffer, Mapping, read_direct_at, resident_bytes};
 use crate::{Error, Result};
 
 /// The one file a worker has open, in the ways that its jobs needed so far. Jobs come sorted by file.
@@ -69,7 +69,7 @@ fn once<T>(slot: &mut Option<T>, make: impl FnOnce() -> Result<T>) -> Result<&T>
 #[derive(Default)]
 pub struct Worker {
     open: Open,
-    bounce: Bounce,
+    buffer: Buffer,
     extents: Vec<Extent>,
     segments: Vec<Segment>,
     /// What it did so far.
@@ -143,7 +143,7 @@ impl Worker {
         Ok(true)
     }
 
-    /// Reads the segments into the bounce buffer.
+    /// Reads the segments into the buffer.
     fn fill(&mut self, batch: &Batch, index: u32) -> Result<()> {
         let file = &batch.files[index as usize];
         let bytes: u64 = self.segments.iter().map(|s| s.end - s.start).sum();
@@ -152,7 +152,7 @@ impl Worker {
             let plain = self.open.plain(batch, index)?;
             let cached = |s: &Segment| resident_bytes(plain, s.start, s.end) == Some(s.end - s.start);
             if !self.segments.iter().all(cached) {
-                match self.bounce.fill(self.open.direct(file)?, &self.segments, Some(align)) {
+                match bounce::fill(&mut self.buffer, self.open.direct(file)?, &self.segments, Some(align)) {
                     Ok(()) => {
                         self.stats.bytes_direct += bytes;
                         return Ok(());
@@ -165,16 +165,14 @@ impl Worker {
             // The segments keep the places that the alignment gave them.
         }
         let plain = self.open.plain(batch, index)?;
-        self.bounce
-            .fill(plain, &self.segments, None)
-            .map_err(|(at, e)| failed(file, at, e))
+        bounce::fill(&mut self.buffer, plain, &self.segments, None).map_err(|(at, e)| failed(file, at, e))
     }
 
     /// Checks the fetched extents and copies them to their destinations.
     fn deliver(&mut self, batch: &Batch, file: &FileRef, mapped: bool) -> Result<()> {
         let Worker {
             open,
-            bounce,
+            buffer,
             extents,
             segments,
             stats,
@@ -185,7 +183,7 @@ impl Worker {
             let Segment { start, at, .. } = segments[segment];
             match mapping {
                 Some(mapping) => mapping.as_ptr().wrapping_add(index(offset)),
-                None => bounce.as_ptr().wrapping_add(index(at + (offset - start))),
+                None => buffer.as_ptr().wrapping_add(index(at + (offset - start))),
             }
         };
         // The block that was hashed last: neighbours often share one.

@@ -3,9 +3,7 @@
 use std::fs::File;
 
 use super::data_header::DataHeader;
-use crate::format::BLOCK_SIZE;
-use crate::store::{FileRef, direct_align, read_at, read_direct_at, resident_bytes};
-use crate::write::Staging;
+use crate::store::{Buffer, FileRef, direct_align, read_at, read_direct_at, resident_bytes};
 use crate::{Error, Result};
 
 /// What direct reads are aligned to here; a file that needs more is read through the page cache.
@@ -15,7 +13,7 @@ const DIRECT_MIN: u64 = 64 << 10;
 
 /// One thread's view of the files; keeps the last one open.
 pub(super) struct PayloadReader<'a> {
-    buffer: Staging,
+    buffer: Buffer,
     open: Option<Open<'a>>,
 }
 
@@ -28,7 +26,7 @@ struct Open<'a> {
 impl<'a> PayloadReader<'a> {
     pub(super) fn new() -> Self {
         Self {
-            buffer: Staging::new(to_usize(BLOCK_SIZE + 2 * ALIGNMENT), to_usize(ALIGNMENT)),
+            buffer: Buffer::default(),
             open: None,
         }
     }
@@ -49,13 +47,14 @@ impl<'a> PayloadReader<'a> {
             (offset, offset + length)
         };
         let (skipped, need) = (to_usize(offset - begin), to_usize(offset + length - begin));
-        let bytes = &mut self.buffer.bytes()[..to_usize(end - begin)];
+        let failed = |error| Error::io("read", &header.path, error);
+        let bytes = &mut self.buffer.at_least(to_usize(end - begin)).map_err(failed)?[..to_usize(end - begin)];
         let read = if *is_direct {
             read_direct_at(file, bytes, begin, need, to_usize(ALIGNMENT))
         } else {
             read_at(file, bytes, begin)
         };
-        read.map_err(|error| Error::io("read", &header.path, error))?;
+        read.map_err(failed)?;
         Ok(&bytes[skipped..need])
     }
 }

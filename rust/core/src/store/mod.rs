@@ -1,5 +1,6 @@
 //! Files, folders and mappings: what the operating system offers, without knowledge of the format.
 
+mod buffer;
 pub(crate) mod disk;
 mod file;
 mod lock;
@@ -9,6 +10,7 @@ mod publish;
 mod random;
 mod residency;
 
+pub(crate) use buffer::Buffer;
 pub use file::FileRef;
 pub(crate) use file::{open_file, read_all, read_at, read_direct_at};
 pub(crate) use lock::FolderLock;

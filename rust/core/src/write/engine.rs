@@ -9,11 +9,11 @@ use super::files::{DataFiles, Handles};
 use super::jobs::{Job, Span, cut};
 use super::layout::{FilePlan, Layout, Place, SaveInfo, SaveItem, plan_files};
 use super::options::{Resolved, WriteOptions};
-use super::staging::Staging;
 use crate::format::{
     BLOCK_SIZE, ChunkEntry, Dims, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry, Value, block_count,
     block_digest,
 };
+use crate::store::Buffer;
 use crate::store::disk::Disk;
 use crate::store::random_bytes;
 use crate::{Control, Error, Result, parallel};
@@ -46,7 +46,7 @@ pub struct Save {
     digests: Vec<AtomicU64>,
     progress: Mutex<Progress>,
     /// Buffers that no thread uses at the moment.
-    staging: Mutex<Vec<Staging>>,
+    staging: Mutex<Vec<Buffer>>,
 }
 
 /// Held for the length of a write: writes follow each other, so that memory stays bounded.
@@ -272,15 +272,13 @@ impl Save {
         }
         let pool = || self.staging.lock().unwrap_or_else(PoisonError::into_inner);
         let kept = pool().pop();
-        let mut buffer = kept.unwrap_or_else(|| {
-            Staging::new(
-                to_usize(self.how.job_bytes + self.how.alignment),
-                to_usize(self.how.alignment),
-            )
-        });
+        let mut buffer = kept.unwrap_or_default();
         // Where the job begins in its first page, it begins in the buffer.
         let begin = to_usize(job.bytes.start % self.how.alignment);
-        let bytes = &mut buffer.bytes()[begin..begin + to_usize(job.bytes.end - job.bytes.start)];
+        let end = begin + to_usize(job.bytes.end - job.bytes.start);
+        let memory = buffer.at_least(end);
+        let bytes =
+            &mut memory.map_err(|e| Error::io("take memory to write", self.files.path(job.file), e))?[begin..end];
         let mut at = 0;
         for span in spans {
             self.digest(span, job, |piece| {

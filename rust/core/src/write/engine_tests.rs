@@ -105,8 +105,9 @@ fn uneven_items_in_all_ways() {
 fn memory_that_is_aligned_is_written_from_where_it_is() {
     let items = [whole("w", "uint8", &[3 * MIB + 5])];
     let data = content(0, 3 * MIB + 5);
-    let mut aligned = Staging::new(data.len(), 4096);
-    aligned.bytes().copy_from_slice(&data);
+    let mut buffer = Buffer::default();
+    let aligned = &mut buffer.at_least(data.len()).unwrap()[..data.len()];
+    aligned.copy_from_slice(&data);
     let dir = tempdir().unwrap();
     let save = Save::create(dir.path(), items.to_vec(), INFO, &options(WriteIo::Direct)).unwrap();
     let control = Control::new();
@@ -114,7 +115,7 @@ fn memory_that_is_aligned_is_written_from_where_it_is() {
         &[Part {
             item: 0,
             at: 0,
-            data: aligned.bytes(),
+            data: aligned,
         }],
         &control,
     )

@@ -7,7 +7,6 @@ mod header;
 mod jobs;
 mod layout;
 mod options;
-mod staging;
 #[cfg(test)]
 pub(crate) mod testing;
 
@@ -15,4 +14,3 @@ pub use commit::{Committed, commit, commit_index, discard, next_generation};
 pub use engine::{Part, Save};
 pub use layout::{FilePlan, HEADER_LIMIT, Layout, Place, SaveInfo, SaveItem, plan_files};
 pub use options::{WriteIo, WriteOptions};
-pub(crate) use staging::Staging;

@@ -2,6 +2,7 @@
 
 use crate::format::PAYLOAD_ALIGNMENT;
 use crate::parallel;
+use crate::store::Buffer;
 
 /// Where bytes go on their way to the disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -81,11 +82,11 @@ impl WriteOptions {
             0 => parallel::available(),
             threads => threads,
         };
-        // One page more for each thread: a buffer begins at the page that its first byte lies in.
-        let pages = (self.max_inflight_bytes / alignment).max(2);
-        let threads = threads.min(usize::try_from(pages / 2).unwrap_or(usize::MAX));
-        let pages_each = pages / threads as u64 - 1;
-        let job_bytes = (pages_each * alignment).min(JOB_BYTES);
+        let room = usize::try_from(self.max_inflight_bytes).unwrap_or(usize::MAX);
+        let threads = threads.min(room / Buffer::footprint(0)).max(1);
+        // One page less: a buffer begins at the page that its first byte lies in.
+        let largest = Buffer::largest_within(room / threads) as u64;
+        let job_bytes = largest.saturating_sub(alignment).clamp(alignment, JOB_BYTES);
         Resolved {
             direct,
             threads,
@@ -114,9 +115,10 @@ mod tests {
                     resolved.job_bytes >= resolved.alignment && resolved.job_bytes.is_multiple_of(resolved.alignment)
                 );
                 assert!(resolved.threads >= 1 && (threads == 0 || resolved.threads <= threads));
-                let used = resolved.threads as u64 * (resolved.job_bytes + resolved.alignment);
+                let each = Buffer::footprint(usize::try_from(resolved.job_bytes + resolved.alignment).unwrap());
+                let used = (resolved.threads * each) as u64;
                 assert!(
-                    used <= max_inflight_bytes.max(2 * resolved.alignment),
+                    used <= max_inflight_bytes.max(each as u64) && each <= 2 << 20,
                     "{options:?}: {resolved:?}"
                 );
             }
