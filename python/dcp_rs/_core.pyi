@@ -7,13 +7,22 @@ alive and, where it is read into, unaliased until the call returns. The GIL is r
 import builtins
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, TypedDict, Unpack, final
 
 from typing_extensions import Buffer
 
 __version__: str
 
 _Extent: TypeAlias = Sequence[int]
+
+class _ReadOptions(TypedDict, total=False):
+    """The keyword arguments of whatever reads; ``io`` and ``threads`` are always given."""
+
+    io: str
+    threads: int
+    verify: bool
+    shared: bool
+    max_inflight_bytes: int
 
 @final
 class FileMapping(Buffer):
@@ -87,26 +96,16 @@ class Index:
     def read_chunks(
         self,
         requests: Sequence[tuple[int, _Extent, _Extent, int, _Extent]],
-        *,
-        io: str,
-        threads: int,
-        verify: bool,
-        max_inflight_bytes: int,
+        **options: Unpack[_ReadOptions],
     ) -> tuple[int, int]:
         """Requests are (chunk, offsets, sizes, address, strides); returns (bytes wanted, bytes read)."""
     def read_regions(
         self,
         requests: Sequence[tuple[int, _Extent, _Extent, int, _Extent]],
-        *,
-        io: str,
-        threads: int,
-        verify: bool,
-        max_inflight_bytes: int,
+        **options: Unpack[_ReadOptions],
     ) -> tuple[int, int]:
         """Requests are (tensor, offsets, sizes, address, strides); returns (bytes wanted, bytes read)."""
-    def read_bytes(
-        self, chunks: Sequence[int], *, io: str, threads: int, verify: bool, max_inflight_bytes: int
-    ) -> list[bytes]: ...
+    def read_bytes(self, chunks: Sequence[int], **options: Unpack[_ReadOptions]) -> list[bytes]: ...
     def verify(
         self, *, threads: int, progress: Callable[[int], object] | None = None
     ) -> tuple[list[tuple[Path, str, int, int, str, str]], int, int]:
@@ -120,14 +119,14 @@ class Index:
         threads: int,
         progress: Callable[[int], object] | None = None,
     ) -> bytes: ...
-    def verify_chunks(self, chunks: Sequence[int], *, io: str, threads: int, max_inflight_bytes: int) -> None: ...
+    def verify_chunks(self, chunks: Sequence[int], **options: Unpack[_ReadOptions]) -> None: ...
 
 @final
 class Batch:
     """Reads of whole tensors that are planned, and checked as far as they can be without reading. The caller keeps the tensors."""
 
     def __len__(self) -> int: ...
-    def read(self, *, io: str, threads: int, verify: bool, max_inflight_bytes: int) -> tuple[int, int]:
+    def read(self, **options: Unpack[_ReadOptions]) -> tuple[int, int]:
         """Returns (bytes wanted, bytes read)."""
 
 @final
@@ -183,9 +182,7 @@ class SlabReader:
         slab_bytes: int,
         *,
         sort: bool,
-        io: str,
-        threads: int,
-        verify: bool,
+        **options: Unpack[_ReadOptions],
     ) -> SlabReader:
         """Wants are (chunk, offsets, sizes, whether they go to one run of memory, group); groups do not share slabs."""
     @property

@@ -210,9 +210,7 @@ class Checkpoint(Mapping[str, Any]):
         if tuple(sizes) != tuple(shape) or length == 0:
             return self._read(tensor, self._index.name(tensor), dtype, [0] * len(shape), shape)
         if self._options.verify:
-            engine = self._options.engine()
-            del engine["verify"]
-            self._index.verify_chunks([self._index.first_chunk(tensor)], **engine)
+            self._index.verify_chunks([self._index.first_chunk(tensor)], **self._options.engine())
         flat = self._map(file, offset, length)
         strides = self._index.chunk_strides(self._index.first_chunk(tensor))
         if offset % dtype.itemsize:

@@ -6,19 +6,33 @@ import os
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+import torch.distributed as dist
+
 __all__ = ["ReadOptions", "WriteOptions"]
 
 MIB = 1 << 20
 
 
 def default_threads() -> int:
-    """The cores this process may use, shared fairly among the local ranks (``LOCAL_WORLD_SIZE``, as torchrun sets it)."""
+    """The cores this process may use, shared fairly among the local ranks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // (_local_ranks() or 1))
+
+
+def default_shared() -> bool:
+    """Whether there are other ranks on this machine; where nobody says, as many as the process group has."""
+    ranks = _local_ranks()
+    if ranks is None:
+        return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return ranks > 1
+
+
+def _local_ranks() -> int | None:
+    """``LOCAL_WORLD_SIZE``, as torchrun sets it."""
     try:
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    except ValueError:
-        local_ranks = 1
-    return max(1, cores // max(1, local_ranks))
+        return max(1, int(os.environ["LOCAL_WORLD_SIZE"]))
+    except (KeyError, ValueError):
+        return None
 
 
 def _check(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
@@ -44,6 +58,10 @@ class ReadOptions:
         threads: default: the cores of this process, divided by ``LOCAL_WORLD_SIZE``.
         verify: check the digest of every block that is read. Blocks are hashed as they are copied, so a destination may hold a damaged one
             when the error is raised; no planner is told that it is filled.
+        shared: whether other processes of this machine load the same checkpoint at the same time. ``"auto"`` then reads what they likely
+            want too through the page cache, so that the disk delivers it once: tensors that are wanted whole, and the rows that columns
+            are part of. Default: whether ``LOCAL_WORLD_SIZE`` is more than 1; where it is not set, whether the process group has
+            more than one rank.
         max_inflight_bytes: bound on memory beyond the destinations, in bytes. Default 64 MiB, for an accelerator 256 MiB
             of pinned memory.
     """
@@ -51,11 +69,13 @@ class ReadOptions:
     io: Literal["auto", "mmap", "direct", "buffered", "gds"] = "auto"
     threads: int | None = None
     verify: bool = False
+    shared: bool | None = None
     max_inflight_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _check("io", self.io, ("auto", "mmap", "direct", "buffered", "gds"))
         _check("verify", self.verify, (True, False))
+        _check("shared", self.shared, (True, False, None))
         if self.io == "gds" and self.verify:
             msg = "verify=True needs the bytes in host memory, which io='gds' goes around"
             raise ValueError(msg)
@@ -76,6 +96,7 @@ class ReadOptions:
             "io": "auto" if self.io == "gds" else self.io,
             "threads": self.threads or default_threads(),
             "verify": self.verify,
+            "shared": default_shared() if self.shared is None else self.shared,
         }
 
 

@@ -43,7 +43,7 @@ class RsReader(StorageReader):
 
     Args:
         path: a folder written by ``RsWriter``.
-        io, threads, verify, max_inflight_bytes: see :class:`dcp_rs.ReadOptions`.
+        io, threads, verify, shared, max_inflight_bytes: see :class:`dcp_rs.ReadOptions`.
         weights_only: check that every non-tensor value loads under ``torch.load(weights_only=True)`` before a planner gets it (stock
             planners unpickle freely). ``False`` is for checkpoints you wrote yourself.
         allow_external: open data files outside the checkpoint's folder, if its index names any.
@@ -71,6 +71,7 @@ class RsReader(StorageReader):
         io: Literal["auto", "mmap", "direct", "buffered", "gds"] = "auto",
         threads: int | None = None,
         verify: bool = False,
+        shared: bool | None = None,
         max_inflight_bytes: int | None = None,
         weights_only: bool = True,
         allow_external: bool = False,
@@ -82,7 +83,9 @@ class RsReader(StorageReader):
             msg = f"replicas={replicas!r}: one of 'each', 'node', 'all'"
             raise ValueError(msg)
         self.path = Path(path)
-        self.options = ReadOptions(io=io, threads=threads, verify=verify, max_inflight_bytes=max_inflight_bytes)
+        self.options = ReadOptions(
+            io=io, threads=threads, verify=verify, shared=shared, max_inflight_bytes=max_inflight_bytes
+        )
         self.weights_only = weights_only
         self.allow_external = allow_external
         self.replicas = replicas

@@ -430,6 +430,12 @@ impl Catalog for Names<'_> {
     fn digest(&self, i: u64) -> u64 {
         self.0.digest(i)
     }
+
+    fn tensor_bytes(&self, tensor: u32) -> Option<u64> {
+        let tensor = self.0.tensor(tensor);
+        let size = tensor.dtype?.size();
+        Some(tensor.shape.iter().fold(size, |n, &s| n.saturating_mul(s)))
+    }
 }
 
 /// Strides in elements of a contiguous rectangle.

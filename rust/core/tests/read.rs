@@ -138,7 +138,11 @@ fn strided_sources_and_destinations() {
     let data = noise(64 + rows * cols * 4, 9);
     let file = written(dir.path(), "f", &data);
     let at = |r: usize, c: usize| 64 + (r * cols + c) * 4;
-    for io in MODES {
+    let shared = ReadOptions {
+        shared: true,
+        ..options(IoMode::Auto)
+    };
+    for options in MODES.map(options).into_iter().chain([shared]) {
         for cold in [false, true] {
             if cold {
                 drop_cache(&file);
@@ -168,11 +172,13 @@ fn strided_sources_and_destinations() {
                     ..template
                 },
             ];
-            go(std::slice::from_ref(&file), &reqs, &options(io)).unwrap();
+            let stats = go(std::slice::from_ref(&file), &reqs, &options).unwrap();
+            // Rows of 2000 and 1200 bytes, cold or not: through the page cache.
+            assert!(!options.shared || stats.bytes_mapped == stats.bytes_wanted, "{stats:?}");
             for r in 0..rows {
                 assert!(
                     columns[r * 2800..r * 2800 + 2000] == data[at(r, 100)..at(r, 600)],
-                    "{io:?} {r}"
+                    "{options:?} {r}"
                 );
                 assert!(
                     columns[r * 2800 + 2000..(r + 1) * 2800].iter().all(|&b| b == 0),
@@ -180,7 +186,7 @@ fn strided_sources_and_destinations() {
                 );
                 for c in 0..300 {
                     let got = &transposed[(c * rows + r) * 4..][..4];
-                    assert_eq!(got, &data[at(r, 600 + c)..][..4], "{io:?} {r} {c}");
+                    assert_eq!(got, &data[at(r, 600 + c)..][..4], "{options:?} {r} {c}");
                 }
             }
         }

@@ -16,7 +16,7 @@ use pyo3::types::{PyDict, PyList, PyTuple, PyType};
 use crate::convert::{Extent, dtype};
 use crate::error::IntoPy;
 use crate::index::Index;
-use crate::read::{self, Stats};
+use crate::read::{self, Options, Stats, read_options};
 
 /// What the planner says is plain: exact types, and the dtypes of the format.
 pub struct Plain<'py> {
@@ -98,9 +98,9 @@ impl Batch {
     }
 
     /// Fills the tensors, which the caller has kept as they were.
-    #[pyo3(signature = (*, io, threads, verify, max_inflight_bytes))]
-    fn read(&self, py: Python<'_>, io: &str, threads: usize, verify: bool, max_inflight_bytes: u64) -> PyResult<Stats> {
-        let options = read::options(io, threads, verify, max_inflight_bytes)?;
+    #[pyo3(signature = (**options))]
+    fn read(&self, py: Python<'_>, options: Option<Options>) -> PyResult<Stats> {
+        let options = read_options(options)?;
         let stats = read::run(py, &self.gather, &options)?;
         Ok((stats.bytes_wanted, stats.bytes_read))
     }

@@ -27,23 +27,42 @@ type Part<'py> = (u64, Bound<'py, PyTuple>, Bound<'py, PyTuple>, Bound<'py, PyTu
 /// Region, offsets and sizes of what it lacks.
 type Hole<'py> = (usize, Bound<'py, PyTuple>, Bound<'py, PyTuple>);
 
-pub fn options(io: &str, threads: usize, verify: bool, max_inflight_bytes: u64) -> PyResult<ReadOptions> {
-    let io = match io {
+/// The options of a read, as keyword arguments.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub struct Options {
+    io: String,
+    threads: usize,
+    #[pyo3(default)]
+    verify: bool,
+    #[pyo3(default)]
+    shared: bool,
+    #[pyo3(default)]
+    max_inflight_bytes: u64,
+}
+
+/// Those that were not given have their defaults.
+pub fn read_options(options: Option<Options>) -> PyResult<ReadOptions> {
+    let Some(options) = options else {
+        return Ok(ReadOptions::default());
+    };
+    let io = match options.io.as_str() {
         "auto" => IoMode::Auto,
         "mmap" => IoMode::Mmap,
         "direct" => IoMode::Direct,
         "buffered" => IoMode::Buffered,
-        _ => {
+        other => {
             return Err(PlanError::new_err(format!(
-                "io is {io:?}: one of auto, mmap, direct, buffered"
+                "io is {other:?}: one of auto, mmap, direct, buffered"
             )));
         }
     };
     Ok(ReadOptions {
         io,
-        threads,
-        verify,
-        max_inflight_bytes,
+        threads: options.threads,
+        verify: options.verify,
+        shared: options.shared,
+        max_inflight_bytes: options.max_inflight_bytes,
     })
 }
 
@@ -76,17 +95,9 @@ impl Index {
     /// Fills rectangles of chunks into memory.
     ///
     /// The memory behind every address must stay there until this returns: the caller holds the tensors.
-    #[pyo3(signature = (requests, *, io, threads, verify, max_inflight_bytes))]
-    fn read_chunks(
-        &self,
-        py: Python<'_>,
-        requests: Vec<ChunkRequest>,
-        io: &str,
-        threads: usize,
-        verify: bool,
-        max_inflight_bytes: u64,
-    ) -> PyResult<Stats> {
-        let options = options(io, threads, verify, max_inflight_bytes)?;
+    #[pyo3(signature = (requests, **options))]
+    fn read_chunks(&self, py: Python<'_>, requests: Vec<ChunkRequest>, options: Option<Options>) -> PyResult<Stats> {
+        let options = read_options(options)?;
         let index = Arc::clone(&self.inner);
         let mut gather = Gather::new(Arc::clone(&index), self.allow_external);
         for (chunk, offsets, sizes, address, strides) in &requests {
@@ -102,17 +113,9 @@ impl Index {
     /// Fills regions of tensors into memory, from whichever chunks hold them.
     ///
     /// As with `read_chunks`, the caller holds the tensors.
-    #[pyo3(signature = (requests, *, io, threads, verify, max_inflight_bytes))]
-    fn read_regions(
-        &self,
-        py: Python<'_>,
-        requests: Vec<RegionRequest>,
-        io: &str,
-        threads: usize,
-        verify: bool,
-        max_inflight_bytes: u64,
-    ) -> PyResult<Stats> {
-        let options = options(io, threads, verify, max_inflight_bytes)?;
+    #[pyo3(signature = (requests, **options))]
+    fn read_regions(&self, py: Python<'_>, requests: Vec<RegionRequest>, options: Option<Options>) -> PyResult<Stats> {
+        let options = read_options(options)?;
         let index = Arc::clone(&self.inner);
         let mut gather = Gather::new(Arc::clone(&index), self.allow_external);
         for (tensor, offsets, sizes, address, strides) in &requests {
@@ -129,17 +132,14 @@ impl Index {
     }
 
     /// The bytes of whole chunks, as they are stored.
-    #[pyo3(signature = (chunks, *, io, threads, verify, max_inflight_bytes))]
+    #[pyo3(signature = (chunks, **options))]
     fn read_bytes<'py>(
         &self,
         py: Python<'py>,
         chunks: Vec<u64>,
-        io: &str,
-        threads: usize,
-        verify: bool,
-        max_inflight_bytes: u64,
+        options: Option<Options>,
     ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
-        let options = options(io, threads, verify, max_inflight_bytes)?;
+        let options = read_options(options)?;
         let index = Arc::clone(&self.inner);
         // The files first: the lengths of chunks are only as true as those of the files that hold them.
         self.check_files(py, chunks.clone())?;
@@ -170,19 +170,12 @@ impl Index {
     }
 
     /// Raises unless the digests of these chunks are right.
-    #[pyo3(signature = (chunks, *, io, threads, max_inflight_bytes))]
-    fn verify_chunks(
-        &self,
-        py: Python<'_>,
-        chunks: Vec<u64>,
-        io: &str,
-        threads: usize,
-        max_inflight_bytes: u64,
-    ) -> PyResult<()> {
+    #[pyo3(signature = (chunks, **options))]
+    fn verify_chunks(&self, py: Python<'_>, chunks: Vec<u64>, options: Option<Options>) -> PyResult<()> {
         for &chunk in &chunks {
             self.check_chunk(chunk)?;
         }
-        let options = options(io, threads, true, max_inflight_bytes)?;
+        let options = read_options(options)?;
         let index = Arc::clone(&self.inner);
         let allow_external = self.allow_external;
         interrupt::run(py, |control| {

@@ -5,7 +5,7 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use dcp_rs_core::read::Destination;
+use dcp_rs_core::read::{Destination, ReadOptions};
 use dcp_rs_core::slabs::{Next, Part, Plan, Session, Slab, Want};
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
@@ -13,7 +13,7 @@ use pyo3::types::{PyList, PyTuple};
 use crate::convert::{Extent, extent_to_py};
 use crate::error::{IntoPy, PlanError};
 use crate::index::Index;
-use crate::read::options;
+use crate::read::{Options, read_options};
 
 /// How often signals are looked at.
 const PERIOD: Duration = Duration::from_millis(20);
@@ -33,19 +33,19 @@ pub struct SlabReader {
 impl SlabReader {
     /// Packs what is wanted, in its order or that of the files, into batches of up to `slab_bytes`, and checks the files.
     #[staticmethod]
-    #[pyo3(signature = (index, wants, slab_bytes, *, sort, io, threads, verify))]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
+    #[pyo3(signature = (index, wants, slab_bytes, *, sort, **options))]
     fn create(
         py: Python<'_>,
         index: &Index,
         wants: Vec<WantTuple>,
         slab_bytes: u64,
         sort: bool,
-        io: &str,
-        threads: usize,
-        verify: bool,
+        options: Option<Options>,
     ) -> PyResult<Self> {
-        let options = options(io, threads, verify, slab_bytes)?;
+        let options = ReadOptions {
+            max_inflight_bytes: slab_bytes,
+            ..read_options(options)?
+        };
         let wants = wants
             .into_iter()
             .map(|(chunk, offsets, sizes, flat, group)| {

@@ -18,7 +18,7 @@ pub const DISK_DEPTH: usize = 16;
 /// The same for reads so small that their number is what limits the disk.
 const SMALL_READ_DEPTH: usize = 64;
 /// What counts as such.
-const SMALL_READ: u64 = 32 << 10;
+pub const SMALL_READ: u64 = 32 << 10;
 /// From here on a batch is streamed: what it writes would not stay in a cache anyway.
 const STREAM_BATCH: u64 = 1 << 20;
 
@@ -40,7 +40,7 @@ pub unsafe fn read(
     control: &Control,
 ) -> Result<ReadStats> {
     control.check()?;
-    let wanted = spans(files, reqs)?;
+    let wanted = spans(files, reqs, options, catalog)?;
     let total: u64 = wanted.iter().fold(0, |sum, w| sum.saturating_add(w.bytes));
     let threads = match options.threads {
         // Asking for the number of cores takes longer than a small batch.

@@ -20,7 +20,7 @@ pub use sequential::{Sequential, Survey};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum IoMode {
     /// For each file: [`Mmap`](Self::Mmap) if what is wanted of it is in the page cache and it lies on a local disk,
-    /// else [`Direct`](Self::Direct) where the file system takes that, else [`Buffered`](Self::Buffered).
+    /// else [`Direct`](Self::Direct) (unless [`ReadOptions::shared`]) where the file system takes that, else [`Buffered`](Self::Buffered).
     #[default]
     Auto,
     /// Copied from a mapping of the file.
@@ -42,6 +42,9 @@ pub struct ReadOptions {
     pub threads: usize,
     /// Whether blocks that have digests are checked against them in the same pass. Default: no.
     pub verify: bool,
+    /// Whether other processes of this machine read from the same files at the same time. Then [`IoMode::Auto`] reads what they likely want
+    /// too through the page cache, so that the disk delivers it once: tensors wanted whole, and all that short rows lie in. Default: no.
+    pub shared: bool,
     /// Bytes of buffers that one call may hold, page cache and mappings aside. Default: 64 MiB. At least one buffer for a
     /// thread is always used.
     pub max_inflight_bytes: u64,
@@ -53,6 +56,7 @@ impl Default for ReadOptions {
             io: IoMode::Auto,
             threads: 0,
             verify: false,
+            shared: false,
             max_inflight_bytes: 64 << 20,
         }
     }
@@ -102,6 +106,10 @@ pub trait Catalog: Sync {
     fn tensor_name(&self, tensor: u32) -> String;
     /// A digest of a block.
     fn digest(&self, i: u64) -> u64;
+    /// Bytes of a tensor, all its chunks together; `None` where that is not known.
+    fn tensor_bytes(&self, _tensor: u32) -> Option<u64> {
+        None
+    }
 }
 
 /// What a call to [`read`] did. Counts are bytes.

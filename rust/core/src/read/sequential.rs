@@ -22,8 +22,9 @@ impl Survey {
     ///
     /// # Errors
     /// Those of [`read`](super::read) for files.
-    pub fn new(files: &[FileRef], reqs: &[ReadReq], options: &ReadOptions) -> Result<Self> {
-        let (access, open) = survey(files, &spans(files, reqs)?, options)?;
+    pub fn new(files: &[FileRef], reqs: &[ReadReq], options: &ReadOptions, catalog: &dyn Catalog) -> Result<Self> {
+        let wanted = spans(files, reqs, options, catalog)?;
+        let (access, open) = survey(files, &wanted, options)?;
         let policies = access.iter().map(|access| access.policy(u64::from(u32::MAX))).collect();
         Ok(Self { access, open, policies })
     }

@@ -1,10 +1,12 @@
 //! A look at every file before anything is read: is it there and whole, and how is it best read?
 
+use std::collections::HashMap;
 use std::fs::File;
 
+use super::engine::SMALL_READ;
 use super::plan::Policy;
-use super::{FileRef, IoMode, ReadOptions, ReadReq};
-use crate::store::{direct_align, is_remote, resident_bytes};
+use super::{Catalog, FileRef, IoMode, ReadOptions, ReadReq};
+use crate::store::{Mapping, direct_align, is_remote, resident_bytes};
 use crate::{Error, Result};
 
 /// Bytes of a job that is copied from a mapping: large against the cost of a job, small against the work of a thread.
@@ -30,6 +32,8 @@ pub enum Access {
     Cached,
     /// From storage through the page cache.
     Buffered,
+    /// From storage into the page cache, for others too, and copied from a mapping.
+    Shared,
     /// From storage past the page cache.
     Direct {
         align: u64,
@@ -39,19 +43,24 @@ pub enum Access {
 impl Access {
     /// Whether more threads than cores are useful.
     pub fn waits(self) -> bool {
-        matches!(self, Self::Buffered | Self::Direct { .. })
+        matches!(self, Self::Shared | Self::Buffered | Self::Direct { .. })
+    }
+
+    /// Whether bytes are copied from a mapping.
+    pub fn maps(self) -> bool {
+        matches!(self, Self::Mapped | Self::Shared)
     }
 
     pub fn policy(self, share: u64) -> Policy {
         let (target, align) = match self {
-            Self::Mapped => (MAPPED_JOB, 1),
+            Self::Mapped | Self::Shared => (MAPPED_JOB, 1),
             Self::Cached | Self::Buffered => (CACHED_JOB, 1),
             Self::Direct { align } => (DISK_JOB, align),
         };
         Policy {
             target: share.next_power_of_two().clamp(MIN_JOB, target),
             align,
-            skip_gaps: self != Self::Mapped,
+            skip_gaps: !self.maps(),
         }
     }
 }
@@ -63,11 +72,14 @@ pub struct Wanted {
     pub bytes: u64,
     start: u64,
     end: u64,
+    /// The part of `bytes` that other processes likely want too, or what lies between.
+    common: u64,
 }
 
 /// What is wanted of each file: how much, and from where to where.
-pub fn spans(files: &[FileRef], reqs: &[ReadReq]) -> Result<Vec<Wanted>> {
+pub fn spans(files: &[FileRef], reqs: &[ReadReq], options: &ReadOptions, catalog: &dyn Catalog) -> Result<Vec<Wanted>> {
     let mut all = vec![Wanted::default(); files.len()];
+    let shares = options.shared.then(|| bytes_of_tensors(reqs));
     for req in reqs {
         let Some(wanted) = all.get_mut(req.file as usize) else {
             return Err(Error::Plan(format!(
@@ -77,7 +89,7 @@ pub fn spans(files: &[FileRef], reqs: &[ReadReq]) -> Result<Vec<Wanted>> {
             )));
         };
         // Saturating: what is out of bounds is refused by the planner, this only weighs.
-        let bytes = req.shape.iter().fold(req.itemsize, |n, &s| n.saturating_mul(s));
+        let bytes = bytes_of(req);
         let start = req.chunk_offset.saturating_add(req.src_offset);
         let steps = req.shape.iter().zip(&req.src_strides);
         let reach = steps.fold(req.itemsize, |n, (&s, &stride)| {
@@ -92,9 +104,40 @@ pub fn spans(files: &[FileRef], reqs: &[ReadReq]) -> Result<Vec<Wanted>> {
             };
             wanted.end = wanted.end.max(end);
             wanted.bytes = wanted.bytes.saturating_add(bytes);
+            let is_whole = |of: &HashMap<u32, u64>| catalog.tensor_bytes(req.tensor) == of.get(&req.tensor).copied();
+            if shares.as_ref().is_some_and(|of| is_whole(of) || is_thin(req, bytes)) {
+                wanted.common = wanted.common.saturating_add(bytes);
+            }
         }
     }
     Ok(all)
+}
+
+fn bytes_of(req: &ReadReq) -> u64 {
+    req.shape.iter().fold(req.itemsize, |n, &s| n.saturating_mul(s))
+}
+
+/// Bytes wanted of each tensor. Who wants all of one has a replica of it, as others may.
+fn bytes_of_tensors(reqs: &[ReadReq]) -> HashMap<u32, u64> {
+    let mut all = HashMap::new();
+    for req in reqs {
+        let sum: &mut u64 = all.entry(req.tensor).or_default();
+        *sum = sum.saturating_add(bytes_of(req));
+    }
+    all
+}
+
+/// Whether it is made of short rows with something between: columns of a matrix, of which others have the rest.
+fn is_thin(req: &ReadReq, bytes: u64) -> bool {
+    let mut row = req.itemsize;
+    for (&size, &stride) in req.shape.iter().zip(&req.src_strides).rev() {
+        if stride == row {
+            row = row.saturating_mul(size);
+        } else if size > 1 {
+            break;
+        }
+    }
+    row < SMALL_READ.min(bytes)
 }
 
 /// Opens and checks every file that is needed before a byte of any is read, and decides how to read each.
@@ -127,10 +170,80 @@ pub fn survey(files: &[FileRef], wanted: &[Wanted], options: &ReadOptions) -> Re
                 (Some(false), false) if wanted.bytes >= SMALL => Access::Mapped,
                 (Some(false), _) => Access::Cached,
                 (_, true) => Access::Buffered,
+                _ if wanted.common > wanted.bytes / 2 && Mapping::tells_errors() => Access::Shared,
                 (_, false) => direct().unwrap_or(Access::Buffered),
             },
         });
         kept.push(Some(open).filter(|_| keep));
     }
     Ok((all, kept))
+}
+
+#[cfg(test)]
+mod tests {
+    use smallvec::smallvec;
+
+    use super::super::Destination;
+    use super::*;
+
+    struct Sizes;
+
+    impl Catalog for Sizes {
+        fn tensor_name(&self, _: u32) -> String {
+            String::new()
+        }
+        fn digest(&self, _: u64) -> u64 {
+            0
+        }
+        fn tensor_bytes(&self, _: u32) -> Option<u64> {
+            Some(1 << 20)
+        }
+    }
+
+    /// `rows` rows of `width` bytes, of a chunk whose rows are `pitch` bytes.
+    fn rows(rows: u64, width: u64, pitch: u64) -> ReadReq {
+        ReadReq {
+            file: 0,
+            tensor: 0,
+            chunk_offset: 0,
+            chunk_length: rows * pitch,
+            digests: None,
+            itemsize: 1,
+            shape: smallvec![rows, width],
+            src_offset: 0,
+            src_strides: smallvec![pitch, 1],
+            dst: Destination(std::ptr::null_mut()),
+            dst_strides: smallvec![width, 1],
+        }
+    }
+
+    fn common(reqs: &[ReadReq], shared: bool) -> u64 {
+        let file = FileRef {
+            path: "x".into(),
+            size: 1 << 20,
+            mtime_ns: 0,
+            follow_symlinks: false,
+        };
+        let options = ReadOptions {
+            shared,
+            ..ReadOptions::default()
+        };
+        spans(&[file], reqs, &options, &Sizes).unwrap()[0].common
+    }
+
+    #[test]
+    fn replicas_and_columns_are_common_and_rows_are_not() {
+        let (whole, half, columns) = (rows(256, 4096, 4096), rows(128, 4096, 4096), rows(256, 1024, 4096));
+        assert_eq!(common(std::slice::from_ref(&whole), true), 1 << 20);
+        assert_eq!(
+            common(&[half.clone(), half.clone()], true),
+            1 << 20,
+            "whole, in two chunks"
+        );
+        assert_eq!(common(std::slice::from_ref(&half), true), 0);
+        assert_eq!(common(std::slice::from_ref(&columns), true), 256 << 10);
+        assert_eq!(common(&[rows(4, 64 << 10, 256 << 10)], true), 0, "long rows");
+        assert_eq!(common(&[rows(1, 64, 4096)], true), 0, "one row");
+        assert_eq!(common(&[whole, half, columns], false), 0, "alone on the machine");
+    }
 }

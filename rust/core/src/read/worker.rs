@@ -90,11 +90,14 @@ impl Worker {
             &mut self.segments,
         );
         self.open.turn_to(job.file);
-        let mapped = batch.access[index] == Access::Mapped;
+        let mapped = batch.access[index].maps();
         if mapped {
             // Touching the pages cannot fail once they are set up.
             let mapping = self.open.mapping(batch, job.file)?;
             for segment in &self.segments {
+                if batch.access[index] == Access::Shared {
+                    mapping.read_ahead(segment.start, segment.end);
+                }
                 let populated = mapping.populate(segment.start, segment.end);
                 populated.map_err(|e| failed(file, segment.start, e))?;
             }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::pack::{Batch, Image, Item, PAGE, Part, pack};
 use crate::format::{Dims, Index, Kind};
-use crate::load::{Gather, Memory, row_major};
+use crate::load::{Gather, Memory, Names, row_major};
 use crate::overlap::Region;
 use crate::read::{Destination, FileRef, ReadOptions, ReadReq, Survey};
 use crate::{Error, Result};
@@ -93,7 +93,7 @@ impl Plan {
             count += batch.pieces.len();
         }
         let (files, requests) = gather.into_parts();
-        let survey = Survey::new(&files, &requests, options)?;
+        let survey = Survey::new(&files, &requests, options, &Names(&index))?;
         let threads = match options.threads {
             0 => crate::parallel::available(),
             n => n,

@@ -2,7 +2,11 @@
 
 use std::fs::File;
 use std::io;
+#[cfg(target_os = "linux")]
+use std::sync::OnceLock;
 
+#[cfg(target_os = "linux")]
+use memmap2::{Advice, MmapMut};
 use memmap2::{MmapOptions, MmapRaw};
 
 /// A mapping of a file from its first byte, for raw access: its bytes are never handed out as a slice, because
@@ -38,6 +42,31 @@ impl Mapping {
         self.raw.len() == 0
     }
 
+    /// Whether [`populate`](Self::populate) can: without it, a disk that fails is a signal at the first touch.
+    #[must_use]
+    pub fn tells_errors() -> bool {
+        #[cfg(target_os = "linux")]
+        {
+            static TELLS: OnceLock<bool> = OnceLock::new();
+            let try_it = || MmapMut::map_anon(1).is_ok_and(|page| page.advise(Advice::PopulateRead).is_ok());
+            *TELLS.get_or_init(try_it)
+        }
+        #[cfg(not(target_os = "linux"))]
+        false
+    }
+
+    /// Asks for `[start, end)` to be read into the page cache, in large requests, and does not wait. A wish: an error shows when it
+    /// is touched.
+    pub fn read_ahead(&self, start: u64, end: u64) {
+        #[cfg(target_os = "linux")]
+        if let (Ok(start), Ok(end)) = (usize::try_from(start), usize::try_from(end)) {
+            let length = end.saturating_sub(start);
+            let _ = self.raw.advise_range(Advice::WillNeed, start, length);
+        }
+        #[cfg(not(target_os = "linux"))]
+        let _ = (start, end);
+    }
+
     /// Brings `[start, end)` into memory and into the page table: one call in place of a fault every few pages, and a
     /// file that was cut short or a disk that fails is an error here and not a signal at the first touch.
     ///
@@ -50,7 +79,7 @@ impl Mapping {
             };
             let result = self
                 .raw
-                .advise_range(memmap2::Advice::PopulateRead, start, end.saturating_sub(start));
+                .advise_range(Advice::PopulateRead, start, end.saturating_sub(start));
             match result.as_ref().map_err(io::Error::raw_os_error) {
                 Err(Some(libc::EINVAL | libc::ENOSYS)) => Ok(()),
                 _ => result,
