@@ -6,6 +6,7 @@ FAMILIES = {
     "small": "many small tensors",
     "metadata": "very many chunks: the metadata and the plan of one rank",
     "reshard": "saved by rows, loaded by columns",
+    "ranks": "several ranks of a machine at once, from a cold disk",
     "save": "saving, with fsync",
     "memory": "anonymous memory while loading",
     "views": "opening a checkpoint and touching every name",

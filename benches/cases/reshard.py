@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from harness import checkpoints, loaders, page_cache
 from harness.context import Context
-from harness.loaders import OURS, OURS_STOCK_PLANNER, STOCK
+from harness.loaders import OURS, OURS_SHARED, OURS_STOCK_PLANNER, STOCK
 from harness.memory import storage_bytes_read
 from harness.pairs import Contender, measure
 from harness.rows import Row, figure, versus
-from harness.states import Pattern, scramble, size_of, square_shapes
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from harness.states import Pattern, check_shards, scramble, shard, shards, size_of, square_shapes
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dcp_rs.options import ReadOptions
 from dcp_rs.sources import open_index
@@ -32,29 +31,8 @@ def run(context: Context) -> list[Row]:
         ]
 
 
-def _shard(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    return torch.chunk(tensor, LOADED_BY, dim=dim)[RANK]
-
-
-def _state(pattern: Pattern) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Column shards as DTensors, and the memory behind them."""
-    mesh = init_device_mesh("cpu", (LOADED_BY,))
-    locals_ = {
-        name: torch.zeros_like(_shard(pattern.view(name), 1), memory_format=torch.contiguous_format)
-        for name in pattern.shapes
-    }
-    state = {
-        name: DTensor.from_local(
-            local,
-            mesh,
-            [Shard(1)],
-            run_check=False,
-            shape=torch.Size(pattern.shapes[name]),
-            stride=(pattern.shapes[name][1], 1),
-        )
-        for name, local in locals_.items()
-    }
-    return state, locals_
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (LOADED_BY,))
 
 
 def _contender(
@@ -64,18 +42,20 @@ def _contender(
     pattern: Pattern,
     prepare: Callable[[Path], None],
 ) -> Contender:
-    state, memory = _state(pattern)
+    mesh = _mesh()
+    state, memory = shards(pattern, 1, mesh)
 
     def before() -> None:
         scramble(memory.values())
         prepare(path)
 
-    def check() -> None:
-        for fqn, local in memory.items():
-            expected = _shard(pattern.view(fqn), 1)
-            assert torch.equal(local.view(torch.int16), expected.view(torch.int16)), fqn
-
-    return Contender(name, lambda: load(path, state), before=before, verify=check, warm_up=False)
+    return Contender(
+        name,
+        lambda: load(path, state),
+        before=before,
+        verify=lambda: check_shards(pattern, 1, mesh, memory),
+        warm_up=False,
+    )
 
 
 def _case(pattern: Pattern, warmth: str) -> str:
@@ -114,7 +94,7 @@ def _amounts(pattern: Pattern, native: Path) -> list[Row]:
             for name, shape in pattern.shapes.items():
                 tensor = index.find(name)
                 assert tensor is not None
-                want = _shard(pattern.view(name), dim)
+                want = shard(pattern.view(name), dim, _mesh())
                 to = torch.empty(want.shape, dtype=want.dtype)
                 offsets = [0, 0]
                 offsets[dim] = RANK * -(-shape[dim] // LOADED_BY)
@@ -142,7 +122,7 @@ def _amounts(pattern: Pattern, native: Path) -> list[Row]:
 def _cold(context: Context, pattern: Pattern, native: Path, stock: Path) -> list[Row]:
     """Cold: times, and what the kernel says was read from the disk."""
     amounts: dict[str, list[float]] = {OURS: [], STOCK: []}
-    wanted = sum(_shard(pattern.view(name), 1).nbytes for name in pattern.shapes)
+    wanted = sum(shard(pattern.view(name), 1, _mesh()).nbytes for name in pattern.shapes)
 
     def counted(name: str, load: Callable[[Path, Any], None]) -> Callable[[Path, Any], None]:
         def run_counted(path: Path, state: Any) -> None:
@@ -156,11 +136,12 @@ def _cold(context: Context, pattern: Pattern, native: Path, stock: Path) -> list
         [
             _contender(OURS, counted(OURS, loaders.ours), native, pattern, page_cache.drop),
             _contender(STOCK, counted(STOCK, loaders.stock), stock, pattern, page_cache.drop),
+            _contender(OURS_SHARED, loaders.ours_shared, native, pattern, page_cache.drop),
         ],
         **context.pairs,
     )
     case = _case(pattern, "cold")
-    rows = [versus(case, times, OURS, STOCK)]
+    rows = [versus(case, times, OURS, STOCK), versus(case, times, OURS_SHARED, STOCK)]
     for name, reach, stretch in ((OURS, 2.0, 1.5), (STOCK, None, None)):
         if amounts[name]:
             rows.append(

@@ -147,13 +147,15 @@ def row_sharded(folder: Path, pattern: Pattern, ranks: int) -> tuple[Path, Path]
 
 @contextmanager
 def pretend_rank(rank: int, world_size: int) -> Iterator[None]:
-    """A process group without other processes: enough for DTensors that only plan."""
+    """A process group without other processes: enough for DTensors that only plan. The other ranks are on other machines."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
     try:
         yield
     finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
         dist.destroy_process_group()
 
 

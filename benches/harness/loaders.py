@@ -16,6 +16,7 @@ State = dict[str, torch.Tensor]
 
 OURS = "dcp_rs.load"
 OURS_VERIFIED = "dcp_rs.load, verify=True"
+OURS_SHARED = "dcp_rs.load, shared=True"
 OURS_STOCK_PLANNER = "dcp.load, RsReader"
 STOCK = "FileSystemReader"
 HUGGING_FACE = "HuggingFaceStorageReader"
@@ -28,6 +29,10 @@ def ours(path: Path, state: State) -> None:
 
 def ours_verified(path: Path, state: State) -> None:
     dcp_rs.load(state, path, no_dist=True, verify=True)
+
+
+def ours_shared(path: Path, state: State) -> None:
+    dcp_rs.load(state, path, no_dist=True, shared=True)
 
 
 def ours_stock_planner(path: Path, state: State) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping
 from math import prod
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from harness.context import Sizes
 
@@ -84,6 +86,40 @@ class Pattern:
         for name in self.shapes:
             stored = state[name].detach().contiguous().view(torch.uint8).view(-1)
             assert torch.equal(stored, self.bytes_of(name)), f"{name} was not loaded as it was saved"
+
+
+def shard(tensor: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
+    """The part of this rank."""
+    return torch.chunk(tensor, mesh.size(), dim=dim)[mesh.get_local_rank()]
+
+
+def shards(pattern: Pattern, dim: int, mesh: DeviceMesh) -> tuple[dict[str, DTensor], dict[str, torch.Tensor]]:
+    """Shards of matrices as DTensors to load into, and the memory behind them."""
+    memory = {
+        name: torch.zeros_like(shard(pattern.view(name), dim, mesh), memory_format=torch.contiguous_format)
+        for name in pattern.shapes
+    }
+    state = {
+        name: DTensor.from_local(
+            local,
+            mesh,
+            [Shard(dim)],
+            run_check=False,
+            shape=torch.Size(pattern.shapes[name]),
+            stride=(pattern.shapes[name][1], 1),
+        )
+        for name, local in memory.items()
+    }
+    return state, memory
+
+
+def check_shards(pattern: Pattern, dim: int, mesh: DeviceMesh, memory: Mapping[str, torch.Tensor]) -> None:
+    """Raises unless every bit is right."""
+    for name, local in memory.items():
+        expected = shard(pattern.view(name), dim, mesh).contiguous()
+        assert torch.equal(local.view(torch.uint8), expected.view(torch.uint8)), (
+            f"{name} was not loaded as it was saved"
+        )
 
 
 def scramble(tensors: Iterable[torch.Tensor]) -> None:

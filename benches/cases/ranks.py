@@ -1,0 +1,69 @@
+"""Several ranks of one machine load at once from a cold disk: what all want, and what lies between what others want."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from harness import checkpoints, page_cache
+from harness.context import Context
+from harness.driven import Driven, worker
+from harness.loaders import OURS, OURS_STOCK_PLANNER, STOCK
+from harness.pairs import Contender, measure
+from harness.rows import Row, versus
+from harness.states import Pattern, size_of, square_shapes
+
+SAVED_BY, RANKS = 8, 4
+
+
+def run(context: Context) -> list[Row]:
+    pattern = Pattern(square_shapes(context.sizes), torch.bfloat16)
+    native, stock = checkpoints.row_sharded(context.folder / "reshard", pattern, SAVED_BY)
+    rows = []
+    with _ranks(context) as ranks:
+        for what in ("replicas", "columns", "rows"):
+            ranks.ask("want", what)
+            times = measure(
+                [
+                    ranks.contender(OURS, native),
+                    ranks.contender(OURS_STOCK_PLANNER, native),
+                    ranks.contender(STOCK, stock),
+                ],
+                **context.pairs,
+            )
+            case = f"cold, {size_of(pattern.nbytes)}, {RANKS} ranks of a machine load {what}"
+            rows += [versus(case, times, OURS, STOCK), versus(case, times, OURS_STOCK_PLANNER, STOCK)]
+    return rows
+
+
+class _Ranks:
+    """Processes that do the same at once."""
+
+    def __init__(self, processes: list[Driven], pool: ThreadPoolExecutor) -> None:
+        self._processes = processes
+        self._pool = pool
+
+    def ask(self, *words: str | Path) -> None:
+        list(self._pool.map(lambda process: process.ask(*words), self._processes))
+
+    def contender(self, name: str, path: Path) -> Contender:
+        return Contender(
+            name,
+            run=lambda: self.ask("load", name, path),
+            before=lambda: page_cache.drop(path),
+            verify=lambda: self.ask("verify"),
+            warm_up=False,
+        )
+
+
+@contextmanager
+def _ranks(context: Context) -> Iterator[_Ranks]:
+    store = context.folder / "ranks.store"
+    store.unlink(missing_ok=True)
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(RANKS))
+        processes = [
+            stack.enter_context(worker("rank_worker", rank, RANKS, store, context.size)) for rank in range(RANKS)
+        ]
+        yield _Ranks(processes, pool)

@@ -1,0 +1,71 @@
+"""One rank of several on this machine: `rank_worker.py RANK WORLD_SIZE STORE SIZE`, then want WHAT, load LOADER PATH, verify."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from harness.context import SIZES
+from harness.driven import serve
+from harness.loaders import OURS, OURS_STOCK_PLANNER, STOCK
+from harness.states import Pattern, check_shards, scramble, shards, square_shapes
+from torch.distributed.device_mesh import init_device_mesh
+
+import dcp_rs
+
+RANK, WORLD_SIZE = int(sys.argv[1]), int(sys.argv[2])
+PATTERN = Pattern(square_shapes(SIZES[sys.argv[4]]), torch.bfloat16)
+#: What a rank can want of each matrix, by the dimension that is sharded.
+DIMS = {"replicas": None, "rows": 0, "columns": 1}
+
+os.environ["LOCAL_WORLD_SIZE"] = str(WORLD_SIZE)
+torch.set_num_threads(1)
+dist.init_process_group("gloo", rank=RANK, world_size=WORLD_SIZE, store=dist.FileStore(sys.argv[3], WORLD_SIZE))
+MESH = init_device_mesh("cpu", (WORLD_SIZE,))
+
+
+class Wanted:
+    """What this rank loads into."""
+
+    def __init__(self, what: str) -> None:
+        self.dim = DIMS[what]
+        if self.dim is None:
+            self.state = self.memory = PATTERN.blank()
+        else:
+            self.state, self.memory = shards(PATTERN, self.dim, MESH)
+
+    def check(self) -> None:
+        if self.dim is None:
+            PATTERN.check(self.memory)
+        else:
+            check_shards(PATTERN, self.dim, MESH, self.memory)
+        scramble(self.memory.values())
+
+
+wanted: list[Wanted] = []
+
+
+def want(what: str) -> None:
+    wanted.clear()
+    wanted.append(Wanted(what))
+
+
+def load(loader: str, path: str) -> None:
+    state = wanted[0].state
+    if loader == OURS:
+        dcp_rs.load(state, path)
+    elif loader == OURS_STOCK_PLANNER:
+        dcp.load(state, storage_reader=dcp_rs.RsReader(path))
+    else:
+        assert loader == STOCK
+        dcp.load(state, storage_reader=dcp.FileSystemReader(Path(path)))
+
+
+def verify() -> None:
+    wanted[0].check()
+
+
+serve({"want": want, "load": load, "verify": verify})
+dist.destroy_process_group()
