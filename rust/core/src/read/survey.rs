@@ -79,7 +79,7 @@ pub struct Wanted {
 /// What is wanted of each file: how much, and from where to where.
 pub fn spans(files: &[FileRef], reqs: &[ReadReq], options: &ReadOptions, catalog: &dyn Catalog) -> Result<Vec<Wanted>> {
     let mut all = vec![Wanted::default(); files.len()];
-    let shares = options.shared.then(|| bytes_of_tensors(reqs));
+    let of_tensors = options.shared.then(|| bytes_of_tensors(reqs));
     for req in reqs {
         let Some(wanted) = all.get_mut(req.file as usize) else {
             return Err(Error::Plan(format!(
@@ -105,7 +105,7 @@ pub fn spans(files: &[FileRef], reqs: &[ReadReq], options: &ReadOptions, catalog
             wanted.end = wanted.end.max(end);
             wanted.bytes = wanted.bytes.saturating_add(bytes);
             let is_whole = |of: &HashMap<u32, u64>| catalog.tensor_bytes(req.tensor) == of.get(&req.tensor).copied();
-            if shares.as_ref().is_some_and(|of| is_whole(of) || is_thin(req, bytes)) {
+            if of_tensors.as_ref().is_some_and(|of| is_whole(of) || is_thin(req, bytes)) {
                 wanted.common = wanted.common.saturating_add(bytes);
             }
         }
