@@ -135,6 +135,46 @@ def test_all_dtypes_survive(source: str, to: str, tmp_path: Path) -> None:
     judge(to, tmp_path / "dst", state)
 
 
+def trained(steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.Adam(
+        [{"params": model[1].parameters(), "lr": 0.1}, {"params": model[0].parameters()}], lr=0.01
+    )
+    for _ in range(steps):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(5, 3)).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("way", ["dcp-rs", "dcp", "state_dict"])
+def test_an_optimizer_goes_on_where_it_was(way: str, tmp_path: Path) -> None:
+    model, optimizer = trained(steps=3)
+    state = {"model": model.state_dict(), "optims": [optimizer.state_dict()], "epoch": 3}
+    torch.save(state, tmp_path / "before.pt")
+    dcp_rs.convert(tmp_path / "before.pt", tmp_path / "between", to="dcp" if way == "dcp" else "dcp-rs")
+    if way == "state_dict":
+        with dcp_rs.open(tmp_path / "between") as opened:
+            back = opened.state_dict()
+    else:
+        dcp_rs.convert(tmp_path / "between", tmp_path / "after.pt", to="torch")
+        back = torch.load(tmp_path / "after.pt")
+    assert list(back["optims"][0]["state"]) == [0, 1, 2, 3]
+    resumed_model, resumed = trained(steps=0)
+    resumed_model.load_state_dict(back["model"])
+    resumed.load_state_dict(back["optims"][0])
+    step(model, optimizer)
+    step(resumed_model, resumed)
+    assert len(resumed.state) == 4
+    assert_state_equal(resumed_model.state_dict(), model.state_dict())
+    assert_state_equal(resumed.state_dict(), optimizer.state_dict())
+
+
 def test_safetensors_holds_its_own_dtypes(tmp_path: Path) -> None:
     state = dtypes_state()
     make("dcp-rs", state, tmp_path / "src")
@@ -430,7 +470,9 @@ def test_damaged_sources(to: str, tmp_path: Path) -> None:
         dcp_rs.convert(tmp_path / "src", tmp_path / "dst", to=to)
     data.write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
     with pytest.raises(CorruptDataError, match=r'tensor "b": block 0'):
-        dcp_rs.convert(tmp_path / "src", tmp_path / "dst", to=to, verify=True)
+        dcp_rs.convert(tmp_path / "src", tmp_path / "dst", to=to)
+    assert not (tmp_path / "dst").exists()
+    dcp_rs.convert(tmp_path / "src", tmp_path / "as-it-is", to=to, verify=False)
     data.unlink()
     with pytest.raises(CorruptDataError):
         dcp_rs.convert(tmp_path / "src", tmp_path / "dst", to=to)

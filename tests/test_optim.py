@@ -72,6 +72,14 @@ def test_each_kind_of_optimizer(ckpt, name, steps):
     assert_state_equal(other.state_dict(), model.state_dict())
 
 
+def test_extras_show_as_they_were_given(ckpt):
+    extra = {"cfg": {1: "a", "b": {}}, "step": 3}
+    save_training_state(ckpt, torch.nn.Linear(2, 2), extra=extra, fsync=False)
+    with dcp_rs.open(ckpt) as opened:
+        assert opened["extra.cfg"] == extra["cfg"]
+        assert opened.state_dict()["extra"] == extra
+
+
 class Counting(torch.optim.SGD):
     """Its step count is a number, and it has state of other shapes, nested."""
 

@@ -12,10 +12,12 @@ import torch
 
 from dcp_rs import _core, _torch, objects
 from dcp_rs.errors import DcpRsError, PlanError
+from dcp_rs.extras import unwrap
 from dcp_rs.fill import Target, fill_regions, stored_dtype
 from dcp_rs.options import ReadOptions
 from dcp_rs.sources import open_index
 from dcp_rs.stream import stream
+from dcp_rs.tree import number_parameters
 
 __all__ = ["Checkpoint", "ChunkInfo", "TensorInfo", "TensorSlice", "open_checkpoint"]
 
@@ -95,7 +97,7 @@ class Checkpoint(Mapping[str, Any]):
         name, is_bytes, dtype, shape, _, chunks = self._index.tensor(tensor)
         if is_bytes:
             (data,) = self._index.read_bytes([self._index.first_chunk(tensor)], **self._options.engine())
-            return objects.load(name, data, weights_only=self._weights_only)
+            return unwrap(objects.load(name, data, weights_only=self._weights_only))
         torch_dtype = stored_dtype(name, dtype)
         if self._device.type == "cpu" and chunks == 1:
             return self._view(tensor, torch_dtype, shape)
@@ -125,7 +127,7 @@ class Checkpoint(Mapping[str, Any]):
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, nested as it was saved."""
+        """Everything, nested as it was saved. Keys are text, as DCP keeps them; those of an optimizer's state are its numbers again."""
         if self._device.type == "cpu":
             flat = {name: self[name] for name in self}
         else:  # one load for all, and not one for each
@@ -134,7 +136,9 @@ class Checkpoint(Mapping[str, Any]):
         root = self._index.planner_root()
         rest = root if isinstance(root, dict) else {}
         paths = {name: self._index.planner_path(i) or rest.get(name) or (name,) for i, name in enumerate(flat)}
-        return _torch.unflatten(flat, paths)
+        nested = _torch.unflatten(flat, paths)
+        number_parameters(nested)
+        return nested
 
     def stream(self, device: torch.device | str | None = None) -> Iterator[tuple[str, Any]]:
         """(name, tensor or value) in the order of the files, which is the fastest order to read in.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dcp_rs.errors import PlanError
 from dcp_rs.tree import is_stateful
 
-__all__ = ["PerRank", "RngState", "merge", "pack", "state_of", "unpack"]
+__all__ = ["PerRank", "RngState", "merge", "pack", "state_of", "unpack", "unwrap"]
 
 #: A mapping without tensors that DCP's flattening would change (it makes every key text, and drops what is empty), kept whole: DCP never
 #: enters tuples.
@@ -106,10 +106,15 @@ def pack(tree: Any) -> Any:
     return packed
 
 
+def unwrap(value: Any) -> Any:
+    """What was kept whole, or the value as it is."""
+    return value[1] if isinstance(value, tuple) and len(value) == 2 and value[0] == _WHOLE else value
+
+
 def unpack(tree: Any) -> Any:
     """What :func:`pack` was given, but for the types of mappings that hold tensors."""
-    if isinstance(tree, tuple) and len(tree) == 2 and tree[0] == _WHOLE:
-        return tree[1]
+    if isinstance(tree, tuple):
+        return unwrap(tree)
     if isinstance(tree, list):
         return [unpack(entry) for entry in tree]
     if not isinstance(tree, Mapping):

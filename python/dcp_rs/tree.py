@@ -11,7 +11,15 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from dcp_rs import _torch
 from dcp_rs.errors import PlanError
 
-__all__ = ["flatten", "holds_only_tensors", "is_plain_state_dict", "is_stateful", "set_at", "stateful_values"]
+__all__ = [
+    "flatten",
+    "holds_only_tensors",
+    "is_plain_state_dict",
+    "is_stateful",
+    "number_parameters",
+    "set_at",
+    "stateful_values",
+]
 
 Path = tuple[Any, ...]
 
@@ -98,3 +106,20 @@ _NEVER_STATEFUL = (torch.Tensor, dict, list, tuple, str, bytes, int, float)
 def set_at(root: dict[str, Any], path: Path, value: Any) -> None:
     """Replaces the entry of a nested state dict at ``path``."""
     _torch.set_element(root, path, value)
+
+
+def number_parameters(node: Any) -> None:
+    """Gives the states of optimizers in a nested state dict their numbers as keys again, in place.
+
+    DCP names entries by text, so that what ``optimizer.state_dict()["state"]`` has under 0 comes back under ``"0"``. ``load_state_dict`` would
+    take that without a word, for a parameter that it does not know, and the optimizer would begin anew.
+    """
+    if isinstance(node, dict):
+        groups, state = node.get("param_groups"), node.get("state")
+        if isinstance(groups, list) and isinstance(state, dict):
+            lists = [group.get("params") for group in groups if isinstance(group, Mapping)]
+            numbers = {str(n): n for of in lists if isinstance(of, list) for n in of if type(n) is int}
+            known = {numbers[key]: state.pop(key) for key in numbers if key in state}
+            node["state"] = known | state
+    for value in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        number_parameters(value)

@@ -184,7 +184,9 @@ def _convert(
         bool, typer.Option("--skip-unsupported", help="Leave out what DST cannot hold.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at DST.")] = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Check the digests of SRC on the way.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Check the digests of SRC on the way, where it has some.")
+    ] = True,
     unsafe: Annotated[
         bool, typer.Option("--trust-pickles", help="Unpickle whatever a file of torch.save asks for: it can run code.")
     ] = False,

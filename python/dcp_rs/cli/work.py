@@ -95,6 +95,8 @@ def index(
         return
     entries = f"{opened.tensor_count:,} {'entry' if opened.tensor_count == 1 else 'entries'}"
     line(f"wrote {made} ({size(nbytes)}) over {entries} in {count(len(opened.files()), 'file')}; no data was touched")
+    if digests or opened.source == "dcp-rs":
+        line("its digests are of the data as it is now: what was damaged before will pass for whole")
 
 
 def convert(src: Path, dst: Path, *, renames: Sequence[str], as_json: bool, **options: Any) -> None:

@@ -44,7 +44,7 @@ def convert(
     overwrite: bool = False,
     progress: Callable[[int, int], Any] | None = None,
     threads: int | None = None,
-    verify: bool = False,
+    verify: bool = True,
     fsync: bool = True,
     max_inflight_bytes: int | None = None,
     weights_only: bool = True,
@@ -68,7 +68,8 @@ def convert(
         skip_unsupported: leave out what ``dst`` cannot hold; without it that is an error.
         overwrite: replace a checkpoint at ``dst``.
         progress: called now and then with the bytes written, and all that are to be written.
-        threads, verify: see :class:`dcp_rs.ReadOptions`.
+        threads: see :class:`dcp_rs.ReadOptions`.
+        verify: check the source's digests on the way, where it has some: the result gets digests of its own, which would make damage look whole.
         fsync, max_inflight_bytes: see :class:`dcp_rs.WriteOptions`.
         weights_only: refuse a file of ``torch.save``, and values on their way into one, that need more than
             ``torch.load(weights_only=True)`` allows. Other targets take values as they are, without unpickling them.
@@ -85,8 +86,8 @@ def convert(
         ValueError: an option, or ``dst`` is the source.
         OSError: the disk is full, or fails.
 
-    DCP names entries by text. Where a state dict has numbers for keys (``optimizer.state_dict()["state"]``) they come back as
-    text from every format but ``torch``.
+    DCP names entries by text, so numbers for keys come back as text from every format but ``torch``. An optimizer's
+    ``state_dict()["state"]`` gets its numbers back in a file of ``torch.save`` whatever it came from.
     """
     begin = time.perf_counter()
     if to not in _WRITERS:

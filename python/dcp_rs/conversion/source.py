@@ -175,10 +175,13 @@ class IndexSource:
         return self.index.read_bytes([self.index.first_chunk(item.number)], **self._options.engine())[0]
 
     def view(self, item: Item, chunk: int | None) -> torch.Tensor | None:
-        """A view of a private mapping of the file. Not where reading has to verify."""
-        if item.dtype is None or self._options.verify or (chunk is None and len(item.chunks) != 1):
+        """A view of a private mapping of the file, after its digests were checked where reading has to verify."""
+        if item.dtype is None or (chunk is None and len(item.chunks) != 1):
             return None
-        return self._views.chunk_view(item.number, chunk or 0, item.dtype)
+        view = self._views.chunk_view(item.number, chunk or 0, item.dtype)
+        if view is not None and self._options.verify:
+            self.index.verify_chunks([self.index.first_chunk(item.number) + (chunk or 0)], **self._options.engine())
+        return view
 
     def tied(self, items: Sequence[Item]) -> dict[str, str]:
         """Nothing: a file does not say that two tensors were one."""
