@@ -118,10 +118,13 @@ def index(
     Raises:
         CheckpointExistsError: there is an index already, and ``overwrite`` is not set.
         CheckpointNotFoundError: there is no data to index.
+        UnsupportedError: the folder holds a rank-local save (``use_collectives=False``): an index of all ranks would hide it.
     """
     source = Path(src)
     folder = source if source.is_dir() else source.parent
     target = folder if out is None else Path(out)
+    if target.is_dir():
+        _core.check_no_rank_indexes(os.fspath(target))
     if (target / INDEX_NAME).exists() and not overwrite:
         msg = f"there is an index at {target / INDEX_NAME}; pass overwrite=True to replace it"
         raise CheckpointExistsError(msg, path=target / INDEX_NAME)

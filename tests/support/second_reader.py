@@ -249,11 +249,17 @@ class SecondReader:
     files: list = field(default_factory=list)
     tensors: dict = field(default_factory=dict)
     root: object = None
+    is_rank_local: bool = False
 
     @classmethod
-    def open(cls, folder):
+    def open(cls, folder, rank=None):
+        """The checkpoint of all ranks; with `rank`, what that rank saved for itself, where there is none of all."""
         self = cls(Path(folder))
-        self._parse((self.folder / "index.dcprs").read_bytes())
+        index = self.folder / "index.dcprs"
+        self.is_rank_local = rank is not None and not index.exists()
+        if self.is_rank_local:
+            index = self.folder / f"__{rank}.index.dcprs"
+        self._parse(index.read_bytes())
         for file in self.files:
             self._check_file(file)
         return self
@@ -417,6 +423,9 @@ class SecondReader:
         sharding = json.loads(metadata["DCP_SHARDING_INFO"])
         own = json.loads(metadata["DCPRS"])
         check(own["version"] == 1 and own["generation"] == self.generation, "DCPRS")
+        check(own["rank"] < own["world_size"] or own["world_size"] == 0, "rank and world_size")
+        check((own["world_size"] == 0) == self.is_rank_local, "world_size of a rank-local save")
+        check(own["file"] < own["files"], "file and files")
         check(f"g{own['generation']:08}-" == file.name[:10], "generation in the name")
         check(f"-r{own['rank']:05}-f{own['file']:05}.safetensors" == file.name[26:], "the name")
         place, alignment = 0, 4096

@@ -11,6 +11,12 @@ pub fn rank_index_name(rank: u32) -> String {
     format!("__{rank}.{INDEX_NAME}")
 }
 
+/// The rank whose index is called `name`; `None` where [`rank_index_name`] would not have written it so.
+pub(crate) fn parse_rank_index_name(name: &str) -> Option<u32> {
+    let rank = name.strip_prefix("__")?.split('.').next()?.parse().ok()?;
+    (rank_index_name(rank) == name).then_some(rank)
+}
+
 /// What a data file's header calls the tensor `fqn`: the same, but for the one name that safetensors keeps for itself.
 pub fn to_header_name(fqn: &str) -> String {
     if fqn == RESERVED || fqn.starts_with(ESCAPED) {
@@ -67,6 +73,23 @@ mod tests {
             let name = to_header_name(fqn);
             assert_ne!(name, RESERVED);
             assert_eq!(from_header_name(&name), fqn);
+        }
+    }
+
+    #[test]
+    fn indexes_of_ranks_have_one_name_each() {
+        for rank in [0, 7, 123, u32::MAX] {
+            assert_eq!(parse_rank_index_name(&rank_index_name(rank)), Some(rank));
+        }
+        for name in [
+            INDEX_NAME,
+            "__.index.dcprs",
+            "__01.index.dcprs",
+            "__+1.index.dcprs",
+            "__1.index.dcprs.0123456789abcdef.tmp",
+            "__4294967296.index.dcprs",
+        ] {
+            assert_eq!(parse_rank_index_name(name), None, "{name}");
         }
     }
 

@@ -16,6 +16,7 @@ use crate::{Dtype, Error, Result};
 pub(super) struct DataHeader {
     pub path: PathBuf,
     pub name: DataFileName,
+    /// How many ranks saved together; 0: this one for itself alone.
     pub world_size: u32,
     /// How many files the rank wrote.
     pub files: u32,
@@ -106,7 +107,7 @@ impl DataHeader {
                 "it is file {file} of rank {rank} of generation {generation} by its header"
             )));
         }
-        if about.file >= about.files || about.rank >= about.world_size {
+        if about.file >= about.files || (about.world_size != 0 && about.rank >= about.world_size) {
             let About {
                 rank,
                 world_size,

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::data_header::DataHeader;
+use super::kind::check_no_rank_indexes;
 use super::payload::PayloadReader;
 use crate::format::{BLOCK_SIZE, ChunkEntry, DataFileName, IndexBuilder, SourceKind, Value, block_count, block_digest};
 use crate::store::random_bytes;
@@ -24,25 +25,34 @@ pub struct RecoverOptions {
 }
 
 /// The bytes of an index over the data files in `dir`, as the save that wrote them had it: but for a `save_id` of its
-/// own and planner data other than paths. No file is changed.
+/// own and planner data other than paths. No file is changed. Those of a rank-local save are no part of any index of all ranks.
 ///
 /// All payload is read, to hash it; `control` counts its bytes.
 ///
 /// # Errors
-/// [`Error::NotFound`] where no generation is complete, with what each one lacks; [`Error::Plan`] where there are two
-/// complete saves to choose from; [`Error::CorruptIndex`] where headers contradict each other.
+/// [`Error::Unsupported`] where ranks have indexes of their own there; [`Error::NotFound`] where no generation is complete, with what
+/// each one lacks; [`Error::Plan`] where there are two complete saves to choose from; [`Error::CorruptIndex`] where headers contradict
+/// each other.
 pub fn recover(dir: &Path, options: &RecoverOptions, control: &Control) -> Result<Vec<u8>> {
+    check_no_rank_indexes(dir)?;
     let mut reasons = String::new();
     for (generation, names) in data_files(dir, options)?.into_iter().rev() {
         let (headers, refused): (Vec<_>, Vec<_>) = names
             .into_iter()
             .map(|name| DataHeader::read(dir, name))
             .partition(Result::is_ok);
-        let headers = complete_set(generation, headers.into_iter().flatten().collect())?;
+        let (alone, headers): (Vec<_>, Vec<_>) = headers
+            .into_iter()
+            .flatten()
+            .partition(|header: &DataHeader| header.world_size == 0);
+        let headers = complete_set(generation, headers)?;
         if !headers.is_empty() {
             return build(generation, &headers, options, control);
         }
         write!(reasons, "; generation {generation} is not complete").expect("a String takes all");
+        if let Some(DataHeader { name, .. }) = alone.first() {
+            write!(reasons, " ({name} is of a rank-local save)").expect("a String takes all");
+        }
         if let Some(error) = refused.into_iter().find_map(Result::err) {
             write!(reasons, " ({error})").expect("a String takes all");
         }

@@ -186,6 +186,40 @@ fn of_two_saves_that_raced_the_caller_chooses() {
 }
 
 #[test]
+fn what_a_rank_saved_for_itself_is_no_part_of_a_whole() {
+    let dir = tempdir().unwrap();
+    let items = [whole("w", "float32", &[100])];
+    save(dir.path(), &items, info(1, 1, 0, 1), &quick());
+    let names: Vec<String> = (0..2)
+        .map(|rank| save(dir.path(), &items, info(2, 2, rank, 0), &quick()))
+        .map(|index| index.file(0).name.to_owned())
+        .collect();
+    assert_eq!(
+        recovered(dir.path(), &RecoverOptions::default()).unwrap().generation(),
+        1
+    );
+    let second = RecoverOptions {
+        generation: Some(2),
+        ..RecoverOptions::default()
+    };
+    let error = recovered(dir.path(), &second).err().unwrap();
+    assert!(matches!(error, Error::NotFound { .. }));
+    assert!(
+        error
+            .to_string()
+            .contains(&format!("{} is of a rank-local save", names[0])),
+        "{error}"
+    );
+    // The index of a rank is enough to tell, whatever the files say.
+    fs::write(dir.path().join("__7.index.dcprs"), []).unwrap();
+    let error = recovered(dir.path(), &RecoverOptions::default()).err().unwrap();
+    assert!(
+        matches!(&error, Error::Unsupported(reason) if reason.contains("__7.index.dcprs")),
+        "{error}"
+    );
+}
+
+#[test]
 fn a_folder_without_data_files_is_no_checkpoint() {
     let dir = tempdir().unwrap();
     assert!(matches!(
