@@ -329,6 +329,51 @@ def test_elements_that_share_bytes_are_refused(saved):
     refused_at_once(saved, "share bytes")
 
 
+@pytest.mark.parametrize("shape", [(1 << 62, 1 << 62, 0), (0, 1 << 62, 1 << 62), (1 << 61, 0), (1 << 63, 0)])
+def test_a_shape_that_torch_cannot_multiply_is_refused(saved, shape):
+    header = (saved / INDEX).read_bytes()
+    dims = struct.pack(f"<{len(shape)}Q", *shape)
+    tensors = tensor_record((0, 1), ndim=len(shape))
+    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", dims, b"", b"w", b"\0"]))
+    refused_at_once(saved, "shape is too large")
+
+
+def test_the_largest_shape_that_holds_nothing_is_read(saved):
+    header = (saved / INDEX).read_bytes()
+    tensors = tensor_record((0, 1), ndim=2)
+    dims = struct.pack("<QQ", (1 << 61) - 1, 0)
+    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", dims, b"", b"w", b"\0"]))
+    assert read_all(saved)["w"].shape == ((1 << 61) - 1, 0)
+
+
+def encoded(tag, *items):
+    return bytes([tag]) + struct.pack("<I", len(items) // (2 if tag == 9 else 1)) + b"".join(items)
+
+
+TEXT = b"\5" + struct.pack("<I", 1) + b"w"
+INTEGER = b"\3" + struct.pack("<q", 0)
+BYTES = b"\6" + struct.pack("<I", 1) + b"w"
+
+
+@pytest.mark.parametrize("key", [encoded(8), encoded(9), encoded(7, INTEGER, encoded(8))])
+def test_a_key_that_python_cannot_hash_is_refused(saved, key):
+    header = (saved / INDEX).read_bytes()
+    (saved / INDEX).write_bytes(rebuild(header, [b""] * 6 + [encoded(9, key, b"\0")]))
+    refused_at_once(saved, "a key of a dict")
+    with pytest.raises(CorruptIndexError):
+        RsReader(saved).read_metadata()
+
+
+@pytest.mark.parametrize("key", [b"\0", b"\2", INTEGER, BYTES, encoded(7), encoded(7, TEXT, encoded(7, BYTES))])
+def test_every_other_key_is_read(saved, key):
+    header = (saved / INDEX).read_bytes()
+    (saved / INDEX).write_bytes(rebuild(header, [b""] * 6 + [encoded(9, key, INTEGER)]))
+    assert list(RsReader(saved).read_metadata().planner_data.values()) == [0]
+    assert dcp_rs.open(saved).state_dict() == {}
+
+
+
+
 def refused_at_once(path, match):
     began = time.monotonic()
     with pytest.raises(CorruptIndexError, match=match):

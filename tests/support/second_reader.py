@@ -6,6 +6,7 @@ tensors are (dtype name, shape, bytes in row-major order).
 
 import itertools
 import json
+import math
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -178,8 +179,13 @@ def decode_value(data):
     return value
 
 
+def is_key(value):
+    """Whether a key of a dict may be this."""
+    return not isinstance(value, (list, dict)) and (not isinstance(value, tuple) or all(map(is_key, value)))
+
+
 def decode_at(data, at, depth=0):
-    check(depth <= 64, "nesting is at most 64 deep")
+    check(depth <= 64, "a value lies in at most 64 others")
     check(at < len(data), "a value within its range")
     tag, at = data[at], at + 1
     if tag in (0, 1, 2):
@@ -198,6 +204,7 @@ def decode_at(data, at, depth=0):
         item, at = decode_at(data, at, depth + 1)
         items.append(item)
     if tag == 9:
+        check(all(map(is_key, items[::2])), "a key holds no list and no dict")
         return dict(zip(items[::2], items[1::2], strict=True)), at
     return (tuple(items) if tag == 7 else items), at
 
@@ -311,6 +318,7 @@ class SecondReader:
                 dtype, itemsize, _ = DTYPES[code]
             check(shape_at + ndim <= len(dims), "shape within dims")
             shape = dims[shape_at : shape_at + ndim]
+            check(math.prod(filter(None, shape)) * itemsize < 1 << 63, "a shape that can be multiplied")
             path = None
             if path_len:
                 planner = section["planner"]

@@ -242,8 +242,11 @@ impl Check<'_> {
                 let dtype = Dtype::from_code(record.dtype).ok_or("unknown dtype")?;
                 let at = usize::try_from(record.shape.get()).map_err(|_| "shape is outside the dims")?;
                 let shape: Dims = self.index.dims_pool()[at..at + ndim].iter().map(|d| d.get()).collect();
-                element_count(&shape)
-                    .and_then(|n| n.checked_mul(dtype.size()))
+                // A size of 0 makes no shape small: what computes strides multiplies the others.
+                shape
+                    .iter()
+                    .filter(|&&size| size != 0)
+                    .try_fold(dtype.size(), |bytes, &size| bytes.checked_mul(size))
                     .filter(|&bytes| i64::try_from(bytes).is_ok())
                     .ok_or("shape is too large")?;
                 if shape.iter().any(|&size| i64::try_from(size).is_err()) {
