@@ -293,7 +293,7 @@ def test_names_that_share_bytes_are_refused(saved):
 def test_paths_that_share_bytes_are_refused(saved):
     header = (saved / INDEX).read_bytes()
     long = 1 << 17
-    planner = b"\0" + b"\7" + struct.pack("<I", long) + b"\0" * long
+    planner = b"\0" + b"\7" + struct.pack("<I", long) + b"\5\0\0\0\0" * long
     names = b"".join(b"%08d" % i for i in range(4000))
     tensors = b"".join(tensor_record((8 * i, 8), path=(1, len(planner) - 1)) for i in range(4000))
     (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", b"", b"", names, planner]))
@@ -370,6 +370,31 @@ def test_every_other_key_is_read(saved, key):
     (saved / INDEX).write_bytes(rebuild(header, [b""] * 6 + [encoded(9, key, INTEGER)]))
     assert list(RsReader(saved).read_metadata().planner_data.values()) == [0]
     assert dcp_rs.open(saved).state_dict() == {}
+
+
+def test_the_path_of_a_tensor_comes_before_what_the_root_says_of_it(saved):
+    header = (saved / INDEX).read_bytes()
+    root, path = encoded(9, TEXT, INTEGER, BYTES, INTEGER), encoded(7, INTEGER, TEXT)
+    tensors = tensor_record((0, 1), path=(len(root), len(path)))
+    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", b"", b"", b"w", root + path]))
+    paths = RsReader(saved).read_metadata().planner_data
+    assert dict(paths) == {"w": (0, "w"), b"w": 0}
+    assert len(paths) == 2
+
+
+@pytest.mark.parametrize(
+    "path",
+    [encoded(7), encoded(8, TEXT), TEXT, *(encoded(7, TEXT, part) for part in (b"\0", b"\1", BYTES, encoded(7, TEXT)))],
+)
+def test_a_path_of_other_than_strings_and_integers_is_refused(saved, path):
+    header = (saved / INDEX).read_bytes()
+    for planner, match in ((path, "path is not"), (encoded(7, TEXT, INTEGER), None)):
+        tensors = tensor_record((0, 1), path=(1, len(planner)))
+        (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", b"", b"", b"w", b"\0" + planner]))
+        if match is None:
+            assert dcp_rs.open(saved).info("w").shape == ()
+        else:
+            refused_at_once(saved, match)
 
 
 

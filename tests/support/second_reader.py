@@ -324,7 +324,7 @@ class SecondReader:
                 planner = section["planner"]
                 check(path_at + path_len <= len(planner), "path within planner")
                 path = decode_value(planner[path_at : path_at + path_len])
-                check(isinstance(path, tuple), "a path is a tuple")
+                check(isinstance(path, tuple) and path, "a path is a tuple, and not empty")
                 check(all(type(part) in (str, int) for part in path), "of strings and integers")
             tensor = Tensor(
                 name,
@@ -504,9 +504,9 @@ class SecondReader:
         return tensor.dtype, tensor.shape, bytes(out)
 
     def paths(self):
-        """FQN to path, tensors' own and those of the root."""
+        """FQN to path, those of the root and, before them, tensors' own."""
         found = {t.name: t.path for t in self.tensors.values() if t.path is not None}
-        return found | (self.root if isinstance(self.root, dict) else {})
+        return (self.root if isinstance(self.root, dict) else {}) | found
 
 
 def place_rectangle(out, raw, shape, offsets, sizes, itemsize):

@@ -269,8 +269,8 @@ impl Check<'_> {
                 .ok()
                 .and_then(|at| planner.get(at..at.checked_add(path_len)?))
                 .ok_or("path is outside the planner data")?;
-            if !matches!(Value::decode(path), Ok(Value::Tuple(_))) {
-                return Err("path is not a tuple");
+            if !Value::decode(path).is_ok_and(|path| path.is_path()) {
+                return Err("path is not a tuple of strings and integers");
             }
         }
         Ok(())

@@ -82,6 +82,12 @@ impl Value {
         Ok(())
     }
 
+    /// Whether it can be the path of a tensor: a tuple of strings and integers, at least one.
+    pub fn is_path(&self) -> bool {
+        let is_part = |part: &Self| matches!(part, Self::Str(_) | Self::Int(_));
+        matches!(self, Self::Tuple(parts) if !parts.is_empty() && parts.iter().all(is_part))
+    }
+
     /// Whether it can be a key of a dict: nothing in it is a list or a dict.
     fn is_key(&self) -> bool {
         match self {
