@@ -324,7 +324,9 @@ def test_elements_that_share_bytes_are_refused(saved):
     dims = struct.pack("<QQQQ", 1 << 40, 0, 1 << 40, 0)
     chunks = struct.pack("<IIQQQQII", 0, 0, 4096, 1, 1, 0, 1, 0)
     tensors = tensor_record((0, 1), shape=0, chunks=(0, 1), dtype=2, ndim=1)
-    (saved / INDEX).write_bytes(rebuild(header, [bytes(file), tensors, chunks, dims, b"", b"wfile", b"\0"]))
+    adopted = [(80, 1)]
+    sections = [bytes(file), tensors, chunks, dims, b"", b"wfile", b"\0"]
+    (saved / INDEX).write_bytes(rebuild(header, sections, patch=adopted))
     (saved / "file").write_bytes(bytes(4097))
     refused_at_once(saved, "share bytes")
 
@@ -397,6 +399,42 @@ def test_a_path_of_other_than_strings_and_integers_is_refused(saved, path):
             refused_at_once(saved, match)
 
 
+def test_a_memory_format_without_a_meaning_is_refused(saved):
+    header = (saved / INDEX).read_bytes()
+    tensors = bytearray(tensor_record((0, 1)))
+    for flags in (0b1100, 0b1111):
+        tensors[15] = flags
+        (saved / INDEX).write_bytes(rebuild(header, [b"", bytes(tensors), b"", b"", b"", b"w", b"\0"]))
+        refused_at_once(saved, "memory format")
+    tensors[15] = 0b11111011
+    (saved / INDEX).write_bytes(rebuild(header, [b"", bytes(tensors), b"", b"", b"", b"w", b"\0"]))
+    assert dcp_rs.open(saved).info("w").shape == ()
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "stride", "match"),
+    [
+        (0, 0, 1, "no adopted tensor"),
+        (1, 1, 1, "no adopted tensor"),
+        (1, 0, 1 << 63, "stride is too large"),
+        (1, 0, (1 << 63) - 1, None),
+    ],
+)
+def test_strides_are_those_of_adopted_tensors(saved, source, kind, stride, match):
+    header = (saved / INDEX).read_bytes()
+    files, *_ = sections_of(header)
+    file = bytearray(files[:64])
+    struct.pack_into("<QIIQQQ", file, 0, 1, 4, 0, 4097, 4096, 0)
+    dims = struct.pack("<QQQQ", 1, 0, 1, stride)
+    chunks = struct.pack("<IIQQQQII", 0, 0, 4096, 1, 1, 0, 1, 0)
+    tensors = tensor_record((0, 1), chunks=(0, 1), kind=kind, dtype=0 if kind else 2, ndim=0 if kind else 1)
+    sections = [bytes(file), tensors, chunks, dims, b"", b"wfile", b"\0"]
+    (saved / INDEX).write_bytes(rebuild(header, sections, patch=[(80, source)]))
+    (saved / "file").write_bytes(bytes(4097))
+    if match is None:
+        assert read_all(saved)["w"].tolist() == [0]
+    else:
+        refused_at_once(saved, match)
 
 
 def refused_at_once(path, match):

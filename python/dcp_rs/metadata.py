@@ -54,7 +54,7 @@ def tensor_flags(properties: TensorProperties) -> int:
 
 def tensor_properties(dtype: torch.dtype, flags: int) -> TensorProperties:
     """DCP's tensor properties for the ``flags`` of section 3.3 of the format."""
-    code = min(flags >> _MEMORY_FORMAT_SHIFT & 3, len(_MEMORY_FORMATS) - 1)
+    code = flags >> _MEMORY_FORMAT_SHIFT & 3
     return TensorProperties(
         dtype=dtype,
         requires_grad=bool(flags & _REQUIRES_GRAD),

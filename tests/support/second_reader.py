@@ -316,6 +316,7 @@ class SecondReader:
                 dtype, itemsize = None, 1
             else:
                 dtype, itemsize, _ = DTYPES[code]
+                check(flags >> 2 & 3 != 3, "a memory format")
             check(shape_at + ndim <= len(dims), "shape within dims")
             shape = dims[shape_at : shape_at + ndim]
             check(math.prod(filter(None, shape)) * itemsize < 1 << 63, "a shape that can be multiplied")
@@ -371,10 +372,12 @@ class SecondReader:
         file = self.files[file]
         ndim = len(tensor.shape)
         strided, digested = flags & 1, flags & 2
+        check(not strided or (self.source != 0 and not tensor.is_bytes), "only adopted tensors have strides")
         check(dims_at + ndim * (3 if strided else 2) <= len(dims), "a chunk's dims are there")
         offsets = dims[dims_at : dims_at + ndim]
         sizes = dims[dims_at + ndim : dims_at + 2 * ndim]
         strides = dims[dims_at + 2 * ndim : dims_at + 3 * ndim] if strided else None
+        check(all(stride < 1 << 63 for stride in strides or ()), "strides of 63 bits")
         check(file.data_start <= offset and offset + length <= file.size, "a chunk lies in its file")
         inside = all(o + s <= whole for o, s, whole in zip(offsets, sizes, tensor.shape, strict=True))
         check(inside, "a chunk lies within its tensor")
