@@ -566,6 +566,18 @@ def test_no_name_leads_out_of_the_folder(saved, tmp_path, kind, external):
             assert torch.equal(checkpoint["model.w"], STATE["model"]["w"])
 
 
+@pytest.mark.parametrize("external", [False, True])
+@pytest.mark.parametrize("name", ["./x", "kept//x", "kept/./x", "x/", "kept\\x"])
+def test_names_are_paths_where_someone_else_wrote_the_file(saved, name, external):
+    (data,) = saved.glob("g*.safetensors")
+    (saved / "kept").mkdir()
+    for copy in ("x", "kept/x", "kept\\x"):
+        (saved / copy).hardlink_to(data)
+    with_name(saved, name.encode(), external=external)
+    expected = "CorruptIndexError" if not external else "CorruptDataError" if name == "x/" else "right"
+    assert outcome(saved) == expected
+
+
 def test_an_index_elsewhere_needs_permission_and_one_beside_does_not(tmp_path):
     from safetensors.torch import save_file
 

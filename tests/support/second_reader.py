@@ -357,8 +357,9 @@ class SecondReader:
         name, flags = self._string(record, at), u32(record, at + 12)
         size, start, digest, mtime = struct.unpack_from("<QQQq", record, at + 16)
         external = bool(flags & 1)
+        check(name and "\0" not in name, "a name of a file")
         if not external:
-            check("\\" not in name and "\0" not in name and not name.startswith("/"), "a relative name")
+            check("\\" not in name and not name.startswith("/"), "a relative name")
             check(all(part not in ("", ".", "..") for part in name.split("/")), "parts of a name")
         check(start <= size, "data_start within the file")
         return File(name, external, size, start, digest if flags & 2 else None, mtime)

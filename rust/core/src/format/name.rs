@@ -35,7 +35,7 @@ pub fn from_header_name(name: &str) -> &str {
     }
 }
 
-/// Why `name` cannot be the name of a data file, if it cannot. Only external files may lie elsewhere.
+/// Why `name` cannot be the name of a data file, if it cannot. That of an external one may be any path.
 pub(super) fn check_file_name(name: &str, external: bool) -> Result<(), &'static str> {
     if name.is_empty() {
         return Err("file name is empty");
@@ -101,6 +101,9 @@ mod tests {
         for good in ["a.safetensors", "sub/a.safetensors", "..a", "a..b"] {
             assert!(check_file_name(good, false).is_ok(), "{good:?}");
         }
-        assert!(check_file_name("../a.distcp", true).is_ok());
+        for anywhere in ["../a.distcp", "/a", "./a", "a//b", "a/", "a\\b"] {
+            assert!(check_file_name(anywhere, true).is_ok(), "{anywhere:?}");
+        }
+        assert!(check_file_name("", true).is_err() && check_file_name("a\0b", true).is_err());
     }
 }
