@@ -110,7 +110,8 @@ def index(
         out: a folder to put the index in; default: beside the data. An index elsewhere names its data by absolute paths, and is opened with
             ``allow_external=True``.
         digests: hash the data of others too, so that it can be verified later.
-        generation, tokens: which save to recover, where there are several (parts of the names of its data files).
+        generation, tokens: which save to recover, where there are several (parts of the names of its data files). A token decides for
+            the rank that chose it.
         overwrite: replace an index that is there.
         threads: that hash; default: the cores of this process.
         progress: called now and then with the bytes hashed so far.

@@ -18,7 +18,8 @@ use crate::{Control, Error, Result, parallel};
 pub struct RecoverOptions {
     /// Only this generation. `None`: the highest that is complete.
     pub generation: Option<u64>,
-    /// Only files with these tokens. Empty: any. Needed where two saves of one generation are complete.
+    /// Of each rank that wrote files with one of these tokens, only those. Needed for the ranks of which there are several parts, where two saves
+    /// of one generation are complete.
     pub tokens: Vec<u64>,
     /// Threads, each with a read in flight. 0: 8, or as many as the cores that this process may use.
     pub threads: usize,
@@ -72,10 +73,20 @@ fn data_files(dir: &Path, options: &RecoverOptions) -> Result<BTreeMap<u64, BTre
         let Some(name) = file_name.to_str().and_then(DataFileName::parse) else {
             continue;
         };
-        if options.generation.is_none_or(|wanted| wanted == name.generation)
-            && (options.tokens.is_empty() || options.tokens.contains(&name.token))
-        {
+        if options.generation.is_none_or(|wanted| wanted == name.generation) {
             found.entry(name.generation).or_default().insert(name);
+        }
+    }
+    if !options.tokens.is_empty() {
+        let is_chosen = |name: &DataFileName| options.tokens.contains(&name.token);
+        found.retain(|_, names| names.iter().any(is_chosen));
+        for names in found.values_mut() {
+            let decided: BTreeSet<u32> = names
+                .iter()
+                .filter(|name| is_chosen(name))
+                .map(|name| name.rank)
+                .collect();
+            names.retain(|name| is_chosen(name) || !decided.contains(&name.rank));
         }
     }
     Ok(found)
