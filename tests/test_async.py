@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -16,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_rs
 from dcp_rs import RsReader, RsWriter
-from dcp_rs.errors import CheckpointNotFoundError, DcpRsError
+from dcp_rs.errors import CheckpointNotFoundError, DcpRsError, UnsupportedError
 from support import assert_state_equal, rank_outcomes, run_ranks
 from support.both import HAS_RANK_LOCAL
 
@@ -182,6 +183,35 @@ def test_a_rank_local_save_is_loaded_by_the_ranks_that_saved_it(ckpt):
     assert "index.dcprs" not in names
     with pytest.raises(CheckpointNotFoundError, match="rank-local"):
         dcp_rs.open(ckpt)
+
+
+@needs_rank_local
+@pytest.mark.parametrize("order", [(0, 1), (1,)])
+def test_a_rank_local_save_is_no_checkpoint_to_rebuild(ckpt, tmp_path, order):
+    """Of rank 0 alone it would look like one: an index over it would hide the others, and be taken by every rank."""
+    run_ranks(2, save_rank_local, ckpt, 3)
+    for rank in {0, 1} - set(order):
+        (ckpt / f"__{rank}.index.dcprs").unlink()
+    before = sorted(os.listdir(ckpt))
+    for options in ({}, {"overwrite": True}, {"out": tmp_path / "elsewhere"}):
+        with pytest.raises(UnsupportedError, match=f"__{order[0]}.index.dcprs"):
+            dcp_rs.index(ckpt, **options)
+    for rank in order:
+        (ckpt / f"__{rank}.index.dcprs").unlink()
+    with pytest.raises(CheckpointNotFoundError, match="is of a rank-local save"):
+        dcp_rs.index(ckpt)
+    assert sorted(os.listdir(ckpt)) == [name for name in before if name.endswith(".safetensors")]
+
+
+@needs_rank_local
+def test_an_index_over_data_of_others_hides_no_rank_local_save(ckpt):
+    run_ranks(2, save_rank_local, ckpt, 3)
+    for file in ckpt.glob("g*.safetensors"):
+        file.unlink()
+    save_file({"w": torch.ones(3)}, ckpt / "model.safetensors")
+    for source in (ckpt, ckpt / "model.safetensors"):
+        with pytest.raises(UnsupportedError, match="rank-local"):
+            dcp_rs.index(source)
 
 
 def save_rank_local_twice(path):

@@ -293,7 +293,7 @@ def test_names_that_share_bytes_are_refused(saved):
 def test_paths_that_share_bytes_are_refused(saved):
     header = (saved / INDEX).read_bytes()
     long = 1 << 17
-    planner = b"\0" + b"\7" + struct.pack("<I", long) + b"\0" * long
+    planner = b"\0" + b"\7" + struct.pack("<I", long) + b"\5\0\0\0\0" * long
     names = b"".join(b"%08d" % i for i in range(4000))
     tensors = b"".join(tensor_record((8 * i, 8), path=(1, len(planner) - 1)) for i in range(4000))
     (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", b"", b"", names, planner]))
@@ -324,9 +324,117 @@ def test_elements_that_share_bytes_are_refused(saved):
     dims = struct.pack("<QQQQ", 1 << 40, 0, 1 << 40, 0)
     chunks = struct.pack("<IIQQQQII", 0, 0, 4096, 1, 1, 0, 1, 0)
     tensors = tensor_record((0, 1), shape=0, chunks=(0, 1), dtype=2, ndim=1)
-    (saved / INDEX).write_bytes(rebuild(header, [bytes(file), tensors, chunks, dims, b"", b"wfile", b"\0"]))
+    adopted = [(80, 1)]
+    sections = [bytes(file), tensors, chunks, dims, b"", b"wfile", b"\0"]
+    (saved / INDEX).write_bytes(rebuild(header, sections, patch=adopted))
     (saved / "file").write_bytes(bytes(4097))
     refused_at_once(saved, "share bytes")
+
+
+@pytest.mark.parametrize("shape", [(1 << 62, 1 << 62, 0), (0, 1 << 62, 1 << 62), (1 << 61, 0), (1 << 63, 0)])
+def test_a_shape_that_torch_cannot_multiply_is_refused(saved, shape):
+    header = (saved / INDEX).read_bytes()
+    dims = struct.pack(f"<{len(shape)}Q", *shape)
+    tensors = tensor_record((0, 1), ndim=len(shape))
+    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", dims, b"", b"w", b"\0"]))
+    refused_at_once(saved, "shape is too large")
+
+
+def test_the_largest_shape_that_holds_nothing_is_read(saved):
+    header = (saved / INDEX).read_bytes()
+    tensors = tensor_record((0, 1), ndim=2)
+    dims = struct.pack("<QQ", (1 << 61) - 1, 0)
+    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", dims, b"", b"w", b"\0"]))
+    assert read_all(saved)["w"].shape == ((1 << 61) - 1, 0)
+
+
+def encoded(tag, *items):
+    return bytes([tag]) + struct.pack("<I", len(items) // (2 if tag == 9 else 1)) + b"".join(items)
+
+
+TEXT = b"\5" + struct.pack("<I", 1) + b"w"
+INTEGER = b"\3" + struct.pack("<q", 0)
+BYTES = b"\6" + struct.pack("<I", 1) + b"w"
+
+
+@pytest.mark.parametrize("key", [encoded(8), encoded(9), encoded(7, INTEGER, encoded(8))])
+def test_a_key_that_python_cannot_hash_is_refused(saved, key):
+    header = (saved / INDEX).read_bytes()
+    (saved / INDEX).write_bytes(rebuild(header, [b""] * 6 + [encoded(9, key, b"\0")]))
+    refused_at_once(saved, "a key of a dict")
+    with pytest.raises(CorruptIndexError):
+        RsReader(saved).read_metadata()
+
+
+@pytest.mark.parametrize("key", [b"\0", b"\2", INTEGER, BYTES, encoded(7), encoded(7, TEXT, encoded(7, BYTES))])
+def test_every_other_key_is_read(saved, key):
+    header = (saved / INDEX).read_bytes()
+    (saved / INDEX).write_bytes(rebuild(header, [b""] * 6 + [encoded(9, key, INTEGER)]))
+    assert list(RsReader(saved).read_metadata().planner_data.values()) == [0]
+    assert dcp_rs.open(saved).state_dict() == {}
+
+
+def test_the_path_of_a_tensor_comes_before_what_the_root_says_of_it(saved):
+    header = (saved / INDEX).read_bytes()
+    root, path = encoded(9, TEXT, INTEGER, BYTES, INTEGER), encoded(7, INTEGER, TEXT)
+    tensors = tensor_record((0, 1), path=(len(root), len(path)))
+    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", b"", b"", b"w", root + path]))
+    paths = RsReader(saved).read_metadata().planner_data
+    assert dict(paths) == {"w": (0, "w"), b"w": 0}
+    assert len(paths) == 2
+
+
+@pytest.mark.parametrize(
+    "path",
+    [encoded(7), encoded(8, TEXT), TEXT, *(encoded(7, TEXT, part) for part in (b"\0", b"\1", BYTES, encoded(7, TEXT)))],
+)
+def test_a_path_of_other_than_strings_and_integers_is_refused(saved, path):
+    header = (saved / INDEX).read_bytes()
+    for planner, match in ((path, "path is not"), (encoded(7, TEXT, INTEGER), None)):
+        tensors = tensor_record((0, 1), path=(1, len(planner)))
+        (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", b"", b"", b"w", b"\0" + planner]))
+        if match is None:
+            assert dcp_rs.open(saved).info("w").shape == ()
+        else:
+            refused_at_once(saved, match)
+
+
+def test_a_memory_format_without_a_meaning_is_refused(saved):
+    header = (saved / INDEX).read_bytes()
+    tensors = bytearray(tensor_record((0, 1)))
+    for flags in (0b1100, 0b1111):
+        tensors[15] = flags
+        (saved / INDEX).write_bytes(rebuild(header, [b"", bytes(tensors), b"", b"", b"", b"w", b"\0"]))
+        refused_at_once(saved, "memory format")
+    tensors[15] = 0b11111011
+    (saved / INDEX).write_bytes(rebuild(header, [b"", bytes(tensors), b"", b"", b"", b"w", b"\0"]))
+    assert dcp_rs.open(saved).info("w").shape == ()
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "stride", "match"),
+    [
+        (0, 0, 1, "no adopted tensor"),
+        (1, 1, 1, "no adopted tensor"),
+        (1, 0, 1 << 63, "stride is too large"),
+        (1, 0, (1 << 63) - 1, None),
+    ],
+)
+def test_strides_are_those_of_adopted_tensors(saved, source, kind, stride, match):
+    header = (saved / INDEX).read_bytes()
+    files, *_ = sections_of(header)
+    file = bytearray(files[:64])
+    struct.pack_into("<QIIQQQ", file, 0, 1, 4, 0, 4097, 4096, 0)
+    dims = struct.pack("<QQQQ", 1, 0, 1, stride)
+    chunks = struct.pack("<IIQQQQII", 0, 0, 4096, 1, 1, 0, 1, 0)
+    tensors = tensor_record((0, 1), chunks=(0, 1), kind=kind, dtype=0 if kind else 2, ndim=0 if kind else 1)
+    sections = [bytes(file), tensors, chunks, dims, b"", b"wfile", b"\0"]
+    (saved / INDEX).write_bytes(rebuild(header, sections, patch=[(80, source)]))
+    (saved / "file").write_bytes(bytes(4097))
+    if match is None:
+        assert read_all(saved)["w"].tolist() == [0]
+    else:
+        refused_at_once(saved, match)
 
 
 def refused_at_once(path, match):
@@ -456,6 +564,18 @@ def test_no_name_leads_out_of_the_folder(saved, tmp_path, kind, external):
     if external:
         with dcp_rs.open(saved, allow_external=True) as checkpoint:
             assert torch.equal(checkpoint["model.w"], STATE["model"]["w"])
+
+
+@pytest.mark.parametrize("external", [False, True])
+@pytest.mark.parametrize("name", ["./x", "kept//x", "kept/./x", "x/", "kept\\x"])
+def test_names_are_paths_where_someone_else_wrote_the_file(saved, name, external):
+    (data,) = saved.glob("g*.safetensors")
+    (saved / "kept").mkdir()
+    for copy in ("x", "kept/x", "kept\\x"):
+        (saved / copy).hardlink_to(data)
+    with_name(saved, name.encode(), external=external)
+    expected = "CorruptIndexError" if not external else "CorruptDataError" if name == "x/" else "right"
+    assert outcome(saved) == expected
 
 
 def test_an_index_elsewhere_needs_permission_and_one_beside_does_not(tmp_path):

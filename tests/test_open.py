@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_rs
 from dcp_rs import RsReader, RsWriter
-from dcp_rs.errors import CorruptDataError, DcpRsError, UnsafePickleError
+from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, DcpRsError, UnsafePickleError
 from support import (
     assert_state_equal,
     dtypes_state,
@@ -25,7 +25,7 @@ from support import (
     shapes_state,
     strange_names_state,
 )
-from support.both import save_rs
+from support.both import HAS_RANK_LOCAL, save_rs
 
 WHOLE = torch.arange(11 * 7, dtype=torch.float64).reshape(11, 7)
 CUBE = torch.arange(4 * 5 * 6, dtype=torch.int32).reshape(4, 5, 6)
@@ -58,6 +58,23 @@ def sharded(tmp_path_factory):
 def saved(ckpt):
     save_rs({"w": WHOLE, "b": torch.arange(5), "step": 7}, ckpt)
     return ckpt
+
+
+def test_a_part_of_a_checkpoint_is_not_opened_alone(sharded, saved, tmp_path):
+    """Of the first rank it looks like a whole one of smaller tensors, of the others like one that misses shards."""
+    files = sorted(sharded.glob("g*.safetensors"))
+    assert len(files) == 4
+    for rank, file in enumerate(files):
+        with pytest.raises(CheckpointNotFoundError, match=f"rank {rank}, of 4 ranks.*open the folder"):
+            dcp_rs.open(file)
+    (whole,) = saved.glob("g*.safetensors")
+    with dcp_rs.open(whole) as checkpoint:
+        assert torch.equal(checkpoint["w"], WHOLE)
+    if HAS_RANK_LOCAL:
+        alone = tmp_path / "alone"
+        dcp.save({"w": WHOLE}, storage_writer=RsWriter(alone), use_collectives=False, no_dist=True)
+        with pytest.raises(CheckpointNotFoundError, match="what rank 0 saved for itself"):
+            dcp_rs.open(next(alone.glob("g*.safetensors")))
 
 
 # --- as a mapping ----------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The reader and the writer under DCP's protocol: what torch calls them with, and what it looks at."""
 
+import dataclasses
 import inspect
 import pickle
 import threading
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 import dcp_rs
-from dcp_rs import RsReader, RsWriter
+from dcp_rs import RsReader, RsWriter, _core
 from dcp_rs.errors import CheckpointNotFoundError
 from support import assert_state_equal, blank, dtypes_state, nested_state, random_tensor
 from support.both import load_rs, save_rs, save_stock
@@ -313,6 +314,23 @@ def test_planner_data_of_another_kind_is_kept(ckpt):
     assert_state_equal(got, state)
     with dcp_rs.open(ckpt) as checkpoint:
         assert_state_equal(checkpoint.state_dict(), state)
+
+
+#: Only that of "c" is a path that a tensor may have.
+ODD_PATHS = {"a": (), "b": (b"x", None), "c": ("c", 0), "d": (("d",),), "none": ("x",)}
+
+
+class OddPaths(DefaultSavePlanner):
+    def create_local_plan(self):
+        return dataclasses.replace(super().create_local_plan(), planner_data=ODD_PATHS)
+
+
+def test_paths_of_another_kind_are_kept(ckpt):
+    state = {name: torch.tensor(number) for number, name in enumerate("abcd")}
+    dcp.save(state, storage_writer=RsWriter(ckpt), planner=OddPaths(), no_dist=True)
+    assert dict(RsReader(ckpt).read_metadata().planner_data) == ODD_PATHS
+    index = _core.Index.open(str(ckpt), None, False)
+    assert [index.planner_path(tensor) for tensor in range(4)] == [None, None, ("c", 0), None]
 
 
 def test_reading_before_anything_was_saved(ckpt):

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp_rs
-from dcp_rs import RsReader, RsWriter
+from dcp_rs import RsReader, RsWriter, _core
 from support import (
     ALL_DTYPES,
     dtypes_state,
@@ -23,7 +23,7 @@ from support import (
     shapes_state,
     strange_names_state,
 )
-from support.both import save_rs
+from support.both import HAS_RANK_LOCAL, save_rs
 from support.compare import raw_bytes
 from support.second_reader import FormatError, SecondReader, xxh3_64
 
@@ -139,6 +139,22 @@ def test_the_readers_agree_on_what_four_ranks_saved(ckpt):
     assert reader.tensors["columns"].split_dim == 1
     assert reader.tensors["blocks"].split_dim is None
     assert len(reader.tensors["few"].chunks) >= 2
+
+
+def save_rank_local(path):
+    rank = dist.get_rank()
+    state = {"mine": random_tensor((4,), seed=rank), "step": rank}
+    dcp.save(state, storage_writer=RsWriter(path), use_collectives=False)
+
+
+@pytest.mark.skipif(not HAS_RANK_LOCAL, reason="this torch has no rank-local saves")
+def test_the_readers_agree_on_what_two_ranks_saved_for_themselves(ckpt):
+    run_ranks(2, save_rank_local, ckpt)
+    for rank in range(2):
+        reader = SecondReader.open(ckpt, rank)
+        index = _core.Index.open(str(ckpt), rank, False)
+        assert list(reader.tensors) == index.names() == ["mine", "step"]
+        assert reader.read("mine") == ("float32", (4,), raw_bytes(random_tensor((4,), seed=rank)).numpy().tobytes())
 
 
 def test_several_blocks_of_a_chunk_have_several_digests(ckpt):

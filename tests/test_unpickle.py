@@ -341,8 +341,10 @@ def planner_data_of(value: object, protocol: int) -> object:
 def test_planner_data_is_kept() -> None:
     kept = {"a": ("m", 0, "w"), "other": [1, 2.5, None, True, b"x", ("t",)]}
     assert planner_data_of(kept, 4) == kept
-    paths = {"a": ("m", 0, "w"), "b": ("m", "b")}
+    paths: dict[str, tuple[object, ...]] = {"a": ("m", 0, "w"), "b": ("m", "b")}
     assert planner_data_of(paths, 4) == paths
+    for no_path in ((), (b"m",), (None, "m")):
+        assert planner_data_of(paths | {"c": no_path}, 4) == paths | {"c": no_path}
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])

@@ -278,6 +278,9 @@ def commit_indexes(
 def seal_archives(path: str, archives: Sequence[tuple[int, int]], threads: int) -> None:
     """Writes the CRC-32 of every record into zip archives (first byte, length) of a file that was written without them."""
 
+def check_no_rank_indexes(folder: str) -> None:
+    """Raises where a rank has an index of its own in the folder."""
+
 def has_native_data(folder: str) -> bool: ...
 def next_generation(folder: str) -> int: ...
 def block_digest(data: bytes) -> int:

@@ -54,7 +54,7 @@ def tensor_flags(properties: TensorProperties) -> int:
 
 def tensor_properties(dtype: torch.dtype, flags: int) -> TensorProperties:
     """DCP's tensor properties for the ``flags`` of section 3.3 of the format."""
-    code = min(flags >> _MEMORY_FORMAT_SHIFT & 3, len(_MEMORY_FORMATS) - 1)
+    code = flags >> _MEMORY_FORMAT_SHIFT & 3
     return TensorProperties(
         dtype=dtype,
         requires_grad=bool(flags & _REQUIRES_GRAD),
@@ -141,22 +141,22 @@ class PlannerPaths(Mapping[str, Any]):
         self._rest = rest  # paths that belong to no entry
 
     def __getitem__(self, fqn: str) -> Any:
-        if fqn in self._rest:
-            return self._rest[fqn]
-        tensor = self._handle.index.find(fqn) if isinstance(fqn, str) else None
-        path = None if tensor is None else self._handle.index.planner_path(tensor)
-        if path is None:
-            raise KeyError(fqn)
-        return path
+        path = self._own(fqn)
+        return self._rest[fqn] if path is None else path
 
     def __iter__(self) -> Iterator[str]:
         yield from (
             name for i, name in enumerate(self._handle.index.names()) if self._handle.index.planner_path(i) is not None
         )
-        yield from self._rest
+        yield from (key for key in self._rest if self._own(key) is None)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    def _own(self, fqn: Any) -> tuple[Any, ...] | None:
+        """The path that stands with an entry itself: it comes before one of the root."""
+        tensor = self._handle.index.find(fqn) if isinstance(fqn, str) else None
+        return None if tensor is None else self._handle.index.planner_path(tensor)
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,8 @@ def index(
         out: a folder to put the index in; default: beside the data. An index elsewhere names its data by absolute paths, and is opened with
             ``allow_external=True``.
         digests: hash the data of others too, so that it can be verified later.
-        generation, tokens: which save to recover, where there are several (parts of the names of its data files).
+        generation, tokens: which save to recover, where there are several (parts of the names of its data files). A token decides for
+            the rank that chose it.
         overwrite: replace an index that is there.
         threads: that hash; default: the cores of this process.
         progress: called now and then with the bytes hashed so far.
@@ -118,10 +119,13 @@ def index(
     Raises:
         CheckpointExistsError: there is an index already, and ``overwrite`` is not set.
         CheckpointNotFoundError: there is no data to index.
+        UnsupportedError: the folder holds a rank-local save (``use_collectives=False``): an index of all ranks would hide it.
     """
     source = Path(src)
     folder = source if source.is_dir() else source.parent
     target = folder if out is None else Path(out)
+    if target.is_dir():
+        _core.check_no_rank_indexes(os.fspath(target))
     if (target / INDEX_NAME).exists() and not overwrite:
         msg = f"there is an index at {target / INDEX_NAME}; pass overwrite=True to replace it"
         raise CheckpointExistsError(msg, path=target / INDEX_NAME)

@@ -37,7 +37,10 @@ _INDEX_MAGIC = b"\x89DCPRS"
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Which of how many ranks a plan is for. It outlives a save where plans are cached, so nothing of one save is in it."""
+    """Which of how many ranks (0: it saves for itself alone) a plan is for.
+
+    It outlives a save where plans are cached, so nothing of one save is in it.
+    """
 
     rank: int
     world_size: int
@@ -163,9 +166,8 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             msg = f"{self.path} holds a checkpoint of all ranks, which a rank-local save (use_collectives=False) cannot replace"
             raise CheckpointExistsError(msg, path=self.path)
         self._generation = _core.next_generation(str(self.path))
-        if not self._use_collectives and self._rank is not None:
-            return dataclasses.replace(plan, storage_data=_Place(self._rank, self._rank + 1))
-        return plan
+        rank = self._own_rank()
+        return plan if rank is None else dataclasses.replace(plan, storage_data=_Place(rank, 0))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Tells each rank which one it is."""
@@ -207,7 +209,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             index=MetadataIndex(rank_index_name(place.rank)),
             size_in_bytes=save.bytes,
             # An index repeats itself: it travels to the coordinator at a sixth of its size.
-            storage_data=index if place.world_size == 1 else zlib.compress(index, 1),
+            storage_data=index if place.world_size <= 1 else zlib.compress(index, 1),
         )
         future: Future[list[WriteResult]] = Future()
         future.set_result([result])

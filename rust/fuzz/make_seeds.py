@@ -60,6 +60,7 @@ def main() -> None:
         "none": b"\0",
         "path": b"\7" + struct.pack("<I", 2) + b"\5" + struct.pack("<I", 5) + b"model" + b"\3" + struct.pack("<q", -1),
         "dict": b"\x09" + struct.pack("<I", 1) + b"\5" + struct.pack("<I", 1) + b"k" + b"\4" + struct.pack("<d", 0.5),
+        "key": b"\x09" + struct.pack("<I", 1) + b"\7" + struct.pack("<I", 2) + b"\1\0" + b"\x08" + struct.pack("<I", 0),
         "nested": (b"\x08" + struct.pack("<I", 1)) * 60 + b"\2",
         "bytes": b"\6" + struct.pack("<I", 3) + b"abc",
     }

@@ -6,6 +6,7 @@ tensors are (dtype name, shape, bytes in row-major order).
 
 import itertools
 import json
+import math
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -178,8 +179,13 @@ def decode_value(data):
     return value
 
 
+def is_key(value):
+    """Whether a key of a dict may be this."""
+    return not isinstance(value, (list, dict)) and (not isinstance(value, tuple) or all(map(is_key, value)))
+
+
 def decode_at(data, at, depth=0):
-    check(depth <= 64, "nesting is at most 64 deep")
+    check(depth <= 64, "a value lies in at most 64 others")
     check(at < len(data), "a value within its range")
     tag, at = data[at], at + 1
     if tag in (0, 1, 2):
@@ -198,6 +204,7 @@ def decode_at(data, at, depth=0):
         item, at = decode_at(data, at, depth + 1)
         items.append(item)
     if tag == 9:
+        check(all(map(is_key, items[::2])), "a key holds no list and no dict")
         return dict(zip(items[::2], items[1::2], strict=True)), at
     return (tuple(items) if tag == 7 else items), at
 
@@ -249,11 +256,17 @@ class SecondReader:
     files: list = field(default_factory=list)
     tensors: dict = field(default_factory=dict)
     root: object = None
+    is_rank_local: bool = False
 
     @classmethod
-    def open(cls, folder):
+    def open(cls, folder, rank=None):
+        """The checkpoint of all ranks; with `rank`, what that rank saved for itself, where there is none of all."""
         self = cls(Path(folder))
-        self._parse((self.folder / "index.dcprs").read_bytes())
+        index = self.folder / "index.dcprs"
+        self.is_rank_local = rank is not None and not index.exists()
+        if self.is_rank_local:
+            index = self.folder / f"__{rank}.index.dcprs"
+        self._parse(index.read_bytes())
         for file in self.files:
             self._check_file(file)
         return self
@@ -303,14 +316,16 @@ class SecondReader:
                 dtype, itemsize = None, 1
             else:
                 dtype, itemsize, _ = DTYPES[code]
+                check(flags >> 2 & 3 != 3, "a memory format")
             check(shape_at + ndim <= len(dims), "shape within dims")
             shape = dims[shape_at : shape_at + ndim]
+            check(math.prod(filter(None, shape)) * itemsize < 1 << 63, "a shape that can be multiplied")
             path = None
             if path_len:
                 planner = section["planner"]
                 check(path_at + path_len <= len(planner), "path within planner")
                 path = decode_value(planner[path_at : path_at + path_len])
-                check(isinstance(path, tuple), "a path is a tuple")
+                check(isinstance(path, tuple) and path, "a path is a tuple, and not empty")
                 check(all(type(part) in (str, int) for part in path), "of strings and integers")
             tensor = Tensor(
                 name,
@@ -342,8 +357,9 @@ class SecondReader:
         name, flags = self._string(record, at), u32(record, at + 12)
         size, start, digest, mtime = struct.unpack_from("<QQQq", record, at + 16)
         external = bool(flags & 1)
+        check(name and "\0" not in name, "a name of a file")
         if not external:
-            check("\\" not in name and "\0" not in name and not name.startswith("/"), "a relative name")
+            check("\\" not in name and not name.startswith("/"), "a relative name")
             check(all(part not in ("", ".", "..") for part in name.split("/")), "parts of a name")
         check(start <= size, "data_start within the file")
         return File(name, external, size, start, digest if flags & 2 else None, mtime)
@@ -357,10 +373,12 @@ class SecondReader:
         file = self.files[file]
         ndim = len(tensor.shape)
         strided, digested = flags & 1, flags & 2
+        check(not strided or (self.source != 0 and not tensor.is_bytes), "only adopted tensors have strides")
         check(dims_at + ndim * (3 if strided else 2) <= len(dims), "a chunk's dims are there")
         offsets = dims[dims_at : dims_at + ndim]
         sizes = dims[dims_at + ndim : dims_at + 2 * ndim]
         strides = dims[dims_at + 2 * ndim : dims_at + 3 * ndim] if strided else None
+        check(all(stride < 1 << 63 for stride in strides or ()), "strides of 63 bits")
         check(file.data_start <= offset and offset + length <= file.size, "a chunk lies in its file")
         inside = all(o + s <= whole for o, s, whole in zip(offsets, sizes, tensor.shape, strict=True))
         check(inside, "a chunk lies within its tensor")
@@ -417,6 +435,9 @@ class SecondReader:
         sharding = json.loads(metadata["DCP_SHARDING_INFO"])
         own = json.loads(metadata["DCPRS"])
         check(own["version"] == 1 and own["generation"] == self.generation, "DCPRS")
+        check(own["rank"] < own["world_size"] or own["world_size"] == 0, "rank and world_size")
+        check((own["world_size"] == 0) == self.is_rank_local, "world_size of a rank-local save")
+        check(own["file"] < own["files"], "file and files")
         check(f"g{own['generation']:08}-" == file.name[:10], "generation in the name")
         check(f"-r{own['rank']:05}-f{own['file']:05}.safetensors" == file.name[26:], "the name")
         place, alignment = 0, 4096
@@ -487,9 +508,9 @@ class SecondReader:
         return tensor.dtype, tensor.shape, bytes(out)
 
     def paths(self):
-        """FQN to path, tensors' own and those of the root."""
+        """FQN to path, those of the root and, before them, tensors' own."""
         found = {t.name: t.path for t in self.tensors.values() if t.path is not None}
-        return found | (self.root if isinstance(self.root, dict) else {})
+        return (self.root if isinstance(self.root, dict) else {}) | found
 
 
 def place_rectangle(out, raw, shape, offsets, sizes, itemsize):

@@ -68,7 +68,7 @@ pub fn file_ref(index: &Index, file: u32, allow_external: bool) -> Result<FileRe
 
 fn leads_out(name: &str) -> bool {
     let mut parts = Path::new(name).components();
-    parts.any(|part| !matches!(part, Component::Normal(_)))
+    parts.any(|part| !matches!(part, Component::Normal(_) | Component::CurDir))
 }
 
 /// Whether symbolic links lead from a name in the folder of the index to somewhere else. What is not there leads nowhere.

@@ -26,7 +26,7 @@ mod _core {
     #[pymodule_export]
     use crate::slabs::SlabReader;
     #[pymodule_export]
-    use crate::verify::{block_digest, has_native_data, recover, seal_archives};
+    use crate::verify::{block_digest, check_no_rank_indexes, has_native_data, recover, seal_archives};
     #[pymodule_export]
     use crate::write::{Save, commit_indexes, discard, next_generation, publish, put_in_place};
 

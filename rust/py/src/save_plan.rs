@@ -192,10 +192,10 @@ impl SavePlan {
     }
 }
 
-/// A path, or none where it is no tuple.
+/// A path, or none where it is not one of the format.
 fn path(object: &Bound<'_, PyAny>) -> PyResult<Option<Value>> {
     match object.cast::<PyTuple>() {
-        Ok(tuple) => to_value(tuple.as_any(), 0).map(Some),
+        Ok(tuple) => Ok(Some(to_value(tuple.as_any(), 0)?).filter(Value::is_path)),
         Err(_) => Ok(None),
     }
 }

@@ -82,6 +82,12 @@ pub fn has_native_data(py: Python<'_>, folder: PathBuf) -> PyResult<bool> {
     py.detach(|| source::has_native_data(&folder)).into_py(py)
 }
 
+/// Raises unless `folder` holds no index of a single rank.
+#[pyfunction]
+pub fn check_no_rank_indexes(py: Python<'_>, folder: PathBuf) -> PyResult<()> {
+    py.detach(|| source::check_no_rank_indexes(&folder)).into_py(py)
+}
+
 /// The bytes of an index over the native data files of `folder`, whose index was lost.
 #[pyfunction]
 #[pyo3(signature = (folder, *, generation, tokens, threads, progress = None))]

@@ -252,7 +252,10 @@ pub fn save_item(item: ItemTuple<'_>) -> PyResult<SaveItem> {
         dtype: dtype_name.as_deref().map(dtype).transpose()?,
         shape: shape.0,
         flags,
-        path: path.map(|path| to_value(path.as_any(), 0)).transpose()?,
+        path: path
+            .map(|path| to_value(path.as_any(), 0))
+            .transpose()?
+            .filter(Value::is_path),
         offsets: offsets.0,
         sizes: sizes.0,
         length,
@@ -355,13 +358,17 @@ fn spread(builder: &mut IndexBuilder, planner_data: &Bound<'_, PyAny>) -> PyResu
     };
     let mut rest = Vec::new();
     for (key, value) in mapping {
-        let fqn = key.extract::<String>();
-        match (fqn, value.cast::<PyTuple>()) {
-            (Ok(fqn), Ok(_)) if builder.has_path(&fqn) => {}
-            (Ok(fqn), Ok(path)) if builder.has_tensor(&fqn) => {
-                builder.set_path(&fqn, to_value(path.as_any(), 0)?);
+        let tensor = key.extract::<String>().ok();
+        let tensor = tensor.filter(|fqn| value.is_instance_of::<PyTuple>() && builder.has_tensor(fqn));
+        if tensor.as_deref().is_some_and(|fqn| builder.has_path(fqn)) {
+            continue;
+        }
+        let value = to_value(&value, 1)?;
+        match tensor {
+            Some(fqn) if value.is_path() => {
+                builder.set_path(&fqn, value);
             }
-            _ => rest.push((to_value(&key, 1)?, to_value(&value, 1)?)),
+            _ => rest.push((to_value(&key, 1)?, value)),
         }
     }
     Ok(Value::Dict(rest))

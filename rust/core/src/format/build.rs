@@ -57,7 +57,7 @@ pub struct TensorEntry {
     pub shape: Dims,
     /// As in section 3.3 of the format.
     pub flags: u8,
-    /// Its path in the state dict: a [`Value::Tuple`].
+    /// Its path in the state dict: a value that [is one](Value::is_path).
     pub path: Option<Value>,
 }
 
@@ -383,6 +383,9 @@ impl Sections {
         }
         let path_offset = self.planner.len();
         if let Some(path) = &tensor.path {
+            if !path.is_path() {
+                return Err(bad("its path is not a tuple of strings and integers".into()));
+            }
             path.encode(&mut self.planner).map_err(|reason| bad(reason.into()))?;
         }
         let record = TensorRecord {
@@ -626,6 +629,31 @@ mod tests {
         assert!(builder.add_tensor(f32_tensor("w", &[4, 5])).is_err());
         builder.add_chunk(chunk(w, 4096, &[3, 0], &[2, 4])).unwrap();
         assert!(builder.build().unwrap_err().to_string().contains("outside the tensor"));
+    }
+
+    #[test]
+    fn a_path_is_of_strings_and_integers() {
+        let text = || Value::Str("w".into());
+        for path in [
+            Value::Tuple(vec![]),
+            Value::List(vec![text()]),
+            text(),
+            Value::Tuple(vec![text(), Value::Bool(true)]),
+            Value::Tuple(vec![Value::Tuple(vec![text()])]),
+        ] {
+            let mut builder = with_file(5000);
+            builder
+                .add_tensor(TensorEntry {
+                    path: Some(path),
+                    ..f32_tensor("w", &[4])
+                })
+                .unwrap();
+            let error = builder.build().unwrap_err();
+            assert!(
+                matches!(&error, Error::TensorPlan { tensor, .. } if tensor == "w"),
+                "{error}"
+            );
+        }
     }
 
     #[test]

@@ -23,6 +23,8 @@ pub(super) const KNOWN_INCOMPAT: u64 = 0;
 
 pub(super) const FILE_EXTERNAL: u32 = 1;
 pub(super) const FILE_HEAD_DIGEST: u32 = 2;
+/// The bits of the memory format; all of them set stand for none.
+pub(super) const TENSOR_MEMORY_FORMAT: u8 = 0b1100;
 pub(super) const CHUNK_STRIDED: u32 = 1;
 pub(super) const CHUNK_DIGESTS: u32 = 2;
 

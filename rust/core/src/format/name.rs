@@ -11,6 +11,12 @@ pub fn rank_index_name(rank: u32) -> String {
     format!("__{rank}.{INDEX_NAME}")
 }
 
+/// The rank whose index is called `name`; `None` where [`rank_index_name`] would not have written it so.
+pub(crate) fn parse_rank_index_name(name: &str) -> Option<u32> {
+    let rank = name.strip_prefix("__")?.split('.').next()?.parse().ok()?;
+    (rank_index_name(rank) == name).then_some(rank)
+}
+
 /// What a data file's header calls the tensor `fqn`: the same, but for the one name that safetensors keeps for itself.
 pub fn to_header_name(fqn: &str) -> String {
     if fqn == RESERVED || fqn.starts_with(ESCAPED) {
@@ -29,7 +35,7 @@ pub fn from_header_name(name: &str) -> &str {
     }
 }
 
-/// Why `name` cannot be the name of a data file, if it cannot. Only external files may lie elsewhere.
+/// Why `name` cannot be the name of a data file, if it cannot. That of an external one may be any path.
 pub(super) fn check_file_name(name: &str, external: bool) -> Result<(), &'static str> {
     if name.is_empty() {
         return Err("file name is empty");
@@ -71,6 +77,23 @@ mod tests {
     }
 
     #[test]
+    fn indexes_of_ranks_have_one_name_each() {
+        for rank in [0, 7, 123, u32::MAX] {
+            assert_eq!(parse_rank_index_name(&rank_index_name(rank)), Some(rank));
+        }
+        for name in [
+            INDEX_NAME,
+            "__.index.dcprs",
+            "__01.index.dcprs",
+            "__+1.index.dcprs",
+            "__1.index.dcprs.0123456789abcdef.tmp",
+            "__4294967296.index.dcprs",
+        ] {
+            assert_eq!(parse_rank_index_name(name), None, "{name}");
+        }
+    }
+
+    #[test]
     fn file_names_stay_in_the_folder() {
         for bad in ["", "/etc/passwd", "..", "a/../b", "./a", "a//b", "a\\b", "a\0b"] {
             assert!(check_file_name(bad, false).is_err(), "{bad:?}");
@@ -78,6 +101,9 @@ mod tests {
         for good in ["a.safetensors", "sub/a.safetensors", "..a", "a..b"] {
             assert!(check_file_name(good, false).is_ok(), "{good:?}");
         }
-        assert!(check_file_name("../a.distcp", true).is_ok());
+        for anywhere in ["../a.distcp", "/a", "./a", "a//b", "a/", "a\\b"] {
+            assert!(check_file_name(anywhere, true).is_ok(), "{anywhere:?}");
+        }
+        assert!(check_file_name("", true).is_err() && check_file_name("a\0b", true).is_err());
     }
 }

@@ -10,7 +10,7 @@ use zerocopy::little_endian::U64;
 use super::digest::index_digest;
 use super::layout::{
     CHUNK_DIGESTS, CHUNK_STRIDED, ChunkRecord, DIGEST_AT, FILE_EXTERNAL, HEADER_LEN, Header, KNOWN_INCOMPAT, MAGIC,
-    MAX_NDIM, NO_SPLIT, SECTIONS, Section, SourceKind, TensorRecord, VERSION,
+    MAX_NDIM, NO_SPLIT, SECTIONS, Section, SourceKind, TENSOR_MEMORY_FORMAT, TensorRecord, VERSION,
 };
 use super::{BLOCK_SIZE, Dims, Index, Value, block_count, element_count, name, strided_length};
 use crate::{Dtype, Error, Result, parallel};
@@ -242,12 +242,15 @@ impl Check<'_> {
                 let dtype = Dtype::from_code(record.dtype).ok_or("unknown dtype")?;
                 let at = usize::try_from(record.shape.get()).map_err(|_| "shape is outside the dims")?;
                 let shape: Dims = self.index.dims_pool()[at..at + ndim].iter().map(|d| d.get()).collect();
-                element_count(&shape)
-                    .and_then(|n| n.checked_mul(dtype.size()))
+                // A size of 0 makes no shape small: what computes strides multiplies the others.
+                shape
+                    .iter()
+                    .filter(|&&size| size != 0)
+                    .try_fold(dtype.size(), |bytes, &size| bytes.checked_mul(size))
                     .filter(|&bytes| i64::try_from(bytes).is_ok())
                     .ok_or("shape is too large")?;
-                if shape.iter().any(|&size| i64::try_from(size).is_err()) {
-                    return Err("shape is too large");
+                if record.flags & TENSOR_MEMORY_FORMAT == TENSOR_MEMORY_FORMAT {
+                    return Err("unknown memory format");
                 }
             }
             1 if record.dtype != 0 || ndim != 0 || record.chunk_count.get() != 1 => {
@@ -266,8 +269,8 @@ impl Check<'_> {
                 .ok()
                 .and_then(|at| planner.get(at..at.checked_add(path_len)?))
                 .ok_or("path is outside the planner data")?;
-            if !matches!(Value::decode(path), Ok(Value::Tuple(_))) {
-                return Err("path is not a tuple");
+            if !Value::decode(path).is_ok_and(|path| path.is_path()) {
+                return Err("path is not a tuple of strings and integers");
             }
         }
         Ok(())
@@ -350,6 +353,9 @@ impl Check<'_> {
         self.chunk_place(record)?;
         let ndim = usize::from(tensor.ndim);
         let strided = record.flags.get() & CHUNK_STRIDED != 0;
+        if strided && (tensor.kind != 0 || self.index.source() == SourceKind::Native) {
+            return Err("it has strides, and is no adopted tensor");
+        }
         if !self.has_dims(record.dims.get(), ndim * if strided { 3 } else { 2 }) {
             return Err("dims are outside their section");
         }
@@ -375,6 +381,9 @@ impl Check<'_> {
         let dense = element_count(&counts).and_then(|n| n.checked_mul(itemsize));
         let needed = if strided {
             let strides: Dims = dims[at + 2 * ndim..at + 3 * ndim].iter().map(|d| d.get()).collect();
+            if strides.iter().any(|&stride| i64::try_from(stride).is_err()) {
+                return Err("a stride is too large");
+            }
             strided_length(&counts, &strides, itemsize)
         } else {
             dense

@@ -26,7 +26,7 @@ pub enum Value {
 }
 
 impl Value {
-    /// Appends the encoding. Lengths over `u32::MAX` and nesting over 64 are refused with a reason.
+    /// Appends the encoding. Lengths over `u32::MAX`, nesting over 64 and keys that hold a list or a dict are refused with a reason.
     ///
     /// # Errors
     /// A message that says what cannot be encoded.
@@ -72,11 +72,29 @@ impl Value {
                 encode_len(pairs.len(), out)?;
                 for (key, value) in pairs {
                     key.encode_at(out, depth + 1)?;
+                    if !key.is_key() {
+                        return Err("planner data has a list or a dict in a key of a dict");
+                    }
                     value.encode_at(out, depth + 1)?;
                 }
             }
         }
         Ok(())
+    }
+
+    /// Whether it can be the path of a tensor: a tuple of strings and integers, at least one.
+    pub fn is_path(&self) -> bool {
+        let is_part = |part: &Self| matches!(part, Self::Str(_) | Self::Int(_));
+        matches!(self, Self::Tuple(parts) if !parts.is_empty() && parts.iter().all(is_part))
+    }
+
+    /// Whether it can be a key of a dict: nothing in it is a list or a dict.
+    fn is_key(&self) -> bool {
+        match self {
+            Self::List(_) | Self::Dict(_) => false,
+            Self::Tuple(items) => items.iter().all(Self::is_key),
+            _ => true,
+        }
     }
 
     /// Decodes a value that fills `bytes` exactly.
@@ -161,7 +179,11 @@ impl<'a> Cursor<'a> {
                 let len = self.len()?;
                 let mut pairs = Vec::new();
                 for _ in 0..len {
-                    pairs.push((self.value(depth + 1)?, self.value(depth + 1)?));
+                    let key = self.value(depth + 1)?;
+                    if !key.is_key() {
+                        return Err("a list or a dict in a key of a dict");
+                    }
+                    pairs.push((key, self.value(depth + 1)?));
                 }
                 Value::Dict(pairs)
             }
@@ -186,20 +208,29 @@ mod tests {
 
     use super::*;
 
-    fn values() -> impl Strategy<Value = Value> {
-        let leaf = prop_oneof![
+    fn leaves() -> impl Strategy<Value = Value> {
+        prop_oneof![
             Just(Value::None),
             any::<bool>().prop_map(Value::Bool),
             any::<i64>().prop_map(Value::Int),
             (-1e300..1e300).prop_map(Value::Float),
             ".*".prop_map(Value::Str),
             prop::collection::vec(any::<u8>(), 0..20).prop_map(Value::Bytes),
-        ];
-        leaf.prop_recursive(6, 40, 5, |inner| {
+        ]
+    }
+
+    fn keys() -> impl Strategy<Value = Value> {
+        leaves().prop_recursive(2, 6, 3, |inner| {
+            prop::collection::vec(inner, 0..3).prop_map(Value::Tuple)
+        })
+    }
+
+    fn values() -> impl Strategy<Value = Value> {
+        leaves().prop_recursive(6, 40, 5, |inner| {
             prop_oneof![
                 prop::collection::vec(inner.clone(), 0..5).prop_map(Value::Tuple),
                 prop::collection::vec(inner.clone(), 0..5).prop_map(Value::List),
-                prop::collection::vec((inner.clone(), inner), 0..5).prop_map(Value::Dict),
+                prop::collection::vec((keys(), inner), 0..5).prop_map(Value::Dict),
             ]
         })
     }
@@ -219,6 +250,25 @@ mod tests {
         fn any_bytes_are_safe_to_decode(bytes in prop::collection::vec(0_u8..12, 0..200)) {
             let _ = Value::decode(&bytes);
         }
+    }
+
+    #[test]
+    fn a_key_holds_no_list_and_no_dict() {
+        let dict = |key| Value::Dict(vec![(key, Value::None)]);
+        let empty: [(Value, &[u8]); 3] = [
+            (Value::List(vec![]), &[8, 0, 0, 0, 0]),
+            (Value::Dict(vec![]), &[9, 0, 0, 0, 0]),
+            (Value::Tuple(vec![Value::List(vec![])]), &[7, 1, 0, 0, 0, 8, 0, 0, 0, 0]),
+        ];
+        for (key, encoded) in empty {
+            assert!(dict(key).encode(&mut Vec::new()).is_err());
+            let bytes = [&[9, 1, 0, 0, 0][..], encoded, &[0]].concat();
+            assert!(Value::decode(&bytes).is_err(), "{bytes:?}");
+        }
+        let mut bytes = Vec::new();
+        let tuple = dict(Value::Tuple(vec![Value::Int(1), Value::Tuple(vec![])]));
+        tuple.encode(&mut bytes).unwrap();
+        assert_eq!(Value::decode(&bytes), Ok(tuple));
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-use crate::format::safetensors::{HeaderTensor, PREFIX_LEN, header_len, parse};
+use crate::format::safetensors::{Header, HeaderTensor, PREFIX_LEN, header_len, parse};
 use crate::format::{DataFileName, Dims, FileEntry, Kind, TensorEntry, Value, block_digest, from_header_name};
 use crate::store::open_file;
 use crate::{Dtype, Error, Result};
@@ -16,6 +16,7 @@ use crate::{Dtype, Error, Result};
 pub(super) struct DataHeader {
     pub path: PathBuf,
     pub name: DataFileName,
+    /// How many ranks saved together; 0: this one for itself alone.
     pub world_size: u32,
     /// How many files the rank wrote.
     pub files: u32,
@@ -106,7 +107,7 @@ impl DataHeader {
                 "it is file {file} of rank {rank} of generation {generation} by its header"
             )));
         }
-        if about.file >= about.files || about.rank >= about.world_size {
+        if about.file >= about.files || (about.world_size != 0 && about.rank >= about.world_size) {
             let About {
                 rank,
                 world_size,
@@ -139,6 +140,22 @@ impl DataHeader {
             chunks,
             path,
         })
+    }
+}
+
+/// Which part of a checkpoint a safetensors file is, where it is one of ours and not all of it.
+pub(super) fn part_of(header: &Header) -> Option<String> {
+    let About {
+        rank,
+        world_size,
+        file,
+        files,
+        ..
+    } = serde_json::from_str(header.metadata.get("DCPRS")?).ok()?;
+    match (world_size, files) {
+        (1, 1) => None,
+        (0, _) => Some(format!("file {file} of {files} of what rank {rank} saved for itself")),
+        _ => Some(format!("file {file} of {files} of rank {rank}, of {world_size} ranks")),
     }
 }
 

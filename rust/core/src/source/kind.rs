@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::distcp::{METADATA_NAME, rank_metadata_name};
 use super::safetensors::is_model_file;
-use crate::format::{DataFileName, INDEX_NAME, rank_index_name};
+use crate::format::{DataFileName, INDEX_NAME, parse_rank_index_name, rank_index_name};
 use crate::{Error, Result};
 
 /// What a path holds.
@@ -88,6 +88,21 @@ pub fn find_data(path: &Path) -> Result<Foreign> {
 /// Whether the folder holds native data files.
 pub fn has_native_data(dir: &Path) -> Result<bool> {
     Ok(names(dir)?.iter().any(|name| DataFileName::parse(name).is_some()))
+}
+
+/// Refuses a folder in which ranks have indexes of their own: one of all ranks would come before them, and hide what they saved.
+///
+/// # Errors
+/// [`Error::Unsupported`], which names one of them.
+pub fn check_no_rank_indexes(dir: &Path) -> Result<()> {
+    let names = names(dir)?;
+    match names.iter().filter(|name| parse_rank_index_name(name).is_some()).min() {
+        None => Ok(()),
+        Some(name) => Err(Error::Unsupported(format!(
+            "{}: an {INDEX_NAME} there would come before the indexes of a rank-local save, as {name}; remove those that are not needed",
+            dir.display()
+        ))),
+    }
 }
 
 fn names(dir: &Path) -> Result<Vec<String>> {

@@ -358,7 +358,8 @@ impl<'a> Reader<'a> {
         let pairs = pickle.as_dict(item).unwrap_or_default();
         let is_path = |item: &Item| {
             let parts = pickle.as_tuple(*item);
-            parts.is_some_and(|parts| parts.iter().all(|part| matches!(part, Item::Str(_) | Item::Int(_))))
+            let is_part = |part: &Item| matches!(part, Item::Str(_) | Item::Int(_));
+            parts.is_some_and(|parts| !parts.is_empty() && parts.iter().all(is_part))
         };
         let only_paths = pickle.as_dict(item).is_some()
             && pairs

@@ -24,7 +24,7 @@ mod zip;
 #[cfg(test)]
 mod tests;
 
-pub use kind::{Foreign, Found, find, find_data, has_native_data};
+pub use kind::{Foreign, Found, check_no_rank_indexes, find, find_data, has_native_data};
 pub use recover::{RecoverOptions, recover};
 pub use seal::seal;
 

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::data_header::DataHeader;
+use super::kind::check_no_rank_indexes;
 use super::payload::PayloadReader;
 use crate::format::{BLOCK_SIZE, ChunkEntry, DataFileName, IndexBuilder, SourceKind, Value, block_count, block_digest};
 use crate::store::random_bytes;
@@ -17,32 +18,42 @@ use crate::{Control, Error, Result, parallel};
 pub struct RecoverOptions {
     /// Only this generation. `None`: the highest that is complete.
     pub generation: Option<u64>,
-    /// Only files with these tokens. Empty: any. Needed where two saves of one generation are complete.
+    /// Of each rank that wrote files with one of these tokens, only those. Needed for the ranks of which there are several parts, where two saves
+    /// of one generation are complete.
     pub tokens: Vec<u64>,
     /// Threads, each with a read in flight. 0: 8, or as many as the cores that this process may use.
     pub threads: usize,
 }
 
 /// The bytes of an index over the data files in `dir`, as the save that wrote them had it: but for a `save_id` of its
-/// own and planner data other than paths. No file is changed.
+/// own and planner data other than paths. No file is changed. Those of a rank-local save are no part of any index of all ranks.
 ///
 /// All payload is read, to hash it; `control` counts its bytes.
 ///
 /// # Errors
-/// [`Error::NotFound`] where no generation is complete, with what each one lacks; [`Error::Plan`] where there are two
-/// complete saves to choose from; [`Error::CorruptIndex`] where headers contradict each other.
+/// [`Error::Unsupported`] where ranks have indexes of their own there; [`Error::NotFound`] where no generation is complete, with what
+/// each one lacks; [`Error::Plan`] where there are two complete saves to choose from; [`Error::CorruptIndex`] where headers contradict
+/// each other.
 pub fn recover(dir: &Path, options: &RecoverOptions, control: &Control) -> Result<Vec<u8>> {
+    check_no_rank_indexes(dir)?;
     let mut reasons = String::new();
     for (generation, names) in data_files(dir, options)?.into_iter().rev() {
         let (headers, refused): (Vec<_>, Vec<_>) = names
             .into_iter()
             .map(|name| DataHeader::read(dir, name))
             .partition(Result::is_ok);
-        let headers = complete_set(generation, headers.into_iter().flatten().collect())?;
+        let (alone, headers): (Vec<_>, Vec<_>) = headers
+            .into_iter()
+            .flatten()
+            .partition(|header: &DataHeader| header.world_size == 0);
+        let headers = complete_set(generation, headers)?;
         if !headers.is_empty() {
             return build(generation, &headers, options, control);
         }
         write!(reasons, "; generation {generation} is not complete").expect("a String takes all");
+        if let Some(DataHeader { name, .. }) = alone.first() {
+            write!(reasons, " ({name} is of a rank-local save)").expect("a String takes all");
+        }
         if let Some(error) = refused.into_iter().find_map(Result::err) {
             write!(reasons, " ({error})").expect("a String takes all");
         }
@@ -62,10 +73,20 @@ fn data_files(dir: &Path, options: &RecoverOptions) -> Result<BTreeMap<u64, BTre
         let Some(name) = file_name.to_str().and_then(DataFileName::parse) else {
             continue;
         };
-        if options.generation.is_none_or(|wanted| wanted == name.generation)
-            && (options.tokens.is_empty() || options.tokens.contains(&name.token))
-        {
+        if options.generation.is_none_or(|wanted| wanted == name.generation) {
             found.entry(name.generation).or_default().insert(name);
+        }
+    }
+    if !options.tokens.is_empty() {
+        let is_chosen = |name: &DataFileName| options.tokens.contains(&name.token);
+        found.retain(|_, names| names.iter().any(is_chosen));
+        for names in found.values_mut() {
+            let decided: BTreeSet<u32> = names
+                .iter()
+                .filter(|name| is_chosen(name))
+                .map(|name| name.rank)
+                .collect();
+            names.retain(|name| is_chosen(name) || !decided.contains(&name.rank));
         }
     }
     Ok(found)

@@ -186,6 +186,76 @@ fn of_two_saves_that_raced_the_caller_chooses() {
 }
 
 #[test]
+fn a_token_decides_for_its_rank() {
+    let dir = tempdir().unwrap();
+    // Of rank 0 there is one part, of rank 1 there are two; and there is a later save.
+    let items = |name| [whole(name, "float32", &[100])];
+    for (token, rank, name) in [(0xa, 0, "a"), (0xb, 1, "b"), (0xc, 1, "c")] {
+        save(dir.path(), &items(name), info(1, token, rank, 2), &quick());
+    }
+    save(dir.path(), &items("d"), info(2, 0xd, 0, 1), &quick());
+    let with = |tokens: &[u64]| {
+        let options = RecoverOptions {
+            tokens: tokens.to_vec(),
+            generation: Some(1),
+            ..RecoverOptions::default()
+        };
+        recovered(dir.path(), &options)
+    };
+    assert!(matches!(with(&[]), Err(Error::Plan(_))));
+    assert!(matches!(with(&[0xa]), Err(Error::Plan(_))));
+    for (tokens, names) in [
+        (vec![0xb], ["a", "b"]),
+        (vec![0xc], ["a", "c"]),
+        (vec![0xa, 0xc], ["a", "c"]),
+    ] {
+        let index = with(&tokens).unwrap();
+        assert_eq!([index.name(0), index.name(1)], names);
+    }
+    assert!(matches!(with(&[0xe]), Err(Error::NotFound { .. })));
+    // A generation that none of them is of is passed over.
+    let older = RecoverOptions {
+        tokens: vec![0xb],
+        ..RecoverOptions::default()
+    };
+    assert_eq!(recovered(dir.path(), &older).unwrap().generation(), 1);
+}
+
+#[test]
+fn what_a_rank_saved_for_itself_is_no_part_of_a_whole() {
+    let dir = tempdir().unwrap();
+    let items = [whole("w", "float32", &[100])];
+    save(dir.path(), &items, info(1, 1, 0, 1), &quick());
+    let names: Vec<String> = (0..2)
+        .map(|rank| save(dir.path(), &items, info(2, 2, rank, 0), &quick()))
+        .map(|index| index.file(0).name.to_owned())
+        .collect();
+    assert_eq!(
+        recovered(dir.path(), &RecoverOptions::default()).unwrap().generation(),
+        1
+    );
+    let second = RecoverOptions {
+        generation: Some(2),
+        ..RecoverOptions::default()
+    };
+    let error = recovered(dir.path(), &second).err().unwrap();
+    assert!(matches!(error, Error::NotFound { .. }));
+    assert!(
+        error
+            .to_string()
+            .contains(&format!("{} is of a rank-local save", names[0])),
+        "{error}"
+    );
+    // The index of a rank is enough to tell, whatever the files say.
+    fs::write(dir.path().join("__7.index.dcprs"), []).unwrap();
+    let error = recovered(dir.path(), &RecoverOptions::default()).err().unwrap();
+    assert!(
+        matches!(&error, Error::Unsupported(reason) if reason.contains("__7.index.dcprs")),
+        "{error}"
+    );
+}
+
+#[test]
 fn a_folder_without_data_files_is_no_checkpoint() {
     let dir = tempdir().unwrap();
     assert!(matches!(

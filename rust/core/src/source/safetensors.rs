@@ -11,7 +11,7 @@ use serde::Deserialize;
 use super::fault::{Fault, FaultResult};
 use super::sharding::Sharding;
 use super::window::Source;
-use super::{Stat, open_data_file, stat_data_file};
+use super::{Stat, data_header, open_data_file, stat_data_file};
 use crate::format::safetensors as st;
 use crate::format::{
     ChunkEntry, DataFileName, Dims, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry, Value, element_count,
@@ -34,6 +34,12 @@ pub fn index_file(path: &Path) -> Result<Vec<u8>> {
         )));
     };
     let part = read_part(dir, name)?;
+    if let Some(which) = data_header::part_of(&part.header) {
+        return Err(Error::NotFound {
+            path: path.to_owned(),
+            reason: format!("it is a part of a checkpoint ({which}): open the folder"),
+        });
+    }
     build(dir, &[part], &HashMap::new())
 }
 

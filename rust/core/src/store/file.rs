@@ -38,7 +38,9 @@ impl FileRef {
         let _ = direct;
         let file = match OpenOptions::new().read(true).custom_flags(flags).open(&self.path) {
             Ok(file) => file,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(self.corrupt("the file is missing")),
+            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+                return Err(self.corrupt("the file is missing"));
+            }
             Err(e) if e.raw_os_error() == Some(libc::ELOOP) && !self.follow_symlinks => {
                 return Err(self.corrupt("the file is a symbolic link, which is not followed here"));
             }

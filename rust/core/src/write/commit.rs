@@ -5,7 +5,7 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
 
-use crate::format::{DataFileName, INDEX_NAME, Index, rank_index_name};
+use crate::format::{DataFileName, INDEX_NAME, Index, parse_rank_index_name, rank_index_name};
 use crate::store::disk::Disk;
 use crate::store::{FolderLock, publish_on, read_all};
 use crate::{Error, Result, load};
@@ -106,14 +106,11 @@ fn rank_indexes(dir: &Path) -> Result<Vec<String>> {
     let mut names = Vec::new();
     for entry in fs::read_dir(dir).map_err(failed)? {
         let name = entry.map_err(failed)?.file_name();
-        if let Some(name) = name.to_str()
-            && let Some(rank) = name
-                .strip_prefix("__")
-                .and_then(|rest| rest.split('.').next()?.parse().ok())
-            && rank_index_name(rank) == name
-        {
-            names.push(name.to_owned());
-        }
+        names.extend(
+            name.to_str()
+                .filter(|name| parse_rank_index_name(name).is_some())
+                .map(str::to_owned),
+        );
     }
     names.sort();
     Ok(names)

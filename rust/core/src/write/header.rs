@@ -170,7 +170,7 @@ fn push_about(out: &mut Vec<u8>, item: &SaveItem) {
 /// The parts of a path that a header can hold: a tuple of strings and integers.
 fn path_parts(path: &Value) -> Option<&[Value]> {
     match path {
-        Value::Tuple(parts) if parts.iter().all(|part| matches!(part, Value::Str(_) | Value::Int(_))) => Some(parts),
+        Value::Tuple(parts) if path.is_path() => Some(parts),
         _ => None,
     }
 }

@@ -46,7 +46,7 @@ pub struct SaveInfo {
     pub token: u64,
     /// The rank that writes.
     pub rank: u32,
-    /// How many ranks write.
+    /// How many ranks write; 0: this one, for itself alone.
     pub world_size: u32,
 }
 

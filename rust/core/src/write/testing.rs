@@ -93,7 +93,7 @@ fn names() -> impl Strategy<Value = String> {
 
 fn paths() -> impl Strategy<Value = Option<Value>> {
     let part = prop_oneof![".{0,8}".prop_map(Value::Str), any::<i64>().prop_map(Value::Int)];
-    prop::option::of(prop::collection::vec(part, 0..4).prop_map(Value::Tuple))
+    prop::option::of(prop::collection::vec(part, 1..4).prop_map(Value::Tuple))
 }
 
 fn dtypes() -> impl Strategy<Value = Dtype> {
