@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import dcp_rs
-from dcp_rs import RsLoadPlanner, RsReader
+from dcp_rs import RsLoadPlanner, RsReader, RsWriter
 from dcp_rs.errors import (
     CheckpointNotFoundError,
     CorruptDataError,
@@ -101,6 +101,34 @@ def test_no_checkpoint_at_the_path(tmp_path, way):
         error = failure(CheckpointNotFoundError, way, path)
         assert str(path) in str(error)
         assert isinstance(error, FileNotFoundError)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        dcp_rs.open,
+        dcp_rs.verify,
+        dcp_rs.index,
+        RsReader,
+        RsWriter,
+        lambda url: RsReader("ckpt").reset(url),
+        lambda url: RsWriter("ckpt").reset(url),
+        lambda url: dcp_rs.load({}, url, no_dist=True),
+        lambda url: dcp_rs.save({"w": torch.ones(1)}, url, no_dist=True),
+        lambda url: dcp_rs.async_save({"w": torch.ones(1)}, url, no_dist=True),
+        lambda url: dcp_rs.convert(url, "dst"),
+        lambda url: dcp_rs.convert("src", url),
+        lambda url: dcp_rs.index("src", out=url),
+    ],
+)
+def test_a_path_with_a_scheme(tmp_path, monkeypatch, use):
+    monkeypatch.chdir(tmp_path)
+    save_rs({"w": torch.ones(1)}, tmp_path / "src")
+    error = failure(UnsupportedError, use, "s3://bucket/ckpt")
+    assert error.path == "s3://bucket/ckpt"
+    assert "s3://bucket/ckpt" in str(error)
+    assert "paths of the file system are supported" in str(error)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["src"]
 
 
 @pytest.mark.parametrize("way", WAYS)

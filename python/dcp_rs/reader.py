@@ -9,7 +9,6 @@ import sys
 import threading
 import uuid
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -29,7 +28,7 @@ from dcp_rs.metadata import make_metadata
 from dcp_rs.options import ReadOptions
 from dcp_rs.planner import LocalReads, RsLoadPlanner
 from dcp_rs.replicas import read_shared, share, whole_targets
-from dcp_rs.sources import is_rank_local, open_index
+from dcp_rs.sources import is_rank_local, local_path, open_index
 
 __all__ = ["RsReader"]
 
@@ -82,7 +81,7 @@ class RsReader(StorageReader):
         if replicas not in ("each", "node", "all"):
             msg = f"replicas={replicas!r}: one of 'each', 'node', 'all'"
             raise ValueError(msg)
-        self.path = Path(path)
+        self.path = local_path(path)
         self.options = ReadOptions(
             io=io, threads=threads, verify=verify, shared=shared, max_inflight_bytes=max_inflight_bytes
         )
@@ -101,7 +100,7 @@ class RsReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, of another path where one is given."""
         if checkpoint_id:
-            self.path = Path(checkpoint_id)
+            self.path = local_path(checkpoint_id)
         self.load_id = _new_id()
         self._local = threading.local()
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
+import warnings
 from pathlib import Path
 
 from dcp_rs import _core
+from dcp_rs.errors import UnsupportedError
 
-__all__ = ["INDEX_NAME", "is_rank_local", "is_torch_file", "open_index", "rank_index_name"]
+__all__ = ["INDEX_NAME", "is_rank_local", "is_torch_file", "local_path", "open_index", "rank_index_name"]
 
 INDEX_NAME = "index.dcprs"
 
@@ -40,7 +43,7 @@ def is_rank_local(path: str | os.PathLike[str]) -> bool:
 
 def is_torch_file(path: str | os.PathLike[str]) -> bool:
     """Whether the path is a file that may be ``torch.save``'s: any but a ``.safetensors`` file, that is a zip archive or is named so."""
-    file = Path(path)
+    file = local_path(path)
     if not file.is_file() or file.suffix == ".safetensors":
         return False
     with file.open("rb") as stream:

@@ -11,7 +11,7 @@ from typing import Any
 
 from dcp_rs import _core
 from dcp_rs.errors import CheckpointExistsError, CheckpointNotFoundError
-from dcp_rs.sources import INDEX_NAME, open_index
+from dcp_rs.sources import INDEX_NAME, local_path, open_index
 
 __all__ = ["Problem", "VerifyReport", "index", "verify"]
 
@@ -119,9 +119,9 @@ def index(
         CheckpointExistsError: there is an index already, and ``overwrite`` is not set.
         CheckpointNotFoundError: there is no data to index.
     """
-    source = Path(src)
+    source = local_path(src)
     folder = source if source.is_dir() else source.parent
-    target = folder if out is None else Path(out)
+    target = folder if out is None else local_path(out)
     if (target / INDEX_NAME).exists() and not overwrite:
         msg = f"there is an index at {target / INDEX_NAME}; pass overwrite=True to replace it"
         raise CheckpointExistsError(msg, path=target / INDEX_NAME)

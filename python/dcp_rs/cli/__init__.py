@@ -14,6 +14,7 @@ from rich.markup import escape
 from dcp_rs._core import __version__
 from dcp_rs.cli.output import console
 from dcp_rs.errors import DcpRsError
+from dcp_rs.sources import local_path
 
 __all__ = ["app", "main"]
 
@@ -32,10 +33,15 @@ def _examples(*commands: str) -> str:
 
 Checkpoint = Annotated[
     Path,
+    typer.Argument(metavar="PATH", help=f"{_FOLDERS} or a .safetensors file.", show_default=False, parser=local_path),
+]
+AnyCheckpoint = Annotated[
+    Path,
     typer.Argument(
         metavar="PATH",
         help="A dcp-rs folder, a stock DCP folder, a Hugging Face folder, a .safetensors file or a file of torch.save.",
         show_default=False,
+        parser=local_path,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -85,7 +91,7 @@ def _root(
     ),
 )
 def _ls(
-    path: Checkpoint,
+    path: AnyCheckpoint,
     patterns: Annotated[
         list[str] | None, typer.Argument(metavar="[GLOB]...", help="Only names that match.", show_default=False)
     ] = None,
@@ -108,12 +114,15 @@ def _ls(
     ),
 )
 def _inspect(
-    path: Checkpoint,
+    path: AnyCheckpoint,
     name: Annotated[
         str | None, typer.Argument(help="One entry: how it is cut, and over which files.", show_default=False)
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one page of HTML with all of it.", show_default=False)
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write one page of HTML with all of it.", show_default=False, parser=local_path
+        ),
     ] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Lists to their end.")] = False,
     rank: Rank = None,
@@ -156,11 +165,14 @@ def _verify(path: Checkpoint, allow_external: External = False, threads: Threads
     ),
 )
 def _convert(
-    src: Checkpoint,
+    src: AnyCheckpoint,
     dst: Annotated[
         Path,
         typer.Argument(
-            metavar="DST", help="A new folder; a file for torch, and for safetensors if it ends so.", show_default=False
+            metavar="DST",
+            help="A new folder; a file for torch, and for safetensors if it ends so.",
+            show_default=False,
+            parser=local_path,
         ),
     ],
     to: Annotated[Literal["dcp-rs", "dcp", "safetensors", "torch"], typer.Option(help="The format of DST.")] = "dcp-rs",
@@ -225,7 +237,10 @@ def _convert(
 def _index(
     path: Checkpoint,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Put the index there, not beside the data.", show_default=False)
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Put the index there, not beside the data.", show_default=False, parser=local_path
+        ),
     ] = None,
     digests: Annotated[
         bool, typer.Option("--digests", help="Hash the data, so that it can be verified later.")
@@ -263,8 +278,10 @@ def _index(
     ),
 )
 def _diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another one, of any kind.", show_default=False)],
+    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.", show_default=False, parser=local_path)],
+    b: Annotated[
+        Path, typer.Argument(metavar="B", help="Another one, of any kind.", show_default=False, parser=local_path)
+    ],
     include: Include = None,
     exclude: Exclude = None,
     tolerance: Annotated[float, typer.Option(min=0.0, help="Absolute differences up to that do not count.")] = 0.0,

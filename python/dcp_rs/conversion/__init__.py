@@ -17,6 +17,7 @@ from dcp_rs.conversion.place import Place, check_place, new_place
 from dcp_rs.conversion.source import open_source
 from dcp_rs.errors import DcpRsError
 from dcp_rs.options import ReadOptions, WriteOptions
+from dcp_rs.sources import local_path
 
 __all__ = ["ConvertReport", "convert"]
 
@@ -95,7 +96,7 @@ def convert(
     if shards is not None and (isinstance(shards, bool) or not isinstance(shards, int) or shards < 1):
         msg = f"shards={shards!r}: a positive integer"
         raise ValueError(msg)
-    source_path, target = Path(src), Path(os.path.abspath(dst))  # noqa: PTH100  # Path.resolve would follow dst's last link
+    source_path, target = local_path(src), Path(os.path.abspath(local_path(dst)))  # noqa: PTH100  # Path.resolve would follow dst's last link
     as_file = to == "torch" or (to == "safetensors" and target.suffix == ".safetensors")
     if as_file and (shards or 1) > 1:
         msg = f"shards={shards}: {dst} is one file"
