@@ -6,6 +6,7 @@ One typed error each, that names file, tensor and place, and crosses ranks.
 import os
 import pickle
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -240,6 +241,55 @@ def test_an_index_of_another_checkpoint(tmp_path):
     for way in WAYS:
         error = failure(CorruptDataError, way, tmp_path / "one")
         assert data_file(tmp_path / "two").name in str(error)
+
+
+# --- two checkpoints in one folder, and digests that are not there ----------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("newer", [".metadata", "index.dcprs"])
+def test_a_checkpoint_of_torch_in_the_same_folder_is_warned_of(ckpt, way, newer):
+    save_stock({"small": blank(STATE["small"])}, ckpt)
+    save_rs(STATE, ckpt)
+    times = {".metadata": 2_000_000_000, "index.dcprs": 2_000_000_000} | {newer: 2_000_000_001}
+    for name, time in times.items():
+        os.utime(ckpt / name, (time, time))
+    said = rf"{ckpt} holds two checkpoints.*index\.dcprs.*\.metadata.*that of dcp-rs is read, {newer} is newer"
+    with pytest.warns(UserWarning, match=said):
+        got = way(ckpt)
+    assert_state_equal(got["small"], STATE["small"])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_index_over_a_checkpoint_of_torch_is_no_second_one(ckpt, way):
+    save_stock(STATE, ckpt)
+    dcp_rs.index(ckpt)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="torch.distributed")
+        way(ckpt)
+
+
+VERIFYING = [
+    lambda path: dcp_rs.load(blank(STATE), path, no_dist=True, verify=True),
+    lambda path: dcp_rs.open(path, verify=True).close(),
+    lambda path: load_rs(blank(STATE), path, verify=True),
+]
+
+
+@pytest.mark.parametrize("use", VERIFYING)
+def test_verifying_without_digests_warns(tmp_path, use):
+    save_stock(STATE, tmp_path / "stock")
+    with pytest.warns(UserWarning, match=f"verify=True checks nothing in {tmp_path / 'stock'}: it has no digests"):
+        use(tmp_path / "stock")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="torch.distributed")
+        # What the warning says to do does it.
+        dcp_rs.convert(tmp_path / "stock", tmp_path / "converted")
+        use(tmp_path / "converted")
+        dcp_rs.index(tmp_path / "stock", digests=True)
+        use(tmp_path / "stock")
 
 
 # --- data files ------------------------------------------------------------------------------------

@@ -127,6 +127,8 @@ def test_index_makes_others_verifiable(dcp_rs_cli, world: Path, tmp_path: Path) 
     status, out, _ = dcp_rs_cli("verify", tmp_path / "hf")
     assert status == 0
     assert "without digests" in out
+    assert "the files are there and of the right size; nothing was verified" in out
+    assert "all is well" not in out
     status, out, _ = dcp_rs_cli("index", tmp_path / "hf", "--digests")
     assert status == 0
     assert "no data was touched" in out
@@ -136,6 +138,7 @@ def test_index_makes_others_verifiable(dcp_rs_cli, world: Path, tmp_path: Path) 
     status, out, _ = dcp_rs_cli("verify", tmp_path / "hf")
     assert status == 0
     assert "without digests" not in out
+    assert "all is well" in out
     shutil.copytree(world / "ckpt", tmp_path / "lost")
     (tmp_path / "lost" / "index.dcprs").unlink()
     status, _, err = dcp_rs_cli("ls", tmp_path / "lost")

@@ -326,5 +326,5 @@ def open_checkpoint(
         CheckpointNotFoundError, CorruptIndexError, UnsupportedError: see :mod:`dcp_rs.errors`.
     """
     options = ReadOptions(**read_options)
-    index = open_index(path, rank=None, allow_external=allow_external)
+    index = open_index(path, rank=None, allow_external=allow_external, verify=options.verify)
     return Checkpoint(index, device=device, weights_only=weights_only, options=options)

@@ -113,7 +113,7 @@ class RsReader(StorageReader):
         """Opens the index. With ``rank=r`` it is that rank's own index of a rank-local save (``use_collectives=False``)."""
         rank = kwargs.get("rank")
         try:
-            index = open_index(self.path, rank=rank, allow_external=self.allow_external)
+            index = self._open(rank)
         except Exception as error:
             if not self.defer_errors or (rank is None and is_rank_local(self.path)):
                 raise
@@ -174,10 +174,13 @@ class RsReader(StorageReader):
         """Whether the id can be a path of the local file system."""
         return "://" not in os.fspath(checkpoint_id)
 
+    def _open(self, rank: int | None) -> _core.Index:
+        return open_index(self.path, rank=rank, allow_external=self.allow_external, verify=self.options.verify)
+
     def _index(self) -> _core.Index:
         index = getattr(self._local, "index", None)
         if index is None:
-            index = open_index(self.path, rank=None, allow_external=self.allow_external)
+            index = self._open(None)
             self._local.index = index
         return index
 

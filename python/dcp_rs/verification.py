@@ -73,7 +73,8 @@ def verify(
     """Hashes all of a checkpoint and compares it with the digests in its index. Every file has to be there, and have its length.
 
     Args:
-        path: a checkpoint folder.
+        path: a checkpoint: a folder of this package, of Hugging Face or of stock DCP, or a ``.safetensors`` file.
+            Data without digests (of others) is only looked for; ``bytes_without_digest`` says how much that is.
         threads: default: the cores of this process.
         allow_external: read data files outside the folder, if the index names any. Without it such an index is refused.
         progress: called now and then with the bytes hashed so far.
