@@ -75,7 +75,7 @@ def _warn_of_two(folder: Path) -> None:
 def is_rank_local(path: str | os.PathLike[str]) -> bool:
     """Whether the folder holds a rank-local save, and none of all ranks."""
     folder = Path(path)
-    if (folder / INDEX_NAME).exists() or (folder / ".metadata").exists():
+    if (folder / INDEX_NAME).exists() or (folder / STOCK_NAME).exists():
         return False
     return any(next(folder.glob(pattern), None) is not None for pattern in _RANK_LOCAL)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -373,7 +374,9 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = [a for i, a in enumerate(arguments) if a != "--debug" or i > end]
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        status = _run(arguments)
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            status = _run(arguments)
     except Exception as error:  # every error becomes one line
         if debug:
             raise
@@ -395,6 +398,10 @@ def _run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return status if isinstance(status, int) else 0
+
+
+def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
+    _say(f"warning: {message}")
 
 
 def _terminate(number: int, _: Any) -> None:
