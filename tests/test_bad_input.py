@@ -27,7 +27,7 @@ from dcp_rs.errors import (
     UnsupportedError,
 )
 from support import assert_state_equal, blank, nested_state, random_tensor
-from support.both import load_rs, save_rs
+from support.both import load_rs, save_rs, save_stock
 
 STATE = {
     "large": random_tensor((1 << 20, 3), torch.uint8, seed=1),
@@ -301,7 +301,7 @@ def test_a_missing_data_file(saved):
     for way in WAYS:
         error = failure(CorruptDataError, way, saved)
         assert str(file) in str(error)
-        assert error.path == str(file)
+        assert (error.path, error.tensor, error.offset) == (str(file), None, None)
 
 
 @pytest.mark.parametrize("change", [-1, -4096, 1, 4096])
@@ -313,11 +313,26 @@ def test_a_data_file_of_another_length(saved, change, mode):
     template = blank(STATE)
     before = blank(STATE)
     error = failure(CorruptDataError, loaded, saved, template, io=mode)
-    assert error.path == str(file)
+    assert (error.path, error.tensor, error.offset) == (str(file), None, None)
     assert str(size) in str(error)
     assert str(size + change) in str(error)
     assert_state_equal(template, before)
     failure(CorruptDataError, read_whole, saved)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_indexed_folder_that_was_copied_says_the_way_out(tmp_path, way):
+    save_stock(STATE, tmp_path / "stock")
+    dcp_rs.index(tmp_path / "stock")
+    shutil.copytree(
+        tmp_path / "stock", tmp_path / "copy", copy_function=shutil.copy
+    )  # as `cp -r`, with times of its own
+    error = failure(CorruptDataError, way, tmp_path / "copy")
+    assert (error.tensor, error.offset) == (None, None)
+    assert "dcp_rs.index(path, overwrite=True)" in str(error)
+    assert " ns" not in str(error)
+    dcp_rs.index(tmp_path / "copy", overwrite=True)
+    way(tmp_path / "copy")
 
 
 def test_an_empty_data_file(saved):

@@ -36,13 +36,13 @@ class Problem:
     got: str
 
     def __str__(self) -> str:
-        where = f"tensor {self.tensor!r}, block {self.block} (byte {self.offset})" if self.tensor else "the file"
-        return f"{self.file}: {where}: expected {self.expected}, got {self.got}"
+        where = f"tensor {self.tensor!r}, block {self.block} (byte {self.offset}): " if self.tensor else ""
+        return f"{self.file}: {where}expected {self.expected}, got {self.got}"
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What :func:`verify` found. True when all is well.
+    """What :func:`verify` found. True where nothing is wrong, as far as there are digests to tell by.
 
     Attributes:
         problems: in the order of files and offsets.

@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 
 from dcp_rs._core import __version__
-from dcp_rs.cli.output import console
+from dcp_rs.cli.output import console, for_command_line, printable
 from dcp_rs.errors import DcpRsError
 from dcp_rs.sources import local_path
 
@@ -425,19 +425,6 @@ def _report(error: Exception) -> int:
     return 2
 
 
-#: What messages call an option, and what it is called here.
-_OPTIONS = {
-    "overwrite=True": "--overwrite",
-    "skip_unsupported=True": "--skip-unsupported",
-    "weights_only=False": "--trust-pickles",
-    "dcp_rs.index(path)": "dcp-rs index",
-}
-
-
 def _say(text: str) -> None:
-    from dcp_rs.cli.output import printable
-
-    one_line = " ".join(text.split("\n"))
-    for keyword, option in _OPTIONS.items():
-        one_line = one_line.replace(keyword, option)
+    one_line = for_command_line(" ".join(text.split("\n")))
     console(stderr=True).print(f"dcp-rs: {printable(one_line)}", soft_wrap=True)

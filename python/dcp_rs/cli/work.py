@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dcp_rs.cli.output import count, line, print_json, printable, progress_bar, rate, size
+from dcp_rs.cli.output import count, for_command_line, line, print_json, printable, progress_bar, rate, size
 from dcp_rs.errors import PlanError
 
 __all__ = ["convert", "index", "verify"]
