@@ -13,6 +13,10 @@ from dcp_rs.errors import UnsupportedError
 __all__ = ["INDEX_NAME", "is_rank_local", "is_torch_file", "local_path", "open_index", "rank_index_name"]
 
 INDEX_NAME = "index.dcprs"
+#: What torch writes last of a checkpoint.
+STOCK_NAME = ".metadata"
+#: What a file of ``torch.save`` begins with, as any zip archive.
+ZIP_START = b"PK\x03\x04"
 
 #: The names under which a rank publishes what it wrote alone: of this package, and of torch.
 _RANK_LOCAL = (f"__*.{INDEX_NAME}", "__*.metadata")
@@ -86,4 +90,4 @@ def is_torch_file(path: str | os.PathLike[str]) -> bool:
     if not file.is_file() or file.suffix == ".safetensors":
         return False
     with file.open("rb") as stream:
-        return stream.read(4) == b"PK\x03\x04" or file.suffix in (".pt", ".pth", ".bin", ".ckpt")
+        return stream.read(len(ZIP_START)) == ZIP_START or file.suffix in (".pt", ".pth", ".bin", ".ckpt")
