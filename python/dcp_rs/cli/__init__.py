@@ -32,6 +32,9 @@ def _examples(*commands: str) -> str:
     return "\n\n".join(["[dim]Examples:[/dim]", *(escape(f"  {command}") for command in commands)])
 
 
+_FOLDERS = "A dcp-rs folder, a stock DCP folder, a Hugging Face folder"
+
+#: What has an index, or is given one when it is opened.
 Checkpoint = Annotated[
     Path,
     typer.Argument(metavar="PATH", help=f"{_FOLDERS} or a .safetensors file.", show_default=False, parser=local_path),
@@ -40,7 +43,7 @@ AnyCheckpoint = Annotated[
     Path,
     typer.Argument(
         metavar="PATH",
-        help="A dcp-rs folder, a stock DCP folder, a Hugging Face folder, a .safetensors file or a file of torch.save.",
+        help=f"{_FOLDERS}, a .safetensors file or a file of torch.save.",
         show_default=False,
         parser=local_path,
     ),
@@ -130,7 +133,7 @@ def _inspect(
     allow_external: External = False,
     as_json: Json = False,
 ) -> None:
-    """Show how a checkpoint, or one entry of it, is made up."""
+    """Show how a checkpoint, or one entry of it, is made up. The map of an entry shows which file holds what."""
     from dcp_rs.cli import listing
 
     if html is not None:

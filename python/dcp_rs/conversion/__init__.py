@@ -65,7 +65,8 @@ def convert(
         shards: files (for ``"dcp-rs"`` and ``"dcp"``: ranks) to spread the data over, about evenly. Tensors are not cut for it.
         include, exclude: one glob or several, over names in the source.
         rename: new names. A mapping is of names, or of what names begin with up to a dot: ``{"model": "module"}`` makes ``model.x``
-            ``module.x``, ``{"model": ""}`` makes it ``x``, and ``{"": "model"}`` makes ``x`` ``model.x``. Or a callable.
+            ``module.x``, ``{"model": ""}`` makes it ``x``, and ``{"": "model"}`` makes ``x`` ``model.x``. Or a callable. It goes from
+            the source to the new checkpoint, by prefix; that of :class:`dcp_rs.RsLoadPlanner` from the state dict to the checkpoint, by whole names.
         skip_unsupported: leave out what ``dst`` cannot hold; without it that is an error.
         overwrite: replace a checkpoint at ``dst``.
         progress: called now and then with the bytes written, and all that are to be written.
