@@ -6,6 +6,7 @@ One typed error each, that names file, tensor and place, and crosses ranks.
 import os
 import pickle
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import dcp_rs
-from dcp_rs import RsLoadPlanner, RsReader
+from dcp_rs import RsLoadPlanner, RsReader, RsWriter
 from dcp_rs.errors import (
     CheckpointNotFoundError,
     CorruptDataError,
@@ -26,7 +27,7 @@ from dcp_rs.errors import (
     UnsupportedError,
 )
 from support import assert_state_equal, blank, nested_state, random_tensor
-from support.both import load_rs, save_rs
+from support.both import load_rs, save_rs, save_stock
 
 STATE = {
     "large": random_tensor((1 << 20, 3), torch.uint8, seed=1),
@@ -103,12 +104,52 @@ def test_no_checkpoint_at_the_path(tmp_path, way):
         assert isinstance(error, FileNotFoundError)
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        dcp_rs.open,
+        dcp_rs.verify,
+        dcp_rs.index,
+        RsReader,
+        RsWriter,
+        lambda url: RsReader("ckpt").reset(url),
+        lambda url: RsWriter("ckpt").reset(url),
+        lambda url: dcp_rs.load({}, url, no_dist=True),
+        lambda url: dcp_rs.save({"w": torch.ones(1)}, url, no_dist=True),
+        lambda url: dcp_rs.async_save({"w": torch.ones(1)}, url, no_dist=True),
+        lambda url: dcp_rs.convert(url, "dst"),
+        lambda url: dcp_rs.convert("src", url),
+        lambda url: dcp_rs.index("src", out=url),
+    ],
+)
+def test_a_path_with_a_scheme(tmp_path, monkeypatch, use):
+    monkeypatch.chdir(tmp_path)
+    save_rs({"w": torch.ones(1)}, tmp_path / "src")
+    error = failure(UnsupportedError, use, "s3://bucket/ckpt")
+    assert error.path == "s3://bucket/ckpt"
+    assert "s3://bucket/ckpt" in str(error)
+    assert "paths of the file system are supported" in str(error)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["src"]
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_file_that_is_no_checkpoint(tmp_path, way):
     path = tmp_path / "file.txt"
     path.write_text("not a folder, and not a checkpoint")
     error = failure(DcpRsError, way, path)
     assert str(path) in str(error)
+
+
+@pytest.mark.parametrize("use", [*WAYS, dcp_rs.verify, dcp_rs.index])
+@pytest.mark.parametrize("name", ["model.pt", "hf/pytorch_model.bin"])
+def test_a_file_of_torch_save_is_to_be_converted(tmp_path, use, name):
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    torch.save({"w": torch.ones(2)}, file)
+    path = file if file.parent == tmp_path else file.parent
+    error = failure(CheckpointNotFoundError, use, path)
+    assert "dcp_rs.convert makes a checkpoint of" in str(error)
+    assert "torch.save" in str(error)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -214,6 +255,55 @@ def test_an_index_of_another_checkpoint(tmp_path):
         assert data_file(tmp_path / "two").name in str(error)
 
 
+# --- two checkpoints in one folder, and digests that are not there ----------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("newer", [".metadata", "index.dcprs"])
+def test_a_checkpoint_of_torch_in_the_same_folder_is_warned_of(ckpt, way, newer):
+    save_stock({"small": blank(STATE["small"])}, ckpt)
+    save_rs(STATE, ckpt)
+    times = {".metadata": 2_000_000_000, "index.dcprs": 2_000_000_000} | {newer: 2_000_000_001}
+    for name, time in times.items():
+        os.utime(ckpt / name, (time, time))
+    said = rf"{ckpt} holds two checkpoints.*index\.dcprs.*\.metadata.*that of dcp-rs is read, {newer} is newer"
+    with pytest.warns(UserWarning, match=said):
+        got = way(ckpt)
+    assert_state_equal(got["small"], STATE["small"])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_index_over_a_checkpoint_of_torch_is_no_second_one(ckpt, way):
+    save_stock(STATE, ckpt)
+    dcp_rs.index(ckpt)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="torch.distributed")
+        way(ckpt)
+
+
+VERIFYING = [
+    lambda path: dcp_rs.load(blank(STATE), path, no_dist=True, verify=True),
+    lambda path: dcp_rs.open(path, verify=True).close(),
+    lambda path: load_rs(blank(STATE), path, verify=True),
+]
+
+
+@pytest.mark.parametrize("use", VERIFYING)
+def test_verifying_without_digests_warns(tmp_path, use):
+    save_stock(STATE, tmp_path / "stock")
+    with pytest.warns(UserWarning, match=f"verify=True checks nothing in {tmp_path / 'stock'}: it has no digests"):
+        use(tmp_path / "stock")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="torch.distributed")
+        # What the warning says to do does it.
+        dcp_rs.convert(tmp_path / "stock", tmp_path / "converted")
+        use(tmp_path / "converted")
+        dcp_rs.index(tmp_path / "stock", digests=True)
+        use(tmp_path / "stock")
+
+
 # --- data files ------------------------------------------------------------------------------------
 
 
@@ -223,7 +313,7 @@ def test_a_missing_data_file(saved):
     for way in WAYS:
         error = failure(CorruptDataError, way, saved)
         assert str(file) in str(error)
-        assert error.path == str(file)
+        assert (error.path, error.tensor, error.offset) == (str(file), None, None)
 
 
 @pytest.mark.parametrize("change", [-1, -4096, 1, 4096])
@@ -235,11 +325,26 @@ def test_a_data_file_of_another_length(saved, change, mode):
     template = blank(STATE)
     before = blank(STATE)
     error = failure(CorruptDataError, loaded, saved, template, io=mode)
-    assert error.path == str(file)
+    assert (error.path, error.tensor, error.offset) == (str(file), None, None)
     assert str(size) in str(error)
     assert str(size + change) in str(error)
     assert_state_equal(template, before)
     failure(CorruptDataError, read_whole, saved)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_indexed_folder_that_was_copied_says_the_way_out(tmp_path, way):
+    save_stock(STATE, tmp_path / "stock")
+    dcp_rs.index(tmp_path / "stock")
+    shutil.copytree(
+        tmp_path / "stock", tmp_path / "copy", copy_function=shutil.copy
+    )  # as `cp -r`, with times of its own
+    error = failure(CorruptDataError, way, tmp_path / "copy")
+    assert (error.tensor, error.offset) == (None, None)
+    assert "dcp_rs.index(path, overwrite=True)" in str(error)
+    assert " ns" not in str(error)
+    dcp_rs.index(tmp_path / "copy", overwrite=True)
+    way(tmp_path / "copy")
 
 
 def test_an_empty_data_file(saved):

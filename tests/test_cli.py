@@ -127,6 +127,8 @@ def test_index_makes_others_verifiable(dcp_rs_cli, world: Path, tmp_path: Path) 
     status, out, _ = dcp_rs_cli("verify", tmp_path / "hf")
     assert status == 0
     assert "without digests" in out
+    assert "the files are there and of the right size; nothing was verified" in out
+    assert "all is well" not in out
     status, out, _ = dcp_rs_cli("index", tmp_path / "hf", "--digests")
     assert status == 0
     assert "no data was touched" in out
@@ -136,6 +138,7 @@ def test_index_makes_others_verifiable(dcp_rs_cli, world: Path, tmp_path: Path) 
     status, out, _ = dcp_rs_cli("verify", tmp_path / "hf")
     assert status == 0
     assert "without digests" not in out
+    assert "all is well" in out
     shutil.copytree(world / "ckpt", tmp_path / "lost")
     (tmp_path / "lost" / "index.dcprs").unlink()
     status, _, err = dcp_rs_cli("ls", tmp_path / "lost")
@@ -236,6 +239,8 @@ def test_convert_takes_all_options(dcp_rs_cli, world: Path, tmp_path: Path) -> N
         ["bench", "{world}/x.pt"],
         ["bench", "{world}/ckpt", "--include", "nothing.*"],
         ["index", "nowhere"],
+        ["ls", "s3://bucket/ckpt"],
+        ["convert", "{world}/ckpt", "s3://bucket/ckpt"],
     ],
     ids=" ".join,
 )
@@ -247,6 +252,48 @@ def test_errors_are_one_line(dcp_rs_cli, arguments: list[str], world: Path, tmp_
     assert err.startswith("dcp-rs: ")
     assert len(err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_with_a_scheme_is_named_as_it_was_given(dcp_rs_cli) -> None:
+    assert "s3://bucket/ckpt: paths of the file system" in dcp_rs_cli("verify", "s3://bucket/ckpt")[2]
+
+
+def test_the_help_says_which_commands_read_files_of_torch_save(dcp_rs_cli) -> None:
+    for command in ("ls", "inspect", "convert", "verify", "index", "bench"):
+        assert ("torch.save" in dcp_rs_cli(command, "--help")[1]) == (command in ("ls", "inspect", "convert"))
+
+
+def test_a_copy_of_an_indexed_folder_says_what_to_do(dcp_rs_cli, world: Path, tmp_path: Path) -> None:
+    shutil.copytree(world / "stock", tmp_path / "stock")
+    dcp_rs.index(tmp_path / "stock")
+    shutil.copytree(tmp_path / "stock", tmp_path / "copy", copy_function=shutil.copy)
+    status, out, _ = dcp_rs_cli("verify", tmp_path / "copy")
+    assert status == 1
+    assert "expected the file that was indexed, got another: the file was modified after it was indexed" in out
+    assert "dcp-rs index --overwrite" in out
+    assert dcp_rs_cli("index", tmp_path / "copy", "--overwrite")[0] == 0
+    assert dcp_rs_cli("verify", tmp_path / "copy")[0] == 0
+
+
+def test_a_file_that_was_cut_short_is_described_once(dcp_rs_cli, world: Path, tmp_path: Path) -> None:
+    shutil.copytree(world / "ckpt", tmp_path / "ckpt")
+    (file,) = (tmp_path / "ckpt").glob("*.safetensors")
+    size = file.stat().st_size
+    os.truncate(file, size - 10)
+    out = dcp_rs_cli("verify", tmp_path / "ckpt")[1]
+    assert out.splitlines()[0] == f"damaged  {file}: expected a file of {size} bytes, got one of {size - 10} bytes"
+    file.unlink()
+    out = dcp_rs_cli("verify", tmp_path / "ckpt")[1]
+    assert out.splitlines()[0] == f"damaged  {file}: expected a file of {size} bytes, got none"
+
+
+def test_two_checkpoints_in_one_folder_are_warned_of_in_one_line(dcp_rs_cli, world: Path, tmp_path: Path) -> None:
+    shutil.copytree(world / "ckpt", tmp_path / "both")
+    shutil.copy(world / "stock" / ".metadata", tmp_path / "both")
+    status, out, err = dcp_rs_cli("ls", tmp_path / "both")
+    assert (status, out) == (0, dcp_rs_cli("ls", world / "ckpt")[1])
+    assert err.startswith(f"dcp-rs: warning: {tmp_path / 'both'} holds two checkpoints")
+    assert len(err.splitlines()) == 1
 
 
 def test_a_near_miss_is_suggested(dcp_rs_cli, world: Path) -> None:

@@ -453,6 +453,18 @@ def test_bad_sources(tmp_path: Path, monkeypatch) -> None:
     for name in ("junk.pt", "pickle.pt"):
         with pytest.raises((CorruptDataError, UnsafePickleError, UnsupportedError)):
             dcp_rs.convert(name, "dst")
+    torch.save({"w": torch.ones(2000)}, "short.pt")
+    os.truncate("short.pt", 5000)
+    Path("empty.pt").write_bytes(b"")
+    Path("text.pt").write_text("junk")
+    for name, why in [
+        ("short.pt", "its end is missing: it was cut short"),
+        ("empty.pt", "not a file of torch.save: it is empty"),
+        ("text.pt", "not a file of torch.save: it begins as none does"),
+    ]:
+        with pytest.raises(CorruptDataError, match=f"^{name} .*{why}") as raised:
+            dcp_rs.convert(name, "dst")
+        assert raised.value.path == name
     with pytest.raises(CheckpointNotFoundError):
         dcp_rs.convert("nowhere", "dst")
     assert not Path("owned").exists()

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_rs
-from dcp_rs import RsWriter, _core, errors
+from dcp_rs import RsSavePlanner, RsWriter, _core, errors
 from support import rank_outcomes
 from support.both import save_rs
 
@@ -173,6 +175,45 @@ def test_a_plan_error_of_the_core_says_where(ckpt, call, tensor):
     copy = pickle.loads(pickle.dumps(raised.value))
     assert (copy.path, copy.tensor) == (raised.value.path, raised.value.tensor)
     assert torch.equal(memory, torch.zeros(16))
+
+
+class OnItems(RsSavePlanner):
+    def lookup_object(self, index):
+        return super().lookup_object(index)
+
+
+@pytest.mark.parametrize("value", [lambda: 0, threading.Lock(), {"deep": [threading.Lock()]}], ids=repr)
+@pytest.mark.parametrize("planner", [None, OnItems()])
+def test_a_value_that_does_not_pickle_is_named(ckpt, value, planner):
+    with pytest.raises(errors.UnsupportedError, match=r"value 'trainer\.thing.*' \(.*\) cannot be pickled: ") as raised:
+        dcp_rs.save({"w": torch.ones(1), "trainer": {"thing": value}}, ckpt, no_dist=True, planner=planner)
+    assert raised.value.tensor.startswith("trainer.thing")
+    assert list(ckpt.iterdir()) == []
+
+
+def save_or_fail(path, how):
+    """Both ranks go to different places that are no folders, or one of them does."""
+    if how == "both":
+        return dcp_rs.save({"w": torch.ones(1)}, path / "file" / str(dist.get_rank()))
+    return dcp_rs.save({"w": torch.ones(1)}, path / ("file" if dist.get_rank() else "folder") / "ckpt")
+
+
+def test_an_error_of_the_system_on_one_rank_is_that_error_on_all(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    for outcome in rank_outcomes(2, save_or_fail, tmp_path, "one"):
+        assert type(outcome.error) is NotADirectoryError
+        assert outcome.error.__notes__ == ["raised on rank 1"]
+    for outcome in rank_outcomes(2, save_or_fail, tmp_path, "both"):
+        assert type(outcome.error) is CheckpointException
+        assert sorted(outcome.error.failures) == [0, 1]
+
+
+@pytest.mark.parametrize("save", [dcp_rs.save, lambda *args, **more: dcp_rs.async_save(*args, **more).result()])
+def test_an_error_of_the_system_in_one_process_is_that_error(tmp_path, save):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(NotADirectoryError) as raised:
+        save({"w": torch.ones(1)}, tmp_path / "file" / "ckpt", no_dist=True)
+    assert isinstance(raised.value.__cause__, CheckpointException)
 
 
 def test_what_cannot_be_saved_is_named(ckpt):

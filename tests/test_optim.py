@@ -207,6 +207,31 @@ def test_trees_come_back_as_they_were(ckpt):
     assert extra == {"other": 1, "number": 3}
 
 
+def test_the_report_of_a_partial_load_names_what_is_missing_and_nothing_that_was_loaded(ckpt):
+    model = small()
+    optimizer = torch.optim.Adam(model[0].parameters())
+    step(model, optimizer)
+    saved = {"a": 1, "old": 2, "rng": RngState()}
+    save_training_state(ckpt, model, optimizer, saved, fsync=False)
+
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.Adam(model.parameters()), 1)
+    extra = {"a": 0, "b": 5, "sched": scheduler, "rng": RngState()}
+    report = load_training_state(ckpt, model, torch.optim.Adam(model.parameters()), extra, strict=False)
+    assert (extra["a"], extra["b"]) == (1, 5)
+    assert report.missing == ["optim.state.1.weight", "optim.state.1.bias", "extra.b", "extra.sched"]
+    assert report.unexpected == ["extra.old"]
+
+    report = load_training_state(ckpt, model, strict=False)
+    assert report.missing == []
+    assert "extra.a" in report.unexpected
+    assert any(name.startswith("optim.param_groups") for name in report.unexpected)
+
+    save_training_state(ckpt, model, (), {"a": 1}, fsync=False)
+    extra = {"a": 0, "mine": PerRank(RngState())}
+    report = load_training_state(ckpt, model, optimizer, extra, strict=False)
+    assert (report.missing, report.unexpected) == (["optim", "extra.mine.rank0"], [])
+
+
 def test_random_numbers(ckpt):
     numpy = pytest.importorskip("numpy")
     model = small()

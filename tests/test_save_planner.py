@@ -1,6 +1,10 @@
 """RsSavePlanner: what DefaultSavePlanner saves, with far less said about it."""
 
+import argparse
 import pickle
+import warnings
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import dcp_rs
 from dcp_rs import RsLoadPlanner, RsSavePlanner, RsWriter
-from dcp_rs.errors import CheckpointNotFoundError, PlanError, UnsupportedError
+from dcp_rs.errors import CheckpointNotFoundError, PlanError, UnsafePickleError, UnsupportedError
 from support import (
     assert_state_equal,
     blank,
@@ -173,6 +177,67 @@ def test_a_dtype_that_is_no_float_is_refused():
 def test_a_tensor_without_values_is_refused_by_name(ckpt):
     with pytest.raises(UnsupportedError, match="'m' is on the meta device"):
         dcp_rs.save({"m": torch.empty(2, device="meta")}, ckpt)
+
+
+@dataclass
+class Config:
+    width: int = 8
+
+
+SAVES = [dcp_rs.save, lambda state, path, **more: dcp.save(state, storage_writer=RsWriter(path), **more)]
+
+
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (argparse.Namespace(lr=0.1), r"argparse\.Namespace"),
+        (Config(), r"test_save_planner\.Config"),
+        ((1, {"deep": [argparse.Namespace()]}), "tuple"),
+    ],
+)
+def test_a_value_that_will_not_load_is_warned_of(ckpt, save, value, kind):
+    with pytest.warns(
+        UserWarning, match=rf"value 'run\.config' \({kind}\) is saved, but will not load under weights_only=True"
+    ):
+        save({"run": {"config": value}}, ckpt, no_dist=True)
+    with pytest.raises(UnsafePickleError):
+        dcp_rs.load({"run": {"config": None}}, ckpt, no_dist=True)
+    with dcp_rs.open(ckpt, weights_only=False) as checkpoint:
+        assert type(checkpoint["run.config"]) is type(value)
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_numbers_of_numpy_are_warned_of(ckpt, save):
+    numpy = pytest.importorskip("numpy")
+    for value in (numpy.float64(0.5), numpy.ones(3), {"lr": (numpy.float64(0.5),)}):
+        with pytest.warns(UserWarning, match="numpy"):
+            save({"value": (value,)}, ckpt, no_dist=True)
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_plain_values_are_not_warned_of(ckpt, save):
+    values = {
+        "none": None,
+        "numbers": [True, 1, 0.5, 1j],
+        "text": ("a", b"b", {"c"}),
+        "torch": (
+            torch.float16,
+            torch.device("cpu"),
+            torch.Size([2]),
+            torch.ones(2),
+            torch.nn.Parameter(torch.ones(1)),
+        ),
+        "ordered": (OrderedDict(a={1: [2]}),),
+        "allowed": (Counter("aab"),),  # on torch's own list
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="torch.distributed")
+        save(values, ckpt, no_dist=True)
+    got = dict.fromkeys(values)
+    dcp_rs.load(got, ckpt, no_dist=True)
+    assert got["numbers"] == values["numbers"]
 
 
 def test_names_that_collide_are_refused(ckpt):

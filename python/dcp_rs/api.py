@@ -29,9 +29,10 @@ __all__ = ["async_save", "load", "load_state_dict", "save"]
 
 @contextmanager
 def _typed_errors() -> Iterator[None]:
-    """Raises the error of this package that made DCP fail, with its rank, in place of DCP's collection of errors.
+    """Raises the error of this package, or of the system, that made DCP fail, with its rank, in place of DCP's collection of errors.
 
-    DCP's own exception stays as the cause. It is left alone when any rank failed with something else.
+    DCP's own exception stays as the cause. It is left alone when any rank failed with something else, or several and one of them with an
+    error of the system.
     """
     with warnings.catch_warnings():
         # The caller said `no_dist`, or has no process group: that is not worth a warning.
@@ -44,7 +45,8 @@ def _typed_errors() -> Iterator[None]:
 
 def _raise_typed(failure: CheckpointException) -> NoReturn:
     errors = {rank: wrapped[0] for rank, wrapped in sorted(failure.failures.items())}
-    if not all(isinstance(error, DcpRsError) for error in errors.values()):
+    one_of_the_system = len(errors) == 1 and all(isinstance(error, OSError) for error in errors.values())
+    if not one_of_the_system and not all(isinstance(error, DcpRsError) for error in errors.values()):
         raise failure
     rank, error = next(iter(errors.items()))
     ranks = ", ".join(map(str, errors))
@@ -86,7 +88,8 @@ def load_state_dict(
 
     Raises:
         DcpRsError: one of :mod:`dcp_rs.errors`, on every rank, when a rank failed with it.
-        CheckpointException: torch's own, when a rank failed with something else.
+        OSError: on every rank, when one rank failed with it, and only that rank failed.
+        CheckpointException: torch's own, when a rank failed with something else, or several failed with errors of the system.
     """
 
     def load() -> None:
@@ -116,7 +119,7 @@ def load(
 
     Args:
         state_dict: tensors are filled in place, ``Stateful`` objects are loaded, other values are replaced.
-        path: a checkpoint folder.
+        path: a checkpoint: a folder of this package, of Hugging Face or of stock DCP, or a ``.safetensors`` file.
         planner: default: :class:`RsLoadPlanner`.
         process_group, no_dist: as in ``dcp.load``.
         read_options: arguments of :class:`RsReader`.

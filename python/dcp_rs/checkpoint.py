@@ -320,7 +320,7 @@ def open_checkpoint(
     """Opens a checkpoint for reading by name: a mapping of FQN to tensor or value.
 
     Args:
-        path: a checkpoint folder.
+        path: a checkpoint: a folder of this package, of Hugging Face or of stock DCP, or a ``.safetensors`` file.
         device: where tensors go.
         weights_only: refuse values that need more than ``torch.load(weights_only=True)`` allows.
         allow_external: open data files outside the folder, if the index names any.
@@ -330,5 +330,5 @@ def open_checkpoint(
         CheckpointNotFoundError, CorruptIndexError, UnsupportedError: see :mod:`dcp_rs.errors`.
     """
     options = ReadOptions(**read_options)
-    index = open_index(path, rank=None, allow_external=allow_external)
+    index = open_index(path, rank=None, allow_external=allow_external, verify=options.verify)
     return Checkpoint(index, device=device, weights_only=weights_only, options=options)

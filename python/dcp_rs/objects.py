@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import warnings
+from collections import OrderedDict
 from typing import Any
 
 import torch
 
-from dcp_rs.errors import CorruptDataError, UnsafePickleError
+from dcp_rs._torch import PLAIN_TYPES
+from dcp_rs.errors import CorruptDataError, UnsafePickleError, UnsupportedError
 
-__all__ = ["check_loadable", "dump", "load", "reason"]
+__all__ = ["check_loadable", "dump", "dump_named", "load", "reason", "warn_unless_loadable"]
 
 # torch allows bytearray, but not bytes, which is how pickle writes b"". Neither can run anything.
 torch.serialization.add_safe_globals([bytes])
@@ -22,6 +25,21 @@ def dump(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
+
+
+def dump_named(fqn: str, value: Any) -> bytes:
+    """The same, of the entry ``fqn``.
+
+    Raises:
+        UnsupportedError: it does not pickle.
+    """
+    try:
+        return dump(value)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # what a type's own __reduce__ raises
+        msg = f"value {fqn!r} ({_type_name(value)}) cannot be pickled: {error}"
+        raise UnsupportedError(msg, tensor=fqn) from error
 
 
 def load(fqn: str, data: bytes, *, weights_only: bool) -> Any:
@@ -50,6 +68,42 @@ def load(fqn: str, data: bytes, *, weights_only: bool) -> Any:
 def check_loadable(fqn: str, data: bytes) -> None:
     """Raises unless the bytes load under ``weights_only=True``."""
     load(fqn, data, weights_only=True)
+
+
+def warn_unless_loadable(fqn: str, value: Any, data: bytes) -> None:
+    """Warns where ``data``, which is ``value`` as it is saved, will not load under ``weights_only=True``.
+
+    Only what is more than plain types is tried.
+    """
+    if _is_plain(value):
+        return
+    try:
+        check_loadable(fqn, data)
+    except Exception as error:  # noqa: BLE001  # whatever it is, the value is saved
+        why = reason(error.__cause__) if isinstance(error.__cause__, pickle.UnpicklingError) else error
+        warnings.warn(
+            f"value {fqn!r} ({_type_name(value)}) is saved, but will not load under weights_only=True, the default: {why}. "
+            "Save plain types in its place (numbers, text, lists, dicts, tensors), or load it with weights_only=False",
+            stacklevel=2,
+        )
+
+
+#: What is known to load without trying, by itself and in containers.
+_PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, *PLAIN_TYPES}
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        return _is_plain(list(value)) and _is_plain(list(value.values()))
+    if kind in (list, tuple, set):
+        return set(map(type, value)) <= _PLAIN or all(map(_is_plain, value))
+    return kind in _PLAIN
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def reason(error: pickle.UnpicklingError) -> str:

@@ -123,7 +123,8 @@ def load_training_state(
         read_options: arguments of :class:`dcp_rs.RsReader`.
 
     Returns:
-        What the planner reports, if it does.
+        What the planner reports, if it does. ``missing`` also names the parameters that no saved optimizer has
+        (``optim.state.<fqn>``, or ``optim`` where none was saved), and the entries of ``extra`` that the checkpoint lacks.
 
     Raises (on every rank):
         PlanError: something is missing, or of another shape; an optimizer has parameters that the saved ones had not.
@@ -152,7 +153,20 @@ def load_training_state(
             if found:
                 loaded = unpack(nest({path: state[key] for key, path in paths.items()}) if template else {})
                 _put_extra(extra, name, loaded)
-    return planner.report if isinstance(planner, RsLoadPlanner) else None
+    if not isinstance(planner, RsLoadPlanner):
+        return None
+    if optimizers:
+        planner.report.missing += [OPTIM] if saved is None else [f"{OPTIM}.state.{fqn}" for fqn in saved.missing]
+    planner.report.missing += [_extra_name(name, extra[name]) for name, (found, *_) in extras.items() if not found]
+    # What was read before there was a plan, or is there for other ranks.
+    beside = [f"{OPTIM}.param_groups"] if saved is not None else []
+    beside += [f"{EXTRA}.{name}" for name, value in extra.items() if isinstance(value, PerRank)]
+    planner.report.unexpected = [
+        name
+        for name in planner.report.unexpected
+        if not any(name == prefix or name.startswith(f"{prefix}.") for prefix in beside)
+    ]
+    return planner.report
 
 
 def load_optim_state_dict(
@@ -258,6 +272,11 @@ def _extra_template(
         else:
             template[key] = None
     return bool(stored) or empty, template, stored
+
+
+def _extra_name(name: str, value: Any) -> str:
+    """Where the state of an entry of ``extra`` is in the checkpoint."""
+    return f"{EXTRA}.{name}.{rank_key()}" if isinstance(value, PerRank) else f"{EXTRA}.{name}"
 
 
 def _leaves(tree: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], torch.Tensor]:

@@ -106,6 +106,8 @@ class SavedOptimizers:
             self._entries.setdefault(str(rest[0]), {})[tuple(rest[1:])] = name
         #: Whether parameters go by their number among those of the optimizer.
         self.by_id = any(isinstance(param, int) for group in groups for param in group["params"])
+        #: Parameters of the optimizers that :meth:`template` was given, and that no saved optimizer has.
+        self.missing: list[str] = []
         # What was loaded: name in the checkpoint to value.
         self._values: dict[str, Any] = {}
 
@@ -118,11 +120,16 @@ class SavedOptimizers:
         fsdp1 = _is_fsdp1(model)
         shards = get_model_state_dict(model) if fsdp1 else {}
         self._values = {}
+        self.missing = []
         for number, optimizer in enumerate(optimizers):
             names = _parameter_names(model, optimizer, number)
             keys = self._saved_keys(model, optimizer, names, shards)
-            if strict:
-                self._check_params(number, keys)
+            unknown = self._unknown_params(keys)
+            if unknown and strict:
+                more = f" (and {len(unknown) - 1} more)" if unknown[1:] else ""
+                msg = f"optimizer {number} has parameter {unknown[0]!r}{more}, which no saved optimizer has"
+                raise PlanError(msg, tensor=unknown[0])
+            self.missing += unknown
             for param, fqns in names:
                 for fqn in fqns:
                     own = {} if fsdp1 else optimizer.state.get(param, {})
@@ -208,13 +215,10 @@ class SavedOptimizers:
             raise PlanError(msg)
         return {fqn: str(number) for fqn, number in zip(fqns, ids, strict=True)}
 
-    def _check_params(self, number: int, keys: dict[str, str]) -> None:
+    def _unknown_params(self, keys: dict[str, str]) -> list[str]:
+        """The parameters that no saved optimizer has."""
         saved = {str(param) for group in self._groups for param in group["params"]}
-        missing = [fqn for fqn, key in keys.items() if key not in saved]
-        if missing:
-            more = f" (and {len(missing) - 1} more)" if missing[1:] else ""
-            msg = f"optimizer {number} has parameter {missing[0]!r}{more}, which no saved optimizer has"
-            raise PlanError(msg, tensor=missing[0])
+        return [fqn for fqn, key in keys.items() if key not in saved]
 
     def _matching_groups(
         self,

@@ -49,7 +49,7 @@ def _check_positive(name: str, value: int | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """How bytes are read.
+    """How bytes are read. The fields are keyword arguments of ``RsReader``, ``load``, ``open`` and the others that read; nothing takes the object.
 
     Attributes:
         io: ``"mmap"`` copies from a mapping, ``"direct"`` reads around the page cache, ``"buffered"`` reads through it;
@@ -102,7 +102,7 @@ class ReadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteOptions:
-    """How bytes are written.
+    """How bytes are written. The fields are keyword arguments of ``RsWriter``, ``save`` and the others that write; nothing takes the object.
 
     Attributes:
         io: ``"direct"`` writes around the page cache, ``"buffered"`` through it; ``"auto"`` takes what is faster on the file system.

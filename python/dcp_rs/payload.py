@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
 from dcp_rs import _core, _torch, objects, staging
@@ -116,6 +117,7 @@ def collect(plan: SavePlan, planner: SavePlanner) -> Writes:
             shapes.append(item.tensor_data.size)
         else:
             entries.append(_entry(item, data, paths.get(fqn)))
+            _warn_unless_loadable(item, data, planner)
     core = _core.SavePlan()
     where = list(map(paths.get, names))
     others = core.add_plain(names, where, tensors, PLAIN_TYPES, NAMES, shapes=shapes)
@@ -126,6 +128,14 @@ def collect(plan: SavePlan, planner: SavePlanner) -> Writes:
 
 def _is_whole(data: TensorWriteData) -> bool:
     return data.chunk.sizes == data.size and not any(data.chunk.offsets)
+
+
+def _warn_unless_loadable(item: WriteItem, data: Any, planner: SavePlanner) -> None:
+    """Warns of a value that will not load, where the planner is one that tells which value it was."""
+    if item.type != WriteItemType.BYTE_IO or not isinstance(planner, DefaultSavePlanner):
+        return
+    if type(planner).lookup_object is DefaultSavePlanner.lookup_object:
+        objects.warn_unless_loadable(item.index.fqn, planner.lookup_object(item.index), data.getvalue())
 
 
 def _entry(item: WriteItem, data: torch.Tensor | io.BytesIO, path: Any) -> Entry:
@@ -181,13 +191,17 @@ def why_not_raw(tensor: torch.Tensor) -> str | None:
 
 
 def dump(fqn: str, value: Any) -> bytes:
-    """The bytes of a value, or of a tensor that raw bytes cannot hold.
+    """The bytes of a value, or of a tensor that raw bytes cannot hold. Warns of a value that will not load under ``weights_only=True``.
 
     Raises:
-        UnsupportedError: such a tensor does not load under ``weights_only=True`` either.
+        UnsupportedError: a value that does not pickle; such a tensor does not load under ``weights_only=True`` either.
     """
     refusal = why_not_raw(value) if isinstance(value, torch.Tensor) else None
-    return objects.dump(value) if refusal is None else as_object(fqn, value, refusal)
+    if refusal is not None:
+        return as_object(fqn, value, refusal)
+    data = objects.dump_named(fqn, value)
+    objects.warn_unless_loadable(fqn, value, data)
+    return data
 
 
 def as_object(fqn: str, tensor: torch.Tensor, refusal: str) -> bytes:

@@ -110,7 +110,8 @@ class RsLoadPlanner(DefaultLoadPlanner):
         device: where tensors come into being; those elsewhere (on ``meta`` above all) are replaced in the state dict.
         dtype_policy: what it means that state dict and checkpoint differ in dtype, where ``dtype`` was not given: ``"warn"`` casts and says so,
             ``"error"`` refuses, ``"cast"`` casts.
-        rename: from names of the state dict to names of the checkpoint; what a mapping lacks keeps its name.
+        rename: from names of the state dict to names of the checkpoint. A mapping is of whole names (that of :func:`dcp_rs.convert` is of
+            prefixes, from old to new); what it lacks keeps its name.
         include, exclude: globs over names of the state dict; what is not included, or excluded, is left alone.
         allow_partial_load: leave alone what the checkpoint lacks or has in another shape, and fill what it holds of the rest. See ``report``.
         flatten_state_dict, flatten_sharded_tensors: as in torch's ``DefaultLoadPlanner``.

@@ -9,7 +9,6 @@ import sys
 import threading
 import uuid
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -29,7 +28,7 @@ from dcp_rs.metadata import make_metadata
 from dcp_rs.options import ReadOptions
 from dcp_rs.planner import LocalReads, RsLoadPlanner
 from dcp_rs.replicas import read_shared, share, whole_targets
-from dcp_rs.sources import is_rank_local, open_index
+from dcp_rs.sources import is_rank_local, local_path, open_index
 
 __all__ = ["RsReader"]
 
@@ -42,7 +41,7 @@ class RsReader(StorageReader):
     """Reads a checkpoint under DCP's load protocol: ``dcp.load(state_dict, storage_reader=RsReader(path))``.
 
     Args:
-        path: a folder written by ``RsWriter``.
+        path: a checkpoint: a folder of this package, of Hugging Face or of stock DCP, or a ``.safetensors`` file.
         io, threads, verify, shared, max_inflight_bytes: see :class:`dcp_rs.ReadOptions`.
         weights_only: check that every non-tensor value loads under ``torch.load(weights_only=True)`` before a planner gets it (stock
             planners unpickle freely). ``False`` is for checkpoints you wrote yourself.
@@ -82,7 +81,7 @@ class RsReader(StorageReader):
         if replicas not in ("each", "node", "all"):
             msg = f"replicas={replicas!r}: one of 'each', 'node', 'all'"
             raise ValueError(msg)
-        self.path = Path(path)
+        self.path = local_path(path)
         self.options = ReadOptions(
             io=io, threads=threads, verify=verify, shared=shared, max_inflight_bytes=max_inflight_bytes
         )
@@ -101,7 +100,7 @@ class RsReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, of another path where one is given."""
         if checkpoint_id:
-            self.path = Path(checkpoint_id)
+            self.path = local_path(checkpoint_id)
         self.load_id = _new_id()
         self._local = threading.local()
 
@@ -114,7 +113,7 @@ class RsReader(StorageReader):
         """Opens the index. With ``rank=r`` it is that rank's own index of a rank-local save (``use_collectives=False``)."""
         rank = kwargs.get("rank")
         try:
-            index = open_index(self.path, rank=rank, allow_external=self.allow_external)
+            index = self._open(rank)
         except Exception as error:
             if not self.defer_errors or (rank is None and is_rank_local(self.path)):
                 raise
@@ -175,10 +174,13 @@ class RsReader(StorageReader):
         """Whether the id can be a path of the local file system."""
         return "://" not in os.fspath(checkpoint_id)
 
+    def _open(self, rank: int | None) -> _core.Index:
+        return open_index(self.path, rank=rank, allow_external=self.allow_external, verify=self.options.verify)
+
     def _index(self) -> _core.Index:
         index = getattr(self._local, "index", None)
         if index is None:
-            index = open_index(self.path, rank=None, allow_external=self.allow_external)
+            index = self._open(None)
             self._local.index = index
         return index
 

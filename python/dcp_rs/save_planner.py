@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from dcp_rs import _core, _torch, payload
+from dcp_rs import _core, _torch, objects, payload
 from dcp_rs._dtypes import NAMES
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.local import global_shape, local_pieces
@@ -207,7 +208,9 @@ class RsSavePlanner(DefaultSavePlanner):
         return new_plan
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  # torch's name
-        """Torch's, and the cast to ``dtype``."""
+        """Torch's, and the cast to ``dtype``. An error about a value names it."""
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(objects.dump_named(write_item.index.fqn, object))
         made = super().transform_object(write_item, object)
         if isinstance(made, torch.Tensor) and self._is_cast(made.dtype):
             return made.to(self.dtype)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
+import warnings
 from pathlib import Path
 
 from dcp_rs import _core
+from dcp_rs.errors import UnsupportedError
 
-__all__ = ["INDEX_NAME", "is_rank_local", "is_torch_file", "open_index", "rank_index_name"]
+__all__ = ["INDEX_NAME", "is_rank_local", "is_torch_file", "local_path", "open_index", "rank_index_name"]
 
 INDEX_NAME = "index.dcprs"
+#: What torch writes last of a checkpoint.
+STOCK_NAME = ".metadata"
+#: What a file of ``torch.save`` begins with, as any zip archive.
+ZIP_START = b"PK\x03\x04"
 
 #: The names under which a rank publishes what it wrote alone: of this package, and of torch.
 _RANK_LOCAL = (f"__*.{INDEX_NAME}", "__*.metadata")
@@ -20,28 +27,67 @@ def rank_index_name(rank: int) -> str:
     return f"__{rank}.{INDEX_NAME}"
 
 
-def open_index(path: str | os.PathLike[str], *, rank: int | None, allow_external: bool) -> _core.Index:
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """The path, if it is one of the file system.
+
+    Raises:
+        UnsupportedError: it has a scheme, as in ``s3://bucket/ckpt``.
+    """
+    text = os.fspath(path)
+    if scheme := re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
+        msg = f"{text}: paths of the file system are supported, {scheme[0]} is not: mount the storage, or copy from and to it"
+        raise UnsupportedError(msg, path=text)
+    return Path(path)
+
+
+def open_index(
+    path: str | os.PathLike[str], *, rank: int | None, allow_external: bool, verify: bool = False
+) -> _core.Index:
     """Opens the checkpoint at ``path``; with ``rank``, what that rank wrote in a rank-local save.
+
+    Warns where ``verify`` is asked for and nothing has a digest, and where a checkpoint of torch is in the same folder.
 
     Raises:
         CheckpointNotFoundError: there is nothing at ``path`` that is a checkpoint.
         CorruptIndexError, UnsafePickleError, UnsupportedError: see :mod:`dcp_rs.errors`.
     """
-    return _core.Index.open(os.fspath(path), rank, allow_external)
+    index = _core.Index.open(os.fspath(local_path(path)), rank, allow_external)
+    if verify and index.chunk_count and not index.has_digests():
+        warnings.warn(
+            f"verify=True checks nothing in {path}: it has no digests; "
+            "dcp_rs.index(path, digests=True) adds them, dcp_rs.convert writes a checkpoint that has them",
+            stacklevel=2,
+        )
+    if rank is None and index.source == "dcp-rs":
+        _warn_of_two(index.path.parent)
+    return index
+
+
+def _warn_of_two(folder: Path) -> None:
+    """Warns where a checkpoint of this package and one of torch are in one folder."""
+    own, stock = folder / INDEX_NAME, folder / STOCK_NAME
+    if not (own.is_file() and stock.is_file()):
+        return
+    newer = STOCK_NAME if stock.stat().st_mtime_ns > own.stat().st_mtime_ns else INDEX_NAME
+    warnings.warn(
+        f"{folder} holds two checkpoints, one of dcp-rs ({INDEX_NAME}) and one of torch ({STOCK_NAME}): "
+        f"that of dcp-rs is read, {newer} is newer. Remove one, or save them to different folders",
+        stacklevel=3,
+    )
 
 
 def is_rank_local(path: str | os.PathLike[str]) -> bool:
     """Whether the folder holds a rank-local save, and none of all ranks."""
     folder = Path(path)
-    if (folder / INDEX_NAME).exists() or (folder / ".metadata").exists():
+    if (folder / INDEX_NAME).exists() or (folder / STOCK_NAME).exists():
         return False
     return any(next(folder.glob(pattern), None) is not None for pattern in _RANK_LOCAL)
 
 
 def is_torch_file(path: str | os.PathLike[str]) -> bool:
     """Whether the path is a file that may be ``torch.save``'s: any but a ``.safetensors`` file, that is a zip archive or is named so."""
-    file = Path(path)
+    file = local_path(path)
     if not file.is_file() or file.suffix == ".safetensors":
         return False
     with file.open("rb") as stream:
-        return stream.read(4) == b"PK\x03\x04" or file.suffix in (".pt", ".pth", ".bin", ".ckpt")
+        return stream.read(len(ZIP_START)) == ZIP_START or file.suffix in (".pt", ".pth", ".bin", ".ckpt")

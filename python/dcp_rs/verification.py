@@ -11,7 +11,7 @@ from typing import Any
 
 from dcp_rs import _core
 from dcp_rs.errors import CheckpointExistsError, CheckpointNotFoundError
-from dcp_rs.sources import INDEX_NAME, open_index
+from dcp_rs.sources import INDEX_NAME, local_path, open_index
 
 __all__ = ["Problem", "VerifyReport", "index", "verify"]
 
@@ -36,13 +36,13 @@ class Problem:
     got: str
 
     def __str__(self) -> str:
-        where = f"tensor {self.tensor!r}, block {self.block} (byte {self.offset})" if self.tensor else "the file"
-        return f"{self.file}: {where}: expected {self.expected}, got {self.got}"
+        where = f"tensor {self.tensor!r}, block {self.block} (byte {self.offset}): " if self.tensor else ""
+        return f"{self.file}: {where}expected {self.expected}, got {self.got}"
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What :func:`verify` found. True when all is well.
+    """What :func:`verify` found. True where nothing is wrong, as far as there are digests to tell by.
 
     Attributes:
         problems: in the order of files and offsets.
@@ -73,7 +73,8 @@ def verify(
     """Hashes all of a checkpoint and compares it with the digests in its index. Every file has to be there, and have its length.
 
     Args:
-        path: a checkpoint folder.
+        path: a checkpoint: a folder of this package, of Hugging Face or of stock DCP, or a ``.safetensors`` file.
+            Data without digests (of others) is only looked for; ``bytes_without_digest`` says how much that is.
         threads: default: the cores of this process.
         allow_external: read data files outside the folder, if the index names any. Without it such an index is refused.
         progress: called now and then with the bytes hashed so far.
@@ -121,9 +122,9 @@ def index(
         CheckpointNotFoundError: there is no data to index.
         UnsupportedError: the folder holds a rank-local save (``use_collectives=False``): an index of all ranks would hide it.
     """
-    source = Path(src)
+    source = local_path(src)
     folder = source if source.is_dir() else source.parent
-    target = folder if out is None else Path(out)
+    target = folder if out is None else local_path(out)
     if target.is_dir():
         _core.check_no_rank_indexes(os.fspath(target))
     if (target / INDEX_NAME).exists() and not overwrite:

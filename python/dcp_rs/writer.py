@@ -9,7 +9,6 @@ import threading
 import uuid
 import warnings
 import zlib
-from pathlib import Path
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -27,7 +26,7 @@ from dcp_rs.options import WriteOptions
 from dcp_rs.payload import collect, write_entries
 from dcp_rs.save_planner import RsSavePlanner
 from dcp_rs.saves import SavedMeta, Saving
-from dcp_rs.sources import INDEX_NAME, rank_index_name
+from dcp_rs.sources import INDEX_NAME, local_path, rank_index_name
 
 __all__ = ["RsWriter"]
 
@@ -97,7 +96,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     ) -> None:
         super().__init__()
         self._stager = HostStager(cache=cache_staged_state_dict)
-        self.path = Path(path)
+        self.path = local_path(path)
         self.options = WriteOptions(threads=threads, fsync=fsync, io=io, max_inflight_bytes=max_inflight_bytes)
         self.overwrite = overwrite
         self.save_id = str(uuid.uuid4())
@@ -112,7 +111,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if self._written is not None and self._written.is_over:
             self.discard()
         if checkpoint_id:
-            self.path = Path(checkpoint_id)
+            self.path = local_path(checkpoint_id)
         self.save_id = str(uuid.uuid4())
 
     @property

@@ -78,8 +78,8 @@ class Faults:
 
 
 def _failed_with(error: BaseException, number: int) -> bool:
-    """Whether the error is what DCP makes of an OSError of this number on some rank."""
-    failures = getattr(error, "failures", {})
+    """Whether the error is an OSError of this number, or what DCP makes of one on several ranks."""
+    failures = getattr(error, "failures", {0: (error, None)})
     return any(isinstance(e, OSError) and e.errno == number for e, _ in failures.values())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,8 +13,9 @@ import typer
 from rich.markup import escape
 
 from dcp_rs._core import __version__
-from dcp_rs.cli.output import console
+from dcp_rs.cli.output import console, for_command_line, printable
 from dcp_rs.errors import DcpRsError
+from dcp_rs.sources import local_path
 
 __all__ = ["app", "main"]
 
@@ -30,12 +32,20 @@ def _examples(*commands: str) -> str:
     return "\n\n".join(["[dim]Examples:[/dim]", *(escape(f"  {command}") for command in commands)])
 
 
+_FOLDERS = "A dcp-rs folder, a stock DCP folder, a Hugging Face folder"
+
+#: What has an index, or is given one when it is opened.
 Checkpoint = Annotated[
+    Path,
+    typer.Argument(metavar="PATH", help=f"{_FOLDERS} or a .safetensors file.", show_default=False, parser=local_path),
+]
+AnyCheckpoint = Annotated[
     Path,
     typer.Argument(
         metavar="PATH",
-        help="A dcp-rs folder, a stock DCP folder, a Hugging Face folder, a .safetensors file or a file of torch.save.",
+        help=f"{_FOLDERS}, a .safetensors file or a file of torch.save.",
         show_default=False,
+        parser=local_path,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -85,7 +95,7 @@ def _root(
     ),
 )
 def _ls(
-    path: Checkpoint,
+    path: AnyCheckpoint,
     patterns: Annotated[
         list[str] | None, typer.Argument(metavar="[GLOB]...", help="Only names that match.", show_default=False)
     ] = None,
@@ -108,19 +118,22 @@ def _ls(
     ),
 )
 def _inspect(
-    path: Checkpoint,
+    path: AnyCheckpoint,
     name: Annotated[
         str | None, typer.Argument(help="One entry: how it is cut, and over which files.", show_default=False)
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one page of HTML with all of it.", show_default=False)
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write one page of HTML with all of it.", show_default=False, parser=local_path
+        ),
     ] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Lists to their end.")] = False,
     rank: Rank = None,
     allow_external: External = False,
     as_json: Json = False,
 ) -> None:
-    """Show how a checkpoint, or one entry of it, is made up."""
+    """Show how a checkpoint, or one entry of it, is made up. The map of an entry shows which file holds what."""
     from dcp_rs.cli import listing
 
     if html is not None:
@@ -156,11 +169,14 @@ def _verify(path: Checkpoint, allow_external: External = False, threads: Threads
     ),
 )
 def _convert(
-    src: Checkpoint,
+    src: AnyCheckpoint,
     dst: Annotated[
         Path,
         typer.Argument(
-            metavar="DST", help="A new folder; a file for torch, and for safetensors if it ends so.", show_default=False
+            metavar="DST",
+            help="A new folder; a file for torch, and for safetensors if it ends so.",
+            show_default=False,
+            parser=local_path,
         ),
     ],
     to: Annotated[Literal["dcp-rs", "dcp", "safetensors", "torch"], typer.Option(help="The format of DST.")] = "dcp-rs",
@@ -227,7 +243,10 @@ def _convert(
 def _index(
     path: Checkpoint,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Put the index there, not beside the data.", show_default=False)
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Put the index there, not beside the data.", show_default=False, parser=local_path
+        ),
     ] = None,
     digests: Annotated[
         bool, typer.Option("--digests", help="Hash the data, so that it can be verified later.")
@@ -265,8 +284,10 @@ def _index(
     ),
 )
 def _diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another one, of any kind.", show_default=False)],
+    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.", show_default=False, parser=local_path)],
+    b: Annotated[
+        Path, typer.Argument(metavar="B", help="Another one, of any kind.", show_default=False, parser=local_path)
+    ],
     include: Include = None,
     exclude: Exclude = None,
     tolerance: Annotated[float, typer.Option(min=0.0, help="Absolute differences up to that do not count.")] = 0.0,
@@ -358,7 +379,9 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = [a for i, a in enumerate(arguments) if a != "--debug" or i > end]
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        status = _run(arguments)
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            status = _run(arguments)
     except Exception as error:  # every error becomes one line
         if debug:
             raise
@@ -382,6 +405,10 @@ def _run(arguments: list[str]) -> int:
     return status if isinstance(status, int) else 0
 
 
+def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
+    _say(f"warning: {message}")
+
+
 def _terminate(number: int, _: Any) -> None:
     raise SystemExit(128 + number)
 
@@ -403,19 +430,6 @@ def _report(error: Exception) -> int:
     return 2
 
 
-#: What messages call an option, and what it is called here.
-_OPTIONS = {
-    "overwrite=True": "--overwrite",
-    "skip_unsupported=True": "--skip-unsupported",
-    "weights_only=False": "--trust-pickles",
-    "dcp_rs.index(path)": "dcp-rs index",
-}
-
-
 def _say(text: str) -> None:
-    from dcp_rs.cli.output import printable
-
-    one_line = " ".join(text.split("\n"))
-    for keyword, option in _OPTIONS.items():
-        one_line = one_line.replace(keyword, option)
+    one_line = for_command_line(" ".join(text.split("\n")))
     console(stderr=True).print(f"dcp-rs: {printable(one_line)}", soft_wrap=True)

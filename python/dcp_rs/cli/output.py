@@ -13,7 +13,18 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
-__all__ = ["bar", "count", "line", "print_json", "printable", "progress_bar", "rate", "show_shape", "size"]
+__all__ = [
+    "bar",
+    "count",
+    "for_command_line",
+    "line",
+    "print_json",
+    "printable",
+    "progress_bar",
+    "rate",
+    "show_shape",
+    "size",
+]
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -39,6 +50,24 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+#: What messages call an option or a function, and what it is called here.
+_COMMANDS = {
+    "dcp_rs.index(path, overwrite=True)": "dcp-rs index --overwrite",
+    "dcp_rs.index(path)": "dcp-rs index",
+    "dcp_rs.convert": "dcp-rs convert",
+    "overwrite=True": "--overwrite",
+    "skip_unsupported=True": "--skip-unsupported",
+    "weights_only=False": "--trust-pickles",
+}
+
+
+def for_command_line(text: str) -> str:
+    """A message of the package, in terms of the commands."""
+    for name, here in _COMMANDS.items():
+        text = text.replace(name, here)
+    return text
 
 
 def printable(text: str) -> str:

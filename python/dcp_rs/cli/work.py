@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dcp_rs.cli.output import count, line, print_json, printable, progress_bar, rate, size
+from dcp_rs.cli.output import count, for_command_line, line, print_json, printable, progress_bar, rate, size
 from dcp_rs.errors import PlanError
 
 __all__ = ["convert", "index", "verify"]
@@ -38,13 +38,17 @@ def verify(path: Path, *, allow_external: bool, threads: int | None, as_json: bo
         )
         return 0 if report.ok else 1
     for problem in report.problems:
-        line(("damaged  ", "red"), printable(str(problem)))
-    if report.bytes_without_digest:
-        line(
-            f"{size(report.bytes_without_digest)} of data without digests: only the files' presence and size were checked "
-            "(dcp-rs index --digests adds them)"
-        )
-    verdict = ("all is well", "green") if report.ok else (count(len(report.problems), "problem"), "bold red")
+        line(("damaged  ", "red"), printable(for_command_line(str(problem))))
+    without = report.bytes_without_digest
+    if without:
+        line(("not checked  ", "yellow"), f"{size(without)} of data without digests (dcp-rs index --digests adds them)")
+    if report.ok and without and not report.bytes_verified:
+        line(("the files are there and of the right size; nothing was verified", "yellow"))
+        return 0
+    if report.ok:
+        verdict = ("no damage found", "yellow") if without else ("all is well", "green")
+    else:
+        verdict = (count(len(report.problems), "problem"), "bold red")
     line(
         verdict, f": {size(report.bytes_verified)} verified in {seconds:.1f} s ({rate(report.bytes_verified, seconds)})"
     )

@@ -17,6 +17,7 @@ from dcp_rs.conversion.place import Place, check_place, new_place
 from dcp_rs.conversion.source import open_source
 from dcp_rs.errors import DcpRsError
 from dcp_rs.options import ReadOptions, WriteOptions
+from dcp_rs.sources import local_path
 
 __all__ = ["ConvertReport", "convert"]
 
@@ -64,7 +65,8 @@ def convert(
         shards: files (for ``"dcp-rs"`` and ``"dcp"``: ranks) to spread the data over, about evenly. Tensors are not cut for it.
         include, exclude: one glob or several, over names in the source.
         rename: new names. A mapping is of names, or of what names begin with up to a dot: ``{"model": "module"}`` makes ``model.x``
-            ``module.x``, ``{"model": ""}`` makes it ``x``, and ``{"": "model"}`` makes ``x`` ``model.x``. Or a callable.
+            ``module.x``, ``{"model": ""}`` makes it ``x``, and ``{"": "model"}`` makes ``x`` ``model.x``. Or a callable. It goes from
+            the source to the new checkpoint, by prefix; that of :class:`dcp_rs.RsLoadPlanner` from the state dict to the checkpoint, by whole names.
         skip_unsupported: leave out what ``dst`` cannot hold; without it that is an error.
         overwrite: replace a checkpoint at ``dst``.
         progress: called now and then with the bytes written, and all that are to be written.
@@ -96,7 +98,7 @@ def convert(
     if shards is not None and (isinstance(shards, bool) or not isinstance(shards, int) or shards < 1):
         msg = f"shards={shards!r}: a positive integer"
         raise ValueError(msg)
-    source_path, target = Path(src), Path(os.path.abspath(dst))  # noqa: PTH100  # Path.resolve would follow dst's last link
+    source_path, target = local_path(src), Path(os.path.abspath(local_path(dst)))  # noqa: PTH100  # Path.resolve would follow dst's last link
     as_file = to == "torch" or (to == "safetensors" and target.suffix == ".safetensors")
     if as_file and (shards or 1) > 1:
         msg = f"shards={shards}: {dst} is one file"

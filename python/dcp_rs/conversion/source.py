@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,11 +16,18 @@ import torch
 
 from dcp_rs import _core, objects, tree
 from dcp_rs.checkpoint import Checkpoint
-from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, PlanError, UnsafePickleError, UnsupportedError
+from dcp_rs.errors import (
+    CheckpointNotFoundError,
+    CorruptDataError,
+    DcpRsError,
+    PlanError,
+    UnsafePickleError,
+    UnsupportedError,
+)
 from dcp_rs.fill import is_plain, stored_dtype
 from dcp_rs.options import ReadOptions
 from dcp_rs.payload import as_object, why_not_raw
-from dcp_rs.sources import is_torch_file, open_index
+from dcp_rs.sources import ZIP_START, is_torch_file, open_index
 
 __all__ = ["Chunk", "IndexSource", "Item", "Request", "Source", "TorchSource", "open_source"]
 
@@ -280,7 +289,7 @@ def load_torch_file(path: Path, *, weights_only: bool) -> dict[str, Any]:
     Raises:
         UnsafePickleError: it needs more than ``torch.load(weights_only=True)`` allows.
         UnsupportedError: it holds something else than a state dict, or is of a torch before 1.6.
-        CorruptDataError: it cannot be read.
+        CorruptDataError: it is no file of ``torch.save``, or cut short.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
@@ -292,12 +301,12 @@ def load_torch_file(path: Path, *, weights_only: bool) -> dict[str, Any]:
             "Allow its types with torch.serialization.add_safe_globals, or pass weights_only=False if you trust whoever wrote it."
         )
         raise UnsafePickleError(msg, path=path) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
-        if "mmap can only be used" in str(error):
-            msg = f"{path} is in the format of torch before 1.6, which cannot be mapped: load it and save it again with a newer torch"
-            raise UnsupportedError(msg, path=path) from error
-        msg = f"{path} is not what torch.save writes: {error}"
-        raise CorruptDataError(msg, path=path) from error
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
+        if (
+            isinstance(error, OSError) and error.errno != errno.EINVAL
+        ):  # torch seeks to before the file where that is cut short
+            raise
+        raise _refusal(path, error) from error
     if not isinstance(state, Mapping):
         msg = f"{path} holds a {type(state).__name__}, not a state dict"
         raise UnsupportedError(msg, path=path)
@@ -305,3 +314,19 @@ def load_torch_file(path: Path, *, weights_only: bool) -> dict[str, Any]:
         msg = f"{path}: the keys of a state dict are strings, or numbers"
         raise PlanError(msg, path=path)
     return dict(state)
+
+
+def _refusal(path: Path, error: Exception) -> DcpRsError:
+    """What is wrong with a file that torch cannot load. torch takes whatever is no zip archive for a file in its old format."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start == ZIP_START:
+        if not zipfile.is_zipfile(path):
+            msg = f"{path} begins as a file of torch.save, and its end is missing: it was cut short"
+            return CorruptDataError(msg, path=path)
+        return CorruptDataError(f"{path} is not what torch.save writes: {error}", path=path)
+    if start[:1] == pickle.PROTO:
+        msg = f"{path} is in the format of torch before 1.6, which cannot be mapped: load it and save it again with a newer torch"
+        return UnsupportedError(msg, path=path)
+    why = "it begins as none does" if start else "it is empty"
+    return CorruptDataError(f"{path} is not a file of torch.save: {why}", path=path)

@@ -29,14 +29,14 @@ pub enum Error {
         reason: String,
     },
     /// A data file is missing, of the wrong length, or does not match its digest.
-    #[error("corrupt data in {}{}: {reason} (at byte {offset})", path.display(), of_tensor(tensor))]
+    #[error("corrupt data in {}{}: {reason}{}", path.display(), of_tensor(tensor), at_byte(*offset))]
     CorruptData {
         /// The data file.
         path: PathBuf,
         /// FQN of the tensor concerned; empty where the whole file is.
         tensor: String,
-        /// Where in that file.
-        offset: u64,
+        /// Where in that file; none where the whole file is concerned.
+        offset: Option<u64>,
         /// What is wrong: expected and got.
         reason: String,
     },
@@ -93,6 +93,10 @@ fn of_tensor(tensor: &str) -> String {
     }
 }
 
+fn at_byte(offset: Option<u64>) -> String {
+    offset.map_or_else(String::new, |offset| format!(" (at byte {offset})"))
+}
+
 impl Error {
     /// An [`Error::Io`] for `path`.
     pub fn io(action: &'static str, path: &Path, source: io::Error) -> Self {
@@ -126,7 +130,17 @@ impl Error {
         Self::CorruptData {
             path: path.to_owned(),
             tensor: tensor.to_owned(),
-            offset,
+            offset: Some(offset),
+            reason: reason.into(),
+        }
+    }
+
+    /// An [`Error::CorruptData`] for all of the file at `path`: it is missing, or another one.
+    pub fn corrupt_file(path: &Path, reason: impl Into<String>) -> Self {
+        Self::CorruptData {
+            path: path.to_owned(),
+            tensor: String::new(),
+            offset: None,
             reason: reason.into(),
         }
     }

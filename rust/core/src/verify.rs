@@ -67,14 +67,9 @@ pub fn verify(index: &Index, allow_external: bool, threads: usize, control: &Con
                     .extend(check_head(index, number, &file, &file_ref.path)?);
                 files.insert(number, file_ref);
             }
-            Err(Error::CorruptData { path, reason, .. }) => verified.problems.push(Problem {
-                path,
-                tensor: String::new(),
-                block: 0,
-                offset: 0,
-                expected: format!("a file of {} bytes", file_ref.size),
-                got: reason,
-            }),
+            Err(Error::CorruptData { path, reason, .. }) => {
+                verified.problems.push(file_problem(path, file_ref.size, reason));
+            }
             Err(other) => return Err(other),
         }
     }
@@ -108,6 +103,25 @@ pub fn verify(index: &Index, allow_external: bool, threads: usize, control: &Con
         .problems
         .sort_by(|a, b| (&a.path, a.offset).cmp(&(&b.path, b.offset)));
     Ok(verified)
+}
+
+/// A file that was refused for `reason`: missing, of another length than `size`, or modified.
+fn file_problem(path: PathBuf, size: u64, reason: String) -> Problem {
+    let file = format!("a file of {size} bytes");
+    let (expected, got) = match std::fs::metadata(&path) {
+        Ok(found) if found.is_file() && found.len() != size => (file, format!("one of {} bytes", found.len())),
+        Ok(found) if found.is_file() => ("the file that was indexed".into(), format!("another: {reason}")),
+        Ok(_) => (file, reason),
+        Err(_) => (file, "none".into()),
+    };
+    Problem {
+        path,
+        tensor: String::new(),
+        block: 0,
+        offset: 0,
+        expected,
+        got,
+    }
 }
 
 /// The header of a data file against its digest.

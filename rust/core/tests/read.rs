@@ -209,7 +209,7 @@ fn nothing_wanted_is_nothing_done() {
     );
 }
 
-fn corrupt(result: Result<ReadStats, Error>) -> (String, String, u64, String) {
+fn corrupt(result: Result<ReadStats, Error>) -> (String, String, Option<u64>, String) {
     match result {
         Err(Error::CorruptData {
             path,
@@ -235,11 +235,12 @@ fn files_are_checked_before_reading() {
     let req = run(0, 0, 10_000, 0, &mut dst);
     for io in MODES {
         let attempt = |file: FileRef| corrupt(go(&[file], std::slice::from_ref(&req), &options(io)));
-        let (name, _, _, reason) = attempt(FileRef {
+        let (name, _, offset, reason) = attempt(FileRef {
             path: dir.path().join("gone"),
             ..good.clone()
         });
         assert_eq!((name.as_str(), reason.as_str()), ("gone", "the file is missing"));
+        assert_eq!(offset, None);
         let (_, _, _, reason) = attempt(FileRef {
             size: 10_001,
             ..good.clone()
@@ -249,7 +250,10 @@ fn files_are_checked_before_reading() {
             mtime_ns: 12345,
             ..good.clone()
         });
-        assert!(reason.contains("modified"), "{reason}");
+        assert!(
+            reason.contains("modified") && reason.contains("dcp_rs.index"),
+            "{reason}"
+        );
         let link = dir.path().join("link");
         let _ = std::os::unix::fs::symlink(&good.path, &link);
         let (_, _, _, reason) = attempt(FileRef {
@@ -321,7 +325,7 @@ fn verify_names_the_block_that_differs() {
             let (name, tensor, offset, reason) = corrupt(verified(io, &[req]));
             assert_eq!(
                 (name.as_str(), tensor.as_str(), offset),
-                ("f", "layers.7.weight", (4096 + 2 * MIB) as u64)
+                ("f", "layers.7.weight", Some((4096 + 2 * MIB) as u64))
             );
             assert!(reason.contains("block 2") && reason.contains("expected"), "{reason}");
         }

@@ -100,6 +100,11 @@ impl Index {
         self.inner.chunk_count()
     }
 
+    /// Whether any chunk has digests.
+    fn has_digests(&self) -> bool {
+        (0..self.inner.chunk_count()).any(|chunk| self.inner.chunk(chunk).digests.is_some())
+    }
+
     /// The index as it stands on disk.
     fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, self.inner.bytes())

@@ -44,7 +44,7 @@ pub fn find(path: &Path, rank: Option<u32>) -> Result<Found> {
         return if path.extension().is_some_and(|extension| extension == "safetensors") {
             Ok(Found::Foreign(Foreign::SafetensorsFile))
         } else {
-            no("of single files only .safetensors ones are checkpoints".into())
+            no("of single files only .safetensors ones open; dcp_rs.convert makes a checkpoint of a file of torch.save".into())
         };
     }
     let names = names(path)?;
@@ -115,6 +115,13 @@ fn names(dir: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
+/// Whether a file is named as those of `torch.save` are.
+fn is_torch_file(name: &str) -> bool {
+    [".pt", ".pth", ".bin", ".ckpt"]
+        .iter()
+        .any(|ending| name.ends_with(ending))
+}
+
 /// The most helpful guess at what a folder without an index is.
 fn why_not(names: &[String]) -> &'static str {
     let any = |part: &str| names.iter().any(|name| name.contains(part));
@@ -134,6 +141,8 @@ fn why_not(names: &[String]) -> &'static str {
         "it has data files but no index.dcprs: the save did not finish, or dcp_rs.index(path) rebuilds it"
     } else if names.is_empty() {
         "the folder is empty"
+    } else if names.iter().any(|name| is_torch_file(name)) {
+        "it holds files of torch.save, to judge by their names: dcp_rs.convert makes a checkpoint of one"
     } else {
         "it holds no index.dcprs, no .metadata and no .safetensors file"
     }

@@ -78,8 +78,8 @@ fn stat_data_file(path: &Path) -> Result<Stat> {
                 .saturating_mul(1_000_000_000)
                 .saturating_add(found.mtime_nsec()),
         }),
-        Ok(_) => Err(Error::corrupt_data(path, "", 0, "it is not a file")),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Err(Error::corrupt_data(path, "", 0, "it is missing")),
+        Ok(_) => Err(Error::corrupt_file(path, "it is not a file")),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Err(Error::corrupt_file(path, "it is missing")),
         Err(e) => Err(Error::io("look at", path, e)),
     }
 }

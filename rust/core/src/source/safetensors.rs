@@ -145,10 +145,8 @@ fn check_numbering(dir: &Path, files: &[String]) -> Result<()> {
     for ((stem, of), numbers) in series {
         if numbers.len() as u64 != of {
             let missing = (1..=of).find(|number| !numbers.contains(number)).unwrap_or(of);
-            return Err(Error::corrupt_data(
+            return Err(Error::corrupt_file(
                 &dir.join(format!("{stem}-{missing:05}-of-{of:05}{SUFFIX}")),
-                "",
-                0,
                 format!("it is missing: {} of {of} files are there", numbers.len()),
             ));
         }

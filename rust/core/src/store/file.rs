@@ -7,6 +7,10 @@ use std::path::{Path, PathBuf};
 
 use crate::{Error, Result};
 
+/// Of an index over the data of others; those of this crate do not depend on times.
+const MODIFIED: &str = "the file was modified after it was indexed, or copied without its time; if it is the right one, \
+    dcp_rs.index(path, overwrite=True) makes the index anew, and without index.dcprs the data is read as it is";
+
 /// A file to read from, and what must be true of it.
 #[derive(Clone, Debug)]
 pub struct FileRef {
@@ -64,17 +68,14 @@ impl FileRef {
                 .saturating_mul(1_000_000_000)
                 .saturating_add(meta.mtime_nsec());
             if got != self.mtime_ns {
-                return Err(self.corrupt(format!(
-                    "the file was modified after it was indexed: time {got} ns, expected {}",
-                    self.mtime_ns
-                )));
+                return Err(self.corrupt(MODIFIED));
             }
         }
         Ok(())
     }
 
     fn corrupt(&self, reason: impl Into<String>) -> Error {
-        Error::corrupt_data(&self.path, "", 0, reason)
+        Error::corrupt_file(&self.path, reason)
     }
 }
 

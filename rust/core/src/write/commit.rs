@@ -79,12 +79,8 @@ fn check_written(dir: &Path, index: &Index) -> Result<()> {
         }
         let path = dir.join(file.name);
         let wrong = |what: String| {
-            Err(Error::corrupt_data(
-                &path,
-                "",
-                0,
-                format!("at the commit of its save {what}"),
-            ))
+            let reason = format!("at the commit of its save {what}");
+            Err(Error::corrupt_file(&path, reason))
         };
         match fs::symlink_metadata(&path) {
             Ok(found) if found.is_file() && found.len() == file.size => {}
