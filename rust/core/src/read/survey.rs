@@ -105,7 +105,8 @@ pub fn spans(files: &[FileRef], reqs: &[ReadReq], options: &ReadOptions, catalog
             wanted.end = wanted.end.max(end);
             wanted.bytes = wanted.bytes.saturating_add(bytes);
             let is_whole = |of: &HashMap<u32, u64>| catalog.tensor_bytes(req.tensor) == of.get(&req.tensor).copied();
-            if of_tensors.as_ref().is_some_and(|of| is_whole(of) || is_thin(req, bytes)) {
+            let is_common = |of| is_whole(of) || is_thin(req, bytes);
+            if of_tensors.as_ref().is_some_and(is_common) {
                 wanted.common = wanted.common.saturating_add(bytes);
             }
         }
