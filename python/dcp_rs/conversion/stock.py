@@ -25,7 +25,6 @@ from dcp_rs import _core, _torch
 from dcp_rs.conversion.job import Job, Task, split
 from dcp_rs.conversion.place import Place
 from dcp_rs.conversion.scratch import in_memory, to_tensors
-from dcp_rs.conversion.write_behind import WriteBehind
 from dcp_rs.metadata import tensor_properties
 
 __all__ = ["write"]
@@ -88,7 +87,6 @@ class _Planner(SavePlanner):
         self._place = place
         self._tasks: dict[str, Task] = {}
         self._last: torch.Tensor | None = None
-        self._behind = WriteBehind(place.folder) if job.options.fsync else None
 
     def add(self, tasks: list[Task]) -> list[WriteItem]:
         """The items of a plan."""
@@ -113,8 +111,6 @@ class _Planner(SavePlanner):
         """Its bytes, in the source's file if they lie there as they are."""
         self.let_go()
         task = self._tasks[write_item.index.fqn]
-        if self._behind is not None:
-            self._behind.wrote(task.nbytes)
         if task.dtype is None or write_item.tensor_data is None:
             data = self._job.source.value(task.item)
             self._job.advance(len(data))

@@ -13,7 +13,6 @@ from dcp_rs.conversion.job import Job, Task
 from dcp_rs.conversion.place import Place
 from dcp_rs.conversion.scratch import to_tensors
 from dcp_rs.conversion.source import TorchSource
-from dcp_rs.conversion.write_behind import WriteBehind
 from dcp_rs.tree import number_parameters
 
 __all__ = ["write"]
@@ -49,8 +48,7 @@ def write(job: Job, place: Place) -> None:
     written = sum(task.nbytes for task in job.tasks) - job.done
     with place.result.open("xb") as file:
         with _torch.without_checksums():
-            behind = WriteBehind(place.folder) if job.options.fsync else None
-            torch.save(nested, cast(IO[bytes], _Counted(file, job, written, behind)))
+            torch.save(nested, cast(IO[bytes], _Counted(file, job, written)))
         file.flush()
         _core.seal_archives(os.fspath(place.result), [(0, file.tell())], job.options.threads or 0)
         if job.options.fsync:
@@ -80,11 +78,10 @@ _CHECK_BYTES = 1 << 20
 class _Counted:
     """A file that tells the job what is written to it, and looks now and then whether the source is still what it was."""
 
-    def __init__(self, file: Any, job: Job, most: int, behind: WriteBehind | None) -> None:
+    def __init__(self, file: Any, job: Job, most: int) -> None:
         self._file = file
         self._job = job
         self._left = most
-        self._behind = behind
         self._unchecked = 0
 
     def write(self, data: Any) -> int:
@@ -92,8 +89,6 @@ class _Counted:
         written: int = self._file.write(data)
         self._job.advance(min(written, self._left))
         self._left -= min(written, self._left)
-        if self._behind is not None:
-            self._behind.wrote(written)
         self._unchecked += written
         if self._unchecked >= _CHECK_BYTES:
             self._unchecked = 0
