@@ -167,16 +167,18 @@ impl Session {
 
     /// Stops the threads and waits for them; after that, no slab is touched any more.
     pub fn close(&self) {
+        if std::process::id() != self.process {
+            // The threads stayed in the process that this one is a fork of, and one may have held the lock of the state.
+            if let Ok(mut threads) = self.threads.try_lock() {
+                std::mem::take(&mut *threads).into_iter().for_each(std::mem::forget);
+            }
+            return;
+        }
         self.shared.control.cancel();
         self.shared.lock().closed = true;
         self.shared.freed.notify_all();
         self.shared.filled.notify_all();
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
-        if std::process::id() != self.process {
-            // The threads stayed in the process that this one is a fork of.
-            threads.into_iter().for_each(std::mem::forget);
-            return;
-        }
         for thread in threads {
             // Panics were caught, and handed out as errors.
             let _ = thread.join();
