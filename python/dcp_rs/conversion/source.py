@@ -124,6 +124,7 @@ class IndexSource:
         folder = index.path.parent
         self.files = [folder / name for name, *_ in index.files()]
         self._options = options
+        self._verifies_views = options.verify and index.has_digests()
         self._views = Checkpoint(index, options=ReadOptions(threads=options.threads))
         self.items = [self._item(number) for number in index.file_order()]
 
@@ -188,7 +189,7 @@ class IndexSource:
         if item.dtype is None or (chunk is None and len(item.chunks) != 1):
             return None
         view = self._views.chunk_view(item.number, chunk or 0, item.dtype)
-        if view is not None and self._options.verify:
+        if view is not None and self._verifies_views:
             self.index.verify_chunks([self.index.first_chunk(item.number) + (chunk or 0)], **self._options.engine())
         return view
 
