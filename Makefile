@@ -45,7 +45,7 @@ $(VENV)/.uv:
 	@touch $@
 
 $(VENV)/.deps: $(VENV)/.uv pyproject.toml
-	$(UV) pip install --quiet --python $(PY) -r pyproject.toml --group dev $(TORCH)
+	$(UV) pip install --quiet --python $(PY) -r pyproject.toml --extra cli --group dev $(TORCH)
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.deps $(RUST_SOURCES)
@@ -57,7 +57,7 @@ build: $(VENV)/.built  ## Build the extension into the virtual environment
 # --- what people run -------------------------------------------------------------------------------
 
 demo: $(VENV)/.built  ## Save and restore a real model's state with stock DCP and dcp-rs, and compare
-	$(PY) -m dcp_rs._demo $(ARGS)
+	$(PY) -m dcp_rs.demo $(ARGS)
 
 test: test-rust test-python  ## All tests but the slow ones
 
@@ -99,8 +99,8 @@ $(VENV)/.bench: $(VENV)/.built
 	$(UV) pip install --quiet --python $(PY) --group bench
 	@touch $@
 
-crash: $(VENV)/.built  ## Kill hundreds of saves, fail every write, and look at what is left (ARGS)
-	PYTHONPATH=tests $(PY) -m crash --faults $(ARGS)
+crash: $(VENV)/.built  ## Kill 2,000 saves, fail every write, cut the power at every moment, and look at what is left (ARGS)
+	PYTHONPATH=tests $(PY) -m crash --faults --power 2000 $(ARGS)
 
 soak: $(VENV)/.built  ## Saves and loads for SECONDS, with memory and open files watched
 	$(PY) tests/soak.py $(SECONDS)

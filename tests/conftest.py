@@ -1,12 +1,16 @@
 """Options, markers, profiles and the fixtures that all tests share."""
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from support.ranks import close_shared_pool
+from support.simulated import Simulated, UnavailableError, install
 
 # No deadline: the machine may be busy. Derandomized: a red run is red again; `thorough` explores.
 settings.register_profile(
@@ -26,21 +30,52 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slow = config.getoption("--slow")
+    # A process that has the simulated device keeps it, and torch then takes it for the accelerator.
+    items.sort(key=lambda item: [name in getattr(item, "fixturenames", ()) for name in ("sim", "accelerator")])
     for item in items:
         if item.get_closest_marker("slow") and not slow:
             item.add_marker(pytest.mark.skip(reason="slow: runs with --slow"))
-        if item.get_closest_marker("gpu") and not _has_accelerator():
-            item.add_marker(pytest.mark.skip(reason="no accelerator"))
-
-
-def _has_accelerator() -> bool:
-    import torch
-
-    return torch.accelerator.is_available()
 
 
 def pytest_sessionfinish() -> None:
     close_shared_pool()
+
+
+@pytest.fixture
+def sim() -> Iterator[Simulated]:
+    """The simulated accelerator, with nothing set and nothing under way."""
+    import dcp_rs
+
+    try:
+        simulated = install()
+    except UnavailableError as why:
+        pytest.skip(str(why))
+    simulated.reset()
+    yield simulated
+    simulated.reset()
+    gc.collect()  # errors hold the frames that hold memory
+    dcp_rs.release_pinned_memory()
+
+
+@pytest.fixture
+def device(sim: Simulated) -> torch.device:
+    """The first of the simulated devices."""
+    return torch.device("sim", 0)
+
+
+@pytest.fixture
+def other_device(sim: Simulated) -> torch.device:
+    """The second."""
+    return torch.device("sim", 1)
+
+
+@pytest.fixture
+def accelerator(request: pytest.FixtureRequest) -> torch.device:
+    """A real one, if this machine has one, else the first of the simulated devices."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None or kind.type == "sim":
+        return request.getfixturevalue("device")
+    return torch.device(kind.type, torch.accelerator.current_device_index())
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import dcp_rs
 from dcp_rs import RsSavePlanner, RsWriter
 from dcp_rs.errors import PlanError, SaveInProgressError, UnsupportedError
-from dcp_rs.host import HostStager
+from dcp_rs.transfer.stage import HostStager
 from support import assert_state_equal, dtypes_state, nested_state, rank_outcomes, run_ranks, shapes_state
 
 
@@ -55,8 +55,36 @@ def test_a_stager_keeps_its_memory_and_tied_weights_share_theirs():
     first = stager.stage({"a": weight, "b": weight})
     assert first["a"].data_ptr() == first["b"].data_ptr()
     assert first["a"].requires_grad
+    place = first["a"].data_ptr()
     second = stager.stage({"a": torch.ones(5, 10), "b": torch.ones(3)})
-    assert second["a"].data_ptr() == first["a"].data_ptr()
+    assert second["a"].data_ptr() != place  # the first copy is still somebody's
+    del first
+    third = stager.stage({"a": torch.ones(9, 10), "b": torch.ones(3)})
+    assert third["a"].data_ptr() == place
+    assert second["a"].all()
+
+
+def test_tied_weights_are_staged_once_and_stay_tied():
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(300, 40), "head": torch.nn.Linear(40, 300, bias=False)})
+    model["head"].weight = model["embed"].weight
+    weight = model["embed"].weight
+    state = model.state_dict()  # other tensors over the same memory
+    state |= {"parameter": weight, "t": weight.t(), "half": weight[:150], "empty": weight[:0], "none": weight[:0]}
+    with torch.no_grad():
+        state["conj"] = torch.view_as_complex(weight.view(-1, 2)).conj()
+        state["unconj"] = torch.view_as_complex(weight.view(-1, 2))
+    for shared in (False, True):
+        staged = HostStager(shared=shared).stage(state)
+        if shared:  # as the other process gets it
+            function, arguments = staged.__reduce__()
+            assert sum(block.nbytes for block in arguments[0]) < 6 * weight.nbytes
+            staged = function(*arguments)
+        assert_state_equal(dict(staged), {name: value.detach().resolve_conj() for name, value in state.items()})
+        places = {name: value.data_ptr() for name, value in staged.items() if value.numel()}
+        assert places["embed.weight"] == places["head.weight"] == places["parameter"]
+        assert len(set(places.values())) == len(places) - 2
+        assert staged["parameter"].requires_grad
+        assert not staged["embed.weight"].requires_grad
 
 
 # --- our async_save ------------------------------------------------------------------------------------
@@ -88,11 +116,38 @@ class Slow(RsSavePlanner):
 
     def __init__(self):
         super().__init__()
-        self.go = threading.Event()
+        self.begun, self.go = threading.Event(), threading.Event()
 
     def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+        self.begun.set()
         self.go.wait(60)
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+
+def test_a_stager_does_not_write_to_memory_that_a_save_still_reads(tmp_path):
+    """W7: two queued saves shared the one block, and the first checkpoint held the second's numbers, with right digests."""
+    stager, planner = HostStager(cache=True), Slow()
+    state = {"w": torch.ones(1000)}
+    first = dcp_rs.async_save(state, tmp_path / "first", planner=planner, stager=stager)
+    state["w"].fill_(2)
+    timer = threading.Timer(0.2, planner.go.set)
+    timer.start()
+    second = dcp_rs.async_save(state, tmp_path / "second", stager=stager)
+    assert planner.go.is_set()  # it waited
+    first.result(60)
+    second.result(60)
+    assert dcp_rs.open(tmp_path / "first")["w"].eq(1).all()
+    assert dcp_rs.open(tmp_path / "second")["w"].eq(2).all()
+
+
+def test_a_stager_waits_for_nobody_who_keeps_a_staged_tensor():
+    stager = HostStager(cache=True)
+    over = threading.Event()
+    kept = stager.stage({"w": torch.ones(100)}, under_way=lambda: not over.is_set())
+    over.set()  # the save is over, and somebody has the tensors
+    again = stager.stage({"w": torch.zeros(100)})
+    assert kept["w"].all()
+    assert not again["w"].any()
 
 
 def test_a_second_save_to_the_path_is_refused_until_the_first_is_over(ckpt, tmp_path):
@@ -190,6 +245,23 @@ def test_torchs_async_save_is_refused_while_another_one_is_under_way(ckpt):
         dcp.async_save({"w": torch.full((100,), value)}, storage_writer=writer).result(60)
     dcp.async_save({"w": torch.full((100,), 5.0)}, storage_writer=RsWriter(ckpt)).result(60)
     assert dcp_rs.open(ckpt)["w"][0] == 5
+
+
+def test_a_writer_that_still_saves_is_not_sent_elsewhere(tmp_path):
+    """W7: torch names the next path to the writer when the save begins, in the midst of the one before; that one's memory was written over."""
+    planner = Slow()
+    writer = RsWriter(tmp_path, cache_staged_state_dict=True)
+    state = {"w": torch.ones(1000)}
+    first = dcp.async_save(state, checkpoint_id=tmp_path / "first", storage_writer=writer, planner=planner)
+    assert planner.begun.wait(60)
+    state["w"].fill_(2)
+    with pytest.raises(SaveInProgressError, match="still saves"):
+        dcp.async_save(state, checkpoint_id=tmp_path / "second", storage_writer=writer)
+    planner.go.set()
+    first.result(60)
+    dcp.async_save(state, checkpoint_id=tmp_path / "second", storage_writer=writer).result(60)
+    assert dcp_rs.open(tmp_path / "first")["w"].eq(1).all()
+    assert dcp_rs.open(tmp_path / "second")["w"].eq(2).all()
 
 
 # --- failures leave nothing behind -----------------------------------------------------------------------

@@ -21,9 +21,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import dcp_rs
-from dcp_rs.conversion.blocks import BLOCK_BYTES, Region, cut, rectangles
+from dcp_rs.checkpoint.blocks import BLOCK_BYTES, Region, cut, rectangles
+from dcp_rs.checkpoint.source import Chunk, Item
 from dcp_rs.conversion.job import Task, split
-from dcp_rs.conversion.source import Chunk, Item
 from dcp_rs.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -362,6 +362,32 @@ def test_tied_weights(tmp_path: Path) -> None:
     dcp_rs.convert(tmp_path / "x.pt", tmp_path / "y.pt", to="torch")
     again = torch.load(tmp_path / "y.pt")
     assert again["lm_head"].data_ptr() == again["embed"].data_ptr()
+
+
+def test_of_tied_weights_the_one_stays_that_transformers_keeps(tmp_path: Path) -> None:
+    weight, bias = random_tensor((6, 4), seed=1), random_tensor((6,), seed=2)
+    models = {
+        # (names of one tensor, in the order of the state dict) and the one that `save_pretrained` keeps
+        "llama": (("model.embed_tokens.weight", "lm_head.weight"), "model.embed_tokens.weight"),
+        "sorted": (("lm_head.weight", "model.embed_tokens.weight"), "model.embed_tokens.weight"),
+        "t5": (
+            ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"),
+            "shared.weight",
+        ),
+        "bert": (
+            ("embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"),
+            "embeddings.word_embeddings.weight",
+        ),
+    }
+    for model, (names, kept) in models.items():
+        state = {"lm_head.bias": bias} | dict.fromkeys(names, weight) | {"lm_head.decoder.bias": bias}
+        torch.save(state, tmp_path / f"{model}.pt")
+        report = dcp_rs.convert(tmp_path / f"{model}.pt", tmp_path / model, to="safetensors")
+        dropped = dict.fromkeys(set(names) - {kept}, kept) | {"lm_head.decoder.bias": "lm_head.bias"}
+        assert report.tied == dropped
+        assert set(load_hf(tmp_path / model)) == {kept, "lm_head.bias"}
+        with safe_open(tmp_path / model / "model.safetensors", framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"} | dropped
 
 
 def test_tensors_that_raw_bytes_cannot_hold(tmp_path: Path) -> None:

@@ -21,10 +21,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_rs
-from crash import faults
+from crash import faults, power
+from crash.kills import WAYS
 from crash.states import found_number, rank_state, stray_files
 from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError
-from support import run_ranks
+from support import files_in, run_ranks
 
 TESTS = Path(__file__).parent
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
@@ -49,9 +50,12 @@ def kills(*arguments):
 
 
 def test_a_killed_save_leaves_the_old_checkpoint_or_the_new(tmp_path):
-    one, four = kills("--kills", "25", "--kills-of-four", "6", "--folder", tmp_path)
-    assert (one["kills"], four["kills"], four["one_rank_only"]) == (25, 6, 3)
+    one, four = kills("--kills", "30", "--kills-of-four", "8", "--folder", tmp_path)
+    assert (one["kills"], four["kills"], four["one_rank_only"]) == (30, 8, 4)
     assert one["kept_old"] > 0
+    assert one["by_way"] == dict.fromkeys(WAYS, 6)
+    assert one["children"] > 0
+    assert four["by_way"] == {way: 2 for way in WAYS if way != "forks"}
 
 
 @needs_compiler
@@ -61,7 +65,9 @@ def test_a_call_that_fails_at_any_step_of_a_save():
     for tally in tallies:
         calls = tally["calls"]
         writes = calls.get("write", 0) + calls.get("pwrite", 0)
-        assert min(calls["open"], calls["fsync"] - 1, writes - 2) > 0, tally
+        assert min(calls["open"], calls["fsync"] - 1, writes - 2, calls["rename"]) > 0, tally
+        if "dcp-rs" in tally["what"] or "save" in tally["what"]:
+            assert min(calls["fallocate"], calls["flock"]) > 0, tally
         assert tally["kept_old"] + tally["became_new"] + tally["harmless"] == tally["faults"]
 
 
@@ -297,7 +303,7 @@ def test_what_lies_about_is_never_taken_for_a_checkpoint(ckpt):
 
 def test_a_save_that_fails_removes_what_every_rank_wrote(ckpt):
     run_ranks(2, save_and_refuse, ckpt)
-    assert list(ckpt.iterdir()) == []
+    assert files_in(ckpt) == []
 
 
 def save_and_refuse(path):
@@ -310,7 +316,7 @@ def save_and_refuse(path):
 def test_a_writer_of_torch_protocol_discards_when_the_commit_fails(ckpt, monkeypatch):
     save(ckpt, 1)
     monkeypatch.setattr(
-        "dcp_rs.writer._core.commit_indexes", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "disk full"))
+        "dcp_rs.dcp.writer._core.commit_indexes", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "disk full"))
     )
     with pytest.raises(CheckpointException):
         dcp.save(rank_state(2, 0), storage_writer=dcp_rs.RsWriter(ckpt), no_dist=True)
@@ -373,3 +379,20 @@ def write_only(writer):
     (plan,) = writer.prepare_global_plan(plans)
     writer.write_data(planner.finish_plan(plan), planner).wait()
     return writer
+
+
+# --- a loss of power ---------------------------------------------------------------------------------
+
+
+@needs_compiler
+def test_a_loss_of_power_leaves_the_old_checkpoint_or_the_new():
+    tallies = power.run("16")
+    assert len(tallies) == 6 + 4  # saves and the like, and conversions to each format
+    for tally in tallies:
+        assert tally["states"] == tally["old"] + tally["new"] >= tally["moments"]
+    over = [tally for tally in tallies if "over another, " in tally["what"]]
+    assert len(over) == 2
+    for tally in over:
+        assert min(tally["old"], tally["new"], tally["cleaned"], tally["saved_over"]) > 0
+        # Were any of these syncs missing, it would be seen.
+        assert tally["refused"] == ["data", "index", "folder"]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from dcp_rs import _demo
-from dcp_rs._demo_model import Transformer
+from dcp_rs.demo import run as _demo
+from dcp_rs.demo.model import Transformer
 
 SIZE_MB = 2
 DEMOS = "dcp-rs-demo-*"

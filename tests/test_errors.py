@@ -86,6 +86,10 @@ def base(path):
     checkpoint["w"]
 
 
+def panic(path):
+    _core._panic(f"in {path}", False)
+
+
 ENGINE = {"io": "auto", "threads": 1, "verify": False, "max_inflight_bytes": 1 << 20}
 
 PROVOKED = {
@@ -99,6 +103,7 @@ PROVOKED = {
     errors.UnsafePickleError: unsafe,
     errors.PlanError: plan,
     errors.SaveInProgressError: in_progress,
+    errors.InternalError: panic,
 }
 
 
@@ -117,7 +122,7 @@ def test_it_is_raised_with_what_one_needs_to_know(ckpt, cls):
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is cls
     assert (str(copy), copy.path, copy.tensor, copy.offset) == (str(error), error.path, error.tensor, error.offset)
-    assert error.path or error.tensor
+    assert error.path or error.tensor or cls is errors.InternalError  # which knows of no file
     if error.tensor:
         assert error.tensor in str(error)
 

@@ -437,6 +437,44 @@ def test_strides_are_those_of_adopted_tensors(saved, source, kind, stride, match
         refused_at_once(saved, match)
 
 
+@pytest.mark.parametrize(
+    ("source", "incompat", "code", "flags", "match"),
+    [
+        (2, 1, 15, 8, None),  # complex64, conjugate
+        (2, 1, 15, 24, None),
+        (1, 1, 12, 16, None),  # float32, negative
+        (0, 1, 15, 8, "no adopted tensor"),
+        (2, 0, 15, 8, "no adopted tensor of an index that says so"),
+        (2, 1, 12, 8, "which have none"),
+        (2, 1, 6, 16, "which have none"),
+    ],
+)
+def test_signs_are_those_of_adopted_tensors(saved, source, incompat, code, flags, match):
+    header = (saved / INDEX).read_bytes()
+    files, *_ = sections_of(header)
+    file = bytearray(files[:64])
+    struct.pack_into("<QIIQQQ", file, 0, 1, 4, 0, 4104, 4096, 0)
+    length = 4 if code == 12 else 8
+    chunks = struct.pack("<IIQQQQII", 0, 0, 4096, length, 0, 0, flags, 0)
+    tensors = tensor_record((0, 1), chunks=(0, 1), dtype=code)
+    sections = [bytes(file), tensors, chunks, b"", b"", b"wfile", b"\0"]
+    (saved / INDEX).write_bytes(rebuild(header, sections, patch=[(80, source), (24, incompat)]))
+    (saved / "file").write_bytes(bytes(4096) + struct.pack("<ff", 1, 2))
+    want = {8: 1 - 2j, 24: -1 + 2j, 16: -1}
+    if match is None:
+        assert read_all(saved)["w"] == want[flags]
+    else:
+        refused_at_once(saved, match)
+
+
+def test_an_index_of_the_future_is_refused(saved):
+    header = (saved / INDEX).read_bytes()
+    sections = [b""] * 6 + [b"\0"]
+    (saved / INDEX).write_bytes(rebuild(header, sections, patch=[(24, 6)]))
+    with pytest.raises(UnsupportedError, match="0x6"):
+        dcp_rs.open(saved)
+
+
 def refused_at_once(path, match):
     began = time.monotonic()
     with pytest.raises(CorruptIndexError, match=match):
@@ -602,7 +640,8 @@ def test_a_cache_of_links_opens_without_an_index(tmp_path):
     (tmp_path / "snapshot").mkdir()
     (tmp_path / "snapshot" / "model.safetensors").symlink_to("../blobs/0123.safetensors")
     assert outcome(tmp_path / "snapshot", {"w": torch.ones(3)}) == "right"
-    dcp_rs.index(tmp_path / "snapshot")
+    with pytest.warns(UserWarning, match="allow_external=True"):
+        dcp_rs.index(tmp_path / "snapshot")
     with pytest.raises(UnsupportedError, match="allow_external=True"):
         read_all(tmp_path / "snapshot")
     with dcp_rs.open(tmp_path / "snapshot", allow_external=True) as checkpoint:

@@ -1,8 +1,11 @@
 """``RsLoadPlanner``: every option, and what stock DCP loads wrong without a word."""
 
+import gc
 import os
+import pickle
 import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -13,11 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_rs
-from dcp_rs import RsLoadPlanner, RsReader, RsWriter, _core
+from dcp_rs import RsLoadPlanner, RsReader, RsWriter
+from dcp_rs.dcp.load_report import Mismatch
 from dcp_rs.errors import PlanError
-from dcp_rs.planner import LOCAL_PLAN, Mismatch
 from support import RankDiedError, assert_state_equal, rank_outcomes, run_ranks
-from support.indexes import commit_ranks
+from support.indexes import save_with_hole
 
 W = torch.arange(24.0).reshape(4, 6) / 7
 STATE = {
@@ -273,34 +276,18 @@ def test_subclasses_see_items_by_either_reader(tmp_path, reader):
 
 def test_the_plan_that_crosses_ranks_is_of_constant_size(ckpt):
     dcp_rs.save({f"w{i}": torch.zeros(2) for i in range(500)}, ckpt, fsync=False)
-    planner = RsLoadPlanner()
-    planner.set_up_planner({f"w{i}": torch.zeros(2) for i in range(500)}, RsReader(ckpt).read_metadata(), True)
-    plan = planner.create_local_plan()
-    assert plan.items == []
-    assert plan.planner_data == LOCAL_PLAN
+    sizes = []
+    for count in (5, 500):
+        planner = RsLoadPlanner()
+        planner.set_up_planner({f"w{i}": torch.zeros(2) for i in range(count)}, RsReader(ckpt).read_metadata(), True)
+        plan = planner.create_local_plan()
+        sizes.append(len(pickle.dumps(plan)))
+        assert len(plan.items) == count  # for who wants to see them
+        assert len(pickle.dumps(plan)) == sizes[-1]
+    assert sizes[0] == sizes[1] < 400
 
 
 # --- ranks -----------------------------------------------------------------------------------------
-
-
-def save_with_hole(path):
-    """Rows 0 to 3 of 8, in an index that is valid: as if a rank's part had been lost."""
-    generation = _core.next_generation(str(path))
-    save = _core.Save.create(
-        str(path),
-        [("w", "float32", (8, 1), 0, ("w",), (0, 0), (4, 1), 16)],
-        generation=generation,
-        token=1,
-        rank=0,
-        world_size=1,
-        threads=1,
-        fsync=False,
-        io="buffered",
-        max_inflight_bytes=1 << 20,
-    )
-    rows = torch.arange(4.0)
-    save.write([(0, 0, rows.data_ptr(), rows.nbytes)])
-    commit_ranks(path, [save.finish()], generation=generation, planner_data={"w": ("w",)})
 
 
 def load_with_hole(path):
@@ -366,27 +353,28 @@ def test_ranks_may_ask_for_different_keys(ckpt):
 
 
 class Dying(RsLoadPlanner):
-    """Rank 1 is gone in the middle of the load."""
-
-    def __init__(self, where):
-        super().__init__()
-        self.where = where
+    """Rank 1 is gone while it plans."""
 
     def create_local_plan(self):
-        if dist.get_rank() == 1 and self.where == "plan":
+        if dist.get_rank() == 1:
             os._exit(3)
         return super().create_local_plan()
 
-    def local_reads(self, plan):
-        if dist.get_rank() == 1 and self.where == "read":
+
+class DyingReader(RsReader):
+    """Rank 1 is gone when the others read."""
+
+    def read_data(self, plan, planner):
+        if dist.get_rank() == 1:
             os._exit(3)
-        return super().local_reads(plan)
+        return super().read_data(plan, planner)
 
 
 def load_and_die(path, where, replicas):
     began = time.monotonic()
+    planner, reader = (Dying(), RsReader) if where == "plan" else (RsLoadPlanner(), DyingReader)
     try:
-        dcp_rs.load(fresh(), path, planner=Dying(where), replicas=replicas)
+        dcp_rs.load_state_dict(fresh(), reader(path, replicas=replicas), planner=planner)
     except Exception as error:  # noqa: BLE001 - whatever the process group raises
         return time.monotonic() - began, repr(error)
     return None
@@ -401,3 +389,16 @@ def test_a_rank_that_dies_ends_the_load_of_all(saved, where, replicas):
         assert outcomes[rank].value is not None
         seconds, _ = outcomes[rank].value
         assert seconds < 40
+
+
+def test_a_load_leaves_nothing_to_the_garbage_collector(tmp_path):
+    dcp_rs.save({"w": torch.ones(4), "step": 1}, tmp_path / "ckpt", no_dist=True, fsync=False)
+    planner = RsLoadPlanner()
+    gone = weakref.ref(planner)
+    gc.disable()
+    try:
+        dcp_rs.load({"w": torch.zeros(4), "step": 0}, tmp_path / "ckpt", planner=planner, no_dist=True)
+        del planner
+        assert gone() is None  # nor what it held: the state dict, the mapped index
+    finally:
+        gc.enable()

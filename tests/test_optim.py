@@ -21,8 +21,8 @@ from torch.distributed.optim import _NamedOptimizer
 import dcp_rs
 from dcp_rs import RsReader, RsWriter
 from dcp_rs.errors import PlanError
-from dcp_rs.extras import pack, unpack
 from dcp_rs.optim import PerRank, RngState, load_optim_state_dict, load_training_state, save_training_state
+from dcp_rs.training.extra import pack, unpack
 from support import assert_state_equal, run_ranks
 from support.training import parallelize, quiet, train_step, whole_parameters
 

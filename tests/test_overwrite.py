@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import dcp_rs
 from dcp_rs import RsReader, RsWriter
 from dcp_rs.errors import CheckpointExistsError
-from support import assert_state_equal, blank, nested_state, random_tensor, run_ranks
+from support import assert_state_equal, blank, files_in, nested_state, random_tensor, run_ranks
 from support.both import load_rs, save_rs
 
 FOREIGN = {
@@ -43,7 +43,7 @@ def test_the_files_of_the_replaced_checkpoint_are_removed(ckpt):
     second = data_files(ckpt)
     assert len(second) == 2
     assert not set(first) & set(second)
-    assert sorted(file.name for file in ckpt.iterdir()) == [*second, "index.dcprs"]
+    assert [file.name for file in files_in(ckpt)] == [*second, "index.dcprs"]
     got = load_rs({"common": torch.zeros(9)}, ckpt)
     assert_state_equal(got["common"], random_tensor((9,), seed=2))
 
@@ -118,7 +118,7 @@ def test_a_save_that_fails_at_the_commit_leaves_the_old_checkpoint(ckpt, monkeyp
     save_rs({"w": torch.ones(1)}, ckpt)
     before = data_files(ckpt)
     monkeypatch.setattr(
-        "dcp_rs.writer._core.commit_indexes", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "disk full"))
+        "dcp_rs.dcp.writer._core.commit_indexes", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "disk full"))
     )
     with pytest.raises(CheckpointException, match="disk full"):
         save_rs({"w": torch.zeros(1)}, ckpt)
@@ -152,7 +152,7 @@ def test_saves_leave_no_temporary_files_and_no_open_ones(ckpt):
         save_rs(nested_state(seed), ckpt)
         load_rs(blank(nested_state()), ckpt)
     assert len(os.listdir("/proc/self/fd")) <= len(before)
-    assert all(name.endswith((".safetensors", ".dcprs")) for name in os.listdir(ckpt))
+    assert all(file.suffix in (".safetensors", ".dcprs") for file in files_in(ckpt))
 
 
 def test_a_tensor_read_before_keeps_its_values(ckpt):
@@ -168,9 +168,9 @@ def test_a_tensor_read_before_keeps_its_values(ckpt):
 
 def test_a_file_that_cannot_be_removed_is_a_warning(ckpt, monkeypatch):
     save_rs({"w": torch.ones(1)}, ckpt)
-    commit = dcp_rs.writer._core.commit_indexes
+    commit = dcp_rs.dcp.writer._core.commit_indexes
     monkeypatch.setattr(
-        "dcp_rs.writer._core.commit_indexes",
+        "dcp_rs.dcp.writer._core.commit_indexes",
         lambda *args, **kwargs: (commit(*args, **kwargs)[0], ["remove x: busy"]),
     )
     with warnings.catch_warnings(record=True) as caught:

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import dcp_rs
-from dcp_rs import RsReader, RsWriter, reader
+from dcp_rs import RsReader, RsWriter
+from dcp_rs.dcp import reader
 from dcp_rs.errors import PlanError
 from support import ALL_DTYPES, assert_state_equal, blank, nested_state, random_tensor
 from support.both import load_rs, load_stock, save_rs, save_stock

@@ -1,7 +1,6 @@
 """What goes wrong on one rank is raised on all of them, as the error that it was; no rank is left waiting."""
 
 import contextlib
-import os
 import pickle
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from dcp_rs.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
-from support import rank_outcomes, run_ranks
+from support import files_in, rank_outcomes, run_ranks
 from support.both import save_rs
 
 WEIGHT = torch.arange(12.0).reshape(3, 4)
@@ -94,7 +93,7 @@ def save_again_after_a_failure(path):
             dcp.save(state, storage_writer=writer, planner=planner)
             dcp_rs.load({f"x{dist.get_rank()}": torch.zeros(1000).long()}, path)
         dist.barrier()
-    return len(os.listdir(path))
+    return len(files_in(path))
 
 
 def errors_of(size, function, *args):
@@ -212,7 +211,7 @@ def test_a_failed_save_leaves_no_files_and_the_old_checkpoint(ckpt):
         assert list(error.failures) == [1]
     assert {file.name: file.read_bytes() for file in ckpt.iterdir()} == before
     run_ranks(2, save_with, ckpt, None)
-    assert len(list(ckpt.iterdir())) == 3
+    assert len(files_in(ckpt)) == 3
 
 
 def test_a_writer_cleans_up_after_a_failed_save_when_it_is_used_again(ckpt):

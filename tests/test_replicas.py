@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader
 from dcp_rs.errors import CorruptDataError
-from dcp_rs.replicas import _cut
+from dcp_rs.transfer.replicas import _cut
 from support import assert_state_equal, rank_outcomes, run_ranks
 
 MIB = 1 << 20

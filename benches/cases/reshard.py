@@ -14,8 +14,8 @@ from harness.rows import Row, figure, versus
 from harness.states import Pattern, check_shards, scramble, shard, shards, size_of, square_shapes
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.options import ReadOptions
-from dcp_rs.sources import open_index
 
 SAVED_BY, LOADED_BY, RANK = 8, 4, 1
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_rs
+from dcp_rs.dcp.load_planner import local_reads
 
 PATH, FQNS, RANKS = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 
@@ -79,7 +80,7 @@ def coordinate(reader: StorageReader, planner: LoadPlanner) -> Answer:
 def regions(planner: LoadPlanner, plan: LoadPlan) -> list[tuple[str, list[int], list[int]]]:
     """Name, offsets in the whole tensor and sizes of all that a plan reads."""
     if isinstance(planner, dcp_rs.RsLoadPlanner):
-        reads = planner.local_reads(plan)
+        reads = local_reads(plan, planner)
         assert reads is not None
         return [(t.name, list(t.offsets), list(t.tensor.shape)) for t in reads.targets]
     found = []

@@ -7,20 +7,24 @@ from dcp_rs._core import __version__
 
 if TYPE_CHECKING:
     from dcp_rs.api import async_save, load, load_state_dict, save
-    from dcp_rs.checkpoint import Checkpoint
-    from dcp_rs.checkpoint import open_checkpoint as open  # noqa: A004  # the name that users of safetensors expect
+    from dcp_rs.checkpoint.clean import CleanReport, Leftover, clean
+    from dcp_rs.checkpoint.open import Checkpoint
+    from dcp_rs.checkpoint.open import open_checkpoint as open  # noqa: A004  # the name that users of safetensors expect
+    from dcp_rs.checkpoint.verify import VerifyReport, index, verify
     from dcp_rs.conversion import ConvertReport, convert
+    from dcp_rs.dcp.load_planner import RsLoadPlanner
+    from dcp_rs.dcp.load_report import LoadReport
+    from dcp_rs.dcp.reader import RsReader
+    from dcp_rs.dcp.save_planner import RsSavePlanner
+    from dcp_rs.dcp.writer import RsWriter
     from dcp_rs.options import ReadOptions, WriteOptions
-    from dcp_rs.planner import LoadReport, RsLoadPlanner
-    from dcp_rs.reader import RsReader
-    from dcp_rs.save_planner import RsSavePlanner
-    from dcp_rs.staging import release_pinned_memory
-    from dcp_rs.verification import VerifyReport, index, verify
-    from dcp_rs.writer import RsWriter
+    from dcp_rs.transfer.blocks import release_pinned_memory
 
 __all__ = [
     "Checkpoint",
+    "CleanReport",
     "ConvertReport",
+    "Leftover",
     "LoadReport",
     "ReadOptions",
     "RsLoadPlanner",
@@ -31,6 +35,7 @@ __all__ = [
     "WriteOptions",
     "__version__",
     "async_save",
+    "clean",
     "convert",
     "index",
     "load",
@@ -44,15 +49,17 @@ __all__ = [
 # Loaded when they are first used: most need torch, which takes seconds, and `dcp-rs ls` needs none of it.
 _MODULES = {
     "api": ("async_save", "load", "load_state_dict", "save"),
-    "checkpoint": ("Checkpoint", "open"),
+    "checkpoint.clean": ("CleanReport", "Leftover", "clean"),
+    "checkpoint.open": ("Checkpoint", "open"),
     "conversion": ("ConvertReport", "convert"),
     "options": ("ReadOptions", "WriteOptions"),
-    "planner": ("LoadReport", "RsLoadPlanner"),
-    "reader": ("RsReader",),
-    "save_planner": ("RsSavePlanner",),
-    "staging": ("release_pinned_memory",),
-    "verification": ("VerifyReport", "index", "verify"),
-    "writer": ("RsWriter",),
+    "dcp.load_planner": ("RsLoadPlanner",),
+    "dcp.load_report": ("LoadReport",),
+    "dcp.reader": ("RsReader",),
+    "dcp.save_planner": ("RsSavePlanner",),
+    "transfer.blocks": ("release_pinned_memory",),
+    "checkpoint.verify": ("VerifyReport", "index", "verify"),
+    "dcp.writer": ("RsWriter",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 #: Modules that are part of the public surface.

@@ -1,19 +1,25 @@
 """The extension module. Internal: use the names of ``dcp_rs`` itself.
 
 Extents (offsets, sizes, strides) are tuples of non-negative integers. Strides are in elements. Addresses are those of memory that the caller keeps
-alive and, where it is read into, unaliased until the call returns. The GIL is released during all I/O, and Ctrl-C stops it.
+alive until the call returns. The GIL is released during all I/O, and Ctrl-C stops it.
 """
 
 import builtins
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict, Unpack, final
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, final
 
 from typing_extensions import Buffer
 
 __version__: str
 
 _Extent: TypeAlias = Sequence[int]
+_Leftover: TypeAlias = tuple[
+    Path,
+    int,
+    Literal["data", "temporary index", "rank index", "conversion"],
+    Literal["left", "in use", "young", "whole"],
+]
 
 class _ReadOptions(TypedDict, total=False):
     """The keyword arguments of whatever reads; ``io`` and ``threads`` are always given."""
@@ -66,10 +72,15 @@ class Index:
         """[(file, offset, length, offsets, sizes)], sorted by offsets."""
     def first_chunk(self, tensor: int) -> int: ...
     def chunk_strides(self, chunk: int) -> tuple[int, ...] | None: ...
+    def has_signs(self, chunk: int) -> bool:
+        """Whether the elements of a chunk are other ones than its bytes: their conjugates, or negatives."""
     def dtype_of(self, chunk: int) -> str | None: ...
+    def files_of(self, chunks: Sequence[int]) -> list[int]: ...
     def file_order(self) -> list[int]: ...
     def files(self) -> list[tuple[str, int, int, bool]]:
         """[(name, size, start of the payload, external)]."""
+    def file_paths(self) -> list[Path]:
+        """Where the data files are, in the order of ``files``."""
     def planner_path(self, tensor: int) -> tuple[Any, ...] | None: ...
     def planner_root(self) -> Any: ...
     def locate(self, wanted: Sequence[tuple[str, _Extent | None, int | None]]) -> list[int]:
@@ -111,6 +122,8 @@ class Index:
         self, *, threads: int, progress: Callable[[int], object] | None = None
     ) -> tuple[list[tuple[Path, str, int, int, str, str]], int, int]:
         """([(path, tensor, block, offset, expected, got)], bytes hashed, bytes without a digest)."""
+    def find_link_outside(self) -> Path | None:
+        """A data file that is a link out of the folder, and so refused to who opens the index file without leave."""
     def copy(
         self,
         *,
@@ -124,11 +137,31 @@ class Index:
 
 @final
 class Batch:
-    """Reads of whole tensors that are planned, and checked as far as they can be without reading. The caller keeps the tensors."""
+    """All destinations of one load, planned, and checked as far as they can be without reading. The caller keeps the tensors.
 
+    Those that share memory are filled in turns. Targets, fills and parts are those of ``dcp_rs.transfer.load`` and ``dcp_rs.tensors.memory``.
+    """
+
+    def __new__(cls, index: Index) -> Batch: ...
     def __len__(self) -> int: ...
-    def read(self, **options: Unpack[_ReadOptions]) -> tuple[int, int]:
-        """Returns (bytes wanted, bytes read)."""
+    def add_targets(self, targets: Sequence[Any]) -> None:
+        """Adds regions of tensors, to tensors in host memory that hold what is stored."""
+    def add_fills(self, fills: Sequence[Any]) -> None:
+        """The same for rectangles of chunks."""
+    def add_elsewhere(self, fill: Any, parts: Sequence[Any], covers: bool) -> int:
+        """Gives a turn to what the caller fills, whose memory ``parts`` are, all of it if ``covers``; returns its number."""
+    def arrange(self, *, every: bool = False) -> int:
+        """Finds the turns, once all is added; returns how many there are. What a later destination hides has none, unless ``every`` one is to be filled."""
+    def elsewhere(self, turn: int) -> list[int]:
+        """Numbers of what the caller fills in a turn."""
+    def places(self, turn: int) -> list[int]:
+        """The places of all that is filled in a turn."""
+    def at_once(self) -> list[int]:
+        """The places of which all is filled in the first turn."""
+    def leave_out(self, places: Sequence[int]) -> None:
+        """Takes all of these places out of the turns."""
+    def read(self, turn: int, **options: Unpack[_ReadOptions]) -> tuple[int, int]:
+        """Fills what has this turn and is not elsewhere; returns (bytes wanted, bytes read)."""
 
 @final
 class SavePlan:
@@ -247,7 +280,9 @@ class Save:
     @property
     def bytes(self) -> int: ...
     def finish(self, save_id: builtins.bytes | None = None) -> builtins.bytes:
-        """Completes the files and returns an index over them."""
+        """Completes the files and returns an index over them. They stay claimed."""
+    def let_go(self) -> None:
+        """Ends the claim on the files."""
     def abort(self) -> None:
         """Removes the files."""
 
@@ -287,9 +322,31 @@ def next_generation(folder: str) -> int: ...
 def block_digest(data: bytes) -> int:
     """XXH3-64, as the format has it."""
 
-def publish(folder: str, name: str, index: bytes, fsync: bool) -> None: ...
+def create_folder(folder: str) -> None:
+    """Creates a folder and those it is in, durably; one that is there is left as it is."""
+
+def publish(folder: str, name: str, data: bytes, fsync: bool) -> None:
+    """Gives ``data`` the name, in one step."""
+
+def replace_index(folder: str, index: bytes, fsync: bool) -> None:
+    """Makes ``index`` that of the folder, in one step and under its lock; removes nothing."""
+
 def put_in_place(from_: str, to: str, replace: bool) -> None:
-    """Renames a finished file or folder in one step; with ``replace``, what had the name before is at ``from_`` then."""
+    """Renames a finished file or folder in one step; with ``replace``, a folder that had the name before is at ``from_`` then."""
+
+LOCK_NAME: str
+
+@final
+class FolderLock:
+    """The lock of a folder, for as long as this is there."""
+
+    def __init__(self, folder: str) -> None: ...
+
+def leftovers(path: str, older_than: float | None) -> list[_Leftover]:
+    """[(path, bytes, kind, verdict)] of what killed saves and conversions left; nothing is changed."""
+
+def clean(path: str, older_than: float | None) -> tuple[list[_Leftover], list[_Leftover], list[str]]:
+    """Removes what nobody needs: (what is gone, what was left alone, why other things could not be removed)."""
 
 def discard(folder: str, rank: int | None, index: bytes) -> None:
     """Removes the data files that ``index`` names and the published one (with ``rank``, of that rank) does not."""

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # 2
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.utils import find_tensor_shard  # 2.8, 2.11, 2.15
 from torch.distributed.distributed_c10d import _get_default_group  # 2.8, 2.11, 2.15
+from torch.distributed.remote_device import _remote_device  # 2.8, 2.11, 2.15
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # 2.8, 2.11, 2.15
 from torch.distributed.tensor.placement_types import Placement, _StridedShard  # 2.8, 2.11, 2.15
@@ -43,7 +44,6 @@ __all__ = [
     "dtensor_offsets",
     "empty_host_cache",
     "empty_like",
-    "empty_sharded",
     "find_shard",
     "flatten_as_2_3",
     "flatten_sharded_tensors",
@@ -52,6 +52,7 @@ __all__ = [
     "has_gds",
     "has_memory",
     "host_copy_of_sharded",
+    "inner_tensors",
     "is_strided_shard",
     "is_wrapper_subclass",
     "load_state_dict",
@@ -62,6 +63,7 @@ __all__ = [
     "save_state_dict",
     "set_element",
     "spec_of",
+    "storage_id",
     "unflatten",
     "wait_tensor",
     "with_dim",
@@ -82,6 +84,19 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
     """Whether the values are somewhere else than in the tensor's own memory."""
     return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that hold the values of a wrapper subclass; none where its class does not tell."""
+    if not is_wrapper_subclass(tensor):
+        return []
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [getattr(tensor, name) for name in names]
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Which storage it is, of those that are alive, on the meta device too."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -142,8 +157,9 @@ def place_in_whole(tensor: torch.Tensor) -> dict[str, Any]:
 
 def copy_place_in_whole(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Makes ``other`` the same shard that ``tensor`` is, if it is one."""
-    for name, value in place_in_whole(tensor).items():
-        setattr(other, name, value)
+    if getattr(tensor, "__dict__", None):
+        for name, value in place_in_whole(tensor).items():
+            setattr(other, name, value)
 
 
 def spec_of(tensor: DTensor) -> Any:
@@ -235,11 +251,14 @@ def default_device() -> torch.device:
 
 def empty_like(tensor: torch.Tensor, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """New memory of the same shape and sharding, elsewhere or of another dtype."""
+    if isinstance(tensor, ShardedTensor):
+        return _empty_sharded(tensor, dtype=dtype, device=device)
     if not isinstance(tensor, DTensor):
-        made = torch.empty_like(tensor, dtype=dtype, device=device)
-        for name in ("global_shape", "global_offsets", "local_offsets", "local_sizes"):  # torch's CheckpointableTensor
-            if name in tensor.__dict__:
-                setattr(made, name, tensor.__dict__[name])
+        if type(tensor) in PLAIN_TYPES and tensor.is_contiguous():
+            made = torch.empty(tensor.shape, dtype=dtype, device=device)  # the other is slow on meta
+        else:
+            made = torch.empty_like(tensor, dtype=dtype, device=device, requires_grad=False)
+        copy_place_in_whole(tensor, made)
         return made
     local = torch.empty_like(tensor.to_local(), dtype=dtype, device=device)
     return DTensor.from_local(
@@ -252,16 +271,26 @@ def empty_like(tensor: torch.Tensor, *, dtype: torch.dtype, device: torch.device
     )
 
 
-def empty_sharded(tensor: ShardedTensor, *, dtype: torch.dtype) -> ShardedTensor:
-    """New memory of the same shape and sharding, of another dtype."""
+def _empty_sharded(tensor: ShardedTensor, *, dtype: torch.dtype, device: torch.device) -> ShardedTensor:
+    made = [torch.empty_like(s.tensor, dtype=dtype, device=device, requires_grad=False) for s in tensor.local_shards()]
+    own = {tuple(s.metadata.shard_offsets): part for s, part in zip(tensor.local_shards(), made, strict=True)}
     metadata = copy.deepcopy(tensor.metadata())
     metadata.tensor_properties.dtype = dtype
-    shards = [
-        Shard(torch.empty_like(shard.tensor, dtype=dtype, requires_grad=False), copy.deepcopy(shard.metadata))
-        for shard in tensor.local_shards()
-    ]
+    moved = False
+    for shard in metadata.shards_metadata:
+        part, place = own.get(tuple(shard.shard_offsets)), shard.placement
+        if place is None:
+            continue
+        is_there = place.device().type == device.type if part is None else place.device() == part.device
+        if not is_there:
+            shard.placement = _remote_device(f"rank:{place.rank()}/{device if part is None else part.device}")
+            moved = True
+    by_offsets = {tuple(shard.shard_offsets): shard for shard in metadata.shards_metadata}
     return ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, metadata, process_group=tensor._process_group, sharding_spec=tensor.sharding_spec()
+        [Shard(part, by_offsets[offsets]) for offsets, part in own.items()],
+        metadata,
+        process_group=tensor._process_group,
+        sharding_spec=None if moved else tensor.sharding_spec(),
     )
 
 

@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_rs import _torch
+from dcp_rs.dcp.load_planner import RsLoadPlanner
+from dcp_rs.dcp.reader import RsReader
+from dcp_rs.dcp.save_planner import RsSavePlanner
+from dcp_rs.dcp.writer import RsWriter
 from dcp_rs.errors import CheckpointReplacedError, DcpRsError
-from dcp_rs.host import HostStager
-from dcp_rs.planner import RsLoadPlanner
-from dcp_rs.reader import RsReader
-from dcp_rs.save_planner import RsSavePlanner
-from dcp_rs.tree import is_stateful, stateful_values
-from dcp_rs.writer import RsWriter
+from dcp_rs.tensors.trees import is_stateful, stateful_values
+from dcp_rs.transfer.stage import HostStager
 
 __all__ = ["async_save", "load", "load_state_dict", "save"]
 

@@ -11,6 +11,7 @@ __all__ = [
     "CorruptDataError",
     "CorruptIndexError",
     "DcpRsError",
+    "InternalError",
     "PlanError",
     "SaveInProgressError",
     "UnsafePickleError",
@@ -78,4 +79,11 @@ class PlanError(DcpRsError, ValueError):
 
 
 class SaveInProgressError(DcpRsError):
-    """Another save to the same path is not over in this process. Wait for the future of that one first."""
+    """Another save to the same path is not over in this process: wait for the future of that one first.
+
+    Or another process has kept the folder locked for ten minutes: the message names the lock.
+    """
+
+
+class InternalError(DcpRsError, RuntimeError):
+    """A defect of dcp-rs. Please report it with its message; what was being saved was not committed, what was being loaded is not to be used."""

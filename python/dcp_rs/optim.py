@@ -16,12 +16,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.optim import Optimizer
 
 from dcp_rs.api import load_state_dict, save
+from dcp_rs.dcp.load_planner import RsLoadPlanner
+from dcp_rs.dcp.load_report import LoadReport
+from dcp_rs.dcp.reader import RsReader
 from dcp_rs.errors import DcpRsError, PlanError
-from dcp_rs.extras import PerRank, RngState, merge, rank_key, state_of, unpack
-from dcp_rs.optim_state import SavedOptimizers, nest, optimizer_state, stored_paths
-from dcp_rs.planner import LoadReport, RsLoadPlanner
-from dcp_rs.reader import RsReader
-from dcp_rs.tree import is_stateful
+from dcp_rs.tensors.trees import is_stateful
+from dcp_rs.training.extra import PerRank, RngState, merge, rank_key, state_of, unpack
+from dcp_rs.training.optimizers import SavedOptimizers, nest, optimizer_state, stored_paths
 
 __all__ = [
     "PerRank",

@@ -1,5 +1,5 @@
 /* Lets the n-th call that changes a file fail. Preloaded; armed by fault_arm() through ctypes. Calls are counted where they concern files
-   under one folder: write, pwrite64, fsync, fdatasync, ftruncate64, open64 with O_CREAT, rename, unlink. */
+   under one folder: write, pwrite64, fsync, fdatasync, ftruncate64, fallocate64, flock (but to unlock), open64 with O_CREAT, rename, renameat2, unlink. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -9,6 +9,7 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/types.h>
 #include <unistd.h>
 
@@ -60,6 +61,16 @@ ssize_t write(int fd, const void *data, size_t n) {
 int fsync(int fd) { return hits_fd(fd, "fsync") ? -1 : NEXT(fsync)(fd); }
 int fdatasync(int fd) { return hits_fd(fd, "fdatasync") ? -1 : NEXT(fdatasync)(fd); }
 int ftruncate64(int fd, off64_t n) { return hits_fd(fd, "ftruncate") ? -1 : NEXT(ftruncate64)(fd, n); }
+int fallocate64(int fd, int mode, off64_t at, off64_t n) {
+    return hits_fd(fd, "fallocate") ? -1 : NEXT(fallocate64)(fd, mode, at, n);
+}
+int fallocate(int fd, int mode, off_t at, off_t n) { return fallocate64(fd, mode, at, n); }
+int flock(int fd, int operation) {
+    return !(operation & LOCK_UN) && hits_fd(fd, "flock") ? -1 : NEXT(flock)(fd, operation);
+}
+int renameat2(int from_at, const char *from, int to_at, const char *to, unsigned flags) {
+    return hits(to, "rename") ? -1 : NEXT(renameat2)(from_at, from, to_at, to, flags);
+}
 int rename(const char *from, const char *to) { return hits(to, "rename") ? -1 : NEXT(rename)(from, to); }
 int unlink(const char *path) { return hits(path, "unlink") ? -1 : NEXT(unlink)(path); }
 

@@ -1,4 +1,4 @@
-"""Kills saving processes at random moments, and checks after each what the folder holds."""
+"""Ends saving processes at random moments, in several ways, and checks after each what the folder holds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import select
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,13 +19,18 @@ import torch
 import torch.distributed as dist
 
 import dcp_rs
-from crash import faults
+from crash import faults, power
 from crash.states import found_number, load_number, rank_state, stray_files
 
 #: A rank whose peers are gone has to notice by then.
 PEER_TIMEOUT = 30.0  # seconds
 #: Left-overs of so many kills lie about before they are removed.
 KEEP_STRAYS = 10
+#: How a process is ended: at once; by a signal that it does not handle; by one that it does, so that it cleans up; at once, while children that it
+#: forked in the midst of saves live on; at once, while it waits for a lock that another process takes all the time, and hears signals.
+WAYS = ("kill", "term", "handled term", "forks", "contended")
+#: As many children are forked.
+CHILDREN = 12
 
 
 @dataclass
@@ -41,6 +47,8 @@ class Tally:
     most_strays: int = 0
     strays: int = 0
     by_moment: dict[str, int] = field(default_factory=dict)
+    by_way: dict[str, int] = field(default_factory=dict)
+    children: int = 0  # that lived longer than the save that they were forked in
 
     def count(self, moment: str) -> None:
         self.by_moment[moment] = self.by_moment.get(moment, 0) + 1
@@ -49,7 +57,8 @@ class Tally:
 class Savers:
     """``ranks`` forked processes that save number after number until they are killed."""
 
-    def __init__(self, path: Path, scratch: Path, first: int, ranks: int) -> None:
+    def __init__(self, path: Path, scratch: Path, first: int, ranks: int, way: str = "kill") -> None:
+        self.way = way
         self.read, write = os.pipe()
         self.pids: list[int] = []
         store = scratch / f"store-{time.monotonic_ns()}"
@@ -57,9 +66,10 @@ class Savers:
             pid = os.fork()
             if pid == 0:
                 os.close(self.read)
-                _save_forever(path, store, first, rank, ranks, write)
+                _save_forever(path, store, first, rank, ranks, write, way)
             self.pids.append(pid)
         os.close(write)
+        self.locker = _lock_forever(path) if way == "contended" else None
         self._lines = b""
 
     def wait_for_start(self) -> None:
@@ -77,8 +87,26 @@ class Savers:
             self._lines += data
 
     def kill(self, victims: list[int]) -> None:
+        number = signal.SIGTERM if self.way.endswith("term") else signal.SIGKILL
         for rank in victims:
-            os.kill(self.pids[rank], signal.SIGKILL)
+            os.kill(self.pids[rank], number)
+
+    def how_they_end(self) -> set[int]:
+        """How those end that were killed."""
+        # One that handles the signal may be past its last line of Python: then it is not heard.
+        return {"term": {-signal.SIGTERM}, "handled term": {0, -signal.SIGTERM}}.get(self.way, {-signal.SIGKILL})
+
+    def children(self) -> list[int]:
+        """What they forked, and what is still there."""
+        return [int(line.split()[1]) for line in self._lines.split(b"\n")[:-1] if line.startswith(b"child")]
+
+    def end(self) -> None:
+        """Ends what has outlived them."""
+        for child in self.children():
+            os.kill(child, signal.SIGKILL)
+        if self.locker is not None:
+            os.kill(self.locker, signal.SIGKILL)
+            os.waitpid(self.locker, 0)
 
     def wait(self) -> list[int]:
         """How each process ended: minus the number of a signal, or an exit code."""
@@ -106,15 +134,52 @@ class Savers:
             word, number = line.split()
             if word == b"begin":
                 begun = int(number)
-            else:
+            elif word == b"end":
                 ended = int(number)
         return begun, ended
 
 
-def _save_forever(path: Path, store: Path, first: int, rank: int, ranks: int, pipe: int) -> None:
+def _lock_forever(path: Path) -> int:
+    """A process that takes the lock of the folder again and again."""
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(120)
+        while True:
+            lock = dcp_rs._core.FolderLock(str(path))
+            time.sleep(random.uniform(0, 0.01))
+            del lock
+            time.sleep(random.uniform(0, 0.02))
+    return pid
+
+
+def _fork_forever(pipe: int) -> None:
+    """On a thread: children that do nothing, and that live longer than this process."""
+    for _ in range(CHILDREN):
+        time.sleep(random.uniform(0, 0.02))
+        pid = os.fork()
+        if pid == 0:
+            os.close(pipe)
+            signal.alarm(120)
+            while True:
+                signal.pause()
+        os.write(pipe, b"child %d\n" % pid)
+
+
+def _handled(*_: Any) -> None:
+    raise SystemExit(143)
+
+
+def _save_forever(path: Path, store: Path, first: int, rank: int, ranks: int, pipe: int, way: str) -> None:
     """In the forked process; never returns."""
     code = 3
     try:
+        if way == "handled term":
+            signal.signal(signal.SIGTERM, _handled)
+        if way == "forks":
+            threading.Thread(target=_fork_forever, args=(pipe,), daemon=True).start()
+        if way == "contended":
+            signal.signal(signal.SIGALRM, lambda *_: None)
+            signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 2)  # of peers that were killed, gloo and DCP say a lot
         if ranks > 1:
@@ -144,7 +209,7 @@ def _save_forever(path: Path, store: Path, first: int, rank: int, ranks: int, pi
 
 
 def run(folder: Path, *, kills: int, ranks: int, seed: int, log: Any = None) -> Tally:
-    """Kills ``kills`` times. Every second time on several ranks, it is one rank only.
+    """Kills ``kills`` times, in one of the ``WAYS`` after the other. Every second time on several ranks, it is one rank only.
 
     Raises:
         AssertionError: the folder holds something other than the last save that ended or the one that was going on.
@@ -161,8 +226,10 @@ def run(folder: Path, *, kills: int, ranks: int, seed: int, log: Any = None) -> 
     savers.kill(list(range(ranks)))
     savers.wait()
     number = found_number(path, ranks)
+    # A child has its parent's connections, so that the peers of one that was killed would wait for their time limit.
+    ways = [way for way in WAYS if way != "forks" or ranks == 1]
     for round_ in range(kills):
-        savers = Savers(path, folder, number + 1, ranks)
+        savers = Savers(path, folder, number + 1, ranks, ways[round_ // 2 % len(ways)])
         try:
             savers.wait_for_start()
         except BaseException:
@@ -174,13 +241,15 @@ def run(folder: Path, *, kills: int, ranks: int, seed: int, log: Any = None) -> 
         victims = [rng.randrange(ranks)] if one else list(range(ranks))
         savers.kill(victims)
         ends = savers.wait()
-        assert all(ends[rank] == -signal.SIGKILL for rank in victims), ends
+        assert all(ends[rank] in savers.how_they_end() for rank in victims), (savers.way, ends)
         begun, ended = savers.progress()
         assert begun is not None
         old = ended if ended is not None else number
         found = found_number(path, ranks)
         assert found in (old, begun), f"save {begun} was killed, {old} was there; found {found}"
         tally.kills += 1
+        tally.by_way[savers.way] = tally.by_way.get(savers.way, 0) + 1
+        tally.children += len(savers.children())
         tally.one_rank_only += one
         tally.saves += found - number
         if begun == ended:
@@ -190,6 +259,12 @@ def run(folder: Path, *, kills: int, ranks: int, seed: int, log: Any = None) -> 
         else:
             tally.kept_old += 1
         number = found
+        if savers.way == "forks":
+            # The lock is not theirs, nor the claim on what was being written.
+            found_now = dcp_rs.clean(path)
+            assert found_now.kept == [], found_now
+            dcp_rs.save(rank_state(number := number + 1, 0), path, no_dist=True)
+        savers.end()
         _look_at_strays(path, tally, remove=round_ % KEEP_STRAYS == KEEP_STRAYS - 1)
         if round_ % 7 == 0:
             load_number(path, number, ranks)
@@ -215,8 +290,9 @@ def _look_at_strays(path: Path, tally: Tally, *, remove: bool) -> None:
     )
     if remove:
         tally.strays += len(strays)
-        for stray in strays:
-            stray.unlink()
+        report = dcp_rs.clean(path, yes=True)
+        assert [Path(leftover.path) for leftover in report.removed] == strays, (report, strays)
+        assert dcp_rs.verify(path).leftovers == []
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -226,12 +302,18 @@ def main(arguments: list[str] | None = None) -> int:
     import tempfile
 
     parser = argparse.ArgumentParser(prog="python -m crash", description=__doc__)
-    parser.add_argument("--kills", type=int, default=300, help="on one rank (default 300)")
-    parser.add_argument("--kills-of-four", type=int, default=100, help="on four ranks (default 100)")
+    parser.add_argument("--kills", type=int, default=1600, help="on one rank (default 1600)")
+    parser.add_argument("--kills-of-four", type=int, default=400, help="on four ranks (default 400)")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
     parser.add_argument("--folder", type=Path, help="where to save; default: a temporary folder")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--faults", action="store_true", help="let every call fail, too (make crash does)")
+    parser.add_argument(
+        "--power",
+        type=int,
+        metavar="STATES",
+        help="judge what a loss of power can leave, so many states of each moment",
+    )
     options = parser.parse_args(arguments)
     tallies = []
     print(f"seed {options.seed}", file=sys.stderr)
@@ -242,5 +324,7 @@ def main(arguments: list[str] | None = None) -> int:
                 tallies.append(run(Path(folder), kills=kills, ranks=ranks, seed=options.seed + ranks, log=log))
     if options.faults:
         print("\n".join(map(str, faults.run("1", "1,4", timeout=3600))))
+    if options.power:
+        print("\n".join(map(str, power.run(str(options.power), str(options.seed), timeout=7200))))
     print(json.dumps([dataclasses.asdict(t) for t in tallies]) if options.json else "\n".join(map(str, tallies)))
     return 0

@@ -1,6 +1,7 @@
 """What the tests share: rank processes, state dicts, and their comparison."""
 
 from support.compare import assert_state_equal, same_bits, state_differences
+from support.files import files_in
 from support.ranks import (
     Outcome,
     RankDiedError,
@@ -32,6 +33,7 @@ __all__ = [
     "assert_state_equal",
     "blank",
     "dtypes_state",
+    "files_in",
     "nested_state",
     "random_tensor",
     "rank_outcomes",

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dcp_rs import _core
 
 
@@ -19,3 +21,23 @@ def commit_ranks(path: Path, indexes: list[bytes], *, generation: int = 1, plann
         names=(),
         fsync=False,
     )
+
+
+def save_with_hole(path: Path) -> None:
+    """Rows 0 to 3 of 8, in an index that is valid: as if a rank's part had been lost."""
+    generation = _core.next_generation(str(path))
+    save = _core.Save.create(
+        str(path),
+        [("w", "float32", (8, 1), 0, ("w",), (0, 0), (4, 1), 16)],
+        generation=generation,
+        token=1,
+        rank=0,
+        world_size=1,
+        threads=1,
+        fsync=False,
+        io="buffered",
+        max_inflight_bytes=1 << 20,
+    )
+    rows = torch.arange(4.0)
+    save.write([(0, 0, rows.data_ptr(), rows.nbytes)])
+    commit_ranks(path, [save.finish()], generation=generation, planner_data={"w": ("w",)})

@@ -276,7 +276,8 @@ class SecondReader:
         check(raw[:8] == MAGIC, "magic")
         check(u32(raw, 8) == 1, "version 1")
         check(u32(raw, 12) == 256, "header_len")
-        check(u64(raw, 24) == 0, "incompat: no bit is defined")
+        check(u64(raw, 24) in (0, 1), "incompat: one bit is defined")
+        self.has_signs = u64(raw, 24) == 1
         check(u64(raw, 32) == len(raw), "file_len")
         check(u64(raw, 40) == xxh3_64(raw[:40] + bytes(8) + raw[48:]), "digest")
         self.save_id, self.generation = raw[48:64], u64(raw, 64)
@@ -372,7 +373,11 @@ class SecondReader:
         check(file < len(self.files), "a chunk's file is there")
         file = self.files[file]
         ndim = len(tensor.shape)
-        strided, digested = flags & 1, flags & 2
+        strided, digested, signs = flags & 1, flags & 2, flags >> 3 & 3
+        check(
+            not signs or (self.source != 0 and self.has_signs and not tensor.is_bytes),
+            "only adopted tensors have signs",
+        )
         check(not strided or (self.source != 0 and not tensor.is_bytes), "only adopted tensors have strides")
         check(dims_at + ndim * (3 if strided else 2) <= len(dims), "a chunk's dims are there")
         offsets = dims[dims_at : dims_at + ndim]

@@ -1,4 +1,4 @@
-"""Loads through slabs as for an accelerator, on one that is made up."""
+"""Loads and saves through slabs, as for an accelerator."""
 
 import contextlib
 from pathlib import Path
@@ -6,22 +6,13 @@ from pathlib import Path
 import torch
 
 import dcp_rs
-from dcp_rs import fill, payload, staging
-from dcp_rs.options import ReadOptions
-from dcp_rs.sources import open_index
+from dcp_rs import _core
+from dcp_rs.checkpoint.locate import open_index
+from dcp_rs.options import ReadOptions, WriteOptions
+from dcp_rs.transfer import load, save
+from support.indexes import commit_ranks
 
 SMALL = ReadOptions(max_inflight_bytes=1 << 20)  # slabs of 128 KiB
-
-
-def install(monkeypatch, fake):
-    """Takes all tensors for tensors of the fake device."""
-    monkeypatch.setattr(staging, "lane_for", fake.lane)
-    monkeypatch.setattr(staging, "is_accelerator", lambda _: True)
-    monkeypatch.setattr(fill, "is_plain", lambda *_: False)
-    # There is no pinned memory without an accelerator.
-    take = staging._SlabCache().take
-    monkeypatch.setattr(staging.slabs, "take", lambda count, nbytes, **_: take(count, nbytes, pinned=False))
-    return fake
 
 
 def state(tensors=30, rows=50, seed=0):
@@ -36,12 +27,12 @@ def saved(path, state_dict):
 
 def whole(index, name, tensor):
     number = index.find(name)
-    dtype = fill.stored_dtype(name, index.tensor(number)[2])
-    return fill.Target(number, [0] * tensor.dim(), tensor, name, dtype)
+    dtype = load.stored_dtype(name, index.tensor(number)[2])
+    return load.Target(number, [0] * tensor.dim(), tensor, name, dtype)
 
 
-def load(index, tensors, options=SMALL):
-    fill.fill_regions(index, [whole(index, name, t) for name, t in tensors.items()], options)
+def fill(index, tensors, options=SMALL):
+    load.fill_regions(index, [whole(index, name, t) for name, t in tensors.items()], options)
 
 
 def damage(path, index):
@@ -65,6 +56,30 @@ def no_slab_threads():
 
 def entries_of(state_dict):
     return [
-        payload.Entry(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape))
+        save.Entry(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape))
         for name, tensor in state_dict.items()
     ]
+
+
+def save_shards(path, whole, ranks):
+    """A checkpoint as so many ranks write it, each some rows of every tensor."""
+    path.mkdir()
+    indexes = []
+    for rank in range(ranks):
+        rows = {name: tensor.chunk(ranks)[rank].contiguous() for name, tensor in whole.items()}
+        entries = entries_of(rows)
+        for entry in entries:
+            entry.shape = tuple(whole[entry.fqn].shape)
+            entry.offsets = (rank * entry.sizes[0], 0)
+        begun = _core.Save.create(
+            str(path),
+            [entry.item() for entry in entries],
+            generation=1,
+            token=rank,
+            rank=rank,
+            world_size=ranks,
+            **WriteOptions(fsync=False).engine(),
+        )
+        begun.write([(i, 0, e.data.data_ptr(), e.data.nbytes) for i, e in enumerate(entries)])
+        indexes.append(begun.finish())
+    commit_ranks(path, indexes)

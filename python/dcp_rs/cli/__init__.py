@@ -13,9 +13,9 @@ import typer
 from rich.markup import escape
 
 from dcp_rs._core import __version__
-from dcp_rs.cli.output import console, for_command_line, printable
+from dcp_rs.checkpoint.locate import local_path
+from dcp_rs.cli.output import console, for_command_line, printable, text_argument, write_what_cannot_be_printed
 from dcp_rs.errors import DcpRsError
-from dcp_rs.sources import local_path
 
 __all__ = ["app", "main"]
 
@@ -37,13 +37,18 @@ _FOLDERS = "A dcp-rs folder, a stock DCP folder, a Hugging Face folder"
 #: What has an index, or is given one when it is opened.
 Checkpoint = Annotated[
     Path,
-    typer.Argument(metavar="PATH", help=f"{_FOLDERS} or a .safetensors file.", show_default=False, parser=local_path),
+    typer.Argument(
+        metavar="PATH",
+        help=f"{_FOLDERS}, a .safetensors file or its .index.json.",
+        show_default=False,
+        parser=local_path,
+    ),
 ]
 AnyCheckpoint = Annotated[
     Path,
     typer.Argument(
         metavar="PATH",
-        help=f"{_FOLDERS}, a .safetensors file or a file of torch.save.",
+        help=f"{_FOLDERS}, a .safetensors file, its .index.json or a file of torch.save.",
         show_default=False,
         parser=local_path,
     ),
@@ -55,11 +60,15 @@ Rank = Annotated[
 ]
 Include = Annotated[
     list[str] | None,
-    typer.Option(metavar="GLOB", help="Only names that match. Can be given again.", show_default=False),
+    typer.Option(
+        metavar="GLOB", help="Only names that match. Can be given again.", show_default=False, parser=text_argument
+    ),
 ]
 Exclude = Annotated[
     list[str] | None,
-    typer.Option(metavar="GLOB", help="Not names that match. Can be given again.", show_default=False),
+    typer.Option(
+        metavar="GLOB", help="Not names that match. Can be given again.", show_default=False, parser=text_argument
+    ),
 ]
 
 External = Annotated[
@@ -97,7 +106,8 @@ def _root(
 def _ls(
     path: AnyCheckpoint,
     patterns: Annotated[
-        list[str] | None, typer.Argument(metavar="[GLOB]...", help="Only names that match.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="[GLOB]...", help="Only names that match.", show_default=False, parser=text_argument),
     ] = None,
     sort: Annotated[Literal["name", "size", "dtype", "chunks"], typer.Option(help="Order.")] = "name",
     rank: Rank = None,
@@ -120,7 +130,13 @@ def _ls(
 def _inspect(
     path: AnyCheckpoint,
     name: Annotated[
-        str | None, typer.Argument(help="One entry: how it is cut, and over which files.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="One entry: how it is cut, and over which files.",
+            show_default=False,
+            parser=text_argument,
+        ),
     ] = None,
     html: Annotated[
         Path | None,
@@ -194,6 +210,7 @@ def _convert(
             metavar="OLD=NEW",
             help="A name, or what names begin with up to a dot. OLD= takes it away, =NEW puts it before all.",
             show_default=False,
+            parser=text_argument,
         ),
     ] = None,
     skip_unsupported: Annotated[
@@ -277,6 +294,42 @@ def _index(
 
 
 @app.command(
+    "clean",
+    epilog=_examples(
+        "dcp-rs clean ckpt/",
+        "dcp-rs clean ckpt/ --yes",
+        "dcp-rs clean /mnt/nfs/ckpt --yes --older-than 3600",
+    ),
+)
+def _clean(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH",
+            help="The folder of a checkpoint, or what was converted to.",
+            show_default=False,
+            parser=local_path,
+        ),
+    ],
+    yes: Annotated[bool, typer.Option("--yes", help="Remove it.")] = False,
+    older_than: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=0.0,
+            help="Leave alone what was written to since. [default: 0; a day, where the file system does not tell who is at work]",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List what killed saves and conversions left behind; with --yes, remove it."""
+    from dcp_rs.cli.cleaning import clean
+
+    clean(path, yes=yes, older_than=older_than, as_json=as_json)
+
+
+@app.command(
     "diff",
     epilog=_examples(
         "dcp-rs diff before/ after/",
@@ -357,16 +410,16 @@ def _demo(
     as_json: Json = False,
 ) -> None:
     """Save and restore a model with stock DCP and with dcp-rs, and compare."""
-    from dcp_rs import _demo
+    from dcp_rs.demo import run
 
     if as_json:
         from dcp_rs.cli.output import print_json
 
-        rows = _demo.demo_rows(size_mb, keep, console(stderr=True))
+        rows = run.demo_rows(size_mb, keep, console(stderr=True))
         print_json([vars(row) for row in rows])
         well = all(row.same is not False for row in rows)
     else:
-        well = _demo.run_demo(size_mb, keep)
+        well = run.run_demo(size_mb, keep)
     raise typer.Exit(0 if well else 1)
 
 
@@ -378,6 +431,7 @@ def main(arguments: list[str] | None = None) -> None:
     debug = "--debug" in arguments[:end]
     arguments = [a for i, a in enumerate(arguments) if a != "--debug" or i > end]
     signal.signal(signal.SIGTERM, _terminate)
+    write_what_cannot_be_printed()
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn

@@ -44,7 +44,8 @@ def bench(
     import torch
 
     import dcp_rs
-    from dcp_rs.names import globs
+    from dcp_rs.checkpoint.locate import open_index
+    from dcp_rs.checkpoint.names import globs
 
     if path.is_file() and path.suffix != ".safetensors":
         msg = f"{path} is a file of torch.save: there is one reader for it"
@@ -52,8 +53,10 @@ def bench(
     wanted = globs(list(include) or None)
     with dcp_rs.open(path, allow_external=allow_external) as checkpoint:
         infos = [checkpoint.info(name) for name in checkpoint if wanted is None or wanted.match(name)]
-        files = _files(checkpoint)
         kind = checkpoint.source
+    index = open_index(path, rank=None, allow_external=allow_external)
+    index.check_files(range(index.chunk_count))  # other readers would follow a name to anywhere
+    files = index.file_paths()
     tensors = {info.name: (info.shape, info.dtype) for info in infos if info.dtype is not None}
     if not tensors:
         msg = f"there is no tensor to read in {path}" + (f" that matches {' '.join(include)}" if include else "")
@@ -65,7 +68,7 @@ def bench(
         raise UnsupportedError(msg)
     destination = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in tensors.items()}
     rows = []
-    readers = _readers(path, kind, threads=threads, allow_external=allow_external)
+    readers = _readers(path, kind, files, threads=threads, allow_external=allow_external)
     with progress_bar("reading", total=total * rounds * len(readers)) as progress, _quiet():
         for done, (name, read) in enumerate(readers):
             rows.append(_measure(name, read, destination, files, rounds=rounds, cold=cold))
@@ -79,11 +82,6 @@ def bench(
     return 0 if len(checksums) <= 1 else 1
 
 
-def _files(checkpoint: Any) -> list[Path]:
-    folder = Path(checkpoint.path).parent
-    return sorted({folder / chunk.file for name in checkpoint for chunk in checkpoint.chunks(name)})
-
-
 def _free_memory() -> int | None:
     with contextlib.suppress(OSError, ValueError), Path("/proc/meminfo").open() as lines:
         for text in lines:
@@ -95,7 +93,7 @@ def _free_memory() -> int | None:
 Read = Callable[[dict[str, Any]], None]
 
 
-def _readers(path: Path, kind: str, **options: Any) -> list[tuple[str, Read]]:
+def _readers(path: Path, kind: str, files: Sequence[Path], **options: Any) -> list[tuple[str, Read]]:
     import torch.distributed.checkpoint as dcp
 
     import dcp_rs
@@ -114,7 +112,7 @@ def _readers(path: Path, kind: str, **options: Any) -> list[tuple[str, Read]]:
         name = "HuggingFaceStorageReader"
         readers.append((f"dcp.load, {name}", lambda state: _stock(dcp, name, path, state)))
     if kind != "dcp":
-        readers.append(("safetensors, one by one", lambda state: _safetensors(path, state)))
+        readers.append(("safetensors, one by one", lambda state: _safetensors(files, state)))
     return readers
 
 
@@ -122,11 +120,11 @@ def _stock(dcp: Any, reader: str, path: Path, state: dict[str, Any]) -> None:
     dcp.load(state, storage_reader=getattr(dcp, reader)(os.fspath(path)), no_dist=True)
 
 
-def _safetensors(path: Path, state: dict[str, Any]) -> None:
+def _safetensors(files: Sequence[Path], state: dict[str, Any]) -> None:
     from safetensors import safe_open
 
     left = set(state)
-    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+    for file in files:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # no mapping
                 if name in left and opened.get_slice(name).get_shape() == list(state[name].shape):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dcp_rs.sources import is_torch_file, open_index
+from dcp_rs.checkpoint.locate import is_torch_file, open_index
 
 __all__ = ["Contents", "Entry", "Piece", "open_contents"]
 
@@ -95,7 +95,7 @@ class Contents:
         return Entry(name, number, dtype, shape, chunks, math.prod(shape) * _ITEMSIZES.get(dtype, 1))
 
     def _open_torch_file(self, *, weights_only: bool) -> None:
-        from dcp_rs.conversion.source import TorchSource
+        from dcp_rs.checkpoint.source import TorchSource
 
         self._source = TorchSource(self.path, weights_only=weights_only)
         self.format, self.indexed = "torch", False
@@ -149,7 +149,7 @@ class Contents:
         Raises:
             UnsafePickleError: it needs more than ``torch.load(weights_only=True)`` allows.
         """
-        from dcp_rs import objects
+        from dcp_rs.tensors import objects
 
         if self._source is not None:
             data = self._source.value(self._source.items[entry.number])

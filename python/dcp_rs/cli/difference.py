@@ -23,7 +23,7 @@ def diff(
     as_json: bool,
 ) -> int:
     """1 where something differs."""
-    from dcp_rs.comparison import compare
+    from dcp_rs.checkpoint.compare import compare
 
     with progress_bar("comparing") as progress:
         found = compare(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
+from dcp_rs.checkpoint.clean import seen_beside
+from dcp_rs.checkpoint.names import globs
 from dcp_rs.cli import cutmap
+from dcp_rs.cli.cleaning import mention
 from dcp_rs.cli.contents import Contents, Entry, Piece, open_contents
 from dcp_rs.cli.output import bar, count, line, print_json, printable, show_shape, size
 from dcp_rs.errors import PlanError
-from dcp_rs.names import globs
 
 __all__ = ["inspect", "inspect_entry", "ls", "write_page"]
 
@@ -90,6 +93,7 @@ def inspect(path: Path, *, show_all: bool, as_json: bool, rank: int | None = Non
     per_file = _per_file(contents)
     dtypes = _dtypes(contents)
     biggest = sorted(contents.entries, key=_SORTS["size"])
+    left = seen_beside(path)
     if as_json:
         print_json(
             {
@@ -105,11 +109,13 @@ def inspect(path: Path, *, show_all: bool, as_json: bool, rank: int | None = Non
                     for (name, nbytes), chunks in zip(contents.files, per_file, strict=True)
                 ],
                 "dtypes": [{"dtype": d, "tensors": n, "bytes": b} for d, n, b in dtypes],
+                "leftovers": [asdict(leftover) for leftover in left],
                 "biggest": [entry.to_json() for entry in biggest[: None if show_all else _SOME]],
             }
         )
         return
     _overview(contents)
+    mention(left)
     some = None if show_all else _SOME
     line()
     files = list(zip(contents.files, per_file, strict=True))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,12 +21,16 @@ __all__ = [
     "count",
     "for_command_line",
     "line",
+    "plain",
     "print_json",
     "printable",
     "progress_bar",
     "rate",
+    "readable",
     "show_shape",
     "size",
+    "text_argument",
+    "write_what_cannot_be_printed",
 ]
 
 
@@ -34,19 +41,65 @@ def console(*, stderr: bool = False) -> Console:
 
 def line(*parts: str | tuple[str, str]) -> None:
     """Prints one line of texts, or (text, style). It is never cut or wrapped."""
-    console().print(Text.assemble(*parts), soft_wrap=True)
+    fitting = [_fitting(part) if isinstance(part, str) else (_fitting(part[0]), part[1]) for part in parts]
+    console().print(Text.assemble(*fitting), soft_wrap=True)
+
+
+def write_what_cannot_be_printed() -> None:
+    """From here on a character that the terminal's encoding lacks is written out, and no error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+#: What is drawn, where the terminal's encoding lacks it.
+_PLAIN = str.maketrans({"█": "#", "·": ".", "…": "...", "─": "-", "│": "|", **dict.fromkeys("┌┐└┘", "+")})
+
+
+def _fitting(text: str) -> str:
+    text = readable(text)
+    return text if _fits(text) else text.translate(_PLAIN)
+
+
+def _fits(text: str) -> bool:
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def text_argument(argument: str) -> str:
+    """A name or a pattern of the command line, as it was typed: UTF-8, whatever Python takes it for. A path stays what Python can open."""
+    try:
+        return os.fsencode(argument).decode()
+    except UnicodeError:
+        return argument
+
+
+def readable(text: str) -> str:
+    """The text with paths in it as they are meant: bytes that Python could not decode are UTF-8 nearly always."""
+    if text.isascii() or not any("\udc80" <= c <= "\udcff" for c in text):
+        return text
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def print_json(value: Any) -> None:
-    """Prints one JSON document. Numbers that JSON has not (NaN, infinities) become text."""
-    sys.stdout.write(json.dumps(_plain(value), indent=2, ensure_ascii=False) + "\n")
+    """Prints one JSON document, in UTF-8 or in ASCII. Numbers that JSON has not (NaN, infinities) become text, as paths do that are not."""
+    text = json.dumps(plain(value), indent=2, ensure_ascii=False)
+    if codecs.lookup(sys.stdout.encoding or "utf-8").name != "utf-8" or not _fits(text):
+        text = json.dumps(plain(value), indent=2)
+    sys.stdout.write(text + "\n")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """The value as JSON can have it."""
     if isinstance(value, dict):
-        return {str(key): _plain(entry) for key, entry in value.items()}
+        return {readable(str(key)): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
+        return [plain(entry) for entry in value]
+    if isinstance(value, str):
+        return readable(value)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
@@ -72,6 +125,7 @@ def for_command_line(text: str) -> str:
 
 def printable(text: str) -> str:
     """The text with anything that a terminal could take for a command written out."""
+    text = readable(text)
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

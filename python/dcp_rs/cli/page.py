@@ -11,6 +11,7 @@ from typing import Any
 
 from dcp_rs._core import __version__
 from dcp_rs.cli.contents import Contents
+from dcp_rs.cli.output import plain
 
 __all__ = ["render", "write"]
 
@@ -33,7 +34,7 @@ def write(contents: Contents, out: Path) -> int:
 def render(contents: Contents) -> str:
     """The page."""
     template = resources.files("dcp_rs.cli").joinpath("page.html").read_text(encoding="utf-8")
-    data = json.dumps(_data(contents), ensure_ascii=False, separators=(",", ":"))
+    data = json.dumps(plain(_data(contents)), ensure_ascii=False, separators=(",", ":"))
     # Names are anyone's: nothing in them may end the script, or begin another.
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     return template.replace("/*DATA*/null", data, 1)

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dcp_rs.cli.cleaning import mention
 from dcp_rs.cli.output import count, for_command_line, line, print_json, printable, progress_bar, rate, size
 from dcp_rs.errors import PlanError
 
@@ -16,8 +17,8 @@ __all__ = ["convert", "index", "verify"]
 
 def verify(path: Path, *, allow_external: bool, threads: int | None, as_json: bool) -> int:
     """1 where something is damaged."""
-    from dcp_rs.sources import open_index
-    from dcp_rs.verification import verify as check
+    from dcp_rs.checkpoint.locate import open_index
+    from dcp_rs.checkpoint.verify import verify as check
 
     opened = open_index(path, rank=None, allow_external=allow_external)
     total = sum(length for tensor in range(opened.tensor_count) for _, _, length, _, _ in opened.chunks(tensor))
@@ -34,11 +35,13 @@ def verify(path: Path, *, allow_external: bool, threads: int | None, as_json: bo
                 "bytes_without_digest": report.bytes_without_digest,
                 "seconds": seconds,
                 "problems": [asdict(problem) for problem in report.problems],
+                "leftovers": [asdict(leftover) for leftover in report.leftovers],
             }
         )
         return 0 if report.ok else 1
     for problem in report.problems:
         line(("damaged  ", "red"), printable(for_command_line(str(problem))))
+    mention(report.leftovers)
     without = report.bytes_without_digest
     if without:
         line(("not checked  ", "yellow"), f"{size(without)} of data without digests (dcp-rs index --digests adds them)")
@@ -67,8 +70,8 @@ def index(
     as_json: bool,
 ) -> None:
     """Writes an index over data that is there."""
-    from dcp_rs.sources import open_index
-    from dcp_rs.verification import index as write_index
+    from dcp_rs.checkpoint.locate import open_index
+    from dcp_rs.checkpoint.verify import index as write_index
 
     begin = time.perf_counter()
     with progress_bar("indexing") as progress:

@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 import torch
 
+from dcp_rs.checkpoint.locate import local_path
+from dcp_rs.checkpoint.source import open_source
 from dcp_rs.conversion import native, safetensors, stock, torch_file
 from dcp_rs.conversion.job import ConvertReport, Job, Rename, Task, parse_dtype, refuse_unsupported, select
 from dcp_rs.conversion.place import Place, check_place, new_place
-from dcp_rs.conversion.source import open_source
 from dcp_rs.errors import DcpRsError
 from dcp_rs.options import ReadOptions, WriteOptions
-from dcp_rs.sources import local_path
 
 __all__ = ["ConvertReport", "convert"]
 

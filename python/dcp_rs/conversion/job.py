@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from dcp_rs._dtypes import BY_NAME
-from dcp_rs.conversion.blocks import Region, Slabs, blocks
-from dcp_rs.conversion.source import Item, Source
+from dcp_rs.checkpoint.blocks import Region, Slabs, blocks
+from dcp_rs.checkpoint.names import globs
+from dcp_rs.checkpoint.source import Item, Source
 from dcp_rs.errors import PlanError, UnsupportedError
-from dcp_rs.names import globs
 from dcp_rs.options import WriteOptions
+from dcp_rs.tensors.dtypes import BY_NAME
 
 __all__ = ["ConvertReport", "Job", "Rename", "Task", "parse_dtype", "select", "split"]
 

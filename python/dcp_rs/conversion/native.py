@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from dcp_rs import _core
-from dcp_rs._dtypes import NAMES
-from dcp_rs.conversion.blocks import Region
+from dcp_rs.checkpoint.blocks import Region
 from dcp_rs.conversion.job import Job, Task, split
 from dcp_rs.conversion.place import Place
+from dcp_rs.tensors.dtypes import NAMES
 
 __all__ = ["write"]
 

@@ -35,7 +35,7 @@ def check_place(src: Path, files: Sequence[Path], dst: Path, *, overwrite: bool)
     if target == source or target in source.parents or target in {file.resolve() for file in files}:
         msg = f"the destination {dst} is the source, or holds it"
         raise ValueError(msg)
-    if not (dst.exists() or dst.is_symlink()) or (dst.is_dir() and not any(dst.iterdir())):
+    if not (dst.exists() or dst.is_symlink()) or (dst.is_dir() and all(_is_lock(entry) for entry in dst.iterdir())):
         return
     if not overwrite:
         msg = f"{dst} exists; overwrite=True replaces it"
@@ -51,19 +51,29 @@ def check_place(src: Path, files: Sequence[Path], dst: Path, *, overwrite: bool)
 
 
 def _is_of_a_checkpoint(entry: Path) -> bool:
-    endings = ("index.dcprs", ".metadata", ".distcp", ".safetensors", ".safetensors.index.json")
+    endings = ("index.dcprs", ".metadata", ".distcp", ".safetensors", ".safetensors.index.json", _core.LOCK_NAME)
     return entry.name.endswith(endings) and not entry.is_dir()
+
+
+def _is_lock(entry: Path) -> bool:
+    return entry.name == _core.LOCK_NAME
 
 
 @contextmanager
 def new_place(dst: Path, *, as_file: bool) -> Iterator[Place]:
-    """A place to make ``dst`` in. It takes its name at the end; after an error, or Ctrl-C, nothing is left of it."""
-    dst.parent.mkdir(parents=True, exist_ok=True)
-    folder = dst.parent / f".{dst.name[:200]}.{secrets.token_hex(8)}.tmp"
-    folder.mkdir()
+    """A place to make ``dst`` in. It takes its name at the end; after an error, or Ctrl-C, nothing is left of it.
+
+    While it lasts its folder is locked: ``dcp_rs.clean`` removes one that is not, as what a killed process left.
+    """
+    _core.create_folder(os.fspath(dst.parent))
+    beside = dst.parent / f".{dst.name[:200]}.{secrets.token_hex(8)}.tmp"
+    beside.mkdir()
     try:
-        result = folder / dst.name if as_file else folder
-        yield Place(folder, result)
+        _lock = _core.FolderLock(os.fspath(beside))
+        result = beside / dst.name
+        if not as_file:
+            result.mkdir()
+        yield Place(beside if as_file else result, result)
         _core.put_in_place(os.fspath(result), os.fspath(dst), dst.exists())
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(beside, ignore_errors=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from dcp_rs import _core
-from dcp_rs.conversion.blocks import Region, blocks
+from dcp_rs.checkpoint.blocks import Region, blocks
 from dcp_rs.conversion.job import Job
 
 __all__ = ["in_memory", "to_tensors"]

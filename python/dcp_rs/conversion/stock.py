@@ -25,7 +25,7 @@ from dcp_rs import _core, _torch
 from dcp_rs.conversion.job import Job, Task, split
 from dcp_rs.conversion.place import Place
 from dcp_rs.conversion.scratch import in_memory, to_tensors
-from dcp_rs.metadata import tensor_properties
+from dcp_rs.dcp.metadata import tensor_properties
 
 __all__ = ["write"]
 

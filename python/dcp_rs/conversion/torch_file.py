@@ -8,12 +8,13 @@ from typing import IO, Any, cast
 
 import torch
 
-from dcp_rs import _core, _torch, objects
+from dcp_rs import _core, _torch
+from dcp_rs.checkpoint.source import TorchSource
 from dcp_rs.conversion.job import Job, Task
 from dcp_rs.conversion.place import Place
 from dcp_rs.conversion.scratch import to_tensors
-from dcp_rs.conversion.source import TorchSource
-from dcp_rs.tree import number_parameters
+from dcp_rs.tensors import objects
+from dcp_rs.tensors.trees import number_parameters
 
 __all__ = ["write"]
 

@@ -5,11 +5,13 @@ use std::hint::black_box;
 use std::path::Path;
 
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use dcp_rs_core::copy::{Loop, Stores, copy_strided};
+use dcp_rs_core::copy::{Loop, SignBits, Signs, Stores, copy_strided};
 use dcp_rs_core::format::{
-    BLOCK_SIZE, ChunkEntry, Dims, FileEntry, Index, IndexBuilder, Kind, SourceKind, TensorEntry, block_digest,
+    BLOCK_SIZE, ChunkEntry, FileEntry, Index, IndexBuilder, Kind, SourceKind, TensorEntry, block_digest,
 };
-use dcp_rs_core::overlap::{Region, cover};
+use dcp_rs_core::geometry::Dims;
+use dcp_rs_core::geometry::overlap::{Region, cover};
+use dcp_rs_core::paths::Links;
 use dcp_rs_core::read::{Catalog, Destination, FileRef, IoMode, ReadOptions, ReadReq, read};
 use dcp_rs_core::{Control, Dtype};
 
@@ -51,6 +53,7 @@ fn index(tensors: u64, ranks: u64) -> Vec<u8> {
                 offsets: Dims::from_slice(&[ROWS * rank, 0]),
                 sizes: Dims::from_slice(&[ROWS, COLUMNS]),
                 strides: None,
+                signs: Signs::default(),
                 digests: None,
             };
             builder.add_chunk(chunk).expect("a new chunk");
@@ -158,7 +161,7 @@ fn reading(c: &mut Criterion) {
         path,
         size: total as u64,
         mtime_ns: 0,
-        follow_symlinks: false,
+        links: Links::Any,
     }];
     let mut to = vec![1_u8; total];
     let mut group = c.benchmark_group("read 64 MiB from the page cache");
@@ -178,6 +181,7 @@ fn reading(c: &mut Criterion) {
                 src_strides: Dims::from_slice(&[1]),
                 dst: Destination(to[at..].as_mut_ptr()),
                 dst_strides: Dims::from_slice(&[1]),
+                signs: SignBits::default(),
             })
             .collect();
         for io in [IoMode::Mmap, IoMode::Buffered] {

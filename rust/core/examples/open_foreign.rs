@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Instant;
 
-use dcp_rs_core::source::{self, Found};
+use dcp_rs_core::checkpoint::{self, Found};
 
 fn main() {
     let mut args = std::env::args().skip(1);
@@ -12,12 +12,12 @@ fn main() {
     let path = Path::new(&path);
     for _ in 0..5 {
         let start = Instant::now();
-        let kind = match source::find(path, None) {
+        let kind = match checkpoint::find(path, None) {
             Ok(Found::Foreign(kind)) => kind,
             Ok(Found::Native) => return println!("it has an index"),
             Err(e) => return println!("{e}"),
         };
-        match source::index(path, kind, None, threads) {
+        match checkpoint::index(path, &kind, None, threads) {
             Ok(index) => println!(
                 "{:.4} s: {} tensors in {} files, an index of {} bytes",
                 start.elapsed().as_secs_f64(),

@@ -6,9 +6,10 @@
 use std::path::Path;
 use std::time::Instant;
 
-use dcp_rs_core::format::{Dims, Index, Kind};
-use dcp_rs_core::source::{RecoverOptions, recover};
-use dcp_rs_core::write::{Part, Save, SaveInfo, SaveItem, WriteIo, WriteOptions, commit, next_generation};
+use dcp_rs_core::checkpoint::{RecoverOptions, commit, next_generation, recover};
+use dcp_rs_core::format::{Index, Kind};
+use dcp_rs_core::geometry::Dims;
+use dcp_rs_core::write::{Part, Save, SaveInfo, SaveItem, WriteIo, WriteOptions};
 use dcp_rs_core::{Control, Dtype, store};
 
 fn main() {
@@ -59,13 +60,13 @@ fn report(what: &str, dir: &Path, lengths: &[u64], options: WriteOptions) {
         rank: 0,
         world_size: 1,
     };
-    let save = Save::create(dir, items, info, &options).unwrap();
+    let save = Save::create(dir, items, info, &options, &Control::new()).unwrap();
     let created = lap();
     save.write(&parts, &Control::new()).unwrap();
     let written = lap();
-    let index = save.finish().unwrap();
+    let index = save.finish(&Control::new()).unwrap();
     let finished = lap();
-    commit(dir, None, index.clone(), options.fsync).unwrap();
+    commit(dir, None, index.clone(), options.fsync, &Control::new()).unwrap();
     let committed = lap();
     let took = created + written + finished + committed;
     #[expect(clippy::cast_precision_loss, reason = "for people")]

@@ -80,6 +80,17 @@ pub enum Error {
         /// What the system said.
         source: io::Error,
     },
+    /// Another process keeps a folder locked.
+    #[error("another process has held the lock {} for {seconds} s: it is stuck, or a file system that lost it has to be mounted anew", path.display())]
+    Busy {
+        /// The file that is locked.
+        path: PathBuf,
+        /// How long it was waited for.
+        seconds: u64,
+    },
+    /// A defect of this crate.
+    #[error("{0}")]
+    Internal(String),
     /// The caller asked for the work to stop.
     #[error("interrupted")]
     Interrupted,

@@ -3,10 +3,11 @@
 
 use std::path::Path;
 
-use crate::format::{Index, Kind, Value, element_count};
-use crate::overlap::{self, Region};
+use crate::format::{Index, Kind, Value};
+use crate::geometry::element_count;
+use crate::geometry::overlap::{self, Region};
 
-pub use crate::source::fuzzing::{archive, metadata, recovery, tensor_pickle};
+pub use crate::foreign::fuzzing::{archive, metadata, recovery, tensor_pickle};
 
 /// An index, as it is and with the digest that it should have: who forges one can compute digests too.
 pub fn index(bytes: &[u8]) -> bool {

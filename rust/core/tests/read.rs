@@ -6,6 +6,8 @@ use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
+use dcp_rs_core::copy::SignBits;
+use dcp_rs_core::paths::Links;
 use dcp_rs_core::read::{Catalog, Destination, FileRef, IoMode, ReadOptions, ReadReq, ReadStats, read};
 use dcp_rs_core::{Control, Error};
 use smallvec::smallvec;
@@ -43,7 +45,10 @@ fn written(dir: &Path, name: &str, bytes: &[u8]) -> FileRef {
         path,
         size: bytes.len() as u64,
         mtime_ns: 0,
-        follow_symlinks: false,
+        links: Links::Within {
+            folder: dir.into(),
+            last: false,
+        },
     }
 }
 
@@ -76,6 +81,7 @@ fn run(file: u32, offset: usize, length: usize, src_offset: usize, dst: &mut [u8
         src_strides: smallvec![1],
         dst: Destination(dst.as_mut_ptr()),
         dst_strides: smallvec![1],
+        signs: SignBits::default(),
     }
 }
 
@@ -199,7 +205,7 @@ fn nothing_wanted_is_nothing_done() {
         path: "/nonexistent/file".into(),
         size: 10,
         mtime_ns: 0,
-        follow_symlinks: true,
+        links: Links::Any,
     };
     assert_eq!(go(&[], &[], &options(IoMode::Auto)).unwrap(), ReadStats::default());
     let empty = run(0, 0, 0, 0, &mut []);
@@ -263,7 +269,7 @@ fn files_are_checked_before_reading() {
         assert!(reason.contains("symbolic link"), "{reason}");
         let followed = FileRef {
             path: link,
-            follow_symlinks: true,
+            links: Links::Any,
             ..good.clone()
         };
         go(&[followed], std::slice::from_ref(&req), &options(io)).unwrap();

@@ -1,9 +1,14 @@
 //! Planner data and small values, to and from Python.
 
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
+
 use dcp_rs_core::Dtype;
-use dcp_rs_core::format::{Dims, Value};
+use dcp_rs_core::format::Value;
+use dcp_rs_core::geometry::Dims;
 use pyo3::IntoPyObjectExt as _;
 use pyo3::exceptions::PyUnicodeEncodeError;
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
 
@@ -25,6 +30,29 @@ impl<'py> FromPyObject<'_, 'py> for Extent {
                 .collect(),
         };
         dims.map(Self)
+    }
+}
+
+/// A path as Python has file names: so that Python can open it, whatever its bytes are and whatever the locale says of them.
+pub struct FsPath(pub PathBuf);
+
+impl FsPath {
+    /// The name as text.
+    pub fn text<'py>(py: Python<'py>, path: &Path) -> PyResult<Bound<'py, PyAny>> {
+        let bytes = PyBytes::new(py, path.as_os_str().as_bytes());
+        py.import(intern!(py, "os"))?
+            .call_method1(intern!(py, "fsdecode"), (bytes,))
+    }
+}
+
+impl<'py> IntoPyObject<'py> for FsPath {
+    type Target = PyAny;
+    type Output = Bound<'py, PyAny>;
+    type Error = PyErr;
+
+    fn into_pyobject(self, py: Python<'py>) -> PyResult<Self::Output> {
+        py.import(intern!(py, "pathlib"))?
+            .call_method1(intern!(py, "Path"), (Self::text(py, &self.0)?,))
     }
 }
 

@@ -7,11 +7,16 @@ use pyo3::exceptions::{PyKeyboardInterrupt, PyOSError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::convert::FsPath;
+use crate::panics::internal_error;
+
 pyo3::import_exception!(dcp_rs.errors, CheckpointNotFoundError);
 pyo3::import_exception!(dcp_rs.errors, CheckpointReplacedError);
 pyo3::import_exception!(dcp_rs.errors, CorruptDataError);
 pyo3::import_exception!(dcp_rs.errors, CorruptIndexError);
+pyo3::import_exception!(dcp_rs.errors, InternalError);
 pyo3::import_exception!(dcp_rs.errors, PlanError);
+pyo3::import_exception!(dcp_rs.errors, SaveInProgressError);
 pyo3::import_exception!(dcp_rs.errors, UnsafePickleError);
 pyo3::import_exception!(dcp_rs.errors, UnsupportedError);
 
@@ -48,8 +53,10 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
         Error::Io { action, path, source } => PyOSError::new_err((
             source.raw_os_error().unwrap_or(EIO),
             format!("{action}: {source}"),
-            path.display().to_string(),
+            FsPath::text(py, path).map_or_else(|_| py.None(), Bound::unbind),
         )),
+        Error::Busy { path, .. } => with_place(py, SaveInProgressError::new_err(message), Some(path), None, None),
+        Error::Internal(what) => internal_error(what, None),
         Error::Interrupted => PyKeyboardInterrupt::new_err(()),
         // `Plan`, and what a later core adds.
         _ => PlanError::new_err(message),
@@ -63,7 +70,7 @@ const EIO: i32 = 5;
 fn with_place(py: Python<'_>, error: PyErr, path: Option<&Path>, tensor: Option<&str>, offset: Option<u64>) -> PyErr {
     let place = PyDict::new(py);
     let set = || -> PyResult<()> {
-        place.set_item("path", path.map(|p| p.display().to_string()))?;
+        place.set_item("path", path.map(|path| FsPath::text(py, path)).transpose()?)?;
         place.set_item("tensor", tensor)?;
         place.set_item("offset", offset)?;
         error.value(py).getattr("__dict__")?.call_method1("update", (&place,))?;

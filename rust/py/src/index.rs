@@ -4,15 +4,18 @@ use std::ffi::{c_int, c_void};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use dcp_rs_core::format::{self, Dims, Kind};
+use dcp_rs_core::checkpoint::{self, gather};
+use dcp_rs_core::copy::Signs;
+use dcp_rs_core::format::{self, Kind};
+use dcp_rs_core::geometry::Dims;
 use dcp_rs_core::store::PrivateMapping;
-use dcp_rs_core::{load, source};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBytes, PyList, PyTuple};
 
-use crate::convert::{Extent, extent_to_py, from_value};
+use crate::convert::{Extent, FsPath, extent_to_py, from_value};
 use crate::error::{IntoPy, PlanError, plan_error};
+use crate::panics::guarded;
 
 /// An open, validated index. Immutable, and safe to share between threads.
 #[pyclass(frozen, module = "dcp_rs._core")]
@@ -29,12 +32,13 @@ type Description<'py> = (u32, Option<&'static str>, Bound<'py, PyTuple>);
 /// File, offset, length, offsets, sizes.
 type ChunkTuple<'py> = (u32, u64, u64, Bound<'py, PyTuple>, Bound<'py, PyTuple>);
 
+#[guarded]
 #[pymethods]
 impl Index {
     /// Opens the checkpoint at `path`, whatever it is; with `rank`, what that rank wrote for itself.
     #[staticmethod]
     fn open(py: Python<'_>, path: PathBuf, rank: Option<u32>, allow_external: bool) -> PyResult<Self> {
-        let inner = py.detach(|| source::open(&path, rank, 0)).into_py(py)?;
+        let inner = py.detach(|| checkpoint::open(&path, rank, 0)).into_py(py)?;
         Ok(Self {
             inner: Arc::new(inner),
             allow_external,
@@ -44,7 +48,7 @@ impl Index {
     /// Indexes what others wrote at `path`, whatever index lies there.
     #[staticmethod]
     fn from_data(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
-        let inner = py.detach(|| source::open_data(&path, 0)).into_py(py)?;
+        let inner = py.detach(|| checkpoint::open_data(&path, 0)).into_py(py)?;
         Ok(Self {
             inner: Arc::new(inner),
             allow_external: true,
@@ -62,8 +66,8 @@ impl Index {
     }
 
     #[getter]
-    fn path(&self) -> PathBuf {
-        self.inner.path().to_owned()
+    fn path(&self) -> FsPath {
+        FsPath(self.inner.path().to_owned())
     }
 
     #[getter]
@@ -187,11 +191,23 @@ impl Index {
             .transpose()
     }
 
+    /// Whether the elements of a chunk are other ones than its bytes: their conjugates, or negatives.
+    fn has_signs(&self, chunk: u64) -> PyResult<bool> {
+        self.check_chunk(chunk)?;
+        Ok(self.inner.chunk(chunk).signs != Signs::default())
+    }
+
     /// The dtype of the tensor that a chunk belongs to; None for bytes.
     fn dtype_of(&self, chunk: u64) -> PyResult<Option<&'static str>> {
         self.check_chunk(chunk)?;
         let tensor = self.inner.tensor(self.inner.chunk(chunk).tensor);
         Ok(tensor.dtype.map(dcp_rs_core::Dtype::name))
+    }
+
+    /// The data files of chunks.
+    fn files_of(&self, chunks: Vec<u64>) -> PyResult<Vec<u32>> {
+        let file = |chunk| self.check_chunk(chunk).map(|()| self.inner.chunk_file(chunk));
+        chunks.into_iter().map(file).collect()
     }
 
     /// All tensors, in the order of their first bytes on disk.
@@ -215,6 +231,12 @@ impl Index {
                 (file.name.to_owned(), file.size, file.data_start, file.external)
             })
             .collect()
+    }
+
+    /// Where the data files are, in the order of `files`.
+    fn file_paths(&self) -> Vec<FsPath> {
+        let count = self.inner.file_count();
+        (0..count).map(|file| FsPath(self.inner.file_path(file))).collect()
     }
 
     /// The path of a tensor in the state dict that was saved, as a tuple, or None.
@@ -244,7 +266,7 @@ impl Index {
         let inner = Arc::clone(&self.inner);
         let allow_external = self.allow_external;
         let mapping = py
-            .detach(|| load::map_data_file(&inner, file, allow_external))
+            .detach(|| gather::map_data_file(&inner, file, allow_external))
             .into_py(py)?;
         Ok(FileMapping { mapping })
     }
@@ -331,6 +353,7 @@ pub struct FileMapping {
     mapping: PrivateMapping,
 }
 
+#[guarded]
 #[pymethods]
 impl FileMapping {
     /// Lends the mapping out for writing: it is private, so writes stay in this process.

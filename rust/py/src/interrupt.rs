@@ -1,5 +1,6 @@
 //! Long work without the GIL, that Ctrl-C stops.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
@@ -17,14 +18,22 @@ pub fn run<T: Send>(py: Python<'_>, work: impl FnOnce(&Control) -> Result<T> + S
 }
 
 /// Runs `work` on another thread while this one, without the GIL, watches for signals. A signal whose handler raises cancels the
-/// work; its threads have ended when this returns. `progress` is called now and then, with the bytes done; what it raises cancels the
-/// work too.
+/// work; its threads have ended when this returns. `progress` is called now and then with the bytes done, and at the end with all of them;
+/// what it raises cancels the work too.
 pub fn run_with<T: Send>(
     py: Python<'_>,
     progress: Option<&Py<PyAny>>,
     work: impl FnOnce(&Control) -> Result<T> + Send,
 ) -> PyResult<T> {
     let control = Control::default();
+    let told = AtomicU64::new(0);
+    let tell = |py: Python<'_>| -> PyResult<()> {
+        let done = control.done();
+        match progress {
+            Some(progress) if told.swap(done, Ordering::Relaxed) != done => progress.call1(py, (done,)).map(drop),
+            _ => Ok(()),
+        }
+    };
     let (result, raised) = py.detach(|| {
         std::thread::scope(|scope| {
             let (done, is_done) = channel();
@@ -37,14 +46,12 @@ pub fn run_with<T: Send>(
             });
             let mut raised = None;
             while is_done.recv_timeout(PERIOD) == Err(RecvTimeoutError::Timeout) {
-                let watch = Python::attach(|py| {
+                // An interpreter that ends has no more signals: what is dropped last may still have work to do.
+                let watch = Python::try_attach(|py| {
                     py.check_signals()?;
-                    if let Some(progress) = progress {
-                        progress.call1(py, (control.done(),))?;
-                    }
-                    Ok(())
+                    tell(py)
                 });
-                if let Err(error) = watch {
+                if let Some(Err(error)) = watch {
                     control.cancel();
                     raised = Some(error);
                     break;
@@ -56,8 +63,10 @@ pub fn run_with<T: Send>(
             }
         })
     });
-    match raised {
-        Some(error) => Err(error),
-        None => result.into_py(py),
+    if let Some(error) = raised {
+        return Err(error);
     }
+    let result = result.into_py(py)?;
+    tell(py)?;
+    Ok(result)
 }

@@ -2,10 +2,13 @@
 
 #![allow(clippy::needless_pass_by_value)] // PyO3 hands arguments over by value
 
+mod batch;
+mod clean;
 mod convert;
 mod error;
 mod index;
 mod interrupt;
+mod panics;
 mod plain;
 mod read;
 mod save_plan;
@@ -17,10 +20,16 @@ use pyo3::prelude::*;
 
 #[pymodule(gil_used = false)]
 mod _core {
+    use pyo3::prelude::*;
+
+    #[pymodule_export]
+    use crate::batch::Batch;
+    #[pymodule_export]
+    use crate::clean::{FolderLock, clean, leftovers};
     #[pymodule_export]
     use crate::index::{FileMapping, Index};
     #[pymodule_export]
-    use crate::plain::Batch;
+    use crate::panics::panic;
     #[pymodule_export]
     use crate::save_plan::{SavePlan, assign_saves};
     #[pymodule_export]
@@ -28,7 +37,19 @@ mod _core {
     #[pymodule_export]
     use crate::verify::{block_digest, check_no_rank_indexes, has_native_data, recover, seal_archives};
     #[pymodule_export]
-    use crate::write::{Save, commit_indexes, discard, next_generation, publish, put_in_place};
+    use crate::write::{
+        Save, commit_indexes, create_folder, discard, next_generation, publish, put_in_place, replace_index,
+    };
+
+    #[pymodule_init]
+    #[expect(clippy::unnecessary_wraps, reason = "what PyO3 calls")]
+    fn init(_module: &Bound<'_, PyModule>) -> PyResult<()> {
+        crate::panics::remember_places();
+        Ok(())
+    }
+
+    #[pymodule_export]
+    const LOCK_NAME: &str = dcp_rs_core::store::LOCK_NAME;
 
     #[pymodule_export]
     #[allow(non_upper_case_globals)]

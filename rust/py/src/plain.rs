@@ -5,18 +5,20 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use dcp_rs_core::Dtype;
-use dcp_rs_core::format::{Dims, Kind};
-use dcp_rs_core::load::Gather;
-use dcp_rs_core::overlap::Region;
+use dcp_rs_core::checkpoint::Gather;
+use dcp_rs_core::format::Kind;
+use dcp_rs_core::geometry::{Dims, Region};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyDict, PyList, PyTuple, PyType};
 
+use crate::batch::Batch;
 use crate::convert::{Extent, dtype};
 use crate::error::IntoPy;
 use crate::index::Index;
-use crate::read::{self, Options, Stats, read_options};
+use crate::panics::guarded;
+use crate::read;
 
 /// What the planner says is plain: exact types, and the dtypes of the format.
 pub struct Plain<'py> {
@@ -31,6 +33,24 @@ pub struct HostTensor {
     pub shape: Dims,
     pub strides: Dims,
     pub address: usize,
+}
+
+/// Where the elements of a strided tensor lie. Strides are in elements; what was freed has the address 0.
+pub struct Layout {
+    pub shape: Dims,
+    pub strides: Dims,
+    pub address: usize,
+}
+
+impl Layout {
+    pub fn of(tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let py = tensor.py();
+        Ok(Self {
+            shape: tensor.getattr(intern!(py, "shape"))?.extract::<Extent>()?.0,
+            strides: tensor.call_method0(intern!(py, "stride"))?.extract::<Extent>()?.0,
+            address: tensor.call_method0(intern!(py, "data_ptr"))?.extract()?,
+        })
+    }
 }
 
 impl<'py> Plain<'py> {
@@ -73,65 +93,51 @@ impl<'py> Plain<'py> {
         {
             return Ok(None);
         }
-        let host = HostTensor {
+        let Layout {
+            shape,
+            strides,
+            address,
+        } = Layout::of(tensor)?;
+        let freed = address == 0 && !shape.contains(&0);
+        Ok((!freed).then_some(HostTensor {
             dtype,
-            shape: tensor.getattr(intern!(py, "shape"))?.extract::<Extent>()?.0,
-            strides: tensor.call_method0(intern!(py, "stride"))?.extract::<Extent>()?.0,
-            address: tensor.call_method0(intern!(py, "data_ptr"))?.extract()?,
-        };
-        // A storage that was freed has no address.
-        let freed = host.address == 0 && !host.shape.contains(&0);
-        Ok((!freed).then_some(host))
+            shape,
+            strides,
+            address,
+        }))
     }
 }
 
-/// Reads that are planned, and checked as far as they can be without reading.
-#[pyclass(frozen, module = "dcp_rs._core")]
-pub struct Batch {
-    gather: Gather,
-}
-
-#[pymethods]
-impl Batch {
-    fn __len__(&self) -> usize {
-        self.gather.len()
-    }
-
-    /// Fills the tensors, which the caller has kept as they were.
-    #[pyo3(signature = (**options))]
-    fn read(&self, py: Python<'_>, options: Option<Options>) -> PyResult<Stats> {
-        let options = read_options(options)?;
-        let stats = read::run(py, &self.gather, &options)?;
-        Ok((stats.bytes_wanted, stats.bytes_read))
-    }
-}
-
+#[guarded]
 #[pymethods]
 impl Index {
-    /// A batch that fills those of the tensors that are plain and fit what is stored under their names, and the places of all others.
+    /// A batch that fills those of the tensors that are plain and fit what is stored under their names, each at its place in the list, and the
+    /// places of all others.
     ///
     /// Raises unless the data files of the batch are there and as long as they should be.
     fn plan_plain(
-        &self,
+        slf: &Bound<'_, Self>,
         py: Python<'_>,
         names: Vec<PyBackedStr>,
         tensors: &Bound<'_, PyList>,
         types: &Bound<'_, PyTuple>,
         dtypes: &Bound<'_, PyDict>,
     ) -> PyResult<(Batch, Vec<usize>)> {
+        let this = slf.get();
         let plain = Plain::new(py, types, dtypes)?;
-        let mut gather = Gather::new(Arc::clone(&self.inner), self.allow_external);
+        let mut gather = Gather::new(Arc::clone(&this.inner), this.allow_external);
         let mut others = Vec::new();
         // State dicts are often in the order of their names, or nearly.
         let mut near = 0;
         for (i, (name, tensor)) in names.iter().zip(tensors.iter()).enumerate() {
-            match self.add_plain(&mut gather, &plain, (name, near), &tensor)? {
+            gather.set_place(i as u64);
+            match this.add_plain(&mut gather, &plain, (name, near), &tensor)? {
                 Some(found) => near = found + 1,
                 None => others.push(i),
             }
         }
         py.detach(|| gather.check_files()).into_py(py)?;
-        Ok((Batch { gather }, others))
+        Ok((Batch::around(slf.clone().unbind(), gather), others))
     }
 }
 

@@ -4,9 +4,9 @@
 
 use std::sync::Arc;
 
-use dcp_rs_core::format::Dims;
-use dcp_rs_core::load::{self, Gather, Memory};
-use dcp_rs_core::overlap::{self, Overlap, Region};
+use dcp_rs_core::checkpoint::gather::{self, Gather, Memory, Turns};
+use dcp_rs_core::geometry::Dims;
+use dcp_rs_core::geometry::overlap::{self, Overlap, Region};
 use dcp_rs_core::read::{Destination, IoMode, ReadOptions, ReadStats};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
@@ -15,6 +15,7 @@ use crate::convert::{Extent, extent_to_py};
 use crate::error::{IntoPy, PlanError, plan_error};
 use crate::index::Index;
 use crate::interrupt;
+use crate::panics::guarded;
 
 /// Chunk, offsets in it, sizes, address, strides in elements.
 type ChunkRequest = (u64, Extent, Extent, usize, Extent);
@@ -84,12 +85,24 @@ pub fn memory(index: &Index, tensor: u32, address: usize, sizes: &Dims, strides:
     })
 }
 
-pub fn run(py: Python<'_>, gather: &Gather, options: &ReadOptions) -> PyResult<ReadStats> {
-    // SAFETY: the contract of the methods below: the caller holds the tensors at the addresses until they return,
-    // and fills none of them twice at once. Shapes and strides are the tensors' own.
+fn run(py: Python<'_>, gather: &Gather, options: &ReadOptions) -> PyResult<ReadStats> {
+    // SAFETY: the contract of the methods below: the caller holds the tensors at the addresses until they return. Shapes and strides are
+    // the tensors' own.
     interrupt::run(py, |control| unsafe { gather.read(options, control) })
 }
 
+pub fn run_turn(
+    py: Python<'_>,
+    gather: &Gather,
+    turns: &Turns,
+    turn: usize,
+    options: &ReadOptions,
+) -> PyResult<ReadStats> {
+    // SAFETY: as above, for the methods of `Batch`.
+    interrupt::run(py, |control| unsafe { gather.read_turn(turns, turn, options, control) })
+}
+
+#[guarded]
 #[pymethods]
 impl Index {
     /// Fills rectangles of chunks into memory.
@@ -165,7 +178,7 @@ impl Index {
         }
         let index = Arc::clone(&self.inner);
         let allow_external = self.allow_external;
-        py.detach(|| load::check_files(&index, &chunks, allow_external))
+        py.detach(|| gather::check_files(&index, &chunks, allow_external))
             .into_py(py)
     }
 
@@ -179,7 +192,7 @@ impl Index {
         let index = Arc::clone(&self.inner);
         let allow_external = self.allow_external;
         interrupt::run(py, |control| {
-            load::verify_chunks(&index, &chunks, allow_external, &options, control)
+            gather::verify_chunks(&index, &chunks, allow_external, &options, control)
         })
     }
 
@@ -206,7 +219,7 @@ impl Index {
         }
         let index = Arc::clone(&self.inner);
         let allow_external = self.allow_external;
-        py.detach(|| load::check_regions(&index, &regions, &values, allow_external))
+        py.detach(|| gather::check_regions(&index, &regions, &values, allow_external))
             .into_py(py)?
             .into_iter()
             .map(|(at, hole)| Ok((at, extent_to_py(py, &hole.offsets)?, extent_to_py(py, &hole.sizes)?)))
@@ -216,7 +229,7 @@ impl Index {
     /// The chunks that hold a region of a tensor.
     fn cover<'py>(&self, py: Python<'py>, tensor: u32, offsets: Extent, sizes: Extent) -> PyResult<Vec<Part<'py>>> {
         let region = self.region(tensor, offsets, sizes)?;
-        parts_to_py(py, load::cover(&self.inner, tensor, &region).into_py(py)?)
+        parts_to_py(py, gather::cover(&self.inner, tensor, &region).into_py(py)?)
     }
 }
 

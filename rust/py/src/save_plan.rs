@@ -4,7 +4,8 @@ use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard};
 
 use dcp_rs_core::Dtype;
-use dcp_rs_core::format::{Dims, Kind, Value, element_count};
+use dcp_rs_core::format::{Kind, Value};
+use dcp_rs_core::geometry::{Dims, element_count};
 use dcp_rs_core::save_plan::{self, Rules};
 use dcp_rs_core::write::{Part, SaveItem};
 use pyo3::intern;
@@ -14,6 +15,7 @@ use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 use crate::convert::{Extent, to_value};
 use crate::error::{IntoPy, PlanError};
+use crate::panics::guarded;
 use crate::plain::{HostTensor, Plain};
 use crate::write::{ItemTuple, Save, name_of, save_item};
 
@@ -38,6 +40,7 @@ pub struct Planned {
     pub plain: Vec<(u32, usize, u64)>,
 }
 
+#[guarded]
 #[pymethods]
 impl SavePlan {
     #[new]
@@ -66,18 +69,16 @@ impl SavePlan {
         if other_len(Some(names)) || other_len(paths) || other_len(shapes) {
             return Err(PlanError::new_err("as many names, paths and shapes as tensors"));
         }
-        let mut inner = self.lock();
-        if inner.plain.len() != inner.items.len() {
-            return Err(PlanError::new_err("plain tensors come first"));
-        }
+        // Without the lock: looking at a tensor may run Python, which may come back here, or wait for a thread that does.
+        let mut found = Inner::default();
         let mut others = Vec::new();
-        inner.items.reserve(tensors.len());
+        found.items.reserve(tensors.len());
         let plain = Plain::new(py, types, dtypes)?;
         let is_cast = |dtype: Dtype| cast.is_some_and(|to| dtype.name() != to && dtype.is_floating_point());
         for (place, tensor) in tensors.iter().enumerate() {
             // Whatever raises when it is looked at is for the planner to judge, which has the words for it.
-            let found = plain.look(&tensor).ok().flatten().filter(|host| !is_cast(host.dtype));
-            let Some((length, plain)) = found.and_then(|host| Some((contiguous_length(&host)?, host))) else {
+            let looked = plain.look(&tensor).ok().flatten().filter(|host| !is_cast(host.dtype));
+            let Some((length, plain)) = looked.and_then(|host| Some((contiguous_length(&host)?, host))) else {
                 others.push(place);
                 continue;
             };
@@ -91,7 +92,7 @@ impl SavePlan {
                 Some(paths) => path(&paths.get_item(place)?)?,
                 None => None,
             };
-            inner.items.push(SaveItem {
+            found.items.push(SaveItem {
                 name: name_of(&names.get_item(place)?)?,
                 kind: Kind::Tensor,
                 dtype: Some(plain.dtype),
@@ -106,8 +107,14 @@ impl SavePlan {
                 shape: plain.shape,
                 length,
             });
-            inner.plain.push(place);
+            found.plain.push(place);
         }
+        let mut inner = self.lock();
+        if inner.plain.len() != inner.items.len() {
+            return Err(PlanError::new_err("plain tensors come first"));
+        }
+        inner.items.append(&mut found.items);
+        inner.plain.append(&mut found.plain);
         Ok(others)
     }
 
@@ -258,6 +265,7 @@ fn contiguous_length(host: &HostTensor) -> Option<u64> {
 
 /// Assigns what ranks hold, by their requests: (for each rank the bits of what it saves, the number of items of all of them, the bytes of
 /// each).
+#[guarded]
 #[pyfunction]
 #[pyo3(signature = (requests, *, lowest_rank))]
 pub fn assign_saves(

@@ -6,13 +6,14 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use dcp_rs_core::read::{Destination, ReadOptions};
-use dcp_rs_core::slabs::{Next, Part, Plan, Session, Slab, Want};
+use dcp_rs_core::slabs::{Image, Next, Part, Plan, Session, Slab, Want};
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
-use crate::convert::{Extent, extent_to_py};
+use crate::convert::{Extent, FsPath, extent_to_py};
 use crate::error::{IntoPy, PlanError};
 use crate::index::Index;
+use crate::panics::guarded;
 use crate::read::{Options, read_options};
 
 /// How often signals are looked at.
@@ -29,6 +30,7 @@ pub struct SlabReader {
     running: OnceLock<(Session, Py<PyAny>)>,
 }
 
+#[guarded]
 #[pymethods]
 impl SlabReader {
     /// Packs what is wanted, in its order or that of the files, into batches of up to `slab_bytes`, and checks the files.
@@ -111,12 +113,12 @@ impl SlabReader {
         let images = &found
             .ok_or_else(|| PlanError::new_err(format!("no batch {batch}")))?
             .images;
-        let tuples = images.iter().map(|image| {
+        let tuple = |image: &Image| -> PyResult<Bound<'py, PyTuple>> {
             let pieces = &image.pieces;
-            let path = self.plan.image_path(batch, image);
-            (path, image.start, image.end, image.at, pieces.start, pieces.end)
-        });
-        PyList::new(py, tuples)
+            let path = FsPath::text(py, self.plan.image_path(batch, image))?;
+            (path, image.start, image.end, image.at, pieces.start, pieces.end).into_pyobject(py)
+        };
+        PyList::new(py, images.iter().map(tuple).collect::<PyResult<Vec<_>>>()?)
     }
 
     /// Begins to fill slabs, on up to `workers` threads. `addresses` are those of memory that `memory` keeps, a slab each; they
@@ -131,7 +133,7 @@ impl SlabReader {
             .collect();
         let plan = Arc::clone(&self.plan);
         // SAFETY: this method's contract: `memory` keeps the slabs, `plan.slab_bytes()` each, alive and apart, and is held until the session
-        // is gone; `dcp_rs.fill` touches a slab only between `next` and `release`.
+        // is gone; `dcp_rs.transfer.load` touches a slab only between `next` and `release`.
         let session = unsafe { Session::start(plan, slabs, workers) };
         let session = Python::attach(|py| session.into_py(py))?;
         // Of two calls at once, one comes too late; its session stops again.

@@ -3,18 +3,22 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use dcp_rs_core::source::{self, RecoverOptions};
-use dcp_rs_core::verify::{self, CopyOptions};
+use dcp_rs_core::checkpoint::verify::{self, CopyOptions};
+use dcp_rs_core::checkpoint::{self, RecoverOptions, gather};
+use dcp_rs_core::foreign;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use crate::convert::FsPath;
 use crate::error::IntoPy as _;
 use crate::index::Index;
 use crate::interrupt;
+use crate::panics::guarded;
 
 /// Path, tensor, block, offset, expected, got.
-type ProblemTuple = (PathBuf, String, u64, u64, String, String);
+type ProblemTuple = (FsPath, String, u64, u64, String, String);
 
+#[guarded]
 #[pymethods]
 impl Index {
     /// Problems, bytes hashed, bytes that have no digest.
@@ -33,9 +37,14 @@ impl Index {
         let problems = verified
             .problems
             .into_iter()
-            .map(|p| (p.path, p.tensor, p.block, p.offset, p.expected, p.got))
+            .map(|p| (FsPath(p.path), p.tensor, p.block, p.offset, p.expected, p.got))
             .collect();
         Ok((problems, verified.bytes, verified.bytes_without_digest))
+    }
+
+    /// A data file that is a link out of the folder, and so refused to who opens the index file without `allow_external`; None where none is.
+    fn find_link_outside(&self, py: Python<'_>) -> Option<FsPath> {
+        py.detach(|| gather::find_link_outside(&self.inner)).map(FsPath)
     }
 
     /// The bytes of an index like this one, for a file in another folder (`prefix` is then the folder of the data), or with digests
@@ -65,30 +74,35 @@ impl Index {
 }
 
 /// XXH3-64 of some bytes, as the format has it.
+#[guarded]
 #[pyfunction]
 pub fn block_digest(data: &[u8]) -> u64 {
     dcp_rs_core::format::block_digest(data)
 }
 
 /// Writes the checksums of every record into the zip archives (first byte, length) of a file that was written without them.
+#[guarded]
 #[pyfunction]
 pub fn seal_archives(py: Python<'_>, path: PathBuf, archives: Vec<(u64, u64)>, threads: usize) -> PyResult<()> {
-    interrupt::run(py, |control| source::seal(&path, &archives, threads, control))
+    interrupt::run(py, |control| foreign::seal(&path, &archives, threads, control))
 }
 
 /// Whether `folder` holds data files of this package.
+#[guarded]
 #[pyfunction]
 pub fn has_native_data(py: Python<'_>, folder: PathBuf) -> PyResult<bool> {
-    py.detach(|| source::has_native_data(&folder)).into_py(py)
+    py.detach(|| checkpoint::has_native_data(&folder)).into_py(py)
 }
 
 /// Raises unless `folder` holds no index of a single rank.
+#[guarded]
 #[pyfunction]
 pub fn check_no_rank_indexes(py: Python<'_>, folder: PathBuf) -> PyResult<()> {
-    py.detach(|| source::check_no_rank_indexes(&folder)).into_py(py)
+    py.detach(|| checkpoint::check_no_rank_indexes(&folder)).into_py(py)
 }
 
 /// The bytes of an index over the native data files of `folder`, whose index was lost.
+#[guarded]
 #[pyfunction]
 #[pyo3(signature = (folder, *, generation, tokens, threads, progress = None))]
 pub fn recover(
@@ -105,7 +119,7 @@ pub fn recover(
         threads,
     };
     let bytes = interrupt::run_with(py, progress.as_ref(), |control| {
-        source::recover(&folder, &options, control)
+        checkpoint::recover(&folder, &options, control)
     })?;
     Ok(PyBytes::new(py, &bytes))
 }

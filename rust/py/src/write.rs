@@ -1,11 +1,12 @@
 //! Saves, as Python sees them.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use dcp_rs_core::format::{INDEX_NAME, Index, IndexBuilder, Kind, SourceKind, Value, rank_index_name};
+use dcp_rs_core::store::{self, FileLock};
 use dcp_rs_core::write::{self, FilePlan, Part, Place, SaveInfo, SaveItem, WriteIo, WriteOptions};
-use dcp_rs_core::{Error, store};
+use dcp_rs_core::{Control, Error, checkpoint};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::sync::MutexExt as _;
@@ -13,6 +14,7 @@ use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 use crate::convert::{Extent, dtype, to_value};
 use crate::error::{IntoPy, PlanError, UnsupportedError, plan_error};
+use crate::panics::guarded;
 use crate::plain::Plain;
 use crate::save_plan::Planned;
 use crate::{index, interrupt};
@@ -20,11 +22,19 @@ use crate::{index, interrupt};
 /// One rank's data files of one save. Dropped before `finish`, it removes what it created.
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct Save {
-    inner: Mutex<Option<write::Save>>,
+    inner: Mutex<State>,
     planned: Planned,
     /// Of all items, in bytes.
     #[pyo3(get)]
     bytes: u64,
+    process: u32,
+}
+
+struct State {
+    /// Until it is finished.
+    save: Option<write::Save>,
+    /// From then on, until it is committed.
+    claim: Option<FileLock>,
 }
 
 /// FQN, dtype (None: bytes), shape of the whole, flags, path, offsets, sizes, length in bytes.
@@ -39,6 +49,7 @@ pub type ItemTuple<'py> = (
     u64,
 );
 
+#[guarded]
 #[pymethods]
 impl Save {
     /// Lays out the files for `items` in `folder` and creates them.
@@ -98,14 +109,9 @@ impl Save {
             .collect();
         let bytes = values.iter().map(|(.., length)| length).sum();
         let options = options(threads, fsync, io, max_inflight_bytes)?;
-        let save = py
-            .detach(|| write::Save::create_files(&folder, files, values, &options))
-            .into_py(py)?;
-        Ok(Self {
-            inner: Mutex::new(Some(save)),
-            planned: Planned { plain: Vec::new() },
-            bytes,
-        })
+        let create = |control: &Control| write::Save::create_files(&folder, files, values, &options, control);
+        let save = interrupt::run(py, create)?;
+        Ok(Self::new(save, Planned { plain: Vec::new() }, bytes))
     }
 
     /// Writes parts (item, first byte of the item, address, bytes).
@@ -119,13 +125,13 @@ impl Save {
             .map(|(item, at, address, len)| Part {
                 item,
                 at,
-                // SAFETY: this method's contract: `dcp_rs.payload` holds every tensor, contiguous and in host memory, until the
+                // SAFETY: this method's contract: `dcp_rs.transfer.save` holds every tensor, contiguous and in host memory, until the
                 // call returns. Training code that changes a tensor while it is saved gets a torn save, as with any writer.
                 data: unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(address), len) },
             })
             .collect();
-        let inner = self.inner.lock_py_attached(py).map_err(|_| closed())?;
-        let save = inner.as_ref().ok_or_else(closed)?;
+        let inner = self.lock(py)?;
+        let save = inner.save.as_ref().ok_or_else(closed)?;
         interrupt::run(py, |control| save.write(&parts, control))
     }
 
@@ -138,8 +144,8 @@ impl Save {
         dtypes: &Bound<'py, PyDict>,
     ) -> PyResult<()> {
         let parts = self.planned.parts(&Plain::new(py, types, dtypes)?, tensors)?;
-        let inner = self.inner.lock_py_attached(py).map_err(|_| closed())?;
-        let save = inner.as_ref().ok_or_else(closed)?;
+        let inner = self.lock(py)?;
+        let save = inner.save.as_ref().ok_or_else(closed)?;
         interrupt::run(py, |control| save.write(&parts, control))
     }
 
@@ -154,8 +160,8 @@ impl Save {
                 data,
             })
             .collect();
-        let inner = self.inner.lock_py_attached(py).map_err(|_| closed())?;
-        let save = inner.as_ref().ok_or_else(closed)?;
+        let inner = self.lock(py)?;
+        let save = inner.save.as_ref().ok_or_else(closed)?;
         interrupt::run(py, |control| save.write(&parts, control))
     }
 
@@ -168,19 +174,24 @@ impl Save {
     /// Completes the files, and returns the bytes of an index over them, with the id of the save if one is given.
     #[pyo3(signature = (save_id=None))]
     fn finish<'py>(&self, py: Python<'py>, save_id: Option<[u8; 16]>) -> PyResult<Bound<'py, PyBytes>> {
-        let save = self
-            .inner
-            .lock_py_attached(py)
-            .map_err(|_| closed())?
-            .take()
-            .ok_or_else(closed)?;
-        let bytes = py.detach(|| save.finish_as(save_id)).into_py(py)?;
-        Ok(PyBytes::new(py, &bytes))
+        let save = self.lock(py)?.save.take().ok_or_else(closed)?;
+        let finished = interrupt::run(py, |control| save.finish_as(save_id, control))?;
+        let (index, claim) = finished.keep();
+        self.lock(py)?.claim = claim;
+        Ok(PyBytes::new(py, &index))
     }
 
-    /// Removes the files.
+    /// The save is committed, or given up: the claim on its files ends.
+    fn let_go(&self, py: Python<'_>) -> PyResult<()> {
+        let claim = self.lock(py)?.claim.take();
+        py.detach(|| drop(claim));
+        Ok(())
+    }
+
+    /// Removes the files, if they are not complete.
     fn abort(&self, py: Python<'_>) {
-        let save = self.inner.lock_py_attached(py).ok().and_then(|mut inner| inner.take());
+        // In a fork of the process that began it, they are not its files.
+        let save = self.lock(py).ok().and_then(|mut inner| inner.save.take());
         py.detach(|| drop(save));
     }
 }
@@ -195,14 +206,30 @@ impl Save {
         planned: Planned,
     ) -> PyResult<Self> {
         let bytes = items.iter().map(|item| item.length).sum();
-        let save = py
-            .detach(|| write::Save::create(folder, items, info, options))
-            .into_py(py)?;
-        Ok(Self {
-            inner: Mutex::new(Some(save)),
+        let save = interrupt::run(py, |control| write::Save::create(folder, items, info, options, control))?;
+        Ok(Self::new(save, planned, bytes))
+    }
+
+    fn new(save: write::Save, planned: Planned, bytes: u64) -> Self {
+        Self {
+            inner: Mutex::new(State {
+                save: Some(save),
+                claim: None,
+            }),
             planned,
             bytes,
-        })
+            process: std::process::id(),
+        }
+    }
+
+    /// What a fork holds of it is its parent's: one of the parent's threads may have had the lock.
+    fn lock(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, State>> {
+        if self.process != std::process::id() {
+            return Err(PlanError::new_err(
+                "this save was begun by the process that this one is a fork of",
+            ));
+        }
+        self.inner.lock_py_attached(py).map_err(|_| closed())
     }
 }
 
@@ -268,6 +295,7 @@ pub fn save_item(item: ItemTuple<'_>) -> PyResult<SaveItem> {
 ///
 /// `planner_data` as DCP's `Metadata` has it: a mapping of FQN to path is spread over the tensors; what names no tensor, and any
 /// other value, goes to the root. `items`: how many chunks and values there must be, where that is known; or names that must be there.
+#[guarded]
 #[pyfunction]
 #[pyo3(signature = (folder, rank, indexes, *, save_id, generation, planner_data, items, names, fsync))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
@@ -331,20 +359,18 @@ fn commit_one(
     items: Option<u64>,
     fsync: bool,
 ) -> PyResult<(index::Index, Vec<String>)> {
-    let (index, left) = py
-        .detach(|| {
-            let index = index()?;
-            if items.is_some_and(|items| items != index.chunk_count()) {
-                return Err(Error::Plan(format!(
-                    "ranks wrote {} chunks and values, of {} that were planned",
-                    index.chunk_count(),
-                    items.unwrap_or_default()
-                )));
-            }
-            let left = write::commit_index(folder, rank, &index, fsync)?.left;
-            Ok((index, left))
-        })
-        .into_py(py)?;
+    let (index, left) = interrupt::run(py, |control| {
+        let index = index()?;
+        if items.is_some_and(|items| items != index.chunk_count()) {
+            return Err(Error::Plan(format!(
+                "ranks wrote {} chunks and values, of {} that were planned",
+                index.chunk_count(),
+                items.unwrap_or_default()
+            )));
+        }
+        let left = checkpoint::commit_index(folder, rank, &index, fsync, control)?.left;
+        Ok((index, left))
+    })?;
     let index = index::Index {
         inner: Arc::new(index),
         allow_external: false,
@@ -375,26 +401,44 @@ fn spread(builder: &mut IndexBuilder, planner_data: &Bound<'_, PyAny>) -> PyResu
 }
 
 /// The generation of the next save into `folder`.
+#[guarded]
 #[pyfunction]
 pub fn next_generation(py: Python<'_>, folder: PathBuf) -> PyResult<u64> {
-    py.detach(|| write::next_generation(&folder)).into_py(py)
+    py.detach(|| checkpoint::next_generation(&folder)).into_py(py)
 }
 
-/// Makes `index` the index `name` of `folder`, atomically.
+/// Creates a folder and those it is in, where they are missing; durably.
+#[guarded]
 #[pyfunction]
-pub fn publish(py: Python<'_>, folder: PathBuf, name: &str, index: Vec<u8>, fsync: bool) -> PyResult<()> {
-    py.detach(|| store::publish(&folder, name, &index, fsync)).into_py(py)
+pub fn create_folder(py: Python<'_>, folder: PathBuf) -> PyResult<()> {
+    py.detach(|| store::create_folder(&folder)).into_py(py)
+}
+
+/// Gives `data` the name `name` in `folder`, atomically.
+#[guarded]
+#[pyfunction]
+pub fn publish(py: Python<'_>, folder: PathBuf, name: &str, data: Vec<u8>, fsync: bool) -> PyResult<()> {
+    interrupt::run(py, |control| store::publish(&folder, name, &data, fsync, control))
+}
+
+/// Makes `index` the index of `folder`, atomically, and removes nothing.
+#[guarded]
+#[pyfunction]
+pub fn replace_index(py: Python<'_>, folder: PathBuf, index: Vec<u8>, fsync: bool) -> PyResult<()> {
+    interrupt::run(py, |control| checkpoint::replace_index(&folder, &index, fsync, control))
 }
 
 /// Removes the data files that an index names, but for those that the published index (with `rank`, of that rank) names too: those of a save that was not
 /// committed.
+#[guarded]
 #[pyfunction]
 pub fn discard(py: Python<'_>, folder: PathBuf, rank: Option<u32>, index: PyBackedBytes) -> PyResult<()> {
-    py.detach(|| write::discard(&folder, rank, index)).into_py(py)
+    interrupt::run(py, |control| checkpoint::discard(&folder, rank, index, control))
 }
 
-/// Gives a finished file or folder its name; with `replace`, what had it before is at `from` then.
+/// Gives a finished file or folder its name; with `replace`, a folder that had it before is at `from` then.
+#[guarded]
 #[pyfunction]
 pub fn put_in_place(py: Python<'_>, from: PathBuf, to: PathBuf, replace: bool) -> PyResult<()> {
-    py.detach(|| store::put_in_place(&from, &to, replace)).into_py(py)
+    interrupt::run(py, |control| store::put_in_place(&from, &to, replace, control))
 }

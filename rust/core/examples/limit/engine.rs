@@ -7,8 +7,9 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use dcp_rs_core::Control;
-use dcp_rs_core::copy::streaming_kernel;
+use dcp_rs_core::copy::{SignBits, streaming_kernel};
 use dcp_rs_core::format::block_digest;
+use dcp_rs_core::paths::Links;
 use dcp_rs_core::read::{Catalog, Destination, FileRef, IoMode, ReadOptions, ReadReq, ReadStats, read};
 use smallvec::smallvec;
 
@@ -99,7 +100,7 @@ fn file_ref(path: PathBuf) -> FileRef {
         size: path.metadata().unwrap().len(),
         path,
         mtime_ns: 0,
-        follow_symlinks: false,
+        links: Links::Any,
     }
 }
 
@@ -176,6 +177,7 @@ pub fn requests(data: &Data, destination: Address, digests: bool) -> Vec<ReadReq
             src_strides: smallvec![2],
             dst: Destination(destination.at(place)),
             dst_strides: smallvec![2],
+            signs: SignBits::default(),
         });
         place += length;
         digest += length.div_ceil(MIB) as u64;

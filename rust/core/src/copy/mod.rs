@@ -2,6 +2,7 @@
 
 mod digest;
 mod run;
+mod signs;
 mod stream;
 mod strided;
 
@@ -10,6 +11,7 @@ pub(crate) use run::copy_strided_unfenced;
 pub(crate) use stream::fence;
 
 pub use run::copy_strided;
+pub use signs::{SignBits, Signs};
 pub use stream::{copy_streaming, streaming_kernel};
 pub use strided::{Loop, Strided};
 

@@ -8,10 +8,13 @@ use zerocopy::{FromBytes as _, IntoBytes as _};
 
 use super::digest::index_digest;
 use super::layout::{
-    CHUNK_DIGESTS, CHUNK_STRIDED, ChunkRecord, DIGEST_AT, FILE_EXTERNAL, FILE_HEAD_DIGEST, FileRecord, HEADER_LEN,
-    HEADER_LEN_U32, Header, Kind, MAGIC, NO_SPLIT, SECTIONS, SectionRecord, SourceKind, TensorRecord, VERSION,
+    CHUNK_CONJUGATE, CHUNK_DIGESTS, CHUNK_NEGATIVE, CHUNK_STRIDED, ChunkRecord, DIGEST_AT, FILE_EXTERNAL,
+    FILE_HEAD_DIGEST, FileRecord, HEADER_LEN, HEADER_LEN_U32, Header, INCOMPAT_SIGNS, Kind, MAGIC, NO_SPLIT, SECTIONS,
+    SectionRecord, SourceKind, TensorRecord, VERSION,
 };
-use super::{BLOCK_SIZE, Dims, FileView, Index, Value, block_count};
+use super::{BLOCK_SIZE, FileView, Index, Value, block_count};
+use crate::copy::Signs;
+use crate::geometry::Dims;
 use crate::{Dtype, Error, Result};
 
 /// A data file, to be named by an index.
@@ -78,6 +81,8 @@ pub struct ChunkEntry {
     pub sizes: Dims,
     /// Strides in elements, where it is not contiguous.
     pub strides: Option<Dims>,
+    /// What its bytes stand for; other than themselves only in adopted data.
+    pub signs: Signs,
     /// A digest for each block.
     pub digests: Option<Vec<u64>>,
 }
@@ -220,6 +225,7 @@ impl IndexBuilder {
                     offsets: chunk.offsets,
                     sizes: chunk.sizes,
                     strides: chunk.strides,
+                    signs: chunk.signs,
                     digests: known.or_else(|| digests(c)),
                 })?;
             }
@@ -422,6 +428,12 @@ impl Sections {
             self.push_dims(strides);
             flags |= CHUNK_STRIDED;
         }
+        if chunk.signs.conjugate {
+            flags |= CHUNK_CONJUGATE;
+        }
+        if chunk.signs.negative {
+            flags |= CHUNK_NEGATIVE;
+        }
         let digest = self.digests.len() as u64 / 8;
         if let Some(digests) = &chunk.digests {
             flags |= CHUNK_DIGESTS;
@@ -463,7 +475,11 @@ impl Sections {
             version: VERSION.into(),
             header_len: HEADER_LEN_U32.into(),
             compat: 0.into(),
-            incompat: 0.into(),
+            incompat: if builder.chunks.iter().any(|chunk| chunk.signs != Signs::default()) {
+                INCOMPAT_SIGNS.into()
+            } else {
+                0.into()
+            },
             file_len: (bytes.len() as u64).into(),
             digest: 0.into(),
             save_id: builder.save_id,
@@ -526,6 +542,7 @@ mod tests {
             offsets: Dims::from_slice(offsets),
             sizes: Dims::from_slice(sizes),
             strides: None,
+            signs: Signs::default(),
             digests: Some(vec![9; usize::try_from(block_count(length)).unwrap()]),
         }
     }

@@ -2,15 +2,18 @@
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use zerocopy::little_endian::U64;
 use zerocopy::{FromBytes, Immutable, KnownLayout};
 
 use super::layout::{
-    CHUNK_DIGESTS, CHUNK_STRIDED, ChunkRecord, FILE_EXTERNAL, FILE_HEAD_DIGEST, FileRecord, HEADER_LEN, Header, Kind,
-    NO_SPLIT, Section, SourceKind, TensorRecord,
+    CHUNK_CONJUGATE, CHUNK_DIGESTS, CHUNK_NEGATIVE, CHUNK_STRIDED, ChunkRecord, FILE_EXTERNAL, FILE_HEAD_DIGEST,
+    FileRecord, HEADER_LEN, Header, Kind, NO_SPLIT, Section, SourceKind, TensorRecord,
 };
-use super::{Dims, Value, block_count, validate};
+use super::{Value, block_count, validate};
+use crate::copy::Signs;
+use crate::geometry::Dims;
 use crate::{Dtype, Result};
 
 /// The bytes of an index: a mapping of its file, or a buffer.
@@ -19,6 +22,7 @@ pub type IndexBytes = Box<dyn AsRef<[u8]> + Send + Sync>;
 /// A checkpoint's index. All of it is validated once, when it is opened; after that no look-up fails.
 pub struct Index {
     path: PathBuf,
+    folder: Arc<Path>,
     bytes: IndexBytes,
     sections: [Range<usize>; 7],
     follows_links: bool,
@@ -77,6 +81,8 @@ pub struct ChunkView {
     pub sizes: Dims,
     /// Strides in elements, where it is not contiguous.
     pub strides: Option<Dims>,
+    /// What its bytes stand for.
+    pub signs: Signs,
     /// Its digests, as indices for [`Index::digest`].
     pub digests: Option<Range<u64>>,
 }
@@ -89,6 +95,7 @@ impl Index {
         let sections = validate::sections(bytes.as_ref(), path)?;
         let index = Self {
             path: path.to_owned(),
+            folder: path.parent().unwrap_or(Path::new("")).into(),
             bytes: Box::new(bytes),
             sections,
             follows_links: false,
@@ -114,6 +121,11 @@ impl Index {
     /// The file the index comes from.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The folder it is in, where names of files begin.
+    pub fn folder(&self) -> Arc<Path> {
+        Arc::clone(&self.folder)
     }
 
     /// The index as it stands on disk.
@@ -220,7 +232,7 @@ impl Index {
 
     /// Where a data file is.
     pub fn file_path(&self, file: u32) -> PathBuf {
-        self.path.parent().unwrap_or(Path::new("")).join(self.file(file).name)
+        self.folder.join(self.file(file).name)
     }
 
     /// FQN of a tensor; `tensor` is below [`Self::tensor_count`].
@@ -309,6 +321,10 @@ impl Index {
             sizes: self.dims(dims + ndim as u64, ndim),
             strides: (flags & CHUNK_STRIDED != 0).then(|| self.dims(dims + 2 * ndim as u64, ndim)),
             digests: (flags & CHUNK_DIGESTS != 0).then(|| first_digest..first_digest + block_count(length)),
+            signs: Signs {
+                conjugate: flags & CHUNK_CONJUGATE != 0,
+                negative: flags & CHUNK_NEGATIVE != 0,
+            },
         }
     }
 

@@ -19,7 +19,9 @@ pub(super) const NO_SPLIT: u32 = u32::MAX;
 pub const PAYLOAD_ALIGNMENT: u64 = 4096;
 
 /// The feature bits of version 1.
-pub(super) const KNOWN_INCOMPAT: u64 = 0;
+/// Some chunk has signs that are changed when it is read.
+pub(super) const INCOMPAT_SIGNS: u64 = 1;
+pub(super) const KNOWN_INCOMPAT: u64 = INCOMPAT_SIGNS;
 
 pub(super) const FILE_EXTERNAL: u32 = 1;
 pub(super) const FILE_HEAD_DIGEST: u32 = 2;
@@ -27,6 +29,8 @@ pub(super) const FILE_HEAD_DIGEST: u32 = 2;
 pub(super) const TENSOR_MEMORY_FORMAT: u8 = 0b1100;
 pub(super) const CHUNK_STRIDED: u32 = 1;
 pub(super) const CHUNK_DIGESTS: u32 = 2;
+pub(super) const CHUNK_CONJUGATE: u32 = 8;
+pub(super) const CHUNK_NEGATIVE: u32 = 16;
 
 /// Which save an index is of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,5 +1,7 @@
 //! Names: of the index, and of tensors in the header of a data file.
 
+use crate::paths::{Reach, reach};
+
 /// The file whose rename into place commits a save.
 pub const INDEX_NAME: &str = "index.dcprs";
 
@@ -37,22 +39,13 @@ pub fn from_header_name(name: &str) -> &str {
 
 /// Why `name` cannot be the name of a data file, if it cannot. That of an external one may be any path.
 pub(super) fn check_file_name(name: &str, external: bool) -> Result<(), &'static str> {
-    if name.is_empty() {
-        return Err("file name is empty");
+    match reach(name) {
+        Reach::Nowhere if name.is_empty() => Err("file name is empty"),
+        Reach::Nowhere => Err("file name holds a NUL"),
+        Reach::Plain => Ok(()),
+        Reach::Inside | Reach::Outside if external => Ok(()),
+        Reach::Inside | Reach::Outside => Err("file name leads out of the folder"),
     }
-    if name.contains('\0') {
-        return Err("file name holds a NUL");
-    }
-    if external {
-        return Ok(());
-    }
-    if name.starts_with('/') || name.contains('\\') {
-        return Err("file name leads out of the folder");
-    }
-    if name.split('/').any(|part| matches!(part, "" | "." | "..")) {
-        return Err("file name leads out of the folder");
-    }
-    Ok(())
 }
 
 #[cfg(test)]

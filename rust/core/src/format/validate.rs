@@ -9,10 +9,13 @@ use zerocopy::little_endian::U64;
 
 use super::digest::index_digest;
 use super::layout::{
-    CHUNK_DIGESTS, CHUNK_STRIDED, ChunkRecord, DIGEST_AT, FILE_EXTERNAL, HEADER_LEN, Header, KNOWN_INCOMPAT, MAGIC,
-    MAX_NDIM, NO_SPLIT, SECTIONS, Section, SourceKind, TENSOR_MEMORY_FORMAT, TensorRecord, VERSION,
+    CHUNK_CONJUGATE, CHUNK_DIGESTS, CHUNK_NEGATIVE, CHUNK_STRIDED, ChunkRecord, DIGEST_AT, FILE_EXTERNAL, HEADER_LEN,
+    Header, INCOMPAT_SIGNS, KNOWN_INCOMPAT, MAGIC, MAX_NDIM, NO_SPLIT, SECTIONS, Section, SourceKind,
+    TENSOR_MEMORY_FORMAT, TensorRecord, VERSION,
 };
-use super::{BLOCK_SIZE, Dims, Index, Value, block_count, element_count, name, strided_length};
+use super::{BLOCK_SIZE, Index, Value, block_count, name};
+use crate::copy::Signs;
+use crate::geometry::{Dims, element_count, strided_length};
 use crate::{Dtype, Error, Result, parallel};
 
 /// From so many chunks on, all cores check them.
@@ -356,6 +359,13 @@ impl Check<'_> {
         if strided && (tensor.kind != 0 || self.index.source() == SourceKind::Native) {
             return Err("it has strides, and is no adopted tensor");
         }
+        let signs = Signs {
+            conjugate: record.flags.get() & CHUNK_CONJUGATE != 0,
+            negative: record.flags.get() & CHUNK_NEGATIVE != 0,
+        };
+        if signs != Signs::default() {
+            self.signs(tensor, signs)?;
+        }
         if !self.has_dims(record.dims.get(), ndim * if strided { 3 } else { 2 }) {
             return Err("dims are outside their section");
         }
@@ -404,6 +414,17 @@ impl Check<'_> {
             }
         }
         Ok(extent)
+    }
+
+    /// Checks a chunk whose bytes do not stand for themselves.
+    fn signs(&self, tensor: &TensorRecord, signs: Signs) -> std::result::Result<(), &'static str> {
+        if self.index.source() == SourceKind::Native || self.index.header().incompat.get() & INCOMPAT_SIGNS == 0 {
+            return Err("it has other signs than its bytes, and is no adopted tensor of an index that says so");
+        }
+        match Dtype::from_code(tensor.dtype).and_then(|dtype| signs.bits(dtype)) {
+            Some(_) => Ok(()),
+            None => Err("it has other signs than its bytes, which have none"),
+        }
     }
 
     /// Checks where the bytes and the digests of a chunk are.

@@ -81,7 +81,24 @@ pub unsafe fn read(
         failure: Mutex::new(None),
         stats: Mutex::new(ReadStats::default()),
     };
-    batch.run(threads, options.max_inflight_bytes)
+    let stats = batch.run(threads, options.max_inflight_bytes)?;
+    // SAFETY: the caller's promise: all elements were written just now.
+    unsafe { change_signs(reqs) };
+    Ok(stats)
+}
+
+/// Makes of what was read what it stands for.
+///
+/// # Safety
+/// That of [`read`].
+pub unsafe fn change_signs(reqs: &[ReadReq]) {
+    for req in reqs
+        .iter()
+        .filter(|req| !req.signs.is_empty() && !req.shape.contains(&0))
+    {
+        // SAFETY: as the caller vouches.
+        unsafe { req.signs.change(req.dst.0, &req.shape, &req.dst_strides) };
+    }
 }
 
 /// How to copy what a batch of so many bytes wants.
@@ -204,12 +221,6 @@ impl<'a> Batch<'a> {
                 self.control.add(job.wanted);
             }
         }
-        let mut sum = self.stats.lock().unwrap_or_else(PoisonError::into_inner);
-        sum.bytes_wanted += worker.stats.bytes_wanted;
-        sum.bytes_read += worker.stats.bytes_read;
-        sum.bytes_direct += worker.stats.bytes_direct;
-        sum.bytes_mapped += worker.stats.bytes_mapped;
-        sum.bytes_verified += worker.stats.bytes_verified;
-        sum.jobs += worker.stats.jobs;
+        *self.stats.lock().unwrap_or_else(PoisonError::into_inner) += worker.stats;
     }
 }

@@ -11,7 +11,8 @@ mod survey;
 mod verify;
 mod worker;
 
-use crate::format::Dims;
+use crate::copy::SignBits;
+use crate::geometry::Dims;
 pub use crate::store::FileRef;
 pub use engine::read;
 pub use sequential::{Sequential, Survey};
@@ -98,6 +99,8 @@ pub struct ReadReq {
     pub dst: Destination,
     /// Bytes from an element to the next of each dimension, in the destination.
     pub dst_strides: Dims,
+    /// What is changed of the elements once they are there.
+    pub signs: SignBits,
 }
 
 /// What the engine asks about the chunks it reads, and only when it needs it.
@@ -127,4 +130,15 @@ pub struct ReadStats {
     pub bytes_verified: u64,
     /// Units of work the requests were made into.
     pub jobs: u64,
+}
+
+impl std::ops::AddAssign for ReadStats {
+    fn add_assign(&mut self, other: Self) {
+        self.bytes_wanted += other.bytes_wanted;
+        self.bytes_read += other.bytes_read;
+        self.bytes_direct += other.bytes_direct;
+        self.bytes_mapped += other.bytes_mapped;
+        self.bytes_verified += other.bytes_verified;
+        self.jobs += other.jobs;
+    }
 }

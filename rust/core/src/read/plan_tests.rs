@@ -7,7 +7,9 @@ use smallvec::smallvec;
 
 use super::plan::*;
 use super::{Catalog, Destination, FileRef, ReadReq};
-use crate::format::Dims;
+use crate::copy::SignBits;
+use crate::geometry::Dims;
+use crate::paths::Links;
 
 const MIB: u64 = 1 << 20;
 const DISK: Policy = Policy {
@@ -37,7 +39,7 @@ fn file(size: u64) -> FileRef {
         path: PathBuf::from("x"),
         size,
         mtime_ns: 0,
-        follow_symlinks: true,
+        links: Links::Any,
     }
 }
 
@@ -54,6 +56,7 @@ fn rect(chunk_offset: u64, chunk_length: u64, src_offset: u64, dims: &[(u64, u64
         src_strides: dims.iter().map(|d| d.1).collect(),
         dst: Destination(std::ptr::null_mut()),
         dst_strides: dims.iter().map(|d| d.2).collect(),
+        signs: SignBits::default(),
     }
 }
 

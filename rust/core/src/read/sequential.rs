@@ -3,7 +3,7 @@
 
 use std::fs::File;
 
-use super::engine::{Batch, DISK_DEPTH, stores};
+use super::engine::{Batch, DISK_DEPTH, change_signs, stores};
 use super::plan::{Policy, plan};
 use super::survey::{Access, spans, survey};
 use super::worker::Worker;
@@ -89,6 +89,8 @@ impl Sequential {
             self.worker.job(&batch, job)?;
             control.add(job.wanted);
         }
+        // SAFETY: the caller's promise: all elements were written just now.
+        unsafe { change_signs(reqs) };
         Ok(())
     }
 

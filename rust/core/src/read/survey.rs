@@ -186,6 +186,8 @@ mod tests {
 
     use super::super::Destination;
     use super::*;
+    use crate::copy::SignBits;
+    use crate::paths::Links;
 
     struct Sizes;
 
@@ -215,6 +217,7 @@ mod tests {
             src_strides: smallvec![pitch, 1],
             dst: Destination(std::ptr::null_mut()),
             dst_strides: smallvec![width, 1],
+            signs: SignBits::default(),
         }
     }
 
@@ -223,7 +226,7 @@ mod tests {
             path: "x".into(),
             size: 1 << 20,
             mtime_ns: 0,
-            follow_symlinks: false,
+            links: Links::Any,
         };
         let options = ReadOptions {
             shared,

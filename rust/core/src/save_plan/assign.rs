@@ -4,8 +4,8 @@ use std::cmp::{Ordering, Reverse};
 use std::collections::HashMap;
 
 use super::request::{Requested, decode};
-use super::tiling::{Fault, check_tiling, find_overlap};
-use crate::format::{Dims, element_count};
+use crate::geometry::tiling::{Fault, check_tiling, find_overlap};
+use crate::geometry::{Dims, element_count};
 use crate::{Dtype, Error, Result};
 
 /// What a value other than a tensor weighs, in bytes, when ranks are balanced: `torch.save` makes about this of a number.

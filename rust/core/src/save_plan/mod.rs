@@ -5,8 +5,6 @@
 
 mod assign;
 mod request;
-mod tiling;
 
 pub use assign::{Assignment, Rules, assign};
 pub use request::{decode, encode};
-pub use tiling::{Fault, check_tiling, find_overlap};

@@ -10,7 +10,8 @@
 //!
 //! A varint has 7 bits a byte, the lowest first, and the high bit set in all but its last.
 
-use crate::format::{Dims, Kind};
+use crate::format::Kind;
+use crate::geometry::Dims;
 use crate::write::SaveItem;
 use crate::{Dtype, Error, Result};
 

@@ -6,7 +6,8 @@
 use std::ops::Range;
 
 use super::split::split;
-use crate::format::{BLOCK_SIZE, Dims};
+use crate::format::BLOCK_SIZE;
+use crate::geometry::Dims;
 
 /// Slabs begin at multiples of this, and images begin and end at pages of this many bytes that nothing else is on.
 pub const PAGE: u64 = 4096;

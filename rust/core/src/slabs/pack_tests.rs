@@ -1,7 +1,8 @@
 use proptest::prelude::*;
 
 use super::pack::{Batch, Item, PAGE, Part, pack};
-use crate::format::{BLOCK_SIZE, Dims};
+use crate::format::BLOCK_SIZE;
+use crate::geometry::Dims;
 
 fn flat(file: u32, offset: u64, length: u64) -> Item {
     Item {

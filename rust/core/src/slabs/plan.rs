@@ -5,9 +5,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::pack::{Batch, Image, Item, PAGE, Part, pack};
-use crate::format::{Dims, Index, Kind};
-use crate::load::{Gather, Memory, Names, row_major};
-use crate::overlap::Region;
+use crate::checkpoint::gather::{Gather, Memory, Names};
+use crate::copy::Signs;
+use crate::format::{Index, Kind};
+use crate::geometry::{Dims, Region, row_major};
 use crate::read::{Destination, FileRef, ReadOptions, ReadReq, Survey};
 use crate::{Error, Result};
 
@@ -187,7 +188,8 @@ fn item(index: &Index, want: &Want) -> Result<Item> {
         chunk_begin: first * itemsize,
         itemsize,
         sizes: want.sizes.clone(),
-        flat: want.flat && (empty || is_run(&want.sizes, &strides)),
+        // Bytes that do not stand for themselves are not delivered as they are.
+        flat: want.flat && view.signs == Signs::default() && (empty || is_run(&want.sizes, &strides)),
         group: want.group,
     })
 }

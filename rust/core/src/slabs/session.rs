@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::pack::{Image, PAGE};
 use super::plan::Plan;
-use crate::load::Names;
+use crate::checkpoint::gather::Names;
 use crate::read::{Destination, ReadReq, ReadStats, Sequential};
 use crate::{Control, Error, Result};
 
@@ -124,8 +124,14 @@ impl Session {
     /// The next batch in order, once its slab is filled; waits for up to `timeout`.
     ///
     /// # Errors
-    /// Why a slab could not be filled, those of [`read`](crate::read::read); what comes after is [`Error::Interrupted`].
+    /// Why a slab could not be filled, those of [`read`](crate::read::read); what comes after is [`Error::Interrupted`]. [`Error::Plan`] in a
+    /// fork of the process that began the load.
     pub fn next(&self, timeout: Duration) -> Result<Next> {
+        if !self.is_own() {
+            return Err(Error::Plan(
+                "this load was begun by the process that this one is a fork of, and its threads stayed there".into(),
+            ));
+        }
         let shared = &*self.shared;
         let mut state = shared.lock();
         loop {
@@ -158,6 +164,9 @@ impl Session {
 
     /// Gives back a slab that [`next`](Self::next) handed out.
     pub fn release(&self, slab: usize) {
+        if !self.is_own() {
+            return;
+        }
         let mut state = self.shared.lock();
         if slab < self.shared.slabs.len() && !state.free.contains(&slab) {
             state.free.push(slab);
@@ -167,8 +176,7 @@ impl Session {
 
     /// Stops the threads and waits for them; after that, no slab is touched any more.
     pub fn close(&self) {
-        if std::process::id() != self.process {
-            // The threads stayed in the process that this one is a fork of, and one may have held the lock of the state.
+        if !self.is_own() {
             if let Ok(mut threads) = self.threads.try_lock() {
                 std::mem::take(&mut *threads).into_iter().for_each(std::mem::forget);
             }
@@ -188,7 +196,17 @@ impl Session {
     /// What the threads that have ended did.
     #[must_use]
     pub fn stats(&self) -> ReadStats {
-        self.shared.lock().stats
+        if self.is_own() {
+            self.shared.lock().stats
+        } else {
+            ReadStats::default()
+        }
+    }
+
+    /// Whether this is the process that began it. In a fork of that one the threads are not there, and one of them may have had the lock of the
+    /// state.
+    fn is_own(&self) -> bool {
+        std::process::id() == self.process
     }
 }
 
@@ -205,7 +223,13 @@ fn work(shared: &Shared) {
         let filled = catch_unwind(AssertUnwindSafe(|| {
             fill(shared, batch, slab, &mut reader, &mut requests)
         }))
-        .unwrap_or_else(|_| Err(Error::Plan(format!("filling a slab panicked (batch {batch})"))));
+        .unwrap_or_else(|panic| {
+            let said = panic.downcast_ref::<String>().map(String::as_str);
+            let said = said
+                .or_else(|| panic.downcast_ref::<&str>().copied())
+                .unwrap_or_default();
+            Err(Error::Internal(format!("while batch {batch} was read: {said}")))
+        });
         let mut state = shared.lock();
         match filled {
             Ok(()) => {
@@ -225,7 +249,7 @@ fn work(shared: &Shared) {
         drop(state);
         shared.filled.notify_all();
     }
-    add(&mut shared.lock().stats, &reader.stats());
+    shared.lock().stats += reader.stats();
 }
 
 /// A batch and a slab for it; none when there is nothing more to do.
@@ -317,13 +341,4 @@ fn read_image(shared: &Shared, reader: &mut Sequential, file: u32, image: &Image
         memory,
         &shared.control,
     )
-}
-
-fn add(sum: &mut ReadStats, more: &ReadStats) {
-    sum.bytes_wanted += more.bytes_wanted;
-    sum.bytes_read += more.bytes_read;
-    sum.bytes_direct += more.bytes_direct;
-    sum.bytes_mapped += more.bytes_mapped;
-    sum.bytes_verified += more.bytes_verified;
-    sum.jobs += more.jobs;
 }

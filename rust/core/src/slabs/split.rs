@@ -1,6 +1,6 @@
 //! Cuts rectangles.
 
-use crate::format::Dims;
+use crate::geometry::Dims;
 
 /// Calls `each` with (offsets, sizes) of rectangles of at most `limit` bytes that make up a rectangle of `sizes`, in row-major
 /// order. A single element is never cut.

@@ -4,6 +4,8 @@ use std::io;
 
 use memmap2::MmapMut;
 
+use super::platform;
+
 /// A huge page, where pages are of 4 KiB. Larger pages need none: a request takes few of them as it is.
 const HUGE_PAGE: usize = 2 << 20;
 /// A buffer of this many bytes or more takes whole huge pages.
@@ -42,9 +44,7 @@ impl Buffer {
         let room = size.checked_add(HUGE_PAGE).ok_or(io::ErrorKind::OutOfMemory)?;
         let memory = MmapMut::map_anon(room)?;
         let begin = memory.as_ptr().align_offset(HUGE_PAGE);
-        // A wish: where it is refused the pages are small.
-        #[cfg(target_os = "linux")]
-        let _ = memory.advise_range(memmap2::Advice::HugePage, begin, size);
+        platform::ask_for_huge_pages(&memory, begin, size);
         self.begin = begin;
         Ok(memory)
     }
@@ -72,7 +72,7 @@ impl Buffer {
 }
 
 fn takes_huge_pages(len: usize) -> bool {
-    cfg!(target_os = "linux") && len >= HUGE_FROM && rustix::param::page_size() == 4096
+    len >= HUGE_FROM && platform::has_huge_pages()
 }
 
 #[cfg(test)]

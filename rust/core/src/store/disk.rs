@@ -7,10 +7,12 @@ use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::fs::{FallocateFlags, fallocate};
+use rustix::fs::{CWD, FallocateFlags, FlockOperation, RenameFlags, fallocate, flock, renameat_with};
 use rustix::io::Errno;
 
-use crate::{Error, Result};
+use super::lock::Mode;
+use super::platform;
+use crate::{Control, Error, Result};
 
 /// A call to the operating system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,6 +29,8 @@ pub(crate) enum Call {
     Open,
     /// Writes bytes.
     Write { offset: u64, len: usize, direct: bool },
+    /// Puts some of a file's bytes on the disk, ahead of a sync.
+    WriteBack,
     /// Puts a file's bytes on stable storage.
     Sync,
     /// Renames a file; the path is the new one.
@@ -35,6 +39,29 @@ pub(crate) enum Call {
     SyncFolder,
     /// Removes a file.
     Remove,
+    /// Removes a folder with all that is in it.
+    RemoveTree,
+    /// Opens a file for its lock, and may create it.
+    OpenLock,
+    /// Asks for the lock of an open file, without waiting for it.
+    Lock(Mode),
+}
+
+/// A sync of more bytes than that can be stopped on the way: what a disk takes in some tenths of a second.
+const WRITE_BACK: usize = 64 << 20;
+
+/// What a file system says that has no locks; `EBADF`: for a file that is not open for writing.
+const NO_LOCKS: [i32; 5] = [libc::ENOTSUP, libc::EOPNOTSUPP, libc::ENOLCK, libc::ENOSYS, libc::EBADF];
+
+/// Who has a lock that was asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Locked {
+    /// Whoever asked.
+    Yes,
+    /// Another process, or another open file of this one.
+    ByOthers,
+    /// Nobody: the file system has no locks.
+    Impossible,
 }
 
 /// What a test may do to a call.
@@ -69,6 +96,13 @@ impl Disk {
             return Ok(Vec::new());
         }
         let parent = folder.parent().filter(|parent| !parent.as_os_str().is_empty());
+        if let Some(parent) = parent.filter(|parent| parent.exists() && !parent.is_dir()) {
+            return Err(Error::io(
+                "create",
+                parent,
+                std::io::Error::from_raw_os_error(libc::ENOTDIR),
+            ));
+        }
         let mut changed = parent.map_or(Ok(Vec::new()), |parent| self.create_folder(parent))?;
         match self
             .before(Call::CreateFolder, folder)
@@ -109,9 +143,12 @@ impl Disk {
             .map_err(|error| Error::io("open", path, error))
     }
 
-    /// Opens a file that exists, to write to past the page cache. `None` where the file system does not do that.
+    /// Opens a file that exists, to write to past the page cache. `None` where the system or the file system does not do that.
     pub(crate) fn open_direct(&self, path: &Path) -> Result<Option<File>> {
-        let open = |_| OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(path);
+        let Some(flag) = platform::DIRECT else {
+            return Ok(None);
+        };
+        let open = |_| OpenOptions::new().write(true).custom_flags(flag).open(path);
         match self.before(Call::OpenDirect, path).and_then(open) {
             Ok(file) => Ok(Some(file)),
             Err(error) if is_unsupported(&error) => Ok(None),
@@ -163,19 +200,56 @@ impl Disk {
         Ok(at)
     }
 
-    /// Puts a file's bytes and length on stable storage.
-    pub(crate) fn sync(&self, file: &File, path: &Path) -> Result<()> {
+    /// Puts a file's bytes and length on stable storage. What waits in the page cache goes first, piece by piece, so that `control` can stop
+    /// it: the one call that makes it all durable cannot be interrupted.
+    ///
+    /// # Errors
+    /// [`Error::Io`], [`Error::Interrupted`].
+    pub(crate) fn sync(&self, file: &File, path: &Path, control: &Control) -> Result<()> {
+        let failed = |error| Error::io("sync", path, error);
+        let size = file.metadata().map_err(failed)?.len();
+        // A small file is not worth two waits.
+        let pieces = if size > WRITE_BACK as u64 { 0..size } else { 0..0 };
+        for start in pieces.step_by(WRITE_BACK) {
+            control.check()?;
+            let write_back = || {
+                self.before(Call::WriteBack, path)?;
+                platform::write_back(file, start, (size - start).min(WRITE_BACK as u64))
+            };
+            // One that fails is told of once: the sync would know nothing of it.
+            if retry(write_back).map_err(failed)?.is_none() {
+                break;
+            }
+        }
+        control.check()?;
         let sync = || {
             self.before(Call::Sync, path)?;
             file.sync_all()
         };
-        retry(sync).map_err(|error| Error::io("sync", path, error))
+        retry(sync).map_err(failed)
     }
 
     /// Renames a file over another one.
     pub(crate) fn rename(&self, from: &Path, to: &Path) -> Result<()> {
         self.before(Call::Rename, to)
             .and_then(|_| fs::rename(from, to))
+            .map_err(|error| Error::io("rename to", to, error))
+    }
+
+    /// Renames a file or folder to a name that is free, or changes its place with what has the name. False where the file system does neither
+    /// in one step.
+    pub(crate) fn rename_apart(&self, from: &Path, to: &Path, exchange: bool) -> Result<bool> {
+        let flags = if exchange {
+            RenameFlags::EXCHANGE
+        } else {
+            RenameFlags::NOREPLACE
+        };
+        let rename = |_| match renameat_with(CWD, from, CWD, to, flags) {
+            Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => Ok(false),
+            result => Ok(result.map(|()| true)?),
+        };
+        self.before(Call::Rename, to)
+            .and_then(rename)
             .map_err(|error| Error::io("rename to", to, error))
     }
 
@@ -189,6 +263,61 @@ impl Disk {
         self.before(Call::SyncFolder, folder)
             .and_then(sync)
             .map_err(|error| Error::io("sync", folder, error))
+    }
+
+    /// Removes a folder with all that is in it; links in it are removed, and not followed.
+    pub(crate) fn remove_tree(&self, path: &Path) -> Result<()> {
+        match self
+            .before(Call::RemoveTree, path)
+            .and_then(|_| fs::remove_dir_all(path))
+        {
+            Err(error) if error.kind() != ErrorKind::NotFound => Err(Error::io("remove", path, error)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Opens a file for its lock, and creates it where it is missing and `create` says so. One that belongs to another user, as in a folder
+    /// of several, may be readable only.
+    pub(crate) fn open_lock(&self, path: &Path, create: bool) -> Result<File> {
+        let open = |write: bool| {
+            OpenOptions::new()
+                .read(true)
+                .write(write)
+                .create(write && create)
+                .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+                .open(path)
+        };
+        let open = |_| match open(true) {
+            Err(error) if error.kind() == ErrorKind::PermissionDenied => open(false).map_err(|_| error),
+            result => result,
+        };
+        self.before(Call::OpenLock, path)
+            .and_then(open)
+            .map_err(|error| Error::io("open", path, error))
+    }
+
+    /// Takes the lock of an open file where it is free.
+    pub(crate) fn try_lock(&self, file: &File, path: &Path, mode: Mode) -> Result<Locked> {
+        let operation = match mode {
+            Mode::Shared => FlockOperation::NonBlockingLockShared,
+            Mode::Exclusive => FlockOperation::NonBlockingLockExclusive,
+        };
+        let ask = || {
+            self.before(Call::Lock(mode), path)?;
+            Ok(flock(file, operation)?)
+        };
+        match retry(ask) {
+            Ok(()) => Ok(Locked::Yes),
+            Err(error) if error.kind() == ErrorKind::WouldBlock => Ok(Locked::ByOthers),
+            Err(error) if error.raw_os_error().is_some_and(|code| NO_LOCKS.contains(&code)) => Ok(Locked::Impossible),
+            Err(error) => Err(Error::io("lock", path, error)),
+        }
+    }
+
+    /// Gives the lock of an open file back, also for whoever else has that file open.
+    pub(crate) fn unlock(file: &File) {
+        // What is left is its end with the file's.
+        let _ = retry(|| Ok(flock(file, FlockOperation::Unlock)?));
     }
 
     /// Removes a file. One that is not there is as good as removed.

@@ -5,6 +5,8 @@ use std::io::{self, Read as _};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use super::platform;
+use crate::paths::{Links, Verdict};
 use crate::{Error, Result};
 
 /// Of an index over the data of others; those of this crate do not depend on times.
@@ -20,39 +22,59 @@ pub struct FileRef {
     pub size: u64,
     /// Its modification time in nanoseconds since 1970; 0: not to be compared.
     pub mtime_ns: i64,
-    /// Whether the last part of the path may be a symbolic link.
-    pub follow_symlinks: bool,
+    /// Which symbolic links may lead to it.
+    pub links: Links,
 }
 
 impl FileRef {
     /// Opens the file and checks its kind, length and time. `direct` asks for `O_DIRECT`.
     ///
-    /// A file that is missing or differs is [`Error::CorruptData`]; what the system refuses is [`Error::Io`].
+    /// A file that is missing or differs is [`Error::CorruptData`]; a link out of the folder [`Error::Unsupported`]; what the system refuses is
+    /// [`Error::Io`].
     pub fn open(&self, direct: bool) -> Result<File> {
-        // Without O_NONBLOCK, opening a named pipe would wait for someone to write to it.
-        let mut flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
-        if !self.follow_symlinks {
-            flags |= libc::O_NOFOLLOW;
+        if self.links.may_turn(&self.path) {
+            self.judge()?;
         }
-        #[cfg(target_os = "linux")]
-        if direct {
-            flags |= libc::O_DIRECT;
-        }
-        #[cfg(not(target_os = "linux"))]
-        let _ = direct;
-        let file = match OpenOptions::new().read(true).custom_flags(flags).open(&self.path) {
-            Ok(file) => file,
-            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
-                return Err(self.corrupt("the file is missing"));
+        let unfollowed = !matches!(self.links, Links::Any);
+        let file = match self.open_with(direct, if unfollowed { libc::O_NOFOLLOW } else { 0 }) {
+            Err(e) if unfollowed && e.raw_os_error() == Some(libc::ELOOP) => {
+                self.judge()?;
+                self.open_with(direct, 0)
             }
-            Err(e) if e.raw_os_error() == Some(libc::ELOOP) && !self.follow_symlinks => {
-                return Err(self.corrupt("the file is a symbolic link, which is not followed here"));
-            }
-            Err(e) => return Err(Error::io("open", &self.path, e)),
+            result => result,
         };
-        let meta = file.metadata().map_err(|e| Error::io("stat", &self.path, e))?;
+        let file = file.map_err(|e| self.failed("open", e))?;
+        let meta = file.metadata().map_err(|e| self.failed("stat", e))?;
         self.check(&meta)?;
         Ok(file)
+    }
+
+    fn open_with(&self, direct: bool, more: libc::c_int) -> io::Result<File> {
+        // Without O_NONBLOCK, opening a named pipe would wait for someone to write to it.
+        let mut flags = libc::O_CLOEXEC | libc::O_NONBLOCK | more;
+        if direct {
+            flags |= platform::DIRECT.unwrap_or_default();
+        }
+        OpenOptions::new().read(true).custom_flags(flags).open(&self.path)
+    }
+
+    /// Refuses a path whose links are not to be followed.
+    fn judge(&self) -> Result<()> {
+        match self.links.judge(&self.path).map_err(|e| self.failed("follow", e))? {
+            Verdict::Follow => Ok(()),
+            Verdict::Link => Err(self.corrupt("the file is a symbolic link, which is not followed here")),
+            Verdict::Outside => Err(Error::Unsupported(format!(
+                "{} is a link to something outside its folder; pass allow_external=True (--allow-external) to open it",
+                self.path.display()
+            ))),
+        }
+    }
+
+    fn failed(&self, action: &'static str, error: io::Error) -> Error {
+        match error.kind() {
+            io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => self.corrupt("the file is missing"),
+            _ => Error::io(action, &self.path, error),
+        }
     }
 
     fn check(&self, meta: &Metadata) -> Result<()> {

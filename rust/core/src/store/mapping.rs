@@ -2,12 +2,10 @@
 
 use std::fs::File;
 use std::io;
-#[cfg(target_os = "linux")]
-use std::sync::OnceLock;
 
-#[cfg(target_os = "linux")]
-use memmap2::{Advice, MmapMut};
 use memmap2::{MmapOptions, MmapRaw};
+
+use super::platform;
 
 /// A mapping of a file from its first byte, for raw access: its bytes are never handed out as a slice, because
 /// nothing can promise that no other process changes the file.
@@ -45,26 +43,15 @@ impl Mapping {
     /// Whether [`populate`](Self::populate) can: without it, a disk that fails is a signal at the first touch.
     #[must_use]
     pub fn tells_errors() -> bool {
-        #[cfg(target_os = "linux")]
-        {
-            static TELLS: OnceLock<bool> = OnceLock::new();
-            let try_it = || MmapMut::map_anon(1).is_ok_and(|page| page.advise(Advice::PopulateRead).is_ok());
-            *TELLS.get_or_init(try_it)
-        }
-        #[cfg(not(target_os = "linux"))]
-        false
+        platform::populates()
     }
 
     /// Asks for `[start, end)` to be read into the page cache, in large requests, and does not wait. A wish: an error shows when it
     /// is touched.
     pub fn read_ahead(&self, start: u64, end: u64) {
-        #[cfg(target_os = "linux")]
         if let (Ok(start), Ok(end)) = (usize::try_from(start), usize::try_from(end)) {
-            let length = end.saturating_sub(start);
-            let _ = self.raw.advise_range(Advice::WillNeed, start, length);
+            platform::read_ahead(&self.raw, start, end.saturating_sub(start));
         }
-        #[cfg(not(target_os = "linux"))]
-        let _ = (start, end);
     }
 
     /// Brings `[start, end)` into memory and into the page table: one call in place of a fault every few pages, and a
@@ -72,24 +59,10 @@ impl Mapping {
     ///
     /// Does nothing where the system lacks it (Linux before 5.14).
     pub fn populate(&self, start: u64, end: u64) -> io::Result<()> {
-        #[cfg(target_os = "linux")]
-        {
-            let (Ok(start), Ok(end)) = (usize::try_from(start), usize::try_from(end)) else {
-                return Err(io::ErrorKind::InvalidInput.into());
-            };
-            let result = self
-                .raw
-                .advise_range(Advice::PopulateRead, start, end.saturating_sub(start));
-            match result.as_ref().map_err(io::Error::raw_os_error) {
-                Err(Some(libc::EINVAL | libc::ENOSYS)) => Ok(()),
-                _ => result,
-            }
-        }
-        #[cfg(not(target_os = "linux"))]
-        {
-            let _ = (start, end);
-            Ok(())
-        }
+        let (Ok(start), Ok(end)) = (usize::try_from(start), usize::try_from(end)) else {
+            return Err(io::ErrorKind::InvalidInput.into());
+        };
+        platform::populate(&self.raw, start, end.saturating_sub(start))
     }
 }
 

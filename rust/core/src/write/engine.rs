@@ -9,13 +9,14 @@ use super::files::{DataFiles, Handles};
 use super::jobs::{Job, Span, cut};
 use super::layout::{FilePlan, Layout, Place, SaveInfo, SaveItem, plan_files};
 use super::options::{Resolved, WriteOptions};
+use crate::copy::Signs;
 use crate::format::{
-    BLOCK_SIZE, ChunkEntry, Dims, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry, Value, block_count,
-    block_digest,
+    BLOCK_SIZE, ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry, Value, block_count, block_digest,
 };
-use crate::store::Buffer;
+use crate::geometry::Dims;
 use crate::store::disk::Disk;
 use crate::store::random_bytes;
+use crate::store::{Buffer, FileLock};
 use crate::{Control, Error, Result, parallel};
 
 /// Some bytes of an item.
@@ -62,8 +63,14 @@ impl Save {
     /// # Errors
     /// [`Error::Plan`] for items that cannot be saved, [`Error::Io`] where the disk refuses (it may be full). No
     /// file is left then.
-    pub fn create(dir: &Path, items: Vec<SaveItem>, info: SaveInfo, options: &WriteOptions) -> Result<Self> {
-        Self::create_on(Disk::default(), dir, items, info, options)
+    pub fn create(
+        dir: &Path,
+        items: Vec<SaveItem>,
+        info: SaveInfo,
+        options: &WriteOptions,
+        control: &Control,
+    ) -> Result<Self> {
+        Self::create_on(Disk::default(), dir, items, info, options, control)
     }
 
     /// Creates files of the caller's own layout: a header each, and a place for each value. They need not be of this
@@ -76,6 +83,7 @@ impl Save {
         files: Vec<FilePlan>,
         values: Vec<(String, Place, u64)>,
         options: &WriteOptions,
+        control: &Control,
     ) -> Result<Self> {
         let mut layout = Layout {
             files,
@@ -109,7 +117,7 @@ impl Save {
             rank: 0,
             world_size: 1,
         };
-        Self::create_laid_out(Disk::default(), dir, items, layout, info, options)
+        Self::create_laid_out(Disk::default(), dir, items, layout, info, options, false, control)
     }
 
     pub(super) fn create_on(
@@ -118,11 +126,16 @@ impl Save {
         items: Vec<SaveItem>,
         info: SaveInfo,
         options: &WriteOptions,
+        control: &Control,
     ) -> Result<Self> {
         let layout = plan_files(&items, &info)?;
-        Self::create_laid_out(disk, dir, items, layout, info, options)
+        Self::create_laid_out(disk, dir, items, layout, info, options, true, control)
     }
 
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "what the two ways to create a save have in common"
+    )]
     fn create_laid_out(
         disk: Disk,
         dir: &Path,
@@ -130,6 +143,8 @@ impl Save {
         layout: Layout,
         info: SaveInfo,
         options: &WriteOptions,
+        claimed: bool,
+        control: &Control,
     ) -> Result<Self> {
         let how = options.resolve(layout.files.iter().map(|file| file.size).max().unwrap_or(0));
         let mut first_digest = Vec::with_capacity(items.len() + 1);
@@ -142,7 +157,7 @@ impl Save {
         // Synced at the end only: a sync may wait for all that others changed on the disk.
         let mut folders = disk.create_folder(dir)?;
         folders.push(dir.to_owned());
-        let files = DataFiles::create(disk.clone(), dir, &layout.files, how.direct)?;
+        let files = DataFiles::create(disk.clone(), dir, &layout.files, how.direct, claimed, control)?;
         Ok(Self {
             disk,
             folders,
@@ -176,6 +191,7 @@ impl Save {
     /// [`Error::Plan`] for a part out of order or too long; [`Error::Io`], [`Error::Interrupted`]. After any error the
     /// save takes no more, and is there to be dropped.
     pub fn write(&self, parts: &[Part<'_>], control: &Control) -> Result<()> {
+        self.check_process()?;
         let mut progress = self.progress();
         if progress.failed {
             return Err(Error::Plan("an earlier write of this save failed".into()));
@@ -185,6 +201,17 @@ impl Save {
             .and_then(|spans| self.write_spans(&spans, control));
         progress.failed = result.is_err();
         result
+    }
+
+    /// A fork of the process that began this save has neither its threads nor its files.
+    fn check_process(&self) -> Result<()> {
+        if self.files.is_own() {
+            Ok(())
+        } else {
+            Err(Error::Plan(
+                "this save was begun by the process that this one is a fork of".into(),
+            ))
+        }
     }
 
     fn progress(&self) -> MutexGuard<'_, Progress> {
@@ -245,7 +272,7 @@ impl Save {
                 control.check()?;
                 let job = &jobs[number];
                 let handles = self.handles(open, job.file)?;
-                self.write_job(job, &spans[job.spans.clone()], handles)?;
+                self.write_job(job, &spans[job.spans.clone()], handles, control)?;
                 control.add(job.bytes.end - job.bytes.start);
                 Ok(())
             },
@@ -262,13 +289,13 @@ impl Save {
         Ok(&open.insert((file, handles)).1)
     }
 
-    fn write_job(&self, job: &Job, spans: &[Span], handles: &Handles) -> Result<()> {
+    fn write_job(&self, job: &Job, spans: &[Span], handles: &Handles, control: &Control) -> Result<()> {
         if let [span] = spans
             && let bytes = &span.data[to_usize(job.bytes.start - span.offset)..to_usize(job.bytes.end - span.offset)]
             && (handles.direct.is_none() || self.is_aligned_alike(bytes, job.bytes.start))
         {
             self.digest(span, job, |_| ());
-            return self.store(job, bytes, handles);
+            return self.store(job, bytes, handles, control);
         }
         let pool = || self.staging.lock().unwrap_or_else(PoisonError::into_inner);
         let kept = pool().pop();
@@ -286,7 +313,7 @@ impl Save {
                 at += piece.len();
             });
         }
-        let result = self.store(job, bytes, handles);
+        let result = self.store(job, bytes, handles, control);
         pool().push(buffer);
         result
     }
@@ -315,7 +342,7 @@ impl Save {
     }
 
     /// Writes the bytes of a job: whole pages past the cache where that is possible, the rest through it.
-    fn store(&self, job: &Job, bytes: &[u8], handles: &Handles) -> Result<()> {
+    fn store(&self, job: &Job, bytes: &[u8], handles: &Handles, control: &Control) -> Result<()> {
         let Range { start, end } = job.bytes;
         let path = self.files.path(job.file);
         let alignment = self.how.alignment;
@@ -334,7 +361,7 @@ impl Save {
             self.disk.write(&handles.plain, path, bytes, part.start)?;
         }
         if self.how.fsync && self.files.is_transient(job.file) && rest.iter().any(|part| !part.is_empty()) {
-            self.disk.sync(&handles.plain, path)?;
+            self.disk.sync(&handles.plain, path, control)?;
         }
         Ok(())
     }
@@ -344,13 +371,14 @@ impl Save {
     /// Headers are written last, after the payload is on stable storage: a file with a header is complete.
     ///
     /// # Errors
-    /// [`Error::Plan`] where bytes of an item are missing; [`Error::Io`]. The files are removed then.
-    pub fn finish(self) -> Result<Vec<u8>> {
-        self.finish_as(None)
+    /// [`Error::Plan`] where bytes of an item are missing; [`Error::Io`], [`Error::Interrupted`]. The files are removed then.
+    pub fn finish(self, control: &Control) -> Result<Vec<u8>> {
+        Ok(self.finish_as(None, control)?.keep().0)
     }
 
     /// [`finish`](Self::finish), with the id of the save that the index will carry.
-    pub fn finish_as(self, save_id: Option<[u8; 16]>) -> Result<Vec<u8>> {
+    pub fn finish_as(self, save_id: Option<[u8; 16]>, control: &Control) -> Result<Finished> {
+        self.check_process()?;
         let progress = self.progress();
         if progress.failed {
             return Err(Error::Plan("a write of this save failed".into()));
@@ -362,27 +390,31 @@ impl Save {
             }
         }
         drop(progress);
-        self.sync()?;
+        self.sync(control)?;
         for (number, plan) in (0..).zip(&self.layout.files) {
+            control.check()?;
             let handles = self.files.handles(number)?;
             self.disk
                 .write(&handles.plain, self.files.path(number), &plan.header, 0)?;
             if self.how.fsync && self.files.is_transient(number) {
-                self.disk.sync(&handles.plain, self.files.path(number))?;
+                self.disk.sync(&handles.plain, self.files.path(number), control)?;
             }
         }
-        self.sync()?;
+        self.sync(control)?;
         if self.how.fsync {
             for folder in self.folders.iter().rev() {
+                control.check()?;
                 self.disk.sync_folder(folder)?;
             }
         }
         let index = self.index(save_id)?;
-        self.files.keep();
-        Ok(index)
+        Ok(Finished {
+            index,
+            files: self.files,
+        })
     }
 
-    fn sync(&self) -> Result<()> {
+    fn sync(&self, control: &Control) -> Result<()> {
         if !self.how.fsync {
             return Ok(());
         }
@@ -393,7 +425,7 @@ impl Save {
             || (),
             |(), i| {
                 let handles = self.files.handles(numbers[i])?;
-                self.disk.sync(&handles.plain, self.files.path(numbers[i]))
+                self.disk.sync(&handles.plain, self.files.path(numbers[i]), control)
             },
         )
     }
@@ -434,10 +466,25 @@ impl Save {
                 offsets: item.offsets.clone(),
                 sizes: item.sizes.clone(),
                 strides: None,
+                signs: Signs::default(),
                 digests: Some(digests.iter().map(|digest| digest.load(Ordering::Relaxed)).collect()),
             })?;
         }
         builder.build()
+    }
+}
+
+/// The complete data files of one rank. Dropped without [`keep`](Self::keep), it removes them.
+pub struct Finished {
+    index: Vec<u8>,
+    files: DataFiles,
+}
+
+impl Finished {
+    /// The bytes of this rank's index, which no file holds yet, and the claim on the files, to be held until the save is committed or given up:
+    /// while it is, nobody takes them for those of a save that was killed.
+    pub fn keep(self) -> (Vec<u8>, Option<FileLock>) {
+        (self.index, self.files.keep())
     }
 }
 

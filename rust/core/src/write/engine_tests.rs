@@ -60,7 +60,7 @@ fn few() -> Vec<SaveItem> {
 }
 
 fn finish(save: Save, dir: &Path) -> Index {
-    Index::from_bytes(save.finish().unwrap(), &dir.join(INDEX_NAME)).unwrap()
+    Index::from_bytes(save.finish(&Control::new()).unwrap(), &dir.join(INDEX_NAME)).unwrap()
 }
 
 /// In calls of one block of every item.
@@ -92,7 +92,7 @@ fn uneven_items_in_all_ways() {
             assert_saved(&save(dir.path(), &items, INFO, &options), &items);
 
             let dir = tempdir().unwrap();
-            let save = Save::create(dir.path(), items.clone(), INFO, &options).unwrap();
+            let save = Save::create(dir.path(), items.clone(), INFO, &options, &Control::new()).unwrap();
             let control = Control::new();
             write_by_blocks(&save, &contents).unwrap();
             assert_saved(&finish(save, dir.path()), &items);
@@ -109,7 +109,14 @@ fn memory_that_is_aligned_is_written_from_where_it_is() {
     let aligned = &mut buffer.at_least(data.len()).unwrap()[..data.len()];
     aligned.copy_from_slice(&data);
     let dir = tempdir().unwrap();
-    let save = Save::create(dir.path(), items.to_vec(), INFO, &options(WriteIo::Direct)).unwrap();
+    let save = Save::create(
+        dir.path(),
+        items.to_vec(),
+        INFO,
+        &options(WriteIo::Direct),
+        &Control::new(),
+    )
+    .unwrap();
     let control = Control::new();
     save.write(
         &[Part {
@@ -131,7 +138,7 @@ proptest! {
     #[test]
     fn what_is_saved_is_there(items in saves(10), direct: bool, seed: u64) {
         let dir = tempdir().unwrap();
-        let save = Save::create(dir.path(), items.clone(), INFO, &options(if direct { WriteIo::Direct } else { WriteIo::Buffered })).unwrap();
+        let save = Save::create(dir.path(), items.clone(), INFO, &options(if direct { WriteIo::Direct } else { WriteIo::Buffered }), &Control::new()).unwrap();
         let contents = contents(&items);
         // Two calls, one with the items that a coin picks.
         let (first, second): (Vec<_>, Vec<_>) =
@@ -184,7 +191,15 @@ fn many_small_items_take_few_writes() {
     let dir = tempdir().unwrap();
     let recorder = Arc::new(Recorder::default());
     let disk = Disk::hooked(recorder.clone());
-    let save = Save::create_on(disk, dir.path(), items.clone(), INFO, &WriteOptions::default()).unwrap();
+    let save = Save::create_on(
+        disk,
+        dir.path(),
+        items.clone(),
+        INFO,
+        &WriteOptions::default(),
+        &Control::new(),
+    )
+    .unwrap();
     save.write(&parts(&contents(&items)), &Control::new()).unwrap();
     assert_saved(&finish(save, dir.path()), &items);
     let calls = recorder.calls.lock().unwrap().len();
@@ -199,10 +214,11 @@ fn recorded(recorder: Recorder, dir: &Path, io: WriteIo) -> (Arc<Recorder>, Resu
         ..options(io)
     };
     let hook: Arc<dyn Hook> = recorder.clone();
-    let result = Save::create_on(Disk::hooked(hook), dir, items.clone(), INFO, &options).and_then(|save| {
-        write_by_blocks(&save, &contents(&items))?;
-        save.finish()
-    });
+    let result =
+        Save::create_on(Disk::hooked(hook), dir, items.clone(), INFO, &options, &Control::new()).and_then(|save| {
+            write_by_blocks(&save, &contents(&items))?;
+            save.finish(&Control::new())
+        });
     (recorder, result)
 }
 
@@ -323,12 +339,21 @@ fn a_dropped_or_unfinished_save_leaves_nothing() {
     let dir = tempdir().unwrap();
     fs::write(dir.path().join("notes.txt"), "mine").unwrap();
     let items = uneven();
-    drop(Save::create(dir.path(), items.clone(), INFO, &WriteOptions::default()).unwrap());
+    drop(
+        Save::create(
+            dir.path(),
+            items.clone(),
+            INFO,
+            &WriteOptions::default(),
+            &Control::new(),
+        )
+        .unwrap(),
+    );
     assert_eq!(names_in(dir.path()), ["notes.txt"]);
-    let save = Save::create(dir.path(), items, INFO, &WriteOptions::default()).unwrap();
+    let save = Save::create(dir.path(), items, INFO, &WriteOptions::default(), &Control::new()).unwrap();
     assert_eq!(names_in(dir.path()).len(), 2);
     assert!(
-        save.finish()
+        save.finish(&Control::new())
             .unwrap_err()
             .to_string()
             .contains("0 of 8192 bytes were written")
@@ -346,9 +371,15 @@ fn a_name_that_is_taken_is_not_overwritten() {
     ];
     let taken = "g00000007-0000000000000abc-r00003-f00001.safetensors";
     fs::write(dir.path().join(taken), "theirs").unwrap();
-    let error = Save::create(dir.path(), items.to_vec(), INFO, &WriteOptions::default())
-        .err()
-        .unwrap();
+    let error = Save::create(
+        dir.path(),
+        items.to_vec(),
+        INFO,
+        &WriteOptions::default(),
+        &Control::new(),
+    )
+    .err()
+    .unwrap();
     assert!(
         matches!(&error, Error::Io { source, .. } if source.kind() == io::ErrorKind::AlreadyExists),
         "{error}"
@@ -375,7 +406,7 @@ fn parts_out_of_order_are_refused() {
     ] {
         let dir = tempdir().unwrap();
         let items = vec![whole("w", "uint8", &[2 * MIB + 9])];
-        let save = Save::create(dir.path(), items, INFO, &options(WriteIo::Buffered)).unwrap();
+        let save = Save::create(dir.path(), items, INFO, &options(WriteIo::Buffered), &Control::new()).unwrap();
         let error = save.write(&bad, &Control::new()).unwrap_err();
         match &error {
             Error::TensorPlan { tensor, .. } => assert_eq!(tensor, "w"),
@@ -384,7 +415,7 @@ fn parts_out_of_order_are_refused() {
         }
         let error = save.write(&[part(0, 0, MIB)], &Control::new()).unwrap_err();
         assert!(error.to_string().contains("earlier write"), "{error}");
-        assert!(save.finish().is_err());
+        assert!(save.finish(&Control::new()).is_err());
         assert_eq!(names_in(dir.path()), Vec::<String>::new());
     }
 }
@@ -393,14 +424,21 @@ fn parts_out_of_order_are_refused() {
 fn a_cancelled_write_stops() {
     let dir = tempdir().unwrap();
     let items = uneven();
-    let save = Save::create(dir.path(), items.clone(), INFO, &options(WriteIo::Direct)).unwrap();
+    let save = Save::create(
+        dir.path(),
+        items.clone(),
+        INFO,
+        &options(WriteIo::Direct),
+        &Control::new(),
+    )
+    .unwrap();
     let control = Control::new();
     control.cancel();
     assert!(matches!(
         save.write(&parts(&contents(&items)), &control),
         Err(Error::Interrupted)
     ));
-    assert!(save.finish().is_err());
+    assert!(save.finish(&Control::new()).is_err());
 }
 
 /// The parent runs this test again in a shell that limits the size of files.
@@ -410,7 +448,7 @@ fn a_limit_on_file_sizes_is_an_error() {
     if let Ok(dir) = env::var(CHILD) {
         let items = vec![whole("w", "uint8", &[4 * MIB])];
         for io in [WriteIo::Direct, WriteIo::Buffered] {
-            let error = Save::create(Path::new(&dir), items.clone(), INFO, &options(io))
+            let error = Save::create(Path::new(&dir), items.clone(), INFO, &options(io), &Control::new())
                 .err()
                 .unwrap();
             assert!(
@@ -431,4 +469,49 @@ fn a_limit_on_file_sizes_is_an_error() {
         .output()
         .unwrap();
     assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stdout));
+}
+
+#[test]
+fn a_save_can_be_stopped_while_it_is_synced() {
+    /// Ctrl-C in the midst of one sync after the other.
+    struct Stopping {
+        control: Arc<Control>,
+        syncs: std::sync::atomic::AtomicUsize,
+        at: usize,
+    }
+
+    impl Hook for Stopping {
+        fn before(&self, call: Call, _: &Path) -> std::io::Result<usize> {
+            if call == Call::Sync && self.syncs.fetch_add(1, std::sync::atomic::Ordering::SeqCst) == self.at {
+                self.control.cancel();
+            }
+            Ok(usize::MAX)
+        }
+    }
+
+    let items = vec![
+        rows("a", "float32", &[4, 2], &[0, 0], &[2, 2]),
+        rows("a", "float32", &[4, 2], &[2, 0], &[2, 2]),
+    ];
+    let options = WriteOptions {
+        threads: 1,
+        ..WriteOptions::default()
+    };
+    for at in 0..4 {
+        let dir = tempfile::tempdir().unwrap();
+        let control = Arc::new(Control::new());
+        let hook = Arc::new(Stopping {
+            control: control.clone(),
+            syncs: 0.into(),
+            at,
+        });
+        let disk = Disk::hooked(hook.clone());
+        let save = Save::create_on(disk, dir.path(), items.clone(), INFO, &options, &Control::new()).unwrap();
+        save.write(&parts(&contents(&items)), &Control::new()).unwrap();
+        let stopped = save.finish(&control);
+        assert!(matches!(stopped, Err(Error::Interrupted)), "{at}");
+        let syncs = hook.syncs.load(std::sync::atomic::Ordering::SeqCst);
+        assert_eq!(syncs, at + 1, "two files, each before its header and after");
+        assert!(names_in(dir.path()).is_empty());
+    }
 }

@@ -5,8 +5,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::layout::FilePlan;
-use crate::Result;
 use crate::store::disk::Disk;
+use crate::store::{FileLock, FolderLock, Mode};
+use crate::{Control, Result};
 
 /// Files that stay open for the length of a save. Those beyond are opened by whoever writes to them.
 const MAX_HELD: usize = 64;
@@ -28,26 +29,47 @@ pub(super) struct DataFiles {
     disk: Disk,
     direct: bool,
     files: Vec<DataFile>,
+    /// On the first file: whoever removes what killed saves left takes all of them for those of a save that goes on.
+    claim: Option<FileLock>,
     /// The process that created them: a forked child that lets go of its copy removes nothing.
     owner: u32,
 }
 
 impl DataFiles {
-    /// Creates the files and gives them their lengths. If that fails, none is left.
-    pub(super) fn create(disk: Disk, dir: &Path, plans: &[FilePlan], direct: bool) -> Result<Self> {
+    /// Creates the files and gives them their lengths; with `claimed`, claims them. If that fails, none is left.
+    pub(super) fn create(
+        disk: Disk,
+        dir: &Path,
+        plans: &[FilePlan],
+        direct: bool,
+        claimed: bool,
+        control: &Control,
+    ) -> Result<Self> {
         let mut files = Self {
             disk,
             direct,
             files: Vec::with_capacity(plans.len()),
+            claim: None,
             owner: std::process::id(),
         };
+        // Nobody removes the first file between its creation and the claim. The lock's own file is made here and not when it is needed to
+        // clean up: the disk may be full then.
+        let mut lock = if claimed && !plans.is_empty() {
+            Some(FolderLock::take_on(&files.disk, dir, Mode::Shared, control)?)
+        } else {
+            None
+        };
         for plan in plans {
+            control.check()?;
             let path = dir.join(&plan.name);
             let plain = files.disk.create(&path)?;
             files.files.push(DataFile {
                 path: path.clone(),
                 held: None,
             });
+            if lock.take().is_some() {
+                files.claim = FileLock::claim(&files.disk, &path, control)?;
+            }
             files.disk.allocate(&plain, &path, plan.size)?;
             if files.files.len() <= MAX_HELD {
                 let held = Some(Arc::new(Handles {
@@ -89,15 +111,21 @@ impl DataFiles {
         }
     }
 
-    /// The files shall stay.
-    pub(super) fn keep(mut self) {
+    /// Whether this is the process that created them.
+    pub(super) fn is_own(&self) -> bool {
+        self.owner == std::process::id()
+    }
+
+    /// The files shall stay. Returns the claim, to be held until an index names them.
+    pub(super) fn keep(mut self) -> Option<FileLock> {
         self.files.clear();
+        self.claim.take()
     }
 }
 
 impl Drop for DataFiles {
     fn drop(&mut self) {
-        if self.owner == std::process::id() {
+        if self.is_own() {
             for file in &self.files {
                 // What led here is the error worth reporting, and no index names these files.
                 let _ = self.disk.remove(&file.path);

@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
 use super::header::{FIXED_BOUND, FileText, ItemText};
-use crate::format::{DataFileName, Dims, Kind, PAYLOAD_ALIGNMENT, Value};
+use crate::format::{DataFileName, Kind, PAYLOAD_ALIGNMENT, Value};
+use crate::geometry::Dims;
 use crate::{Dtype, Error, Result};
 
 /// The longest header of a data file, in bytes, with its length and padding.

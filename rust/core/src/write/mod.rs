@@ -1,6 +1,5 @@
 //! Saving: where every chunk goes, and getting it there.
 
-mod commit;
 mod engine;
 mod files;
 mod header;
@@ -10,7 +9,6 @@ mod options;
 #[cfg(test)]
 pub(crate) mod testing;
 
-pub use commit::{Committed, commit, commit_index, discard, next_generation};
-pub use engine::{Part, Save};
+pub use engine::{Finished, Part, Save};
 pub use layout::{FilePlan, HEADER_LIMIT, Layout, Place, SaveInfo, SaveItem, plan_files};
 pub use options::{WriteIo, WriteOptions};

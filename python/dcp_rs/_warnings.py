@@ -1,0 +1,19 @@
+"""Warnings that point at the caller's line, not at one of this package or of torch."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+__all__ = ["warn_caller"]
+
+#: Frames of these are passed over: what a caller called, and what that is made with.
+_PACKAGES = ("dcp_rs", "torch", "contextlib", "functools")
+
+
+def warn_caller(message: str) -> None:
+    """A ``UserWarning`` at the nearest line outside of this package and torch."""
+    level, frame = 1, sys._getframe(0)  # noqa: SLF001  # the documented way to walk up
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)

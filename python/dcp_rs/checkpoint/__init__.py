@@ -1,0 +1,1 @@
+"""What is on disk, without DCP: found, opened, streamed, verified, compared."""

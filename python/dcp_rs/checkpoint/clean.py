@@ -1,0 +1,145 @@
+"""``dcp_rs.clean``: what killed saves and conversions left behind."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dcp_rs import _core
+from dcp_rs.checkpoint.locate import local_path
+from dcp_rs.errors import CheckpointNotFoundError, DcpRsError
+
+__all__ = ["CleanReport", "Leftover", "clean", "leftovers"]
+
+Kind = Literal["data", "temporary index", "rank index", "conversion"]
+Verdict = Literal["left", "in use", "young", "whole"]
+
+_WHY_KEPT = {
+    "in use": "a process is at work on it",
+    "young": "it was written to not long ago, and on this file system nothing else says whether a process is at work on it",
+    "whole": "it is complete and only lacks its index, which dcp_rs.index(path) makes",
+}
+_WHY_ASIDE = "the checkpoint that was being replaced is in it, and there is no other: rename that"
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A file that no checkpoint needs, or the folder in which a conversion worked.
+
+    Attributes:
+        path: where it is.
+        nbytes: its length; of a folder, that of all files in it.
+        kind: ``"data"`` (a data file that no index names), ``"temporary index"``, ``"rank index"`` (of a rank-local save that a save of all ranks
+            has replaced), ``"conversion"``.
+        verdict: ``"left"``: nobody needs it. ``"in use"``: a process is at work on it. ``"young"``: that cannot be known, and it was written to
+            not long ago. ``"whole"``: it is a checkpoint that lacks its index, or its name.
+    """
+
+    path: str
+    nbytes: int
+    kind: Kind
+    verdict: Verdict
+
+    @property
+    def why_kept(self) -> str | None:
+        """Why :func:`clean` does not remove it, if it does not."""
+        if self.verdict == "whole" and self.kind == "conversion":
+            return _WHY_ASIDE
+        return _WHY_KEPT.get(self.verdict)
+
+    def __str__(self) -> str:
+        why = "" if self.why_kept is None else f" ({self.why_kept})"
+        return f"{self.path}: {self.nbytes:,} bytes{why}"
+
+
+@dataclass(frozen=True)
+class CleanReport:
+    """What :func:`clean` found.
+
+    Attributes:
+        found: what can be removed; without ``yes``, it is all still there.
+        removed: what is gone.
+        kept: what was left alone; see :attr:`Leftover.why_kept`.
+    """
+
+    found: list[Leftover] = field(default_factory=list)
+    removed: list[Leftover] = field(default_factory=list)
+    kept: list[Leftover] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that can be removed, or was."""
+        return sum(leftover.nbytes for leftover in self.found)
+
+
+def leftovers(path: str | os.PathLike[str], *, older_than: float | None = None) -> list[Leftover]:
+    """What killed saves left in the folder at ``path``, and killed conversions to ``path`` beside it. Changes nothing.
+
+    Args:
+        path: the folder of a checkpoint, or the file that was converted to.
+        older_than: see :func:`clean`.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing.
+        CorruptIndexError: an index there cannot be read, so that nobody knows which files it needs.
+    """
+    return [_leftover(found) for found in _core.leftovers(_absolute(path), _seconds(older_than))]
+
+
+def clean(path: str | os.PathLike[str], *, yes: bool = False, older_than: float | None = None) -> CleanReport:
+    """Lists what killed saves left in the folder at ``path``, and killed conversions to ``path`` beside it; with ``yes``, removes it.
+
+    Never removed is what an index names, what a save or conversion of any process is writing, and a whole save whose index was lost. While
+    files are removed, no save to the folder commits.
+
+    Args:
+        path: the folder of a checkpoint, or the file that was converted to.
+        yes: remove what was found.
+        older_than: seconds; leave alone what was written to since. Default: 0 where the file system tells who is at work; a day where it does
+            not, or may not know of other machines (on network file systems).
+
+    Raises:
+        CheckpointNotFoundError: there is nothing at ``path``.
+        CorruptIndexError: an index there cannot be read, so that nobody knows which files it needs. Nothing was removed.
+        SaveInProgressError: another process keeps the folder locked.
+        OSError: the folder cannot be read, or not be written to.
+
+    Warns (UserWarning) of what could not be removed.
+    """
+    if not yes:
+        all_found = leftovers(path, older_than=older_than)
+        return CleanReport(
+            found=[leftover for leftover in all_found if leftover.why_kept is None],
+            kept=[leftover for leftover in all_found if leftover.why_kept is not None],
+        )
+    removed, kept, failed = _core.clean(_absolute(path), _seconds(older_than))
+    for reason in failed:
+        warnings.warn(f"still there: {reason}", stacklevel=2)
+    gone = [_leftover(found) for found in removed]
+    return CleanReport(found=gone, removed=gone, kept=[_leftover(found) for found in kept])
+
+
+def seen_beside(path: str | os.PathLike[str]) -> list[Leftover]:
+    """:func:`leftovers`, to be mentioned beside other findings: none where they cannot be told."""
+    try:
+        return leftovers(path)
+    except (CheckpointNotFoundError, DcpRsError, OSError):
+        return []
+
+
+def _absolute(path: str | os.PathLike[str]) -> str:
+    return os.path.abspath(local_path(path))  # noqa: PTH100  # Path.resolve would follow links
+
+
+def _seconds(older_than: float | None) -> float | None:
+    if older_than is not None and not 0 <= older_than < float("inf"):
+        msg = f"older_than={older_than!r}: seconds, not negative"
+        raise ValueError(msg)
+    return None if older_than is None else float(older_than)
+
+
+def _leftover(found: tuple[os.PathLike[str], int, Kind, Verdict]) -> Leftover:
+    path, nbytes, kind, verdict = found
+    return Leftover(os.fspath(path), nbytes, kind, verdict)

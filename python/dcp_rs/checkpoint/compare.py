@@ -1,0 +1,195 @@
+"""Two checkpoints, compared a bounded piece at a time."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from dcp_rs.checkpoint.blocks import rectangles
+from dcp_rs.checkpoint.names import globs
+from dcp_rs.checkpoint.source import Item, Request, Source, open_source
+from dcp_rs.errors import DcpRsError
+from dcp_rs.options import ReadOptions
+from dcp_rs.tensors import objects
+
+__all__ = ["Comparison", "Difference", "compare"]
+
+#: Bytes of each checkpoint that are in memory at a time.
+_PIECE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An entry that is not the same in both.
+
+    Attributes:
+        name: FQN.
+        kind: what differs.
+        a, b: what it is in each: a shape, a dtype; empty for values of elements.
+        elements: how many elements differ in at least one bit; None where they were not compared.
+        max_abs: the largest absolute difference of two elements; NaN where one is and the other is not.
+    """
+
+    name: str
+    kind: Literal["only in a", "only in b", "kind", "shape", "dtype", "elements", "value"]
+    a: str = ""
+    b: str = ""
+    elements: int | None = None
+    max_abs: float | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What :func:`compare` found: ``differences``, of ``entries`` names that are in either, after reading ``bytes`` of one of them."""
+
+    differences: list[Difference]
+    entries: int
+    bytes: int
+
+
+def compare(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    include: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] | None = None,
+    tolerance: float = 0.0,
+    threads: int | None = None,
+    allow_external: bool = False,
+    progress: Callable[[int, int], Any] | None = None,
+) -> Comparison:
+    """Compares two checkpoints of any kind. How tensors are cut and stored makes no difference; every bit does.
+
+    Args:
+        a, b: paths.
+        include, exclude: globs over names.
+        tolerance: elements whose absolute difference is at most that count as equal.
+        threads: that read; default: the cores of this process.
+        allow_external: read data files outside of the checkpoints' folders, if an index names any.
+        progress: called with the bytes of ``a`` compared so far, and all of them.
+    """
+    options = ReadOptions(threads=threads, max_inflight_bytes=_PIECE_BYTES)
+    left, right = (
+        open_source(path, options=options, weights_only=True, allow_external=allow_external) for path in (a, b)
+    )
+    wanted, unwanted = globs(include), globs(exclude)
+
+    def chosen(source: Source) -> dict[str, Item]:
+        return {
+            item.name: item
+            for item in source.items
+            if (wanted is None or wanted.match(item.name)) and not (unwanted and unwanted.match(item.name))
+        }
+
+    in_a, in_b = chosen(left), chosen(right)
+    pairs = [(item, in_b[name]) for name, item in in_a.items() if name in in_b]
+    differences = [Difference(name, "only in a", _what(item)) for name, item in in_a.items() if name not in in_b]
+    differences += [Difference(name, "only in b", b=_what(item)) for name, item in in_b.items() if name not in in_a]
+    left.check([item for item, _ in pairs])
+    right.check([item for _, item in pairs])
+    total, done = sum(item.nbytes for item, _ in pairs), 0
+    for one, other in pairs:
+        found = _differ(left, one, right, other, tolerance)
+        if found is not None:
+            differences.append(found)
+        done += one.nbytes
+        if progress is not None:
+            progress(done, total)
+    return Comparison(sorted(differences, key=lambda d: d.name), len({**in_a, **in_b}), done)
+
+
+def _what(item: Item) -> str:
+    return "value" if item.dtype is None else f"{_dtype(item)} {list(item.shape)}"
+
+
+def _dtype(item: Item) -> str:
+    return str(item.dtype).removeprefix("torch.")
+
+
+def _differ(left: Source, one: Item, right: Source, other: Item, tolerance: float) -> Difference | None:
+    if (one.dtype is None) != (other.dtype is None):
+        return Difference(one.name, "kind", _what(one), _what(other))
+    if one.dtype is None or other.dtype is None:
+        return _value_differs(one.name, left.value(one), right.value(other))
+    if one.shape != other.shape:
+        return Difference(one.name, "shape", str(list(one.shape)), str(list(other.shape)))
+    elements, largest = _elements(left, one, right, other)
+    if one.dtype != other.dtype:
+        return Difference(one.name, "dtype", _dtype(one), _dtype(other), elements, largest)
+    if elements and not (largest is not None and largest <= tolerance and tolerance > 0):
+        return Difference(one.name, "elements", elements=elements, max_abs=largest)
+    return None
+
+
+def _value_differs(name: str, one: bytes, other: bytes) -> Difference | None:
+    if one == other:
+        return None
+    try:
+        # One value has many pickles.
+        values = [objects.load(name, data, weights_only=True) for data in (one, other)]
+        same = bool(values[0] == values[1])
+    except (DcpRsError, RuntimeError, ValueError, TypeError):
+        return Difference(name, "value", f"{len(one)} bytes", f"{len(other)} bytes")
+    return None if same else Difference(name, "value", _short(values[0]), _short(values[1]))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def _elements(left: Source, one: Item, right: Source, other: Item) -> tuple[int, float | None]:
+    """How many elements differ, and by how much at most (None where that cannot be told, as of complex32)."""
+    if one.dtype is None or other.dtype is None:
+        raise TypeError(one.name)
+    count = math.prod(one.shape)
+    step = _PIECE_BYTES // max(one.dtype.itemsize, other.dtype.itemsize)
+    differing, largest = 0, 0.0
+    comparable = True
+    for begin in range(0, count, step):
+        length = min(step, count - begin)
+        a, b = (_read(source, item, begin, length) for source, item in ((left, one), (right, other)))
+        if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            continue
+        number, by = _difference(a, b)
+        differing += number
+        comparable = comparable and by is not None
+        if by is not None and not math.isnan(largest):
+            largest = by if math.isnan(by) else max(largest, by)
+    return differing, largest if comparable else None
+
+
+def _read(source: Source, item: Item, begin: int, count: int) -> torch.Tensor:
+    if item.dtype is None:
+        raise TypeError(item.name)
+    flat = torch.empty(count, dtype=item.dtype)
+    requests, at = [], 0
+    for offsets, sizes in rectangles(item.shape, begin, count):
+        length = math.prod(sizes)
+        requests.append(Request(item, None, offsets, flat[at : at + length].view(sizes)))
+        at += length
+    source.read(requests)
+    return flat
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float | None]:
+    same_bits = None
+    if a.dtype == b.dtype:
+        size = a.dtype.itemsize
+        same_bits = (a.view(torch.uint8).view(-1, size) == b.view(torch.uint8).view(-1, size)).all(1)
+        if not (a.dtype.is_floating_point or a.dtype.is_complex) or bool((~same_bits).sum() * 8 < a.numel()):
+            a, b = a[~same_bits], b[~same_bits]  # most are the same
+    wide = torch.complex128 if a.dtype.is_complex or b.dtype.is_complex else torch.float64
+    try:
+        x, y = a.to(wide), b.to(wide)
+    except (RuntimeError, NotImplementedError):
+        return (0 if same_bits is None else int((~same_bits).sum())), None
+    by = (x - y).abs()
+    by[(x == y) | (x.isnan() & y.isnan())] = 0.0  # infinities, too
+    number = int((~same_bits).sum()) if same_bits is not None else int((by != 0).sum())
+    return number, float(by.max()) if by.numel() else 0.0

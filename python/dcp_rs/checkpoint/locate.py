@@ -1,0 +1,127 @@
+"""What is at a path: found out by looking, never by a flag."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from pathlib import Path
+
+from dcp_rs import _core
+from dcp_rs._warnings import warn_caller
+from dcp_rs.errors import UnsupportedError
+
+__all__ = [
+    "INDEX_NAME",
+    "is_rank_local",
+    "is_torch_file",
+    "local_path",
+    "open_index",
+    "rank_index_name",
+    "warn_of_a_foreign_model",
+]
+
+INDEX_NAME = "index.dcprs"
+#: What torch writes last of a checkpoint.
+STOCK_NAME = ".metadata"
+#: What a file of ``torch.save`` begins with, as any zip archive.
+ZIP_START = b"PK\x03\x04"
+
+#: Names of data files (section 1.1 of the format).
+_DATA_FILE = re.compile(r"g\d{8,}-[0-9a-f]{16}-r\d{5,}-f\d{5,}\.safetensors")
+#: The names under which a rank publishes what it wrote alone: of this package, and of torch.
+_RANK_LOCAL = (f"__*.{INDEX_NAME}", "__*.metadata")
+
+
+def rank_index_name(rank: int) -> str:
+    """The index of one rank of a rank-local save."""
+    return f"__{rank}.{INDEX_NAME}"
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """The path, if it is one of the file system.
+
+    Raises:
+        UnsupportedError: it has a scheme, as in ``s3://bucket/ckpt``.
+    """
+    text = os.fspath(path)
+    if scheme := re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
+        msg = f"{text}: paths of the file system are supported, {scheme[0]} is not: mount the storage, or copy from and to it"
+        raise UnsupportedError(msg, path=text)
+    return Path(path)
+
+
+def open_index(
+    path: str | os.PathLike[str], *, rank: int | None, allow_external: bool, verify: bool = False
+) -> _core.Index:
+    """Opens the checkpoint at ``path``; with ``rank``, what that rank wrote in a rank-local save.
+
+    Warns where ``verify`` is asked for and nothing has a digest, and where a checkpoint of torch is in the same folder.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing at ``path`` that is a checkpoint.
+        CorruptIndexError, UnsafePickleError, UnsupportedError: see :mod:`dcp_rs.errors`.
+    """
+    index = _core.Index.open(os.fspath(local_path(path)), rank, allow_external)
+    if verify and index.chunk_count and not index.has_digests():
+        warnings.warn(
+            f"verify=True checks nothing in {path}: it has no digests; "
+            "dcp_rs.index(path, digests=True) adds them, dcp_rs.convert writes a checkpoint that has them",
+            stacklevel=2,
+        )
+    if rank is None and index.source == "dcp-rs":
+        _warn_of_two(index.path.parent)
+    return index
+
+
+def _warn_of_two(folder: Path) -> None:
+    """Warns where a checkpoint of this package and one of torch are in one folder."""
+    own, stock = folder / INDEX_NAME, folder / STOCK_NAME
+    if not (own.is_file() and stock.is_file()):
+        return
+    newer = STOCK_NAME if stock.stat().st_mtime_ns > own.stat().st_mtime_ns else INDEX_NAME
+    warnings.warn(
+        f"{folder} holds two checkpoints, one of dcp-rs ({INDEX_NAME}) and one of torch ({STOCK_NAME}): "
+        f"that of dcp-rs is read, {newer} is newer. Remove one, or save them to different folders",
+        stacklevel=3,
+    )
+
+
+def warn_of_a_foreign_model(folder: Path) -> None:
+    """Warns where a save goes to a folder that holds a model of others: whoever opens it with other tools will go on to find that one."""
+    try:
+        names = sorted(entry.name for entry in os.scandir(folder))
+    except OSError:  # it is not there, or the save will say what is wrong with it
+        return
+    foreign = [name for name in names if _is_foreign(name)]
+    if foreign:
+        rest = "" if len(foreign) == 1 else f" and {len(foreign) - 1} more"
+        warn_caller(
+            f"{folder} holds a model that dcp-rs did not write ({foreign[0]}{rest}), and the checkpoint is saved beside it: other tools go on "
+            "to read that model, dcp-rs reads the checkpoint. Save it to a folder of its own"
+        )
+
+
+def _is_foreign(name: str) -> bool:
+    if name.endswith(".safetensors"):
+        return _DATA_FILE.fullmatch(name) is None
+    if name.startswith(("pytorch_model", "adapter_model")):
+        return name.endswith((".bin", ".bin.index.json"))
+    return name == STOCK_NAME or name.endswith(".safetensors.index.json")
+
+
+def is_rank_local(path: str | os.PathLike[str]) -> bool:
+    """Whether the folder holds a rank-local save, and none of all ranks."""
+    folder = Path(path)
+    if (folder / INDEX_NAME).exists() or (folder / STOCK_NAME).exists():
+        return False
+    return any(next(folder.glob(pattern), None) is not None for pattern in _RANK_LOCAL)
+
+
+def is_torch_file(path: str | os.PathLike[str]) -> bool:
+    """Whether the path is a file that may be ``torch.save``'s: any but a ``.safetensors`` file, that is a zip archive or is named so."""
+    file = local_path(path)
+    if not file.is_file() or file.suffix == ".safetensors":
+        return False
+    with file.open("rb") as stream:
+        return stream.read(len(ZIP_START)) == ZIP_START or file.suffix in (".pt", ".pth", ".bin", ".ckpt")

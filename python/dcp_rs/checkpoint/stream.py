@@ -1,0 +1,214 @@
+"""Tensors one after another in the order of their files, read ahead."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dcp_rs import _core
+from dcp_rs.options import ReadOptions
+from dcp_rs.transfer import lanes
+from dcp_rs.transfer.lanes import Lane
+from dcp_rs.transfer.load import Target, fill_regions, stored_dtype
+from dcp_rs.transfer.upload import Goal, SlabLoad, Want, make_goal, make_transfer
+
+__all__ = ["stream"]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What the index says of one tensor or value."""
+
+    number: int
+    name: str
+    is_bytes: bool
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def stream(
+    index: _core.Index, device: torch.device, options: ReadOptions, value: Callable[[str], Any]
+) -> Iterator[tuple[str, Any]]:
+    """(name, tensor or value) of everything, in the order of the files; ``value`` gives the values.
+
+    On a device, a tensor is safe to use on the stream that is current when the iterator is asked for it, be it another each time.
+    """
+    entries = [_entry(index, number) for number in index.file_order()]
+    stored = [entry for entry in entries if not entry.is_bytes]
+    if not lanes.is_accelerator(device):
+        tensors = _read_ahead(index, stored, options)
+    elif options.io == "gds":
+        tensors = _by_groups(index, stored, device, options)
+    else:
+        tensors = _through_slabs(index, stored, device, options)
+    try:
+        for entry in entries:
+            yield entry.name, value(entry.name) if entry.is_bytes else next(tensors)
+    finally:
+        tensors.close()
+
+
+def _entry(index: _core.Index, number: int) -> _Entry:
+    name, is_bytes, dtype, shape, _, _ = index.tensor(number)
+    if is_bytes:
+        return _Entry(number, name, True, torch.uint8, shape, 0)
+    torch_dtype = stored_dtype(name, dtype)
+    nbytes = torch_dtype.itemsize
+    for size in shape:
+        nbytes *= size
+    return _Entry(number, name, False, torch_dtype, shape, nbytes)
+
+
+# --- without slabs: a group of tensors at a time ---------------------------------------------------------
+
+
+def _read_ahead(
+    index: _core.Index, entries: Sequence[_Entry], options: ReadOptions
+) -> Generator[torch.Tensor, None, None]:
+    """To host memory: a group is read while another is used."""
+
+    def read(group: Sequence[_Entry]) -> list[torch.Tensor]:
+        made = [torch.empty(entry.shape, dtype=entry.dtype) for entry in group]
+        _fill(index, group, made, options)
+        return made
+
+    # What is used and what is being read are half of the bound each.
+    limit = max(1, options.inflight_bytes(accelerator=False) // 2)
+    with ThreadPoolExecutor(1, "dcp-rs-stream") as reader:
+        ahead: deque[Future[list[torch.Tensor]]] = deque()
+        try:
+            for group in _groups(entries, limit):
+                ahead.append(reader.submit(read, group))
+                if len(ahead) > 1:
+                    yield from _emptied(ahead.popleft().result())
+            while ahead:
+                yield from _emptied(ahead.popleft().result())
+        finally:
+            for future in ahead:
+                future.cancel()
+
+
+def _by_groups(
+    index: _core.Index, entries: Sequence[_Entry], device: torch.device, options: ReadOptions
+) -> Generator[torch.Tensor, None, None]:
+    """To a device that reads files itself: in this thread, for another would have another current stream."""
+    lane = lanes.lane_for(device)
+    for group in _groups(entries, max(1, options.inflight_bytes(accelerator=True) // 2)):
+        with lane.callers_stream():
+            made = [torch.empty(entry.shape, dtype=entry.dtype, device=device) for entry in group]
+            _fill(index, group, made, options)
+        lane.order_after_caller()
+        yield from map(lane.hand_over, _emptied(made))
+
+
+def _fill(index: _core.Index, group: Sequence[_Entry], tensors: Sequence[torch.Tensor], options: ReadOptions) -> None:
+    targets = [
+        Target(entry.number, [0] * len(entry.shape), tensor, entry.name, entry.dtype)
+        for entry, tensor in zip(group, tensors, strict=True)
+    ]
+    fill_regions(index, targets, options)
+
+
+def _groups(entries: Sequence[_Entry], limit: int) -> Iterator[list[_Entry]]:
+    """Neighbours of up to ``limit`` bytes together, but never less than one."""
+    group: list[_Entry] = []
+    total = 0
+    for entry in entries:
+        if group and total + entry.nbytes > limit:
+            yield group
+            group, total = [], 0
+        group.append(entry)
+        total += entry.nbytes
+    if group:
+        yield group
+
+
+def _emptied(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors, of which none is held once it was handed over."""
+    tensors.reverse()
+    while tensors:
+        yield tensors.pop()
+
+
+# --- devices: slabs are filled ahead, and a tensor's memory is made when its first bytes are there ------
+
+
+class _Goals:
+    """The goals of the parts of tensors that are made when they are first asked for."""
+
+    def __init__(self, lane: Lane, entries: Sequence[_Entry]) -> None:
+        self._lane = lane
+        self.entries = entries
+        #: (place of the tensor, offsets in it, sizes) for every part.
+        self.parts: list[tuple[int, Sequence[int], Sequence[int]]] = []
+        self.made: dict[int, torch.Tensor] = {}
+        self._goals: dict[int, Goal] = {}
+
+    def make(self, place: int) -> torch.Tensor:
+        tensor = self.made.get(place)
+        if tensor is None:
+            entry = self.entries[place]
+            tensor = self.made[place] = self._lane.empty(entry.shape, entry.dtype)
+        return tensor
+
+    def take(self, place: int) -> torch.Tensor:
+        """The tensor, for the stream that is current now. It is not held any longer."""
+        tensor = self.make(place)
+        del self.made[place]
+        return self._lane.hand_over(tensor)
+
+    def __getitem__(self, item: int) -> Goal:
+        goal = self._goals.get(item)
+        if goal is None:
+            place, offsets, sizes = self.parts[item]
+            tensor = self.make(place)
+            for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+                if size != tensor.shape[dim]:
+                    tensor = tensor.narrow(dim, offset, size)
+            goal = self._goals[item] = make_goal(tensor, self.entries[place].dtype)
+        return goal
+
+    def forget(self, item: int) -> None:
+        """Lets go of the memory of a part that has been copied."""
+        self._goals.pop(item, None)
+
+
+def _through_slabs(
+    index: _core.Index, entries: Sequence[_Entry], device: torch.device, options: ReadOptions
+) -> Generator[torch.Tensor, None, None]:
+    lane = lanes.lane_for(device)
+    goals = _Goals(lane, entries)
+    wants: list[Want] = []
+    left = [entry.nbytes for entry in entries]
+    for place, entry in enumerate(entries):
+        for chunk, chunk_offsets, offsets, sizes in index.cover(entry.number, [0] * len(entry.shape), entry.shape):
+            # Whole rows are one run of the new memory.
+            wants.append((chunk, chunk_offsets, sizes, sizes[1:] == entry.shape[1:], 0))
+            goals.parts.append((place, offsets, sizes))
+    with ExitStack() as stack:
+        stack.callback(lane.order_before_caller)
+        load = stack.enter_context(SlabLoad(index, wants, sort=False, accelerator=True, options=options))
+        first = 0
+        for _, pieces, slab in load:
+            known = len(goals.made)
+            transfer = make_transfer(slab, lane, goals, pieces)
+            if len(goals.made) > known:
+                # New memory may be old memory that the caller's stream is not done with.
+                lane.order_after_caller()
+            load.sent(lane, lane.upload(slab, transfer))
+            del transfer
+            for item, _, nbytes, *_ in pieces:
+                left[goals.parts[item][0]] -= nbytes
+                goals.forget(item)
+            while first < len(entries) and left[first] == 0:
+                yield goals.take(first)
+                first += 1
+        for place in range(first, len(entries)):  # nothing but empty tensors, if anything
+            yield goals.take(place)

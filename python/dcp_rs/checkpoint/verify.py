@@ -1,0 +1,165 @@
+"""``dcp_rs.verify`` and ``dcp_rs.index``: whole checkpoints, checked and indexed."""
+
+from __future__ import annotations
+
+import os
+import uuid
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dcp_rs import _core
+from dcp_rs.checkpoint.clean import Leftover, seen_beside
+from dcp_rs.checkpoint.locate import INDEX_NAME, local_path, open_index
+from dcp_rs.errors import CheckpointExistsError, CheckpointNotFoundError
+
+__all__ = ["Problem", "VerifyReport", "index", "verify"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something in a checkpoint that is not as its index says.
+
+    Attributes:
+        file: path of the data file.
+        tensor: FQN; empty where it is the file's header, or the whole file.
+        block: number of the damaged block (1 MiB) in its chunk.
+        offset: where in the file the block begins, in bytes.
+        expected, got: digests, or what else differs.
+    """
+
+    file: str
+    tensor: str
+    block: int
+    offset: int
+    expected: str
+    got: str
+
+    def __str__(self) -> str:
+        where = f"tensor {self.tensor!r}, block {self.block} (byte {self.offset}): " if self.tensor else ""
+        return f"{self.file}: {where}expected {self.expected}, got {self.got}"
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What :func:`verify` found. True where nothing is wrong, as far as there are digests to tell by.
+
+    Attributes:
+        problems: in the order of files and offsets.
+        bytes_verified: bytes of payload that were hashed.
+        bytes_without_digest: bytes of payload for which the index has no digests (checkpoints that others wrote).
+        leftovers: what killed saves left beside it, which is no part of the checkpoint; :func:`dcp_rs.clean` removes it.
+    """
+
+    problems: list[Problem] = field(default_factory=list)
+    bytes_verified: int = 0
+    bytes_without_digest: int = 0
+    leftovers: list[Leftover] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    allow_external: bool = False,
+    progress: Callable[[int], Any] | None = None,
+) -> VerifyReport:
+    """Hashes all of a checkpoint and compares it with the digests in its index. Every file has to be there, and have its length.
+
+    Args:
+        path: a checkpoint: a folder of this package, of Hugging Face or of stock DCP, or a ``.safetensors`` file.
+            Data without digests (of others) is only looked for; ``bytes_without_digest`` says how much that is.
+        threads: default: the cores of this process.
+        allow_external: read data files outside the folder, if the index names any. Without it such an index is refused.
+        progress: called now and then with the bytes hashed so far, and at the end with all of them.
+
+    Raises:
+        CheckpointNotFoundError, CorruptIndexError, UnsupportedError: see :mod:`dcp_rs.errors`. Damaged data is in the report.
+    """
+    opened = open_index(path, rank=None, allow_external=allow_external)
+    found, hashed, without = opened.verify(threads=threads or 0, progress=progress)
+    problems = [
+        Problem(str(file), tensor, block, offset, expected, got) for file, tensor, block, offset, expected, got in found
+    ]
+    return VerifyReport(problems, hashed, without, seen_beside(path))
+
+
+def index(
+    src: str | os.PathLike[str],
+    *,
+    out: str | os.PathLike[str] | None = None,
+    digests: bool = False,
+    generation: int | None = None,
+    tokens: Sequence[str] = (),
+    overwrite: bool = False,
+    threads: int | None = None,
+    progress: Callable[[int], Any] | None = None,
+) -> Path:
+    """Writes an index over data that is there already, and touches none of it. Returns the path of the index.
+
+    For a checkpoint that others wrote (stock DCP, safetensors) it makes the next open instant. For a folder of this package whose index is lost
+    it rebuilds that, and hashes all data for it; planner data other than paths is not recovered.
+
+    Args:
+        src: a checkpoint folder, a ``.safetensors`` file, a ``.safetensors.index.json``, or a native folder without its index. Of a folder with
+            several models it is the file that says which of them its folder opens as from then on.
+        out: a folder to put the index in; default: beside the data. An index elsewhere names its data by absolute paths, and is opened with
+            ``allow_external=True``.
+        digests: hash the data of others too, so that it can be verified later.
+        generation, tokens: which save to recover, where there are several (parts of the names of its data files). A token decides for
+            the rank that chose it.
+        overwrite: replace an index that is there.
+        threads: that hash; default: the cores of this process.
+        progress: called now and then with the bytes hashed so far, and at the end with all of them.
+
+    Warns where a file is a link that leads out of the folder, but for those of Hugging Face's cache to the same repository: through an
+    index such a link is followed only with ``allow_external=True``.
+
+    Raises:
+        CheckpointExistsError: there is an index already, and ``overwrite`` is not set.
+        CheckpointNotFoundError: there is no data to index.
+        UnsupportedError: the folder holds a rank-local save (``use_collectives=False``): an index of all ranks would hide it; or several
+            models, none of which transformers or diffusers would choose.
+    """
+    source = local_path(src)
+    folder = source if source.is_dir() else source.parent
+    target = folder if out is None else local_path(out)
+    if target.is_dir():
+        _core.check_no_rank_indexes(os.fspath(target))
+    if (target / INDEX_NAME).exists() and not overwrite:
+        msg = f"there is an index at {target / INDEX_NAME}; pass overwrite=True to replace it"
+        raise CheckpointExistsError(msg, path=target / INDEX_NAME)
+    save_id = uuid.uuid4().bytes
+    count = threads or 0
+    prefix = None if out is None else os.fspath(folder.absolute())
+    if _is_lost(source):
+        numbers = [int(token, 16) for token in tokens]
+        data = _core.recover(os.fspath(source), generation=generation, tokens=numbers, threads=count, progress=progress)
+        found = _core.Index.from_bytes(data, os.fspath(folder / INDEX_NAME), False)
+    else:
+        # An index that is being replaced is no source: the data is.
+        found = _core.Index.from_data(os.fspath(source))
+    if out is None and (link := found.find_link_outside()) is not None:
+        msg = f"{link} is a link to something outside its folder: with this index beside it, opening it takes allow_external=True"
+        warnings.warn(msg, stacklevel=2)
+    data = found.copy(prefix=prefix, digests=digests, save_id=save_id, threads=count, progress=progress)
+    _core.create_folder(os.fspath(target))
+    _core.replace_index(os.fspath(target), data, True)
+    return target / INDEX_NAME
+
+
+def _is_lost(source: Path) -> bool:
+    """Whether the folder holds native data files, to be indexed anew."""
+    if not source.exists():
+        raise CheckpointNotFoundError(f"no checkpoint at {source}: there is no such path", path=source)
+    return source.is_dir() and _core.has_native_data(os.fspath(source))

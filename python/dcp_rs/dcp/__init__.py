@@ -1,0 +1,1 @@
+"""torch's checkpoint protocol: reader, writer, planners, and what they tell each other."""

@@ -1,0 +1,114 @@
+"""The saves under way in this process: that no two of them go to one path, and whether one was committed."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from dcp_rs import _core
+from dcp_rs.errors import SaveInProgressError
+
+__all__ = ["SavedMeta", "Saving", "begin", "writing"]
+
+#: A save whose bytes are written, and which only waits for the other ranks, is waited for this long.
+_PATIENCE = 5.0  # seconds
+#: A staged save that no thread took up by then never will be: ``async_save`` failed after staging.
+_TAKEN_UP = 60.0  # seconds
+
+_lock = threading.Lock()
+_active: dict[str, Saving] = {}
+_current = threading.local()
+
+
+@dataclass
+class SavedMeta(StorageMeta):
+    """The storage meta of an :class:`RsWriter`: planners know by it who will write.
+
+    It comes back to every rank with the metadata of a committed save, and only then: that is how a rank learns of the commit.
+    """
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        saving: Saving | None = getattr(_current, "saving", None)
+        if saving is not None and saving.path == _key(self.checkpoint_id):
+            saving.committed = True
+            saving.let_go()
+
+
+@dataclass(eq=False)
+class Saving:
+    """One save of this process.
+
+    Attributes:
+        path: where to, resolved.
+        thread: the one that saves, once that has begun.
+        written: this rank's bytes are on their way; what is left is the commit.
+        committed: it is the checkpoint now.
+        ended: it is over, well or not.
+    """
+
+    path: str
+    writer: weakref.ref[Any]
+    thread: threading.Thread | None = None
+    begun: float = field(default_factory=time.monotonic)
+    queued: bool = False  # its end will be told
+    written: bool = False
+    committed: bool = False
+    ended: bool = False
+    claim: _core.Save | None = None  # says to other processes that its files are not those of a save that was killed
+
+    def let_go(self) -> None:
+        """Ends the claim on what it wrote: an index names it, or nobody needs it."""
+        claim, self.claim = self.claim, None
+        if claim is not None:
+            claim.let_go()
+
+    def is_over(self) -> bool:
+        """Whether another save to the path may begin."""
+        if self.ended or self.committed or self.writer() is None:
+            return True
+        if self.thread is None:
+            return not self.queued and time.monotonic() - self.begun > _TAKEN_UP
+        return self.thread is threading.current_thread() or not self.thread.is_alive()
+
+    def is_under_way(self) -> bool:
+        """The contrary."""
+        return not self.is_over()
+
+
+def begin(path: Any, writer: Any, *, queued: bool = False) -> Saving:
+    """Begins a save to ``path``.
+
+    Raises:
+        SaveInProgressError: another one to this path is not over.
+    """
+    saving = Saving(_key(path), weakref.ref(writer), queued=queued)
+    with _lock:
+        other = _active.get(saving.path)
+    if other is not None and not other.is_over() and other.written and other.thread is not None:
+        other.thread.join(_PATIENCE)
+    with _lock:
+        other = _active.get(saving.path)
+        if other is not None and not other.is_over():
+            msg = f"a save to {path} is still under way in this process: wait for its future before saving there again"
+            raise SaveInProgressError(msg, path=path)
+        _active[saving.path] = saving
+    return saving
+
+
+def writing(saving: Saving, claim: _core.Save) -> None:
+    """Makes it the one whose commit this thread will learn of. Until then it claims what it wrote."""
+    saving.claim = claim
+    saving.thread = threading.current_thread()
+    saving.written = True
+    _current.saving = saving
+
+
+def _key(path: Any) -> str:
+    return str(os.path.realpath(path))

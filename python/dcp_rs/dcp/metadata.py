@@ -1,0 +1,217 @@
+"""DCP's ``Metadata``, as views of an index: an entry becomes Python objects when it is asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dcp_rs import _core
+from dcp_rs.checkpoint.locate import INDEX_NAME
+from dcp_rs.errors import CheckpointNotFoundError, UnsupportedError
+from dcp_rs.tensors.dtypes import BY_NAME
+
+__all__ = [
+    "Entries",
+    "PlannerPaths",
+    "StorageInfo",
+    "StorageInfos",
+    "describe_saved",
+    "make_metadata",
+    "tensor_flags",
+    "tensor_properties",
+]
+
+#: What torch writes into ``Metadata.version`` (``filesystem.py``, CURRENT_DCP_VERSION).
+DCP_VERSION = "1.0.0"
+
+_REQUIRES_GRAD, _PIN_MEMORY, _MEMORY_FORMAT_SHIFT = 1, 2, 2
+_MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
+
+
+def tensor_flags(properties: TensorProperties) -> int:
+    """The ``flags`` of section 3.3 of the format for DCP's tensor properties."""
+    memory_format = properties.memory_format
+    code = _MEMORY_FORMATS.index(memory_format) if memory_format in _MEMORY_FORMATS else 0
+    return (
+        (_REQUIRES_GRAD if properties.requires_grad else 0)
+        | (_PIN_MEMORY if properties.pin_memory else 0)
+        | (code << _MEMORY_FORMAT_SHIFT)
+    )
+
+
+def tensor_properties(dtype: torch.dtype, flags: int) -> TensorProperties:
+    """DCP's tensor properties for the ``flags`` of section 3.3 of the format."""
+    code = flags >> _MEMORY_FORMAT_SHIFT & 3
+    return TensorProperties(
+        dtype=dtype,
+        requires_grad=bool(flags & _REQUIRES_GRAD),
+        memory_format=_MEMORY_FORMATS[code],
+        pin_memory=bool(flags & _PIN_MEMORY),
+    )
+
+
+class _Handle:
+    """An index, or where to open it: what is pickled is the path alone, however much the index holds."""
+
+    def __init__(self, index: _core.Index) -> None:
+        self._index: _core.Index | None = index
+        self._path = os.fspath(index.path)
+        self._save_id = index.save_id
+
+    @property
+    def index(self) -> _core.Index:
+        if self._index is None:
+            folder, name = os.path.split(self._path)
+            rank = None if name == INDEX_NAME else int(name.removeprefix("__").removesuffix("." + INDEX_NAME))
+            index = _core.Index.open(folder, rank, False)
+            if index.save_id != self._save_id:
+                msg = f"the checkpoint at {folder} that this metadata describes has been replaced"
+                raise CheckpointNotFoundError(msg, path=self._path)
+            self._index = index
+        return self._index
+
+    def __getstate__(self) -> tuple[str, str, bytes | None]:
+        # Indexes over data of others were made in memory: there is no file to open again.
+        in_memory = self._index is not None and not self._path.endswith(INDEX_NAME)
+        return self._path, self._save_id, self.index.to_bytes() if in_memory else None
+
+    def __setstate__(self, state: tuple[str, str, bytes | None]) -> None:
+        self._path, self._save_id, data = state
+        self._index = None if data is None else _core.Index.from_bytes(data, self._path, False)
+
+
+class Entries(Mapping[str, Any]):
+    """``state_dict_metadata``: FQN to ``TensorStorageMetadata`` or ``BytesStorageMetadata``."""
+
+    def __init__(self, handle: _Handle) -> None:
+        self._handle = handle
+
+    @property
+    def index(self) -> _core.Index:
+        """The index; opened anew in a process that this came to from another."""
+        return self._handle.index
+
+    def __getitem__(self, fqn: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        tensor = self.index.find(fqn) if isinstance(fqn, str) else None
+        if tensor is None:
+            raise KeyError(fqn)
+        name, is_bytes, dtype, shape, flags, _ = self.index.tensor(tensor)
+        if is_bytes:
+            return BytesStorageMetadata()
+        if dtype not in BY_NAME:
+            msg = f"tensor {name!r} is of dtype {dtype}, which torch {torch.__version__} does not have"
+            raise UnsupportedError(msg, path=self.index.path, tensor=name)
+        return TensorStorageMetadata(
+            properties=tensor_properties(BY_NAME[dtype], flags),
+            size=torch.Size(shape),
+            chunks=[
+                ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+                for _, _, _, offsets, sizes in self.index.chunks(tensor)
+            ],
+        )
+
+    def __contains__(self, fqn: object) -> bool:
+        return isinstance(fqn, str) and self.index.find(fqn) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.index.names())
+
+    def __len__(self) -> int:
+        return self.index.tensor_count
+
+
+class PlannerPaths(Mapping[str, Any]):
+    """``planner_data`` of DCP's default planner: FQN to its path in the state dict that was saved."""
+
+    def __init__(self, handle: _Handle, rest: dict[str, Any]) -> None:
+        self._handle = handle
+        self._rest = rest  # paths that belong to no entry
+
+    def __getitem__(self, fqn: str) -> Any:
+        path = self._own(fqn)
+        return self._rest[fqn] if path is None else path
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (
+            name for i, name in enumerate(self._handle.index.names()) if self._handle.index.planner_path(i) is not None
+        )
+        yield from (key for key in self._rest if self._own(key) is None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def _own(self, fqn: Any) -> tuple[Any, ...] | None:
+        """The path that stands with an entry itself: it comes before one of the root."""
+        tensor = self._handle.index.find(fqn) if isinstance(fqn, str) else None
+        return None if tensor is None else self._handle.index.planner_path(tensor)
+
+
+@dataclass(frozen=True)
+class StorageInfo:
+    """Where a chunk is: ``length`` bytes from byte ``offset`` of the file ``relative_path``."""
+
+    relative_path: str
+    offset: int
+    length: int
+
+
+class StorageInfos(Mapping[MetadataIndex, StorageInfo]):
+    """``storage_data``: where each chunk is."""
+
+    def __init__(self, handle: _Handle) -> None:
+        self._handle = handle
+
+    def __getitem__(self, key: MetadataIndex) -> StorageInfo:
+        tensor = self._handle.index.find(key.fqn)
+        for file, offset, length, offsets, _ in [] if tensor is None else self._handle.index.chunks(tensor):
+            if key.offset is None or tuple(key.offset) == offsets:
+                return StorageInfo(self._handle.index.files()[file][0], offset, length)
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        for tensor, name in enumerate(self._handle.index.names()):
+            is_bytes = self._handle.index.tensor(tensor)[1]
+            for i, (_, _, _, offsets, _) in enumerate(self._handle.index.chunks(tensor)):
+                yield MetadataIndex(name) if is_bytes else MetadataIndex(name, torch.Size(offsets), i)
+
+    def __len__(self) -> int:
+        return self._handle.index.chunk_count
+
+
+def describe_saved(metadata: Metadata, index: _core.Index, meta: StorageMeta) -> None:
+    """Makes ``metadata`` that of the checkpoint that was committed as ``index``. It pickles to a few bytes."""
+    lazy = make_metadata(index, checkpoint_id="", load_id="")
+    metadata.state_dict_metadata = lazy.state_dict_metadata
+    metadata.planner_data = lazy.planner_data
+    metadata.storage_data = lazy.storage_data
+    metadata.storage_meta = meta
+    if hasattr(metadata, "version"):  # torch 2.8 has none
+        metadata.version = DCP_VERSION
+
+
+def make_metadata(index: _core.Index, *, checkpoint_id: str, load_id: str) -> Metadata:
+    """DCP's ``Metadata`` over ``index``. Costs the same whatever the index holds."""
+    root = index.planner_root()
+    handle = _Handle(index)
+    metadata = Metadata(
+        state_dict_metadata=Entries(handle),  # type: ignore[arg-type]  # a mapping is all that planners use
+        planner_data=PlannerPaths(handle, root) if isinstance(root, dict) else root,
+        storage_data=StorageInfos(handle),
+        storage_meta=StorageMeta(checkpoint_id=checkpoint_id, save_id=index.save_id, load_id=load_id),
+    )
+    if any(field.name == "version" for field in fields(Metadata)):  # torch 2.8 has none
+        metadata.version = DCP_VERSION
+    return metadata

@@ -1,0 +1,351 @@
+"""``RsReader``: DCP's ``StorageReader`` over an index."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from dcp_rs import _core
+from dcp_rs._torch import PLAIN_TYPES
+from dcp_rs.checkpoint.locate import is_rank_local, local_path, open_index
+from dcp_rs.checkpoint.open import Checkpoint
+from dcp_rs.dcp.load_planner import LocalReads, local_reads
+from dcp_rs.dcp.local_items import planner_of
+from dcp_rs.dcp.metadata import make_metadata
+from dcp_rs.dcp.stock_arguments import one_of, say_ignored
+from dcp_rs.errors import CheckpointReplacedError, PlanError
+from dcp_rs.options import ReadOptions
+from dcp_rs.tensors import objects
+from dcp_rs.tensors.memory import is_opaque
+from dcp_rs.transfer.load import Fill, Load, stored_dtype
+from dcp_rs.transfer.replicas import read_shared, share, whole_targets
+
+__all__ = ["RsReader"]
+
+#: A batch of destinations is resolved, filled and committed together. Planners that make a new tensor for every
+#: item (and copy it when it is committed) hold at most this many bytes of them.
+BATCH_BYTES = 256 << 20
+
+
+class RsReader(StorageReader):
+    """Reads a checkpoint under DCP's load protocol: ``dcp.load(state_dict, storage_reader=RsReader(path))``.
+
+    Args:
+        path: a checkpoint: a folder of this package, of Hugging Face or of stock DCP, or a ``.safetensors`` file.
+        io, threads, verify, shared, max_inflight_bytes: see :class:`dcp_rs.ReadOptions`.
+        weights_only: check that every non-tensor value loads under ``torch.load(weights_only=True)`` before a planner gets it (stock
+            planners unpickle freely). ``False`` is for checkpoints you wrote yourself.
+        allow_external: open data files outside the checkpoint's folder, if its index names any.
+        replicas: who reads what several ranks need (all of the model under DDP, a shard under HSDP): ``"each"`` rank for itself; the ranks
+            of a ``"node"`` together (``LOCAL_WORLD_SIZE`` of them); or ``"all"``. Together, every rank reads a part and sends it to
+            the others, in pieces that ``max_inflight_bytes`` bounds. It takes effect in loads with :class:`dcp_rs.RsLoadPlanner`.
+        process_group: that of the load, for ``replicas``.
+        thread_count: ``threads``, as torch's ``HuggingFaceStorageReader`` calls it. ``FileSystemReader``'s ``_extension_registry`` is taken and
+            has no use here, which is warned of once.
+
+    Attributes:
+        bytes_read: read from storage by this rank in its last load, as far as ``replicas`` had a say in it.
+
+    Raises (from a load, on every rank):
+        CheckpointNotFoundError, CorruptIndexError, UnsupportedError: from reading the metadata.
+        CheckpointReplacedError: another save replaced the checkpoint since its metadata was read, and removed the data files of the old
+            one; ``dcp_rs.load`` and ``dcp_rs.load_state_dict`` then load the new one.
+        CorruptDataError: a data file is missing, has another length than the index says, or (``verify=True``) does not match its digest.
+        UnsafePickleError: a non-tensor value does not load under ``weights_only=True``.
+        PlanError: a plan asks for what the checkpoint does not hold.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        io: Literal["auto", "mmap", "direct", "buffered", "gds"] = "auto",
+        threads: int | None = None,
+        verify: bool = False,
+        shared: bool | None = None,
+        max_inflight_bytes: int | None = None,
+        weights_only: bool = True,
+        allow_external: bool = False,
+        replicas: Literal["each", "node", "all"] = "each",
+        process_group: dist.ProcessGroup | None = None,
+        thread_count: int | None = None,
+        _extension_registry: Any = None,
+    ) -> None:
+        super().__init__()
+        if _extension_registry is not None:
+            say_ignored("RsReader", "_extension_registry", "data that was stored through extensions is refused")
+        threads = one_of("threads", threads, "thread_count", thread_count)
+        if replicas not in ("each", "node", "all"):
+            msg = f"replicas={replicas!r}: one of 'each', 'node', 'all'"
+            raise ValueError(msg)
+        self.path = local_path(path)
+        self.options = ReadOptions(
+            io=io, threads=threads, verify=verify, shared=shared, max_inflight_bytes=max_inflight_bytes
+        )
+        self.weights_only = weights_only
+        self.allow_external = allow_external
+        self.replicas = replicas
+        self.bytes_read = 0
+        self._process_group = process_group
+        self.load_id = _new_id()
+        #: torch replaces any error of `read_metadata` by an AssertionError. Where this is set, the error is raised by what is
+        #: returned instead, when it is first looked at.
+        self.defer_errors = False
+        # Each thread that loads through this reader reads the index that its own `read_metadata` opened.
+        self._local = threading.local()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begins a new load, of another path where one is given."""
+        if checkpoint_id:
+            self.path = local_path(checkpoint_id)
+        self.load_id = _new_id()
+        self._local = threading.local()
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The path, under DCP's name for it."""
+        return self.path
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Opens the index. With ``rank=r`` it is that rank's own index of a rank-local save (``use_collectives=False``)."""
+        rank = kwargs.get("rank")
+        try:
+            index = self._open(rank)
+        except Exception as error:
+            if not self.defer_errors or (rank is None and is_rank_local(self.path)):
+                raise
+            return _Failed(error)  # type: ignore[return-value]  # nobody gets to see it
+        self._local.index = index
+        return make_metadata(index, checkpoint_id=os.fspath(self.path), load_id=self.load_id)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Takes the index from the metadata that :meth:`read_metadata` returned, in whichever thread or process this is."""
+        index = getattr(metadata.state_dict_metadata, "index", None)
+        if index is not None:
+            self._local.index = index
+        self._local.of_all_ranks = kwargs.get("use_collectives", True)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Notes in the plan which save it is for, but for rank-local ones: there each rank has a save of its own."""
+        of_all_ranks = getattr(self._local, "of_all_ranks", True)
+        return dataclasses.replace(plan, storage_data=self._index().save_id if of_all_ranks else None)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Raises unless all ranks opened the same save: one that is committed meanwhile must not be mixed with the one before."""
+        if len({plan.storage_data for plan in plans if plan.storage_data is not None}) > 1:
+            msg = f"the checkpoint was replaced by another save while the ranks were opening it: {self.path}"
+            raise CheckpointReplacedError(msg, path=self.path)
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fills what ``planner`` resolves for the items of ``plan``, and commits it. The future is done when this returns."""
+        reads = local_reads(plan, planner)
+        values = {} if reads is None else self._read_local(reads)
+        if reads is None:
+            self._read_items(self._index(), plan, planner)
+        own = planner_of(plan)
+        if own is not None:
+            own.finish_reads(values)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def read_value(self, fqn: str) -> Any:
+        """The value or, in host memory, the tensor ``fqn``, read now and without a planner.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return Checkpoint(self._index(), weights_only=self.weights_only, options=self.options)[fqn]
+
+    def _read_items(self, index: _core.Index, plan: LoadPlan, planner: LoadPlanner) -> None:
+        chunks = index.locate(
+            [(item.storage_index.fqn, item.storage_index.offset, item.storage_index.index) for item in plan.items]
+        )
+        index.check_files(chunks)
+        tensors = [(c, item) for c, item in zip(chunks, plan.items, strict=True) if item.type != LoadItemType.BYTE_IO]
+        values = [(c, item) for c, item in zip(chunks, plan.items, strict=True) if item.type == LoadItemType.BYTE_IO]
+        self._read_values(index, values, planner)
+        self._read_tensors(index, tensors, planner)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether the id can be a path of the local file system."""
+        return "://" not in os.fspath(checkpoint_id)
+
+    def _open(self, rank: int | None) -> _core.Index:
+        return open_index(self.path, rank=rank, allow_external=self.allow_external, verify=self.options.verify)
+
+    def _index(self) -> _core.Index:
+        index = getattr(self._local, "index", None)
+        if index is None:
+            index = self._open(None)
+            self._local.index = index
+        return index
+
+    def _read_local(self, reads: LocalReads) -> dict[str, Any]:
+        """Fills tensors, and returns the values that are not tensors. They are the planner's to put anywhere."""
+        index = reads.index
+        load = Load(index, self.options, reads.whole)
+        load.add_targets(reads.targets)
+        load.add_fills(reads.fills)
+        turns = load.arrange()
+        stored = index.read_bytes([index.first_chunk(i) for i, _ in reads.values], **self.options.engine())
+        values = {
+            fqn: objects.load(fqn, data, weights_only=self.weights_only)
+            for (_, fqn), data in zip(reads.values, stored, strict=True)
+        }
+        self.bytes_read = 0
+        with _changing(reads.tensors()):
+            if self.replicas != "each" and dist.is_initialized() and dist.get_world_size(self._process_group) > 1:
+                self._read_together(index, reads, load)
+            for turn in range(turns):
+                self.bytes_read += load.run(turn)
+        return values
+
+    def _read_together(self, index: _core.Index, reads: LocalReads, load: Load) -> None:
+        names, tensors, others = reads.plain
+        at_once = set(load.at_once())
+        targets = [
+            target
+            for target in (*reads.targets, *whole_targets(index, names, tensors, others))
+            if target.place in at_once and not is_opaque(target.tensor)
+        ]
+        shapes = [index.tensor(target.index)[3] for target in targets]
+        shared = share(targets, shapes, "node" if self.replicas == "node" else "all", self._process_group)
+        for ranks, group in shared.groups:
+            self.bytes_read += read_shared(index, ranks, group, self.options, self._process_group)
+        load.leave_out(target.place for _, group in shared.groups for target in group)
+
+    def _read_tensors(self, index: _core.Index, items: list[tuple[int, ReadItem]], planner: LoadPlanner) -> None:
+        batch: list[tuple[ReadItem, torch.Tensor]] = []
+        fills: list[Fill] = []
+        batch_bytes = 0
+        resolve = planner.resolve_tensor
+        limit = BATCH_BYTES
+        if isinstance(planner, DefaultLoadPlanner) and _resolves_in_place(planner):
+            resolve = partial(_resolve, planner)
+            limit = sys.maxsize
+        for chunk, item in _file_by_file(index, items):
+            tensor = resolve(item)
+            fqn = item.storage_index.fqn
+            if tensor.shape != item.lengths:
+                msg = f"tensor {fqn!r}: the planner resolved {tuple(tensor.shape)} for a read of {tuple(item.lengths)}"
+                raise PlanError(msg, tensor=fqn)
+            target = tensor.detach() if tensor.requires_grad else tensor
+            dtype = stored_dtype(fqn, index.dtype_of(chunk))
+            fills.append(Fill(chunk, item.storage_offsets, target, fqn, dtype, len(batch)))
+            batch.append((item, tensor))
+            batch_bytes += target.nbytes
+            if batch_bytes >= limit:
+                self._finish_batch(index, batch, fills, planner)
+                batch, fills, batch_bytes = [], [], 0
+        self._finish_batch(index, batch, fills, planner)
+
+    def _finish_batch(
+        self, index: _core.Index, batch: list[tuple[ReadItem, torch.Tensor]], fills: list[Fill], planner: LoadPlanner
+    ) -> None:
+        load = Load(index, self.options)
+        load.add_fills(fills)
+        if not _commits(planner):
+            with _changing([item.tensor for item in fills]):
+                load.run_all()
+            return
+        # What shares memory, as a planner's buffer that is used again, is committed before it is filled anew.
+        left = dict(enumerate(batch))
+        turns = load.arrange(every=True)
+        for turn in range(turns):
+            places = load.places(turn) if turn + 1 < turns else list(left)
+            with _changing([fills[place].tensor for place in places]):
+                load.run(turn)
+            with torch.no_grad():  # a resolved tensor may require grad, and a planner may copy from it
+                for place in places:
+                    planner.commit_tensor(*left.pop(place))
+
+    def _read_values(self, index: _core.Index, items: list[tuple[int, ReadItem]], planner: LoadPlanner) -> None:
+        for (_, item), data in zip(
+            items, index.read_bytes([c for c, _ in items], **self.options.engine()), strict=True
+        ):
+            if self.weights_only:
+                objects.check_loadable(item.storage_index.fqn, data)
+            planner.load_bytes(item, io.BytesIO(data))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in ("_local", "_process_group")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._process_group = None
+        self._local = threading.local()
+
+
+def _resolves_in_place(planner: DefaultLoadPlanner) -> bool:
+    """Whether what the planner resolves is memory of the state dict, so that a load need not be cut to bound what is new."""
+    own = type(planner)
+    return all(
+        getattr(own, name) is getattr(DefaultLoadPlanner, name)
+        for name in ("resolve_tensor", "lookup_tensor", "transform_tensor")
+    )
+
+
+def _commits(planner: LoadPlanner) -> bool:
+    return getattr(type(planner), "commit_tensor", None) is not DefaultLoadPlanner.commit_tensor
+
+
+def _file_by_file(index: _core.Index, items: list[tuple[int, ReadItem]]) -> list[tuple[int, ReadItem]]:
+    """The items in the order in which stock DCP's readers come to them."""
+    files = index.files_of([chunk for chunk, _ in items])
+    order = {file: number for number, file in enumerate(dict.fromkeys(files))}
+    if len(order) == 1:
+        return items
+    return [item for _, item in sorted(zip(files, items, strict=True), key=lambda pair: order[pair[0]])]
+
+
+def _resolve(planner: DefaultLoadPlanner, item: ReadItem) -> torch.Tensor:
+    """What torch's own ``resolve_tensor`` gives, without its 20 microseconds where that is all of a plain tensor."""
+    held: Any = planner.state_dict.get(item.dest_index.fqn)
+    whole = type(held) in PLAIN_TYPES and held.shape == item.lengths and "global_shape" not in held.__dict__
+    tensor: torch.Tensor = held if whole else planner.resolve_tensor(item)
+    return tensor
+
+
+@contextmanager
+def _changing(tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Tells autograd that the tensors are other ones now, as torch's own operations do: it refuses gradients that need the old values."""
+    try:
+        yield
+    finally:  # what failed may have filled some
+        torch.autograd.graph.increment_version(tensors)
+
+
+class _Failed:
+    """In place of metadata that could not be read: raises the reason as soon as anyone looks at it."""
+
+    def __init__(self, error: Exception) -> None:
+        self.__error = error
+
+    def __bool__(self) -> bool:
+        raise self.__error
+
+    def __getattr__(self, name: str) -> Any:
+        raise self.__error
+
+
+def _new_id() -> str:
+    return str(uuid.uuid4())

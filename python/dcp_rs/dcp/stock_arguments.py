@@ -1,0 +1,32 @@
+"""The arguments of torch's storage classes, where these classes are put in their place."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+__all__ = ["one_of", "say_ignored"]
+
+_said: set[tuple[str, str]] = set()
+
+
+def one_of(name: str, value: Any, stock_name: str, stock_value: Any) -> Any:
+    """The value of an option that has a name here and one in torch.
+
+    Raises:
+        ValueError: both are given, and differ; or a number of threads that is none.
+    """
+    if value is not None and stock_value is not None and value != stock_value:
+        msg = f"{stock_name}={stock_value!r} and {name}={value!r}: they are one option"
+        raise ValueError(msg)
+    if value is None and name == "threads" and stock_value is not None and stock_value <= 0:
+        msg = f"{stock_name}={stock_value!r}: a positive integer"
+        raise ValueError(msg)
+    return stock_value if value is None else value
+
+
+def say_ignored(owner: str, name: str, why: str) -> None:
+    """Warns, once in this process, of an argument that has no meaning here. The warning is of the line that calls the constructor."""
+    if (owner, name) not in _said:
+        _said.add((owner, name))
+        warnings.warn(f"{owner} has no use for {name}: {why}", stacklevel=3)

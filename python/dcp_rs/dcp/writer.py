@@ -1,0 +1,364 @@
+"""``RsWriter``: DCP's ``StorageWriter`` (and stager for ``dcp.async_save``)."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import threading
+import uuid
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from dcp_rs import _core, _torch
+from dcp_rs._warnings import warn_caller
+from dcp_rs.checkpoint.locate import INDEX_NAME, local_path, rank_index_name, warn_of_a_foreign_model
+from dcp_rs.dcp import commits
+from dcp_rs.dcp.commits import SavedMeta, Saving
+from dcp_rs.dcp.metadata import describe_saved
+from dcp_rs.dcp.save_planner import RsSavePlanner
+from dcp_rs.dcp.stock_arguments import one_of, say_ignored
+from dcp_rs.errors import CheckpointExistsError, DcpRsError, SaveInProgressError, UnsupportedError
+from dcp_rs.options import WriteOptions
+from dcp_rs.tensors.dtypes import NAMES
+from dcp_rs.transfer.save import collect, write_entries
+from dcp_rs.transfer.stage import HostStager
+
+__all__ = ["RsWriter"]
+
+#: The default of torch's ``FileSystemWriter(per_thread_copy_ahead=)``.
+_STOCK_COPY_AHEAD = 10_000_000
+#: What every index begins with (section 3.1 of the format).
+_INDEX_MAGIC = b"\x89DCPRS"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Which of how many ranks (0: it saves for itself alone) a plan is for.
+
+    It outlives a save where plans are cached, so nothing of one save is in it.
+    """
+
+    rank: int
+    world_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Written:
+    """What this rank wrote, and where: the writer may be given another path, or another save, before it is known to be committed."""
+
+    folder: str
+    rank: int | None
+    index: bytes
+    saving: Saving | None
+    process: int
+
+    @property
+    def committed(self) -> bool:
+        return self.saving is not None and self.saving.committed
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no other thread is at this save."""
+        return self.saving is None or self.saving.is_over()
+
+
+class RsWriter(StorageWriter, BlockingAsyncStager):
+    """Writes a checkpoint under DCP's save protocol: ``dcp.save(state_dict, storage_writer=RsWriter(path))``.
+
+    The old checkpoint at ``path``, if there is one, stays whole until the new one is complete; then one rename replaces it. No file that
+    dcp-rs did not write is touched.
+
+    Args:
+        path: the folder; it is created where it does not exist.
+        threads, fsync, io, max_inflight_bytes: see :class:`dcp_rs.WriteOptions`.
+        overwrite: ``False`` refuses to replace a checkpoint.
+        cache_staged_state_dict: keep the host memory that ``dcp.async_save`` stages to for the next save with this writer.
+        thread_count, sync_files: ``threads`` and ``fsync``, as torch's ``FileSystemWriter`` calls them. Its other arguments are taken, in its
+            order: ``single_file_per_rank`` and ``per_thread_copy_ahead`` change nothing here, which is warned of once, nor does
+            ``serialization_format``; ``_extensions`` are refused.
+
+    Raises:
+        ValueError: an option that is none, or one option under two names.
+        UnsupportedError: ``_extensions``: they change what is stored.
+
+    Raises (from a save, on every rank):
+        CheckpointExistsError: with ``overwrite=False``.
+        SaveInProgressError: another save to the path is not over in this process, or one that this writer staged.
+        UnsupportedError: a value that the format cannot hold.
+        OSError: a write failed; the files of this save have been removed.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool | None = None,
+        thread_count: int | None = None,
+        per_thread_copy_ahead: int = _STOCK_COPY_AHEAD,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Sequence[Any] | None = None,
+        serialization_format: Any = None,
+        *,
+        threads: int | None = None,
+        fsync: bool | None = None,
+        io: Literal["auto", "direct", "buffered"] = "auto",
+        max_inflight_bytes: int | None = None,
+    ) -> None:
+        super().__init__()
+        if _extensions:
+            names = ", ".join(type(extension).__name__ for extension in _extensions)
+            msg = f"RsWriter cannot apply _extensions ({names}): the data would be stored without them"
+            raise UnsupportedError(msg, path=path)
+        if not single_file_per_rank:
+            say_ignored(
+                "RsWriter", "single_file_per_rank=False", "an index says what lies where, not the names of files"
+            )
+        if per_thread_copy_ahead != _STOCK_COPY_AHEAD:
+            say_ignored("RsWriter", "per_thread_copy_ahead", "max_inflight_bytes bounds what is copied ahead")
+        threads = one_of("threads", threads, "thread_count", thread_count)
+        fsync = one_of("fsync", fsync, "sync_files", sync_files)
+        self._stager = HostStager(cache=cache_staged_state_dict)
+        self.path = local_path(path)
+        self.options = WriteOptions(
+            threads=threads, fsync=True if fsync is None else fsync, io=io, max_inflight_bytes=max_inflight_bytes
+        )
+        self.overwrite = overwrite
+        self.save_id = str(uuid.uuid4())
+        self._rank: int | None = None
+        self._use_collectives = True
+        self._generation = 1
+        self._saving: Saving | None = None
+        self._looked_at: Path | None = None
+        self._written: _Written | None = None  # until it is known to be committed
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begins a new save, to another path where one is given."""
+        if self._written is not None and self._written.is_over:
+            self.discard()
+        if checkpoint_id:
+            self.path = local_path(checkpoint_id)
+        self.save_id = str(uuid.uuid4())
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The path, under DCP's name for it."""
+        return self.path
+
+    def storage_meta(self) -> StorageMeta | None:
+        """The path and the id of this save."""
+        return SavedMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+
+    def stage_with(self, stager: HostStager) -> None:
+        """Sets what :meth:`stage` copies with."""
+        self._stager = stager
+
+    def stage(self, state_dict: dict[str, Any], *, queued: bool = False) -> dict[str, Any]:
+        """Copies the state dict to host memory, for ``dcp.async_save``.
+
+        Until this save is over, another one to the path or through this writer is refused.
+
+        Args:
+            state_dict: what to save.
+            queued: the save may begin much later; :meth:`close` will tell when it is over.
+        """
+        if self._saving is not None and self._saving.is_under_way():
+            msg = f"this writer still saves to {self._saving.path}: wait for its future, or save with another one"
+            raise SaveInProgressError(msg, path=self._saving.path)
+        self._saving = commits.begin(self.path, self, queued=queued)
+        if not (dist.is_available() and dist.is_initialized() and dist.get_rank() != 0):
+            self._look_at_folder()
+        try:
+            return self._stager.stage(state_dict, under_way=self._saving.is_under_way)
+        except BaseException:
+            self._saving.ended = True
+            raise
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Takes the rank, and whether this save is rank-local (``use_collectives=False``), from newer torch."""
+        self._rank = kwargs.get("rank")
+        self._use_collectives = kwargs.get("use_collectives", True)
+        staged = self._saving is not None and self._saving.thread is None and not self._saving.ended
+        if not staged:
+            self._saving = commits.begin(self.path, self)
+        if self._saving is not None:
+            self._saving.thread = threading.current_thread()
+        if is_coordinator:
+            self._look_at_folder()
+
+    def _look_at_folder(self) -> None:
+        """Once a save: where it is staged, that is on the caller's thread, and the rest is not."""
+        if self._looked_at != self.path:
+            self._looked_at = self.path
+            warn_of_a_foreign_model(self.path)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Creates the folder. All ranks look at it before any of them writes, so they agree on the generation."""
+        _core.create_folder(os.fspath(self.path))
+        name = INDEX_NAME if self._use_collectives else rank_index_name(self._rank or 0)
+        if (self.path / name).exists() and not self.overwrite:
+            msg = f"there is a checkpoint at {self.path}, and overwrite=False"
+            raise CheckpointExistsError(msg, path=self.path)
+        if not self._use_collectives and (self.path / INDEX_NAME).exists():
+            # Readers would go on to find the old one: no rank may replace it for all.
+            msg = f"{self.path} holds a checkpoint of all ranks, which a rank-local save (use_collectives=False) cannot replace"
+            raise CheckpointExistsError(msg, path=self.path)
+        self._generation = _core.next_generation(str(self.path))
+        rank = self._own_rank()
+        return plan if rank is None else dataclasses.replace(plan, storage_data=_Place(rank, 0))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Tells each rank which one it is."""
+        return [
+            plan if plan.storage_data is not None else dataclasses.replace(plan, storage_data=_Place(rank, len(plans)))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's data files. The one result carries this rank's index."""
+        place = plan.storage_data if isinstance(plan.storage_data, _Place) else _Place(self._rank or 0, 1)
+        # All ranks have come this far, so the save before this one is over.
+        self.discard()
+        folder = os.path.abspath(self.path)  # noqa: PTH100  # Path.resolve would follow links
+        how = {
+            "generation": self._generation,
+            "token": secrets.randbits(64),
+            "rank": place.rank,
+            "world_size": place.world_size,
+            **self.options.engine(),
+        }
+        writes = planner.local_writes(plan) if isinstance(planner, RsSavePlanner) else None
+        if writes is None:
+            writes = collect(plan, planner)
+        entries = writes.entries
+        save = writes.plan.create(folder, writes.keep, [entry.nbytes for entry in entries], **how)
+        try:
+            save.write_plain(writes.tensors, _torch.PLAIN_TYPES, NAMES)
+            write_entries(save, entries, self.options, save.plain_count)
+            index = save.finish(uuid.UUID(self.save_id).bytes)
+            self._written = _Written(folder, self._own_rank(), index, self._saving, os.getpid())
+        except BaseException:
+            save.abort()
+            self._end()
+            raise
+        if self._saving is not None:
+            commits.writing(self._saving, save)
+        result = WriteResult(
+            index=MetadataIndex(rank_index_name(place.rank)),
+            size_in_bytes=save.bytes,
+            # An index repeats itself: it travels to the coordinator at a sixth of its size.
+            storage_data=index if place.world_size <= 1 else zlib.compress(index, 1),
+        )
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([result])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Merges the indexes of all ranks and commits the checkpoint."""
+        entries = metadata.state_dict_metadata
+        folder, rank = str(self.path), self._own_rank()
+        if self._written is not None:
+            folder, rank = self._written.folder, self._written.rank
+        indexes = [_index_of(result) for rank_results in results for result in rank_results]
+        try:
+            index, left = _core.commit_indexes(
+                folder,
+                rank,
+                indexes,
+                save_id=uuid.UUID(self.save_id).bytes,
+                generation=self._generation,
+                planner_data=_plain(metadata.planner_data),
+                items=getattr(entries, "planned_items", None),
+                names=entries,
+                fsync=self.options.fsync,
+            )
+        except BaseException:
+            # Of all ranks: some may never hear that it failed. What was committed all the same (its last sync failed) stays.
+            self._written = None
+            self._end()
+            for written in indexes:
+                if not _remove(folder, rank, written):
+                    break
+            raise
+        self._written = None
+        self._end()
+        for reason in left:
+            warn_caller(f"the checkpoint is saved, but a file of the one before is still there: {reason}")
+        meta = SavedMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+        if any(metadata is cached for cached in SavePlanner._cached_metadata.values()):  # noqa: SLF001  # the cache of torch's planner
+            metadata.storage_meta = meta
+        else:
+            describe_saved(metadata, index, meta)
+
+    def _own_rank(self) -> int | None:
+        """The rank whose index it is, in a rank-local save."""
+        return None if self._use_collectives else self._rank or 0
+
+    def discard(self) -> None:
+        """Removes what this rank wrote for a save that failed since, on this rank or another. Without such a save it does nothing."""
+        written, self._written = self._written, None
+        # In a fork of the process that wrote it, it is the other's to judge.
+        if written is None or written.committed or written.process != os.getpid():
+            return
+        _remove(written.folder, written.rank, written.index)
+        if written.saving is not None:
+            written.saving.let_go()
+
+    def close(self) -> None:
+        """Says that the save through this writer is over, well or not."""
+        self._end()
+
+    def _end(self) -> None:
+        if self._saving is not None:
+            self._saving.ended = True
+            self._saving.let_go()
+        self._looked_at = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_written", None) is not None:
+            self.discard()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For a save in another process: it begins anew there, and is under way here for as long as this thread waits for it.
+        if self._saving is not None and self._saving.thread is None:
+            self._saving.thread = threading.current_thread()
+        return {**self.__dict__, "_saving": None, "_written": None, "_stager": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._stager = HostStager()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether the id can be a path of the local file system."""
+        return "://" not in os.fspath(checkpoint_id)
+
+
+def _remove(folder: str, rank: int | None, index: bytes) -> bool:
+    """Whether it is worth trying the next: not where the folder is locked."""
+    try:
+        _core.discard(folder, rank, index)
+    except (OSError, DcpRsError) as error:
+        warn_caller(f"files of a save that failed are still there, for dcp_rs.clean to remove: {error}")
+        return not isinstance(error, SaveInProgressError)
+    return True
+
+
+def _index_of(result: WriteResult) -> bytes:
+    data: bytes = result.storage_data
+    return data if data.startswith(_INDEX_MAGIC) else zlib.decompress(data)
+
+
+def _plain(planner_data: Any) -> Any:
+    """Planner data as an exact dict, where it is a mapping."""
+    return dict(planner_data) if isinstance(planner_data, dict) else planner_data

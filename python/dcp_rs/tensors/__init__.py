@@ -1,0 +1,1 @@
+"""What torch holds: dtypes, memory, shards, trees of a state dict, and values that are no tensors."""

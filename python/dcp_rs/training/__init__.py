@@ -1,0 +1,1 @@
+"""The state of a training run: models, optimizers, and what rides along."""

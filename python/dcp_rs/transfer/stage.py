@@ -1,0 +1,265 @@
+"""Copies of state dicts in host memory, for saves that go on while training does."""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from dcp_rs import _torch
+from dcp_rs.tensors.memory import identity
+from dcp_rs.transfer.blocks import BLOCK_BYTES, Block, Blocks, pinned_blocks
+from dcp_rs.transfer.lanes import synchronize
+
+__all__ = ["HostStager"]
+
+_ALIGN = 64
+_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+class HostStager:
+    """Copies a state dict to host memory, its tensors into a few blocks: pinned where they come from an accelerator.
+
+    A block that a save still reads is not written to. Without ``cache``, the next state dict gets blocks of its own; with it, the
+    save of the one before is waited for, so that there is one copy at a time.
+
+    Args:
+        cache: keep the blocks for the next state dict.
+        shared: make the blocks such that another process can map them, so that the copy travels there without being copied again. They
+            are pinned where the device can pin memory that is there already (CUDA and ROCm).
+    """
+
+    def __init__(self, *, cache: bool = False, shared: bool = False) -> None:
+        self.cache = cache
+        self.shared = shared
+        self._blocks = Blocks() if cache else None
+        self._under_way: Callable[[], bool] | None = None
+
+    def stage(self, state_dict: Mapping[str, Any], *, under_way: Callable[[], bool] | None = None) -> dict[str, Any]:
+        """The copy: dicts, lists and tuples anew, and all tensors in host memory. Once it is there the original may change.
+
+        Args:
+            state_dict: what to copy.
+            under_way: tells, of the save that the copy is made for, whether it still is. Without it, a stager with ``cache`` makes
+                blocks anew where those of the copy before are still in use.
+        """
+        found = _Found()
+        found.look_at(state_dict)
+        devices = {source.device for _, source, _ in found.places.values() if source.device.type != "cpu"}
+        pin = min(devices, key=str, default=None)
+        pool = self._blocks or (pinned_blocks if pin is not None else Blocks())
+        blocks = pool.lend(found.cut(), pin=pin, shared=self.shared, under_way=self._under_way if self.cache else None)
+        self._under_way = under_way
+        staged = {}
+        try:
+            made = found.copy_to(blocks)
+        finally:
+            # After an error too: what comes back must not be written to any more.
+            for device in devices:
+                synchronize(device)
+        for key, value in state_dict.items():
+            staged[key] = _rebuilt(value, made)
+        return _Shared(staged, [block for block, _ in blocks], found, made) if self.shared else staged
+
+    def release(self) -> None:
+        """Lets go of the memory that is kept and not in use."""
+        if self._blocks is not None:
+            self._blocks.clear()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _new_stager, (self.cache, self.shared)
+
+
+def _new_stager(cache: bool, shared: bool) -> HostStager:
+    return HostStager(cache=cache, shared=shared)
+
+
+class _Found:
+    """The tensors of a state dict, each with a place in one row of bytes: one for all that are the same memory, as tied weights are."""
+
+    def __init__(self) -> None:
+        #: The tensor, the memory to copy, and where that goes.
+        self.places: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self.nbytes = 0
+        self._at: dict[Hashable, int] = {}
+        #: Where in the row each block begins.
+        self._starts: list[int] = []
+
+    def look_at(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            source = _memory_of(value)
+            if source is not None and id(value) not in self.places:
+                at = self._at.setdefault(identity(source), self.nbytes)
+                self.places[id(value)] = value, source, at
+                if at == self.nbytes:
+                    self.nbytes += -(-source.numel() * source.element_size() // _ALIGN) * _ALIGN
+        elif isinstance(value, Mapping):
+            for entry in value.values():
+                self.look_at(entry)
+        elif isinstance(value, (list, tuple)):
+            for entry in value:
+                self.look_at(entry)
+
+    def cut(self) -> list[int]:
+        """Cuts the row into blocks, between tensors. Returns their sizes."""
+        self._starts, end = [], 0
+        sizes: list[int] = []
+        extents = sorted((at, at + source.nbytes) for _, source, at in self.places.values() if source.numel())
+        for at, stop in extents:
+            if not sizes or (at >= end and stop - self._starts[-1] > BLOCK_BYTES):
+                self._starts.append(at)
+                sizes.append(0)
+            end = max(end, stop)
+            sizes[-1] = end - self._starts[-1]
+        return sizes
+
+    def place(self, at: int) -> tuple[int, int]:
+        """The block that a place in the row is in, and the place in it."""
+        block = max(0, bisect_right(self._starts, at) - 1)
+        return block, at - (self._starts[block] if self._starts else 0)
+
+    def copy_to(self, blocks: Sequence[tuple[Block, torch.Tensor]]) -> dict[int, torch.Tensor]:
+        """Begins the copies, and returns them by the identity of what they are copies of."""
+        made = {}
+        copied: set[int] = set()
+        with torch.no_grad():
+            for key, (value, source, at) in self.places.items():
+                number, begin = self.place(at)
+                if source.numel() == 0:
+                    target = torch.empty(source.shape, dtype=source.dtype)
+                else:
+                    target = _view(blocks[number][1], begin, source.dtype, source.shape)
+                    if at not in copied:
+                        copied.add(at)
+                        # On the device: torch would conjugate the copy on the host, before it has arrived.
+                        on_host = source.device.type == "cpu"
+                        values = source if on_host else source.resolve_conj().resolve_neg()
+                        _copy(target, values, non_blocking=not on_host and blocks[number][0].pinned)
+                made[key] = _like(value, target)
+        return made
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What raw bytes can hold of a tensor; None for kinds that are copied as a whole."""
+    local = _torch.wait_tensor(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+    is_raw = (
+        type(local) in _torch.PLAIN_TYPES
+        and local.layout == torch.strided
+        and not local.is_nested
+        and not local.is_quantized
+        and local.device.type != "meta"
+        and _torch.has_memory(local)
+    )
+    return local.detach() if is_raw else None
+
+
+def _view(block: torch.Tensor, at: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    view: torch.Tensor = torch.empty(0, dtype=dtype).set_(block.untyped_storage(), at // dtype.itemsize, shape)  # type: ignore[call-overload]
+    return view
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> None:
+    try:
+        target.copy_(source, non_blocking=non_blocking)
+    except NotImplementedError:  # some of the youngest dtypes
+        _bytes(target).copy_(_bytes(source.contiguous()), non_blocking=non_blocking)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A tensor of the kind of ``value`` with the memory of ``target``."""
+    if isinstance(value, DTensor):
+        return _torch.dtensor_of(target, _torch.spec_of(value), requires_grad=value.requires_grad)
+    _torch.copy_place_in_whole(value, target)
+    return target.requires_grad_() if value.requires_grad else target
+
+
+def _rebuilt(value: Any, made: dict[int, torch.Tensor]) -> Any:
+    """The value with copies in place of its tensors, and nothing in it that training could change."""
+    if isinstance(value, torch.Tensor):
+        copied = made.get(id(value))
+        if copied is not None:
+            return copied
+        if isinstance(value, ShardedTensor):
+            return _torch.host_copy_of_sharded(value)
+        return value.detach().clone().cpu() if value.device.type != "meta" else value
+    if isinstance(value, _IMMUTABLE):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _rebuilt(entry, made) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_rebuilt(entry, made) for entry in value)
+    return copy.deepcopy(value)
+
+
+@dataclass(frozen=True)
+class _At:
+    """A place in a block."""
+
+    block: int
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    requires_grad: bool
+    attributes: dict[str, Any]
+    spec: Any  # of a DTensor, else None
+
+
+class _Shared(dict[str, Any]):
+    """A staged state dict that pickles as the blocks, mapped by the other process, and places in them."""
+
+    def __init__(
+        self, staged: dict[str, Any], blocks: list[Block], found: _Found, made: dict[int, torch.Tensor]
+    ) -> None:
+        super().__init__(staged)
+        self._blocks = blocks
+        self._places = {}
+        for key, (value, source, at) in found.places.items():
+            copied = made[key]
+            spec = _torch.spec_of(value) if isinstance(value, DTensor) else None
+            shape, attributes = tuple(source.shape), _torch.place_in_whole(value)
+            place = _At(*found.place(at), source.dtype, shape, value.requires_grad, attributes, spec)
+            self._places[id(copied)] = place
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        placed = {key: self._placed(value) for key, value in self.items()}
+        return _from_blocks, ([block.memory for block in self._blocks], placed)
+
+    def _placed(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._places.get(id(value), value)
+        if type(value) is dict:
+            return {key: self._placed(entry) for key, entry in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self._placed(entry) for entry in value)
+        return value
+
+
+def _from_blocks(blocks: list[torch.Tensor], placed: dict[str, Any]) -> dict[str, Any]:
+    return {key: _unplaced(value, blocks) for key, value in placed.items()}
+
+
+def _unplaced(value: Any, blocks: list[torch.Tensor]) -> Any:
+    if isinstance(value, _At):
+        if 0 in value.shape:
+            target = torch.empty(value.shape, dtype=value.dtype)
+        else:
+            target = _view(blocks[value.block], value.offset, value.dtype, torch.Size(value.shape))
+        if value.spec is not None:
+            return _torch.dtensor_of(target, value.spec, requires_grad=value.requires_grad)
+        target.__dict__.update(value.attributes)
+        return target.requires_grad_() if value.requires_grad else target
+    if type(value) is dict:
+        return {key: _unplaced(entry, blocks) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_unplaced(entry, blocks) for entry in value)
+    return value

@@ -1,0 +1,341 @@
+//! What killed saves and conversions left behind, and its removal.
+//!
+//! A save removes only what the index that it replaces had named, so the files of one that was killed stay. They are told from those of a save
+//! that goes on, perhaps on another machine, by its claim (section 1.3 of `docs/format.md`).
+
+use std::collections::{BTreeSet, HashMap, HashSet};
+use std::ffi::OsStr;
+use std::fs::{self, Metadata};
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use super::recover::recoverable;
+use crate::format::{DataFileName, INDEX_NAME, Index, parse_rank_index_name};
+use crate::store::disk::Disk;
+use crate::store::{ASIDE, Claimed, FileLock, FolderLock, LOCK_NAME, Mode, name_of_temporary, read_all};
+use crate::{Control, Error, Result};
+
+/// Where nothing tells whether a process is still at a file, one that was not written to for so long is taken for left.
+const LONG_AGO: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// What a leftover is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A data file that no index names.
+    Data,
+    /// An index that did not get its name.
+    TemporaryIndex,
+    /// The index of a single rank beside one of all ranks, which comes before it; and then what it named is [`Kind::Data`].
+    RankIndex,
+    /// The folder in which a conversion made its result, or what the result replaced.
+    Conversion,
+}
+
+/// Whether a leftover may be removed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// Nobody needs it.
+    Left,
+    /// A process is at it.
+    InUse,
+    /// It is not old enough to be sure.
+    Young,
+    /// It is a whole checkpoint that lacks its index, or its name.
+    Whole,
+}
+
+/// A file or folder that no checkpoint needs.
+#[derive(Clone, Debug)]
+pub struct Leftover {
+    /// Where it is.
+    pub path: PathBuf,
+    /// Its length; of a folder, that of all in it.
+    pub bytes: u64,
+    /// What it is.
+    pub kind: Kind,
+    /// Whether it may be removed.
+    pub verdict: Verdict,
+}
+
+/// What [`clean`] did.
+#[derive(Debug, Default)]
+pub struct Cleaned {
+    /// What is gone now.
+    pub removed: Vec<Leftover>,
+    /// What was left alone, for its verdict.
+    pub kept: Vec<Leftover>,
+    /// Why others could not be removed.
+    pub failed: Vec<Error>,
+}
+
+/// What killed saves left in the folder at `path`, and killed conversions to `path` beside it; in the order of the names. Changes nothing, and
+/// waits for nobody: of a save that begins or ends at this moment it may tell.
+///
+/// `older_than`: what was written to since is young. `None`: nothing is where locks tell who is at work; a day where they do not, as on a
+/// network.
+///
+/// # Errors
+/// [`Error::NotFound`] where there is neither; [`Error::CorruptIndex`] where an index cannot be read: nobody knows what it names;
+/// [`Error::Io`].
+pub fn leftovers(path: &Path, older_than: Option<Duration>) -> Result<Vec<Leftover>> {
+    find(path, older_than, None)
+}
+
+fn find(path: &Path, older_than: Option<Duration>, lock: Option<&FolderLock>) -> Result<Vec<Leftover>> {
+    let mut found = of_conversions(path, older_than)?;
+    match fs::metadata(path) {
+        Ok(meta) if meta.is_dir() => found.extend(of_saves(path, older_than, lock)?),
+        Ok(_) => {}
+        Err(error) if error.kind() == ErrorKind::NotFound && found.is_empty() => {
+            return Err(Error::NotFound {
+                path: path.to_owned(),
+                reason: "there is no such path".into(),
+            });
+        }
+        Err(error) if error.kind() == ErrorKind::NotFound => {}
+        Err(error) => return Err(Error::io("look at", path, error)),
+    }
+    found.sort_by(|a, b| a.path.cmp(&b.path));
+    Ok(found)
+}
+
+/// Removes what [`leftovers`] finds and nobody needs, while no save commits.
+///
+/// # Errors
+/// Those of [`leftovers`], and [`Error::Interrupted`], [`Error::Busy`] while waiting for the folder; nothing was removed then.
+pub fn clean(path: &Path, older_than: Option<Duration>, control: &Control) -> Result<Cleaned> {
+    clean_on(&Disk::default(), path, older_than, control)
+}
+
+fn clean_on(disk: &Disk, path: &Path, older_than: Option<Duration>, control: &Control) -> Result<Cleaned> {
+    let is_folder = path.is_dir();
+    let lock = is_folder
+        .then(|| FolderLock::take_on(disk, path, Mode::Exclusive, control))
+        .transpose()?;
+    let mut cleaned = Cleaned::default();
+    for leftover in find(path, older_than, lock.as_ref())? {
+        if leftover.verdict != Verdict::Left {
+            cleaned.kept.push(leftover);
+            continue;
+        }
+        control.check()?;
+        let removed = match leftover.kind {
+            Kind::Conversion => disk.remove_tree(&leftover.path),
+            _ => disk.remove(&leftover.path),
+        };
+        match removed {
+            Ok(()) => cleaned.removed.push(leftover),
+            Err(error) => cleaned.failed.push(error),
+        }
+    }
+    Ok(cleaned)
+}
+
+/// Of saves into the folder, whose lock may be held.
+fn of_saves(dir: &Path, older_than: Option<Duration>, lock: Option<&FolderLock>) -> Result<Vec<Leftover>> {
+    let failed = |error| Error::io("list", dir, error);
+    let mut names = BTreeSet::new();
+    for entry in fs::read_dir(dir).map_err(failed)? {
+        names.extend(entry.map_err(failed)?.file_name().into_string().ok());
+    }
+    let has_index = names.contains(INDEX_NAME);
+    let is_rank_index = |name: &str| parse_rank_index_name(name).is_some();
+    let live = names
+        .iter()
+        .filter(|name| *name == INDEX_NAME || (!has_index && is_rank_index(name)));
+    let mut named = HashSet::new();
+    let mut has_live = false;
+    for name in live {
+        has_live = true;
+        let path = dir.join(name);
+        let bytes = read_all(&path).map_err(|error| Error::io("read", &path, error))?;
+        let index = Index::from_bytes(bytes, &path)?;
+        // Wherever it is said to lie: better one too many.
+        let last = |number| Path::new(index.file(number).name).file_name().map(OsStr::to_owned);
+        named.extend((0..index.file_count()).filter_map(last));
+    }
+    let whole = if has_live { BTreeSet::new() } else { recoverable(dir)? };
+
+    let mut claims = Claims::new(dir, lock);
+    let mut found = Vec::new();
+    for name in &names {
+        let data = DataFileName::parse(name);
+        let kind = match name_of_temporary(name) {
+            _ if named.contains(OsStr::new(name)) => continue,
+            Some(of) if of == INDEX_NAME || is_rank_index(of) => Kind::TemporaryIndex,
+            _ if data.is_some() => Kind::Data,
+            _ if has_index && is_rank_index(name) => Kind::RankIndex,
+            _ => continue,
+        };
+        let path = dir.join(name);
+        let Some(meta) = look(&path)?.filter(Metadata::is_file) else {
+            continue;
+        };
+        let verdict = if data.is_some_and(|data| whole.contains(&data)) {
+            Verdict::Whole
+        } else {
+            judge(claims.of(data)?, age(&meta), older_than)
+        };
+        found.push(Leftover {
+            bytes: meta.len(),
+            path,
+            kind,
+            verdict,
+        });
+    }
+    Ok(found)
+}
+
+/// Of conversions to `path`.
+fn of_conversions(path: &Path, older_than: Option<Duration>) -> Result<Vec<Leftover>> {
+    let Some(name) = path.file_name().and_then(OsStr::to_str) else {
+        return Ok(Vec::new());
+    };
+    let short: String = name.chars().take(LONG_NAME).collect();
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    let parent = parent.unwrap_or(Path::new("."));
+    let entries = match fs::read_dir(parent) {
+        // Nothing of ours is where we may not look.
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied) => {
+            return Ok(Vec::new());
+        }
+        entries => entries.map_err(|error| Error::io("list", parent, error))?,
+    };
+    let mut found = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(|error| Error::io("list", parent, error))?.file_name();
+        let of = entry.to_str().and_then(name_of_temporary);
+        if of.and_then(|of| of.strip_prefix('.')) != Some(short.as_str()) {
+            continue;
+        }
+        let place = parent.join(&entry);
+        let Some(meta) = look(&place)?.filter(Metadata::is_dir) else {
+            continue;
+        };
+        let (bytes, newest, aside) = measure(&place)?;
+        let claimed = match FileLock::is_claimed(&place.join(LOCK_NAME)) {
+            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Claimed::Unknown,
+            claimed => claimed?,
+        };
+        let verdict = if aside && path.symlink_metadata().is_err() {
+            Verdict::Whole
+        } else {
+            judge(claimed, newest.min(age(&meta)), older_than)
+        };
+        found.push(Leftover {
+            path: place,
+            bytes,
+            kind: Kind::Conversion,
+            verdict,
+        });
+    }
+    Ok(found)
+}
+
+/// Of a longer name than that, so many characters are in the name of the folder of a conversion.
+const LONG_NAME: usize = 200;
+
+/// Who is at work in a folder.
+struct Claims<'a> {
+    dir: &'a Path,
+    of_parts: HashMap<(u64, u64, u32), Claimed>,
+    of_folder: Option<Claimed>,
+}
+
+impl<'a> Claims<'a> {
+    fn new(dir: &'a Path, lock: Option<&FolderLock>) -> Self {
+        Self {
+            dir,
+            of_parts: HashMap::new(),
+            // Who holds the lock knows that nobody else does.
+            of_folder: lock.map(|lock| {
+                if lock.is_certain() {
+                    Claimed::No
+                } else {
+                    Claimed::Unknown
+                }
+            }),
+        }
+    }
+
+    /// Whether someone is at this data file, by the claim on the first of its rank and save; or, for an index, at the folder.
+    fn of(&mut self, data: Option<DataFileName>) -> Result<Claimed> {
+        let dir = self.dir;
+        let look = |path: PathBuf| match FileLock::is_claimed(&path) {
+            // A rank's first file is there as long as its save goes on.
+            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(Claimed::No),
+            claimed => claimed,
+        };
+        let Some(data) = data else {
+            let claimed = match self.of_folder {
+                Some(known) => known,
+                None => look(dir.join(LOCK_NAME))?,
+            };
+            self.of_folder = Some(claimed);
+            return Ok(claimed);
+        };
+        let part = (data.generation, data.token, data.rank);
+        if let Some(&known) = self.of_parts.get(&part) {
+            return Ok(known);
+        }
+        let claimed = look(dir.join(DataFileName { file: 0, ..data }.to_string()))?;
+        self.of_parts.insert(part, claimed);
+        Ok(claimed)
+    }
+}
+
+fn judge(claimed: Claimed, age: Duration, older_than: Option<Duration>) -> Verdict {
+    let enough = older_than.unwrap_or(if claimed == Claimed::Unknown {
+        LONG_AGO
+    } else {
+        Duration::ZERO
+    });
+    match claimed {
+        Claimed::Yes => Verdict::InUse,
+        _ if age < enough => Verdict::Young,
+        _ => Verdict::Left,
+    }
+}
+
+/// Since it was last written to.
+fn age(meta: &Metadata) -> Duration {
+    let modified = meta.modified().unwrap_or_else(|_| SystemTime::now());
+    modified.elapsed().unwrap_or_default()
+}
+
+/// What is at a path; nothing, where it is gone since the folder was listed.
+fn look(path: &Path) -> Result<Option<Metadata>> {
+    match path.symlink_metadata() {
+        Ok(meta) => Ok(Some(meta)),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(Error::io("look at", path, error)),
+    }
+}
+
+/// The length of all files in a folder, the age of the newest, and whether what was replaced is among them.
+fn measure(folder: &Path) -> Result<(u64, Duration, bool)> {
+    let failed = |error| Error::io("list", folder, error);
+    let (mut bytes, mut newest, mut aside) = (0, Duration::MAX, false);
+    let entries = match fs::read_dir(folder) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok((bytes, newest, aside)),
+        entries => entries.map_err(failed)?,
+    };
+    for entry in entries {
+        let path = entry.map_err(failed)?.path();
+        let Some(meta) = look(&path)? else { continue };
+        aside |= path.extension() == Some(OsStr::new(ASIDE));
+        newest = newest.min(age(&meta));
+        if meta.is_dir() {
+            let (more, age, _) = measure(&path)?;
+            (bytes, newest) = (bytes + more, newest.min(age));
+        } else {
+            bytes += meta.len();
+        }
+    }
+    Ok((bytes, newest, aside))
+}
+
+#[cfg(test)]
+#[path = "clean_tests.rs"]
+mod tests;

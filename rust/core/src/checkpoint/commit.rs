@@ -1,0 +1,223 @@
+//! The end of a save, and the number of the next one.
+
+use std::collections::HashSet;
+use std::fs;
+use std::io::ErrorKind;
+use std::path::Path;
+use std::time::Duration;
+
+use super::gather::identity_of;
+use crate::format::{DataFileName, INDEX_NAME, Index, parse_rank_index_name, rank_index_name};
+use crate::store::disk::Disk;
+use crate::store::{FolderLock, Mode, publish_on, read_all};
+use crate::{Control, Error, Result};
+
+/// What a discard waits for the folder. What it cannot remove, `clean` does.
+const DISCARD_PATIENCE: Duration = Duration::from_secs(5);
+
+/// What a commit did besides committing.
+#[derive(Debug, Default)]
+pub struct Committed {
+    /// Data files of the checkpoint that was replaced, which are gone now.
+    pub removed: Vec<String>,
+    /// Why others of them could not be removed. The new checkpoint is whole all the same.
+    pub left: Vec<Error>,
+}
+
+/// Makes `index` the index of the folder (with `rank`, that rank's of a rank-local save), and removes the data files that the one before it named
+/// as its own and this one does not. The index of a whole save also replaces those of single ranks. No other file is touched.
+///
+/// `control` can stop it until the index is in its place.
+///
+/// # Errors
+/// [`Error::CorruptIndex`] where the bytes are no index; [`Error::CorruptData`] where a data file is not there; [`Error::Io`] where it could not
+/// be published; [`Error::Interrupted`], [`Error::Busy`]. The old checkpoint is whole then.
+pub fn commit(dir: &Path, rank: Option<u32>, index: Vec<u8>, fsync: bool, control: &Control) -> Result<Committed> {
+    commit_on(&Disk::default(), dir, rank, index, fsync, control)
+}
+
+pub(super) fn commit_on(
+    disk: &Disk,
+    dir: &Path,
+    rank: Option<u32>,
+    index: Vec<u8>,
+    fsync: bool,
+    control: &Control,
+) -> Result<Committed> {
+    let index = Index::from_bytes(index, &dir.join(index_name(rank)))?;
+    commit_index_on(disk, dir, rank, &index, fsync, control)
+}
+
+/// [`commit`] for an index that has been checked already.
+///
+/// # Errors
+/// As [`commit`].
+pub fn commit_index(dir: &Path, rank: Option<u32>, index: &Index, fsync: bool, control: &Control) -> Result<Committed> {
+    commit_index_on(&Disk::default(), dir, rank, index, fsync, control)
+}
+
+fn commit_index_on(
+    disk: &Disk,
+    dir: &Path,
+    rank: Option<u32>,
+    index: &Index,
+    fsync: bool,
+    control: &Control,
+) -> Result<Committed> {
+    let name = index_name(rank);
+    // A rank that takes the save for failed removes what it wrote: before this, and then there is nothing to commit, or never.
+    let lock = FolderLock::take_on(disk, dir, Mode::Exclusive, control)?;
+    check_written(dir, index, control)?;
+    let of_ranks = if rank.is_none() { rank_indexes(dir)? } else { Vec::new() };
+    let before = read_all(&dir.join(&name)).ok();
+    // One that cannot be read names nothing that may be removed.
+    let old: Vec<Index> = std::iter::once(before.clone())
+        .chain(of_ranks.iter().map(|name| read_all(&dir.join(name)).ok()))
+        .filter_map(|bytes| Index::from_bytes(bytes?, &dir.join(&name)).ok())
+        .collect();
+    publish_on(disk, dir, &name, index.bytes(), fsync, control)?;
+    if !lock.is_certain()
+        && let Err(lost) = check_written(dir, index, &Control::new())
+    {
+        // Its files went after the first look. Those of the old one are there still.
+        match before {
+            Some(bytes) => publish_on(disk, dir, &name, &bytes, fsync, &Control::new())?,
+            None => disk.remove(&dir.join(&name))?,
+        }
+        return Err(lost);
+    }
+
+    let kept = own_files(index);
+    let replaced = old.iter().flat_map(own_files).filter(|name| !kept.contains(name));
+    let mut committed = Committed::default();
+    for name in of_ranks.iter().map(String::as_str).chain(replaced) {
+        match disk.remove(&dir.join(name)) {
+            Ok(()) => committed.removed.push(name.to_owned()),
+            Err(error) => committed.left.push(error),
+        }
+    }
+    Ok(committed)
+}
+
+/// Makes `bytes` the index of a folder whose data files are what they were: of others, or of a save whose index was lost. No file is removed.
+///
+/// # Errors
+/// [`Error::Io`], [`Error::Interrupted`], [`Error::Busy`]. What was there before stays then.
+pub fn replace_index(dir: &Path, bytes: &[u8], fsync: bool, control: &Control) -> Result<()> {
+    let disk = Disk::default();
+    let _lock = FolderLock::take_on(&disk, dir, Mode::Exclusive, control)?;
+    publish_on(&disk, dir, INDEX_NAME, bytes, fsync, control)
+}
+
+/// Checks that the files of a save are there as its ranks wrote them.
+fn check_written(dir: &Path, index: &Index, control: &Control) -> Result<()> {
+    for number in 0..index.file_count() {
+        control.check()?;
+        let file = index.file(number);
+        if file.external || DataFileName::parse(file.name).is_none() {
+            continue;
+        }
+        let path = dir.join(file.name);
+        let wrong = |what: String| {
+            let reason = format!("at the commit of its save {what}");
+            Err(Error::corrupt_file(&path, reason))
+        };
+        match fs::symlink_metadata(&path) {
+            Ok(found) if found.is_file() && found.len() == file.size => {}
+            Ok(found) => return wrong(format!("it is {} bytes long, expected {}", found.len(), file.size)),
+            Err(error) if error.kind() == ErrorKind::NotFound => return wrong("it is missing".into()),
+            Err(error) => return Err(Error::io("look at", &path, error)),
+        }
+    }
+    Ok(())
+}
+
+fn index_name(rank: Option<u32>) -> String {
+    rank.map_or(INDEX_NAME.to_owned(), rank_index_name)
+}
+
+/// The indexes of single ranks in a folder.
+fn rank_indexes(dir: &Path) -> Result<Vec<String>> {
+    let failed = |error| Error::io("list", dir, error);
+    let mut names = Vec::new();
+    for entry in fs::read_dir(dir).map_err(failed)? {
+        let name = entry.map_err(failed)?.file_name();
+        names.extend(
+            name.to_str()
+                .filter(|name| parse_rank_index_name(name).is_some())
+                .map(str::to_owned),
+        );
+    }
+    names.sort();
+    Ok(names)
+}
+
+/// Removes the data files that an index names as its own: those of a save that was not committed, because another rank failed. What the
+/// published index of the folder (with `rank`, of that rank) names stays, should the save have been committed after all.
+///
+/// # Errors
+/// [`Error::CorruptIndex`] where the bytes are no index; [`Error::Io`] where the published index cannot be read (nothing is removed then),
+/// or for the first file that could not be removed, after trying all; [`Error::Interrupted`], [`Error::Busy`] while waiting for the folder.
+pub fn discard(
+    dir: &Path,
+    rank: Option<u32>,
+    index: impl AsRef<[u8]> + Send + Sync + 'static,
+    control: &Control,
+) -> Result<()> {
+    let path = dir.join(index_name(rank));
+    let index = Index::from_bytes(index, &path)?;
+    if !dir.exists() {
+        return Ok(());
+    }
+    // Whoever waits here has an error to raise.
+    let _lock = FolderLock::take_within(&Disk::default(), dir, Mode::Exclusive, control, DISCARD_PATIENCE)?;
+    let published = match read_all(&path) {
+        Ok(bytes) => Some(Index::from_bytes(bytes, &path)?),
+        Err(error) if error.kind() == ErrorKind::NotFound => None,
+        Err(error) => return Err(Error::io("read", &path, error)),
+    };
+    let kept = published.as_ref().map(own_files).unwrap_or_default();
+    let disk = Disk::default();
+    own_files(&index)
+        .into_iter()
+        .filter(|name| !kept.contains(name))
+        .map(|name| disk.remove(&dir.join(name)))
+        .fold(Ok(()), Result::and)
+}
+
+/// The data files that a save wrote for this index. Their names are those of data files, whatever the index says:
+/// one that was tampered with gets nothing else removed.
+fn own_files(index: &Index) -> HashSet<&str> {
+    (0..index.file_count())
+        .map(|number| index.file(number))
+        .filter(|file| !file.external && DataFileName::parse(file.name).is_some())
+        .map(|file| file.name)
+        .collect()
+}
+
+/// The generation of the next save into a folder: 1 + the highest that a data file or the index carries.
+/// 1 where there is no such folder.
+///
+/// # Errors
+/// [`Error::Io`] where the folder cannot be read; [`Error::Unsupported`] after generation 2^64 - 1.
+pub fn next_generation(dir: &Path) -> Result<u64> {
+    let entries = match fs::read_dir(dir) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(1),
+        entries => entries.map_err(|error| Error::io("list", dir, error))?,
+    };
+    // Of a damaged index the header is enough: it does not hinder the save that replaces it.
+    let mut highest = identity_of(&dir.join(INDEX_NAME)).map_or(0, |index| index.generation);
+    for entry in entries {
+        let name = entry.map_err(|error| Error::io("list", dir, error))?.file_name();
+        if let Some(name) = name.to_str().and_then(DataFileName::parse) {
+            highest = highest.max(name.generation);
+        }
+    }
+    highest
+        .checked_add(1)
+        .ok_or_else(|| Error::Unsupported(format!("a save after generation {highest}")))
+}
+
+#[cfg(test)]
+#[path = "commit_tests.rs"]
+mod tests;

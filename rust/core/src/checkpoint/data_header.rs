@@ -1,0 +1,259 @@
+//! What the header of a data file of ours says: section 2 of `docs/format.md`, read back.
+
+use std::collections::HashMap;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+use crate::format::safetensors::{Header, HeaderTensor, PREFIX_LEN, header_len, parse};
+use crate::format::{DataFileName, FileEntry, Kind, TensorEntry, Value, block_digest, from_header_name};
+use crate::geometry::Dims;
+use crate::store::open_file;
+use crate::{Dtype, Error, Result};
+
+/// A data file, by its header.
+#[derive(Debug)]
+pub(super) struct DataHeader {
+    pub path: PathBuf,
+    pub name: DataFileName,
+    /// How many ranks saved together; 0: this one for itself alone.
+    pub world_size: u32,
+    /// How many files the rank wrote.
+    pub files: u32,
+    pub entry: FileEntry,
+    pub chunks: Vec<HeaderChunk>,
+}
+
+/// A chunk, by the header of its file.
+#[derive(Debug)]
+pub(super) struct HeaderChunk {
+    pub tensor: TensorEntry,
+    pub offsets: Dims,
+    pub sizes: Dims,
+    /// First byte in the file.
+    pub offset: u64,
+    pub length: u64,
+}
+
+/// `DCPRS`.
+#[derive(Deserialize)]
+struct About {
+    version: u64,
+    generation: u64,
+    rank: u32,
+    world_size: u32,
+    file: u32,
+    files: u32,
+    tensors: HashMap<String, AboutTensor>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "lowercase", tag = "kind")]
+enum AboutTensor {
+    Tensor {
+        dtype: String,
+        shape: Vec<u64>,
+        flags: u8,
+        path: Option<Vec<PathPart>>,
+    },
+    Bytes {
+        path: Option<Vec<PathPart>>,
+    },
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum PathPart {
+    Int(i64),
+    Str(String),
+}
+
+#[derive(Deserialize)]
+struct Saved {
+    saved_offsets: Vec<u64>,
+}
+
+impl DataHeader {
+    /// Reads the header of the file `name` in `dir`.
+    ///
+    /// # Errors
+    /// [`Error::CorruptIndex`] where it is not that of a complete data file, or not of the one that the name says.
+    pub(super) fn read(dir: &Path, name: DataFileName) -> Result<Self> {
+        let path = dir.join(name.to_string());
+        let (head, size) = read_head(&path)?;
+        let refuse = |reason: String| Error::corrupt_index(&path, PREFIX_LEN, reason);
+        let header = parse(&head, size).map_err(|error| Error::corrupt_index(&path, error.offset, error.reason))?;
+        let text = |key: &str| {
+            header
+                .metadata
+                .get(key)
+                .ok_or_else(|| refuse(format!("no {key:?} in the header: not a file of this format")))
+        };
+        let about: About =
+            serde_json::from_str(text("DCPRS")?).map_err(|error| refuse(format!("DCPRS in the header: {error}")))?;
+        let saved: HashMap<String, Saved> = serde_json::from_str(text("DCP_SHARDING_INFO")?)
+            .map_err(|error| refuse(format!("DCP_SHARDING_INFO in the header: {error}")))?;
+        if about.version != 1 {
+            return Err(refuse(format!(
+                "version {} of the format, and 1 is known",
+                about.version
+            )));
+        }
+        if (about.generation, about.rank, about.file) != (name.generation, name.rank, name.file) {
+            let About {
+                generation, rank, file, ..
+            } = about;
+            return Err(refuse(format!(
+                "it is file {file} of rank {rank} of generation {generation} by its header"
+            )));
+        }
+        if about.file >= about.files || (about.world_size != 0 && about.rank >= about.world_size) {
+            let About {
+                rank,
+                world_size,
+                file,
+                files,
+                ..
+            } = about;
+            return Err(refuse(format!(
+                "it is file {file} of {files}, of rank {rank} of {world_size}"
+            )));
+        }
+        let mut chunks = Vec::with_capacity(header.tensors.len());
+        for tensor in &header.tensors {
+            let saved = saved.get(&tensor.name).map(|saved| saved.saved_offsets.as_slice());
+            let chunk = chunk(tensor, about.tensors.get(&tensor.name), saved, header.data_start);
+            chunks.push(chunk.map_err(|reason| refuse(format!("tensor {:?}: {reason}", tensor.name)))?);
+        }
+        Ok(Self {
+            name,
+            world_size: about.world_size,
+            files: about.files,
+            entry: FileEntry {
+                name: name.to_string(),
+                size,
+                data_start: header.data_start,
+                external: false,
+                head_digest: Some(block_digest(&head)),
+                mtime_ns: 0,
+            },
+            chunks,
+            path,
+        })
+    }
+}
+
+/// Which part of a checkpoint a safetensors file is, where it is one of ours and not all of it.
+pub(crate) fn part_of(header: &Header) -> Option<String> {
+    let About {
+        rank,
+        world_size,
+        file,
+        files,
+        ..
+    } = serde_json::from_str(header.metadata.get("DCPRS")?).ok()?;
+    match (world_size, files) {
+        (1, 1) => None,
+        (0, _) => Some(format!("file {file} of {files} of what rank {rank} saved for itself")),
+        _ => Some(format!("file {file} of {files} of rank {rank}, of {world_size} ranks")),
+    }
+}
+
+/// The bytes before the payload, and the length of the file.
+fn read_head(path: &Path) -> Result<(Vec<u8>, u64)> {
+    let io = |error| Error::io("read", path, error);
+    let file = open_file(path).map_err(io)?;
+    let size = file.metadata().map_err(io)?.len();
+    if size < PREFIX_LEN {
+        return Err(Error::corrupt_index(
+            path,
+            0,
+            format!("{size} bytes, too few for a header"),
+        ));
+    }
+    let mut prefix = [0; 8];
+    file.read_exact_at(&mut prefix, 0).map_err(io)?;
+    let len = header_len(prefix, size).map_err(|error| Error::corrupt_index(path, error.offset, error.reason))?;
+    let mut head = vec![0; usize::try_from(PREFIX_LEN + len).expect("headers are of at most 100 MB")];
+    file.read_exact_at(&mut head, 0).map_err(io)?;
+    Ok((head, size))
+}
+
+/// Undoes section 2.1. What does not concern the header alone is checked when the index is built.
+fn chunk(
+    tensor: &HeaderTensor,
+    about: Option<&AboutTensor>,
+    saved: Option<&[u64]>,
+    data_start: u64,
+) -> std::result::Result<HeaderChunk, String> {
+    let saved = saved.ok_or("no saved_offsets")?;
+    let mut sizes = Dims::from_slice(&tensor.shape);
+    let mut offsets = Dims::from_slice(saved);
+    let name = from_header_name(&tensor.name).to_owned();
+    let mut entry = TensorEntry {
+        name,
+        kind: Kind::Tensor,
+        dtype: None,
+        shape: Dims::new(),
+        flags: 0,
+        path: None,
+    };
+    match about {
+        None => {
+            let (dtype, _) = tensor
+                .dtype
+                .to_torch(&tensor.shape)
+                .ok_or("a type that torch does not have")?;
+            if offsets.iter().any(|&offset| offset != 0) {
+                return Err("a part of a tensor, and nothing says of which shape".into());
+            }
+            entry.dtype = Some(dtype);
+            entry.shape.clone_from(&sizes);
+        }
+        Some(AboutTensor::Bytes { path }) => {
+            entry.kind = Kind::Bytes;
+            entry.path = path.as_deref().map(to_path);
+            (sizes, offsets) = (Dims::new(), Dims::new());
+        }
+        Some(AboutTensor::Tensor {
+            dtype,
+            shape,
+            flags,
+            path,
+        }) => {
+            let dtype = Dtype::from_name(dtype).ok_or_else(|| format!("unknown dtype {dtype:?}"))?;
+            if tensor.dtype.name() != dtype.header_name() {
+                return Err(format!("{} cannot be stored as {}", dtype.name(), tensor.dtype.name()));
+            }
+            if !dtype.is_native_to_safetensors()
+                && dtype.size() > 1
+                && (sizes.pop(), offsets.pop()) != (Some(dtype.size()), Some(0))
+            {
+                return Err(format!("the last dimension is not the bytes of a {}", dtype.name()));
+            }
+            entry.dtype = Some(dtype);
+            entry.shape = Dims::from_slice(shape);
+            entry.flags = *flags;
+            entry.path = path.as_deref().map(to_path);
+        }
+    }
+    if offsets.len() != sizes.len() {
+        return Err(format!("{} saved_offsets for {} sizes", offsets.len(), sizes.len()));
+    }
+    Ok(HeaderChunk {
+        tensor: entry,
+        offsets,
+        sizes,
+        offset: data_start + tensor.begin,
+        length: tensor.end - tensor.begin,
+    })
+}
+
+fn to_path(parts: &[PathPart]) -> Value {
+    let part = |part: &PathPart| match part {
+        PathPart::Int(number) => Value::Int(*number),
+        PathPart::Str(text) => Value::Str(text.clone()),
+    };
+    Value::Tuple(parts.iter().map(part).collect())
+}

@@ -1,0 +1,507 @@
+//! Joins an index and the read engine: from chunks and regions of tensors to requests for bytes.
+
+#![allow(unsafe_code)] // destinations are addresses that a caller vouches for
+
+mod arrange;
+
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use self::arrange::Elsewhere;
+pub use self::arrange::Turns;
+use crate::copy::SignBits;
+use crate::format::{BLOCK_SIZE, ChunkView, INDEX_NAME, Identity, Index, Kind, SourceKind};
+use crate::geometry::memory::Footprint;
+use crate::geometry::overlap::{self, Region};
+use crate::geometry::{Dims, row_major};
+use crate::paths::{Links, Reach, Verdict, reach};
+use crate::read::{self, Catalog, Destination, FileRef, ReadOptions, ReadReq, ReadStats};
+use crate::store::{Mapping, PrivateMapping, open_file, read_at};
+use crate::{Control, Dtype, Error, Result};
+
+/// Opens the index file at `path`: maps it and checks it.
+pub fn open_index(path: &Path) -> Result<Index> {
+    let file = open_file(path).map_err(|error| match error.kind() {
+        std::io::ErrorKind::NotFound => Error::NotFound {
+            path: path.to_owned(),
+            reason: "no such file".into(),
+        },
+        std::io::ErrorKind::InvalidInput => Error::corrupt_index(path, 0, error.to_string()),
+        _ => Error::io("open", path, error),
+    })?;
+    let mapping = Mapping::new(&file).map_err(|error| Error::io("map", path, error))?;
+    Index::from_bytes(IndexMapping(mapping), path)
+}
+
+/// Which save an index file is of, without a look at the rest of it.
+pub(crate) fn identity_of(path: &Path) -> Option<Identity> {
+    let mut start = [0; Identity::LEN];
+    read_at(&open_file(path).ok()?, &mut start, 0).ok()?;
+    Identity::of(&start)
+}
+
+/// An index file in memory. Published indexes are never changed in place (section 9 of the format), which is what makes a slice of one sound.
+struct IndexMapping(Mapping);
+
+impl AsRef<[u8]> for IndexMapping {
+    fn as_ref(&self) -> &[u8] {
+        if self.0.is_empty() {
+            return &[];
+        }
+        // SAFETY: the mapping is readable for its length, and lives as long as `self`. No one writes to a published index: a save replaces
+        // it by rename, and leaves the mapped file as it is.
+        unsafe { std::slice::from_raw_parts(self.0.as_ptr(), self.0.len()) }
+    }
+}
+
+/// What the engine needs to know of a data file. `allow_external`: whether names, and symbolic links, may lead out of the folder.
+///
+/// # Errors
+/// [`Error::Unsupported`] where the name leads out, and may not. Links are looked at when the file is opened.
+pub fn file_ref(index: &Index, file: u32, allow_external: bool) -> Result<FileRef> {
+    let view = index.file(file);
+    let path = index.file_path(file);
+    if !allow_external && reach(view.name) == Reach::Outside {
+        return Err(Error::Unsupported(format!(
+            "{} names {}, outside its folder; pass allow_external=True (--allow-external) to open it",
+            index.path().display(),
+            path.display()
+        )));
+    }
+    Ok(FileRef {
+        path,
+        size: view.size,
+        mtime_ns: view.mtime_ns,
+        links: if allow_external || index.follows_links() {
+            Links::Any
+        } else {
+            links(index, view.external)
+        },
+    })
+}
+
+fn links(index: &Index, external: bool) -> Links {
+    Links::Within {
+        folder: index.folder(),
+        last: external,
+    }
+}
+
+/// A data file that is refused to who opens the index file without leave to follow it, because of links.
+pub fn find_link_outside(index: &Index) -> Option<PathBuf> {
+    (0..index.file_count()).find_map(|file| {
+        let path = index.file_path(file);
+        let links = links(index, index.file(file).external);
+        let leads_out = matches!(links.judge(&path), Ok(Verdict::Outside | Verdict::Link));
+        leads_out.then_some(path)
+    })
+}
+
+/// What an error of a read means: a data file that is gone, or changed, may have gone with the checkpoint it belonged to. What is refused by
+/// those who know no index gets its path.
+pub fn explain(index: &Index, error: Error) -> Error {
+    let path = index.path().to_owned();
+    match error {
+        Error::CorruptData { .. } if was_replaced(index) => Error::Replaced { path },
+        Error::TensorPlan {
+            path: None,
+            tensor,
+            reason,
+        } => Error::TensorPlan {
+            path: Some(path),
+            tensor,
+            reason,
+        },
+        other => other,
+    }
+}
+
+/// Whether another save has been committed in the place of this index since it was opened.
+fn was_replaced(index: &Index) -> bool {
+    if index.source() != SourceKind::Native {
+        return false; // no save removes the files of others
+    }
+    match identity_of(index.path()) {
+        Some(now) => now.save_id != index.save_id(),
+        // A save of all ranks removes the indexes of single ones.
+        None => !index.path().ends_with(INDEX_NAME) && index.path().with_file_name(INDEX_NAME).exists(),
+    }
+}
+
+/// Maps a data file privately, after its length was checked.
+pub fn map_data_file(index: &Index, file: u32, allow_external: bool) -> Result<PrivateMapping> {
+    let file_ref = file_ref(index, file, allow_external)?;
+    let opened = file_ref.open(false).map_err(|error| explain(index, error))?;
+    PrivateMapping::new(&opened).map_err(|error| Error::io("map", &file_ref.path, error))
+}
+
+/// Checks that the files of some chunks are there and as long as they should be.
+pub fn check_files(index: &Index, chunks: &[u64], allow_external: bool) -> Result<()> {
+    let files: HashSet<u32> = chunks.iter().map(|&c| index.chunk_file(c)).collect();
+    check_each(index, files, allow_external)
+}
+
+fn check_each(index: &Index, files: impl IntoIterator<Item = u32>, allow_external: bool) -> Result<()> {
+    for file in files {
+        let opened = file_ref(index, file, allow_external)?.open(false);
+        opened.map_err(|error| explain(index, error))?;
+    }
+    Ok(())
+}
+
+/// Checks a plan before anything is read: finds what of the regions no chunk holds (by their number), and checks the data files
+/// of all of them and of some values, as [`check_files`] does.
+pub fn check_regions(
+    index: &Index,
+    regions: &[(u32, Region)],
+    values: &[u32],
+    allow_external: bool,
+) -> Result<Vec<(usize, Region)>> {
+    let mut holes = Vec::new();
+    let mut files = HashSet::new();
+    for (i, (tensor, region)) in regions.iter().enumerate() {
+        match overlap::cover(index, *tensor, region) {
+            Ok(parts) => files.extend(parts.iter().map(|part| index.chunk_file(part.chunk))),
+            Err(hole) => holes.push((i, hole)),
+        }
+    }
+    files.extend(
+        values
+            .iter()
+            .flat_map(|&value| index.tensor(value).chunks)
+            .map(|chunk| index.chunk_file(chunk)),
+    );
+    check_each(index, files, allow_external)?;
+    Ok(holes)
+}
+
+/// Memory for a rectangle: its address, and the step in bytes along each dimension.
+#[derive(Clone, Debug)]
+pub struct Memory {
+    /// Where the first element goes.
+    pub address: Destination,
+    /// Bytes from an element to the next of each dimension.
+    pub strides: Dims,
+}
+
+/// A batch of reads from one checkpoint.
+pub struct Gather {
+    index: Arc<Index>,
+    allow_external: bool,
+    files: Vec<FileRef>,
+    /// The place in `files` of each file of the index.
+    places: Vec<Option<u32>>,
+    requests: Vec<ReadReq>,
+    /// The place in the plan of each request, and of what is added next.
+    at: Vec<u64>,
+    next_at: u64,
+    elsewhere: Vec<Elsewhere>,
+}
+
+impl Gather {
+    /// An empty batch.
+    pub fn new(index: Arc<Index>, allow_external: bool) -> Self {
+        Self {
+            places: vec![None; index.file_count() as usize],
+            index,
+            allow_external,
+            files: Vec::new(),
+            requests: Vec::new(),
+            at: Vec::new(),
+            next_at: 0,
+            elsewhere: Vec::new(),
+        }
+    }
+
+    /// What is added from now on has this place in the plan. Destinations that share memory are filled as if one after another, in the
+    /// order of the plan within a data file, and file by file as the plan first comes to them: what stock DCP's readers do.
+    pub fn set_place(&mut self, place: u64) {
+        self.next_at = place;
+    }
+
+    fn refuse(&self, tensor: &str, reason: String) -> Error {
+        Error::tensor_plan(Some(self.index.path()), tensor, reason)
+    }
+
+    /// Adds the rectangle of `sizes` elements at `offsets` of a chunk.
+    pub fn add_chunk(&mut self, chunk: u64, offsets: &[u64], sizes: &[u64], to: Memory) -> Result<()> {
+        let view = self.index.chunk(chunk);
+        let tensor = self.index.tensor(view.tensor);
+        if tensor.kind == Kind::Bytes {
+            return Err(self.refuse(tensor.name, "it is a value, not a tensor".into()));
+        }
+        if !Region::new(offsets, sizes).fits(&view.sizes) || to.strides.len() != sizes.len() {
+            let reason = format!(
+                "{sizes:?} elements at {offsets:?} of a chunk of {:?}",
+                view.sizes.as_slice()
+            );
+            return Err(self.refuse(tensor.name, reason));
+        }
+        let dtype = tensor.dtype.expect("tensors have one");
+        self.check_memory(tensor.name, dtype.size(), sizes, &to)?;
+        self.add_part(&view, dtype, offsets, sizes, to)
+    }
+
+    /// Adds a rectangle that was checked.
+    fn add_part(&mut self, view: &ChunkView, dtype: Dtype, offsets: &[u64], sizes: &[u64], to: Memory) -> Result<()> {
+        if sizes.contains(&0) {
+            return Ok(());
+        }
+        let itemsize = dtype.size();
+        let strides = view.strides.clone().unwrap_or_else(|| row_major(&view.sizes));
+        let first: u64 = offsets
+            .iter()
+            .zip(&strides)
+            .map(|(offset, stride)| offset * stride)
+            .sum();
+        let file = self.place(view.file)?;
+        self.push(ReadReq {
+            file,
+            tensor: view.tensor,
+            chunk_offset: view.offset,
+            chunk_length: view.length,
+            digests: view.digests.as_ref().map(|range| range.start),
+            itemsize,
+            shape: Dims::from_slice(sizes),
+            src_offset: first * itemsize,
+            src_strides: strides.iter().map(|stride| stride * itemsize).collect(),
+            dst: to.address,
+            dst_strides: to.strides,
+            signs: view.signs.bits(dtype).expect("checked at open"),
+        });
+        Ok(())
+    }
+
+    /// Adds a region of a tensor, from whichever chunks hold it.
+    pub fn add_region(&mut self, tensor: u32, region: &Region, to: &Memory) -> Result<()> {
+        let index = Arc::clone(&self.index);
+        let view = index.tensor(tensor);
+        let Some(dtype) = view.dtype else {
+            return Err(self.refuse(view.name, "it is a value, not a tensor".into()));
+        };
+        if !region.fits(&view.shape) || to.strides.len() != view.shape.len() {
+            let reason = format!(
+                "{:?} elements at {:?} of {:?}",
+                region.sizes.as_slice(),
+                region.offsets.as_slice(),
+                view.shape.as_slice()
+            );
+            return Err(self.refuse(view.name, reason));
+        }
+        self.check_memory(view.name, dtype.size(), &region.sizes, to)?;
+        for part in cover(&index, tensor, region)? {
+            let bytes: u64 = part.region_offsets.iter().zip(&to.strides).map(|(o, s)| o * s).sum();
+            let bytes = usize::try_from(bytes).map_err(|_| Error::Plan("destination too large".into()))?;
+            let memory = Memory {
+                address: Destination(to.address.0.wrapping_add(bytes)),
+                strides: to.strides.clone(),
+            };
+            let chunk = index.chunk(part.chunk);
+            self.add_part(&chunk, dtype, &part.chunk_offsets, &part.sizes, memory)?;
+        }
+        Ok(())
+    }
+
+    /// Adds some bytes of a chunk, as they are stored.
+    pub fn add_bytes(&mut self, chunk: u64, from: u64, length: u64, to: Destination) -> Result<()> {
+        let view = self.index.chunk(chunk);
+        if from.checked_add(length).is_none_or(|end| end > view.length) {
+            return Err(Error::Plan(format!("bytes beyond the {} of a chunk", view.length)));
+        }
+        if length > 0 {
+            let file = self.place(view.file)?;
+            self.push(ReadReq {
+                file,
+                tensor: view.tensor,
+                chunk_offset: view.offset,
+                chunk_length: view.length,
+                digests: view.digests.map(|range| range.start),
+                itemsize: 1,
+                shape: Dims::from_slice(&[length]),
+                src_offset: from,
+                src_strides: Dims::from_slice(&[1]),
+                dst: to,
+                dst_strides: Dims::from_slice(&[1]),
+                signs: SignBits::default(),
+            });
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, request: ReadReq) {
+        self.requests.push(request);
+        self.at.push(self.next_at);
+    }
+
+    fn check_memory(&self, tensor: &str, itemsize: u64, sizes: &[u64], to: &Memory) -> Result<()> {
+        let footprint = Footprint::new(0, to.address.0.addr() as u64, itemsize, sizes, &to.strides);
+        self.check_footprint(tensor, footprint).map(drop)
+    }
+
+    /// Refuses memory that cannot hold what is written to it.
+    fn check_footprint(&self, tensor: &str, footprint: Option<Footprint>) -> Result<Footprint> {
+        match footprint {
+            Some(footprint) if !footprint.overlaps_itself() => Ok(footprint),
+            Some(_) => {
+                let reason = "the destination has several elements in one place of memory; give it memory of its own";
+                Err(self.refuse(tensor, reason.into()))
+            }
+            None => Err(self.refuse(tensor, "the destination ends beyond all memory".into())),
+        }
+    }
+
+    fn place(&mut self, file: u32) -> Result<u32> {
+        if let Some(place) = self.places[file as usize] {
+            return Ok(place);
+        }
+        let place = u32::try_from(self.files.len()).expect("no more than the index has");
+        self.files.push(file_ref(&self.index, file, self.allow_external)?);
+        self.places[file as usize] = Some(place);
+        Ok(place)
+    }
+
+    /// How many rectangles were added, empty ones aside.
+    pub fn len(&self) -> usize {
+        self.requests.len()
+    }
+
+    /// Forgets what was added after there were `len` rectangles.
+    pub fn truncate(&mut self, len: usize) {
+        self.requests.truncate(len);
+        self.at.truncate(len);
+    }
+
+    /// Whether there is nothing to read.
+    pub fn is_empty(&self) -> bool {
+        self.requests.is_empty()
+    }
+
+    /// Checks the files of all that was added, as [`check_files`] does.
+    pub fn check_files(&self) -> Result<()> {
+        for file in &self.files {
+            file.open(false).map_err(|error| explain(&self.index, error))?;
+        }
+        Ok(())
+    }
+
+    /// The files, and the requests in the order in which they were added.
+    pub(crate) fn into_parts(self) -> (Vec<FileRef>, Vec<ReadReq>) {
+        (self.files, self.requests)
+    }
+
+    /// Reads all that was added, in turns where destinations share memory.
+    ///
+    /// # Errors
+    /// Those of [`read::read`].
+    ///
+    /// # Safety
+    /// Every destination is valid for writes to all its elements, from any thread, until this returns.
+    pub unsafe fn read(&self, options: &ReadOptions, control: &Control) -> Result<ReadStats> {
+        let turns = self.arrange(false);
+        let mut all = ReadStats::default();
+        for turn in 0..turns.len() {
+            // SAFETY: the caller's promise, passed on.
+            all += unsafe { self.read_turn(&turns, turn, options, control)? };
+        }
+        Ok(all)
+    }
+
+    /// Reads what has one turn.
+    ///
+    /// # Errors
+    /// Those of [`read::read`].
+    ///
+    /// # Safety
+    /// As [`read`](Self::read).
+    pub unsafe fn read_turn(
+        &self,
+        turns: &Turns,
+        turn: usize,
+        options: &ReadOptions,
+        control: &Control,
+    ) -> Result<ReadStats> {
+        let requests = turns.requests(turn, &self.requests);
+        // SAFETY: the caller's promise; no two requests of a turn share a byte. Files are never made shorter (section 9 of the format).
+        let read = unsafe { read::read(&self.files, &requests, &Names(&self.index), options, control) };
+        read.map_err(|error| explain(&self.index, error))
+    }
+}
+
+/// The parts of a region and the chunks that hold them; an error that names what no chunk holds.
+pub fn cover(index: &Index, tensor: u32, region: &Region) -> Result<Vec<overlap::Overlap>> {
+    overlap::cover(index, tensor, region).map_err(|hole| {
+        let reason = format!(
+            "the checkpoint does not hold {:?} elements at {:?}",
+            hole.sizes.as_slice(),
+            hole.offsets.as_slice()
+        );
+        Error::tensor_plan(Some(index.path()), index.name(tensor), reason)
+    })
+}
+
+/// Checks the digests of some chunks that have them, through a buffer of `options.max_inflight_bytes`.
+pub fn verify_chunks(
+    index: &Arc<Index>,
+    chunks: &[u64],
+    allow_external: bool,
+    options: &ReadOptions,
+    control: &Control,
+) -> Result<()> {
+    let options = ReadOptions {
+        verify: true,
+        ..options.clone()
+    };
+    let capacity = (options.max_inflight_bytes / BLOCK_SIZE).max(1) * BLOCK_SIZE;
+    let mut buffer = vec![0_u8; usize::try_from(capacity).map_err(|_| Error::Plan("buffer too large".into()))?];
+    let base = buffer.as_mut_ptr();
+    let mut gather = Gather::new(Arc::clone(index), allow_external);
+    let mut used = 0;
+    for &chunk in chunks {
+        let view = index.chunk(chunk);
+        let length = if view.digests.is_some() { view.length } else { 0 };
+        let mut from = 0;
+        while from < length {
+            let part = (capacity - used).min(length - from);
+            // A part ends at the end of a block, so that no block is read twice.
+            let part = if from + part < length {
+                part / BLOCK_SIZE * BLOCK_SIZE
+            } else {
+                part
+            };
+            if part > 0 {
+                let at = usize::try_from(used).expect("below the capacity");
+                gather.add_bytes(chunk, from, part, Destination(base.wrapping_add(at)))?;
+            } else {
+                // SAFETY: the parts lie in `buffer` one after another.
+                unsafe { gather.read(&options, control)? };
+                gather.truncate(0);
+                used = 0;
+            }
+            used += part;
+            from += part;
+        }
+    }
+    // SAFETY: as above.
+    unsafe { gather.read(&options, control)? };
+    Ok(())
+}
+
+/// The names and digests of an index, for the engine.
+pub(crate) struct Names<'a>(pub &'a Index);
+
+impl Catalog for Names<'_> {
+    fn tensor_name(&self, tensor: u32) -> String {
+        self.0.name(tensor).to_owned()
+    }
+
+    fn digest(&self, i: u64) -> u64 {
+        self.0.digest(i)
+    }
+
+    fn tensor_bytes(&self, tensor: u32) -> Option<u64> {
+        let tensor = self.0.tensor(tensor);
+        let size = tensor.dtype?.size();
+        Some(tensor.shape.iter().fold(size, |n, &s| n.saturating_mul(s)))
+    }
+}

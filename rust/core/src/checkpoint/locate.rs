@@ -1,0 +1,170 @@
+//! What kind of checkpoint a path is: found out by looking.
+
+use std::io::ErrorKind;
+use std::path::Path;
+
+use crate::foreign::Foreign;
+use crate::foreign::distcp::{METADATA_NAME, rank_metadata_name};
+use crate::foreign::models::{self, Model};
+use crate::format::{DataFileName, INDEX_NAME, parse_rank_index_name, rank_index_name};
+use crate::store::LOCK_NAME;
+use crate::{Error, Result};
+
+/// What a path holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Found {
+    /// A folder with an index of this crate, over data of whichever kind.
+    Native,
+    /// A checkpoint without one.
+    Foreign(Foreign),
+}
+
+/// What is at `path`; with `rank`, what that rank wrote for itself. An index comes first: it may be over any of the others.
+///
+/// A folder is listed only where neither of the two names is there that make one a checkpoint: it may hold a hundred thousand files.
+pub fn find(path: &Path, rank: Option<u32>) -> Result<Found> {
+    if let Some(model) = file(path)? {
+        return Ok(Found::Foreign(model));
+    }
+    let name = |of_rank: fn(u32) -> String, of_all: &str| rank.map_or_else(|| of_all.to_owned(), of_rank);
+    if is_there(&path.join(name(rank_index_name, INDEX_NAME)))? {
+        return Ok(Found::Native);
+    }
+    if is_there(&path.join(name(rank_metadata_name, METADATA_NAME)))? {
+        return Ok(Found::Foreign(Foreign::Dcp));
+    }
+    match rank {
+        Some(rank) => no(path, format!("rank {rank} wrote no index of its own")),
+        None => models(path).map(Found::Foreign),
+    }
+}
+
+/// What others wrote at `path`, whatever index of this crate lies there.
+pub fn find_data(path: &Path) -> Result<Foreign> {
+    if let Some(model) = file(path)? {
+        return Ok(model);
+    }
+    if is_there(&path.join(METADATA_NAME))? {
+        return Ok(Foreign::Dcp);
+    }
+    models(path)
+}
+
+fn no<T>(path: &Path, reason: impl Into<String>) -> Result<T> {
+    Err(Error::NotFound {
+        path: path.to_owned(),
+        reason: reason.into(),
+    })
+}
+
+/// What a single file is; nothing where the path is a folder.
+fn file(path: &Path) -> Result<Option<Foreign>> {
+    match std::fs::metadata(path) {
+        Ok(what) if what.is_file() => {}
+        Ok(_) => return Ok(None),
+        Err(e) if e.kind() == ErrorKind::NotFound => return no(path, "there is no such path"),
+        Err(e) => return Err(Error::io("look at", path, e)),
+    }
+    let dir = path.parent().unwrap_or(Path::new(""));
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    match Model::at(dir, &name)? {
+        Some(_) if path.to_str().is_none() => Err(Error::Unsupported(format!(
+            "{}: a file name that is not UTF-8",
+            path.display()
+        ))),
+        Some(model) => Ok(Some(Foreign::Safetensors {
+            dir: dir.to_owned(),
+            model,
+        })),
+        None => no(
+            path,
+            "of single files only .safetensors ones open, and .safetensors.index.json; dcp_rs.convert makes a checkpoint of a file of torch.save",
+        ),
+    }
+}
+
+fn models(path: &Path) -> Result<Foreign> {
+    let names = names(path)?;
+    match models::choose(path, &names)? {
+        Some(model) => Ok(Foreign::Safetensors {
+            dir: path.to_owned(),
+            model,
+        }),
+        None => no(path, why_not(&names)),
+    }
+}
+
+/// Whether there is something of this name, and be it a link that leads nowhere.
+fn is_there(path: &Path) -> Result<bool> {
+    match std::fs::symlink_metadata(path) {
+        Ok(_) => Ok(true),
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(false),
+        Err(e) => Err(Error::io("look at", path, e)),
+    }
+}
+
+/// Whether the folder holds native data files.
+pub fn has_native_data(dir: &Path) -> Result<bool> {
+    Ok(names(dir)?.iter().any(|name| DataFileName::parse(name).is_some()))
+}
+
+/// Refuses a folder in which ranks have indexes of their own: one of all ranks would come before them, and hide what they saved.
+///
+/// # Errors
+/// [`Error::Unsupported`], which names one of them.
+pub fn check_no_rank_indexes(dir: &Path) -> Result<()> {
+    let names = names(dir)?;
+    match names.iter().filter(|name| parse_rank_index_name(name).is_some()).min() {
+        None => Ok(()),
+        Some(name) => Err(Error::Unsupported(format!(
+            "{}: an {INDEX_NAME} there would come before the indexes of a rank-local save, as {name}; remove those that are not needed",
+            dir.display()
+        ))),
+    }
+}
+
+fn names(dir: &Path) -> Result<Vec<String>> {
+    let failed = |e| Error::io("list", dir, e);
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(dir).map_err(failed)? {
+        // A name that is not UTF-8 is none that is looked for.
+        names.extend(entry.map_err(failed)?.file_name().into_string().ok());
+    }
+    names.retain(|name| name != LOCK_NAME);
+    Ok(names)
+}
+
+/// Whether a file is named as those of `torch.save` are.
+fn is_torch_file(name: &str) -> bool {
+    [".pt", ".pth", ".bin", ".ckpt"]
+        .iter()
+        .any(|ending| name.ends_with(ending))
+}
+
+/// The most helpful guess at what a folder without an index is.
+fn why_not(names: &[String]) -> &'static str {
+    let any = |part: &str| names.iter().any(|name| name.contains(part));
+    if names.iter().any(|name| name == INDEX_NAME) {
+        "there is an index, but no data of others beside it"
+    } else if any(".metadata.tmp") || (any(".distcp") && !any(METADATA_NAME)) {
+        "it has .distcp data but no .metadata: the save did not finish"
+    } else if names
+        .iter()
+        .any(|name| name.starts_with("__") && name.ends_with(METADATA_NAME))
+    {
+        "its metadata is rank-local (__<rank>.metadata): it opens for one rank at a time"
+    } else if names
+        .iter()
+        .any(|name| name.starts_with("__") && name.ends_with(INDEX_NAME))
+    {
+        "its index is rank-local (__<rank>.index.dcprs): it opens for one rank at a time"
+    } else if names.iter().any(|name| DataFileName::parse(name).is_some()) {
+        "it has data files but no index.dcprs: the save did not finish, or dcp_rs.index(path) rebuilds it"
+    } else if names.is_empty() {
+        "the folder is empty"
+    } else if names.iter().any(|name| is_torch_file(name)) {
+        "it holds files of torch.save, to judge by their names: dcp_rs.convert makes a checkpoint of one"
+    } else {
+        "it holds no index.dcprs, no .metadata and no .safetensors file"
+    }
+}

@@ -1,0 +1,297 @@
+//! Checking a checkpoint against its digests, all of it, and adding digests to an index that has none.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::gather::{explain, file_ref};
+use crate::format::{BLOCK_SIZE, FileEntry, FileView, Index, IndexBuilder, block_count, block_digest};
+use crate::store::{FileRef, read_at};
+use crate::{Control, Error, Result, parallel};
+
+/// Something that is not as the index says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Problem {
+    /// The data file.
+    pub path: PathBuf,
+    /// FQN of the tensor concerned; empty where it is the file's header, or the whole file.
+    pub tensor: String,
+    /// Number of the block in its chunk.
+    pub block: u64,
+    /// Where in the file the block, or what is wrong, begins.
+    pub offset: u64,
+    /// What the index says.
+    pub expected: String,
+    /// What was found.
+    pub got: String,
+}
+
+/// What [`verify`] did.
+#[derive(Clone, Debug, Default)]
+pub struct Verified {
+    /// Everything that is wrong, in the order of files and offsets.
+    pub problems: Vec<Problem>,
+    /// Bytes that were hashed.
+    pub bytes: u64,
+    /// Bytes of payload for which the index has no digests.
+    pub bytes_without_digest: u64,
+}
+
+/// A block of a chunk.
+#[derive(Clone, Copy)]
+struct Block {
+    file: u32,
+    offset: u64,
+    len: u64,
+    chunk: u64,
+    number: u64,
+}
+
+/// Hashes every block that has a digest, and every header; checks that every file is there and has its length.
+///
+/// `control` counts the bytes. `threads` may be 0: as many as there are cores.
+///
+/// # Errors
+/// [`Error::Interrupted`], and what keeps a file from being read that is no damage (permissions). Damage is a [`Problem`].
+pub fn verify(index: &Index, allow_external: bool, threads: usize, control: &Control) -> Result<Verified> {
+    let mut verified = Verified::default();
+    let mut files = BTreeMap::new();
+    for number in 0..index.file_count() {
+        control.check()?;
+        let file_ref = file_ref(index, number, allow_external)?;
+        match file_ref.open(false).map_err(|error| explain(index, error)) {
+            Ok(file) => {
+                verified
+                    .problems
+                    .extend(check_head(index, number, &file, &file_ref.path)?);
+                files.insert(number, file_ref);
+            }
+            Err(Error::CorruptData { path, reason, .. }) => {
+                verified.problems.push(file_problem(path, file_ref.size, reason));
+            }
+            Err(other) => return Err(other),
+        }
+    }
+    let (blocks, without) = blocks(index, |file| files.contains_key(&file));
+    verified.bytes_without_digest = without;
+    let problems = Mutex::new(Vec::new());
+    each_block(index, &files, &blocks, threads, control, |block, got| {
+        let digests = index.chunk(block.chunk).digests.expect("only blocks that have one");
+        let expected = index.digest(digests.start + block.number);
+        if got != expected {
+            let tensor = index.name(index.chunk(block.chunk).tensor).to_owned();
+            let problem = Problem {
+                path: files[&block.file].path.clone(),
+                tensor,
+                block: block.number,
+                offset: block.offset,
+                expected: format!("{expected:016x}"),
+                got: format!("{got:016x}"),
+            };
+            problems
+                .lock()
+                .unwrap_or_else(std::sync::PoisonError::into_inner)
+                .push(problem);
+        }
+    })?;
+    verified.bytes = blocks.iter().map(|block| block.len).sum();
+    verified
+        .problems
+        .extend(problems.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner));
+    verified
+        .problems
+        .sort_by(|a, b| (&a.path, a.offset).cmp(&(&b.path, b.offset)));
+    Ok(verified)
+}
+
+/// A file that was refused for `reason`: missing, of another length than `size`, or modified.
+fn file_problem(path: PathBuf, size: u64, reason: String) -> Problem {
+    let file = format!("a file of {size} bytes");
+    let (expected, got) = match std::fs::metadata(&path) {
+        Ok(found) if found.is_file() && found.len() != size => (file, format!("one of {} bytes", found.len())),
+        Ok(found) if found.is_file() => ("the file that was indexed".into(), format!("another: {reason}")),
+        Ok(_) => (file, reason),
+        Err(_) => (file, "none".into()),
+    };
+    Problem {
+        path,
+        tensor: String::new(),
+        block: 0,
+        offset: 0,
+        expected,
+        got,
+    }
+}
+
+/// The header of a data file against its digest.
+fn check_head(index: &Index, number: u32, file: &File, path: &Path) -> Result<Option<Problem>> {
+    let view = index.file(number);
+    let Some(expected) = view.head_digest else {
+        return Ok(None);
+    };
+    // No longer than the file, which was compared with the index.
+    let mut head =
+        vec![0; usize::try_from(view.data_start).map_err(|_| Error::Unsupported("a header over 4 GiB".into()))?];
+    read_at(file, &mut head, 0).map_err(|error| Error::io("read", path, error))?;
+    let got = block_digest(&head);
+    Ok((got != expected).then(|| Problem {
+        path: path.to_owned(),
+        tensor: String::new(),
+        block: 0,
+        offset: 0,
+        expected: format!("a header of digest {expected:016x}"),
+        got: format!("{got:016x}"),
+    }))
+}
+
+/// The blocks that have digests, in the order of the disk, and the bytes that have none.
+fn blocks(index: &Index, there: impl Fn(u32) -> bool) -> (Vec<Block>, u64) {
+    let mut blocks = Vec::new();
+    let mut without = 0;
+    for number in 0..index.chunk_count() {
+        let chunk = index.chunk(number);
+        if chunk.digests.is_none() {
+            without += chunk.length;
+        } else if there(chunk.file) {
+            push_blocks(&mut blocks, number, chunk.file, chunk.offset, chunk.length);
+        }
+    }
+    blocks.sort_unstable_by_key(|block| (block.file, block.offset));
+    (blocks, without)
+}
+
+fn push_blocks(blocks: &mut Vec<Block>, chunk: u64, file: u32, offset: u64, length: u64) {
+    blocks.extend((0..block_count(length)).map(|number| {
+        let from = number * BLOCK_SIZE;
+        Block {
+            file,
+            offset: offset + from,
+            len: BLOCK_SIZE.min(length - from),
+            chunk,
+            number,
+        }
+    }));
+}
+
+/// What one thread reads with: the file that it read last stays open. (A checkpoint may have more files than a process may open.)
+struct Hasher {
+    buffer: Vec<u8>,
+    open: Option<(u32, File)>,
+}
+
+/// Reads and hashes blocks in parallel, and hands each digest to `found`.
+fn each_block(
+    index: &Index,
+    files: &BTreeMap<u32, FileRef>,
+    blocks: &[Block],
+    threads: usize,
+    control: &Control,
+    found: impl Fn(&Block, u64) + Sync,
+) -> Result<()> {
+    let workers = if threads == 0 { parallel::available() } else { threads };
+    parallel::for_each(
+        blocks.len(),
+        workers,
+        || Hasher {
+            buffer: vec![0; usize::try_from(BLOCK_SIZE).expect("1 MiB")],
+            open: None,
+        },
+        |hasher, job| {
+            control.check()?;
+            let block = &blocks[job];
+            let file_ref = &files[&block.file];
+            let kept = hasher.open.take().filter(|(number, _)| *number == block.file);
+            let file = match kept {
+                Some((_, file)) => file,
+                None => file_ref.open(false).map_err(|error| explain(index, error))?,
+            };
+            let (_, file) = hasher.open.insert((block.file, file));
+            let buffer = &mut hasher.buffer[..usize::try_from(block.len).expect("at most 1 MiB")];
+            read_at(file, buffer, block.offset).map_err(|error| {
+                let tensor = index.name(index.chunk(block.chunk).tensor);
+                Error::corrupt_data(&file_ref.path, tensor, block.offset, error.to_string())
+            })?;
+            found(block, block_digest(buffer));
+            control.add(block.len);
+            Ok(())
+        },
+    )
+}
+
+/// How an index is to be copied.
+#[derive(Clone, Debug, Default)]
+pub struct CopyOptions {
+    /// Put this folder before every relative file name, for an index that is to lie elsewhere than its data.
+    pub prefix: Option<PathBuf>,
+    /// Hash the payload of chunks that have no digests.
+    pub digests: bool,
+    /// 16 random bytes that identify the new index.
+    pub save_id: [u8; 16],
+    /// Threads that hash. 0: as many as there are cores.
+    pub threads: usize,
+}
+
+/// The bytes of an index like this one: of the same tensors in the same files, but as `options` say.
+pub fn copy_index(index: &Index, options: &CopyOptions, control: &Control) -> Result<Vec<u8>> {
+    let mut builder = IndexBuilder::new(index.source());
+    builder.save_id = options.save_id;
+    builder.generation = index.generation();
+    builder.root = index.planner_root();
+    let digests = if options.digests {
+        hash_all(index, options.threads, control)?
+    } else {
+        BTreeMap::new()
+    };
+    let file = |file: FileView<'_>| -> Result<FileEntry> {
+        let Some(folder) = &options.prefix else {
+            return Ok(file.into());
+        };
+        let path = folder.join(file.name);
+        let Some(name) = path.to_str() else {
+            return Err(Error::Unsupported(format!(
+                "{}: a path that is not UTF-8",
+                path.display()
+            )));
+        };
+        Ok(FileEntry {
+            name: name.to_owned(),
+            external: true,
+            ..file.into()
+        })
+    };
+    builder.merge_with(index, file, |chunk| digests.get(&chunk).cloned())?;
+    builder.build()
+}
+
+/// The digests of every chunk that has none.
+fn hash_all(index: &Index, threads: usize, control: &Control) -> Result<BTreeMap<u64, Vec<u64>>> {
+    let mut files = BTreeMap::new();
+    for number in 0..index.file_count() {
+        let file_ref = file_ref(index, number, true)?;
+        file_ref.open(false)?;
+        files.insert(number, file_ref);
+    }
+    let mut blocks = Vec::new();
+    let mut digests: BTreeMap<u64, Vec<AtomicU64>> = BTreeMap::new();
+    for number in 0..index.chunk_count() {
+        let chunk = index.chunk(number);
+        if chunk.digests.is_none() {
+            push_blocks(&mut blocks, number, chunk.file, chunk.offset, chunk.length);
+            digests.insert(
+                number,
+                (0..block_count(chunk.length)).map(|_| AtomicU64::new(0)).collect(),
+            );
+        }
+    }
+    blocks.sort_unstable_by_key(|block| (block.file, block.offset));
+    each_block(index, &files, &blocks, threads, control, |block, digest| {
+        let number = usize::try_from(block.number).expect("as many as fit memory");
+        digests[&block.chunk][number].store(digest, Ordering::Relaxed);
+    })?;
+    Ok(digests
+        .into_iter()
+        .map(|(chunk, digests)| (chunk, digests.into_iter().map(AtomicU64::into_inner).collect()))
+        .collect())
+}

@@ -1,0 +1,66 @@
+//! The parsers of this folder, for [`crate::fuzzing`].
+
+use std::fs::{self, File};
+use std::path::Path;
+
+use super::window::{Fetched, MAX_PIECE, Source, Window};
+use super::{distcp, metadata_pickle, tensor_pickle as pickle};
+use crate::Control;
+use crate::checkpoint::{RecoverOptions, recover};
+use crate::format::{INDEX_NAME, Index};
+
+/// The `.metadata` of a stock checkpoint.
+pub fn metadata(bytes: &[u8]) -> bool {
+    metadata_pickle::parse(bytes, Path::new(".metadata")).is_ok()
+}
+
+/// The `data.pkl` of a tensor.
+pub fn tensor_pickle(bytes: &[u8]) -> bool {
+    pickle::parse(bytes).is_ok_and(|tensor| {
+        let _ = (tensor.is_contiguous(), tensor.length());
+        true
+    })
+}
+
+/// An item of a `.distcp` file: the archive of one tensor.
+pub fn archive(bytes: &[u8]) -> bool {
+    let file = File::open("/dev/null").expect("a system has that");
+    let source = Source {
+        file: &file,
+        path: Path::new("x.distcp"),
+        size: bytes.len() as u64,
+    };
+    let fetched = [Fetched {
+        at: 0,
+        bytes: bytes.to_vec(),
+    }];
+    let window = Window {
+        source: &source,
+        start: 0,
+        len: source.size,
+        max_piece: MAX_PIECE,
+        fetched: &fetched,
+    };
+    match distcp::locate_in_archive(&window) {
+        Ok((payload, tensor)) => {
+            assert!(payload + tensor.offset + tensor.length() <= source.size);
+            true
+        }
+        Err(_) => false,
+    }
+}
+
+/// A data file whose index was lost.
+pub fn recovery(bytes: &[u8]) -> bool {
+    let folder = Path::new("/dev/shm").join(format!("dcp-rs-fuzz-{}", std::process::id()));
+    let _ = fs::create_dir(&folder);
+    let name = "g00000001-0123456789abcdef-r00000-f00000.safetensors";
+    fs::write(folder.join(name), bytes).expect("a file in memory");
+    let options = RecoverOptions {
+        threads: 1,
+        ..RecoverOptions::default()
+    };
+    let recovered = recover(&folder, &options, &Control::new());
+    let _ = fs::remove_dir_all(&folder);
+    recovered.is_ok_and(|index| Index::from_bytes(index, &folder.join(INDEX_NAME)).is_ok())
+}

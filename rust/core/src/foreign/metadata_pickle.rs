@@ -1,0 +1,469 @@
+//! The `.metadata` of a stock DCP folder: a pickle, taken apart without executing any of it.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use super::fault::{Fault, FaultResult};
+use super::pickle::{Item, Node, Pickle, Rules};
+use crate::format::{Kind, TensorEntry, Value};
+use crate::geometry::Dims;
+use crate::paths::{Reach, reach};
+use crate::{Dtype, Error, Result};
+
+/// What a `.metadata` says, as plain data.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StockMetadata {
+    /// The data files, relative to the folder.
+    pub files: Vec<String>,
+    /// The tensors and other values, each FQN once.
+    pub entries: Vec<TensorEntry>,
+    /// Where their chunks are stored.
+    pub items: Vec<StockItem>,
+    /// Planner data that belongs to no entry, as section 5 of `docs/format.md` has it.
+    pub root: Value,
+}
+
+/// One stored chunk, or one stored value: bytes of a data file that `torch.save` wrote.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StockItem {
+    /// Index in the entries.
+    pub entry: u32,
+    /// Where the chunk begins in the tensor; empty for values.
+    pub offsets: Dims,
+    /// How far it extends.
+    pub sizes: Dims,
+    /// Index in the files.
+    pub file: u32,
+    /// First byte in the file.
+    pub offset: u64,
+    /// Bytes in the file.
+    pub length: u64,
+}
+
+const METADATA: &str = "torch.distributed.checkpoint.metadata";
+const FILESYSTEM: &str = "torch.distributed.checkpoint.filesystem";
+/// Where releases before 2.3 took the class of tensor properties from.
+const OLD_PROPERTIES: &str = "torch.distributed._shard.sharded_tensor.metadata";
+
+/// Element types that torch can name in a `.metadata` and that have no raw bytes of their own.
+const OTHER_DTYPES: [&str; 26] = [
+    "bits16", "bits1x8", "bits2x4", "bits4x2", "bits8", "int1", "int2", "int3", "int4", "int5", "int6", "int7",
+    "qint32", "qint8", "quint2x4", "quint4x2", "quint8", "uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7",
+    "half", "float",
+];
+
+/// Everything that may be named. Nothing of it is imported or called: the names only tell apart what is stored.
+fn allow(module: &str, name: &str) -> bool {
+    match module {
+        METADATA => matches!(
+            name,
+            "Metadata"
+                | "TensorStorageMetadata"
+                | "BytesStorageMetadata"
+                | "ChunkStorageMetadata"
+                | "TensorProperties"
+                | "MetadataIndex"
+                | "StorageMeta"
+                | "_MEM_FORMAT_ENCODING"
+        ),
+        FILESYSTEM => name == "_StorageInfo",
+        OLD_PROPERTIES => matches!(name, "TensorProperties" | "MEM_FORMAT_ENCODING"),
+        "torch" => name == "Size" || Dtype::from_name(name).is_some() || OTHER_DTYPES.contains(&name),
+        "torch.serialization" => name == "_get_layout",
+        "collections" => name == "OrderedDict",
+        // The folder that was saved to; Python 3.13 has the classes in another place.
+        "pathlib" | "pathlib._local" => {
+            matches!(name, "PosixPath" | "PurePosixPath" | "WindowsPath" | "PureWindowsPath")
+        }
+        _ => false,
+    }
+}
+
+const RULES: Rules = Rules {
+    allow,
+    persistent: false,
+};
+
+/// Takes apart the bytes of a `.metadata`. `path` is for messages.
+pub fn parse(bytes: &[u8], path: &Path) -> Result<StockMetadata> {
+    read(bytes).map_err(|fault| match fault {
+        Fault::Corrupt { at, reason } => Error::corrupt_index(path, at, reason),
+        Fault::Unsupported(what) => Error::Unsupported(format!("{}: {what}", path.display())),
+        Fault::Forbidden(global) => Error::UnsafePickle {
+            path: path.to_owned(),
+            global,
+        },
+        Fault::Read(e) => e,
+    })
+}
+
+fn odd(what: impl Into<String>) -> Fault {
+    Fault::corrupt(0, what)
+}
+
+fn read(bytes: &[u8]) -> FaultResult<StockMetadata> {
+    let pickle = Pickle::parse(bytes, &RULES)?;
+    let mut reader = Reader {
+        pickle: &pickle,
+        // Shared values are written out as often as they are used: honest planner data stays far below this.
+        budget: 64 * bytes.len() + (1 << 16),
+        entries: Vec::new(),
+        ids: HashMap::new(),
+        chunks: Vec::new(),
+        files: Vec::new(),
+        file_ids: HashMap::new(),
+        items: Vec::new(),
+    };
+    let top = reader.state(pickle.top(), METADATA, "Metadata")?;
+    let part = |name| pickle.get(top, name).ok_or_else(|| odd(format!("it has no {name}")));
+    reader.read_entries(part("state_dict_metadata")?)?;
+    reader.read_storage(part("storage_data")?)?;
+    reader.check_stored()?;
+    let root = reader.planner_data(pickle.get(top, "planner_data").unwrap_or(Item::None))?;
+    Ok(StockMetadata {
+        files: reader.files,
+        entries: reader.entries,
+        items: reader.items,
+        root,
+    })
+}
+
+/// A chunk, and whether something is stored for it.
+struct Chunk {
+    offsets: Dims,
+    sizes: Dims,
+    stored: bool,
+}
+
+struct Reader<'a> {
+    pickle: &'a Pickle<'a>,
+    budget: usize,
+    entries: Vec<TensorEntry>,
+    ids: HashMap<&'a str, u32>,
+    /// Of each entry, sorted by offsets.
+    chunks: Vec<Vec<Chunk>>,
+    files: Vec<String>,
+    file_ids: HashMap<&'a str, u32>,
+    items: Vec<StockItem>,
+}
+
+impl<'a> Reader<'a> {
+    /// The state of an instance of `module.name`.
+    fn state(&self, item: Item, module: &str, name: &str) -> FaultResult<Item> {
+        match self.pickle.as_object(item) {
+            Some((class, [], Some(state))) if class == (module, name) => Ok(state),
+            _ => Err(odd(format!("a {name} was expected"))),
+        }
+    }
+
+    fn read_entries(&mut self, map: Item) -> FaultResult<()> {
+        let pickle = self.pickle;
+        let pairs = pickle
+            .as_dict(map)
+            .ok_or_else(|| odd("state_dict_metadata is not a dict"))?;
+        for (name, entry) in pairs {
+            let name = pickle.as_str(*name).ok_or_else(|| odd("an FQN that is not text"))?;
+            let id = u32::try_from(self.entries.len()).map_err(|_| odd("too many entries"))?;
+            if self.ids.insert(name, id).is_some() {
+                return Err(odd(format!("{name:?} is there twice")));
+            }
+            let (entry, chunks) = match pickle.as_object(*entry) {
+                Some(((METADATA, "TensorStorageMetadata"), [], Some(state))) => self.tensor(name, state)?,
+                Some(((METADATA, "BytesStorageMetadata"), [], _)) => (bytes_entry(name), Vec::new()),
+                _ => return Err(odd(format!("{name:?} is neither a tensor nor bytes"))),
+            };
+            self.entries.push(entry);
+            self.chunks.push(chunks);
+        }
+        Ok(())
+    }
+
+    fn tensor(&self, name: &str, state: Item) -> FaultResult<(TensorEntry, Vec<Chunk>)> {
+        let pickle = self.pickle;
+        let bad = |what: &str| odd(format!("tensor {name:?}: {what}"));
+        let shape = self.dims(pickle.get(state, "size")).ok_or_else(|| bad("its size"))?;
+        let properties = pickle
+            .get(state, "properties")
+            .ok_or_else(|| bad("it has no properties"))?;
+        let (dtype, flags) = self.properties(properties, name)?;
+        let list = pickle.get(state, "chunks").and_then(|item| pickle.as_list(item));
+        let list = list.ok_or_else(|| bad("it has no chunks"))?;
+        let mut chunks = Vec::with_capacity(list.len());
+        for chunk in list {
+            let state = self.state(*chunk, METADATA, "ChunkStorageMetadata")?;
+            let (Some(offsets), Some(sizes)) = (
+                self.dims(pickle.get(state, "offsets")),
+                self.dims(pickle.get(state, "sizes")),
+            ) else {
+                return Err(bad("a chunk without offsets and sizes"));
+            };
+            let inside = offsets.len() == shape.len()
+                && sizes.len() == shape.len()
+                && shape
+                    .iter()
+                    .zip(offsets.iter().zip(&sizes))
+                    .all(|(&whole, (&at, &len))| at.checked_add(len).is_some_and(|end| end <= whole));
+            if !inside {
+                return Err(bad(&format!(
+                    "chunk {sizes:?} at {offsets:?} lies outside its shape {shape:?}"
+                )));
+            }
+            let stored = false;
+            chunks.push(Chunk { offsets, sizes, stored });
+        }
+        chunks.sort_by(|a, b| a.offsets.cmp(&b.offsets));
+        let entry = TensorEntry {
+            name: name.to_owned(),
+            kind: Kind::Tensor,
+            dtype: Some(dtype),
+            shape,
+            flags,
+            path: None,
+        };
+        Ok((entry, chunks))
+    }
+
+    /// dtype and flags from `(dtype, layout, requires_grad, memory format, pin_memory[, strides])`; strides came with torch 2.15.
+    fn properties(&self, item: Item, name: &str) -> FaultResult<(Dtype, u8)> {
+        let pickle = self.pickle;
+        let bad = |what: &str| odd(format!("tensor {name:?}: {what}"));
+        let Some(((METADATA | OLD_PROPERTIES, "TensorProperties"), [], Some(state))) = pickle.as_object(item) else {
+            return Err(bad("its properties"));
+        };
+        let Some(
+            [dtype, layout, requires_grad, format, pin_memory] | [dtype, layout, requires_grad, format, pin_memory, _],
+        ) = pickle.as_tuple(state)
+        else {
+            return Err(bad("its properties are not 5 or 6 values"));
+        };
+        let dtype = match pickle.as_global(*dtype) {
+            Some(("torch", dtype)) => Dtype::from_name(dtype)
+                .ok_or_else(|| Fault::Unsupported(format!("tensor {name:?} has dtype torch.{dtype}")))?,
+            _ => return Err(bad("its dtype")),
+        };
+        match pickle.as_object(*layout) {
+            Some((("torch.serialization", "_get_layout"), [layout], _)) => match pickle.as_str(*layout) {
+                Some("torch.strided") => {}
+                layout => {
+                    return Err(Fault::Unsupported(format!(
+                        "tensor {name:?} has layout {}",
+                        layout.unwrap_or("?")
+                    )));
+                }
+            },
+            _ => return Err(bad("its layout")),
+        }
+        let format = match pickle.as_object(*format) {
+            Some(((_, "_MEM_FORMAT_ENCODING" | "MEM_FORMAT_ENCODING"), [Item::Int(code)], _)) => match code {
+                0 => 0_u8,
+                1 => 1,
+                2 => 2,
+                _ => return Err(bad("its memory format")),
+            },
+            _ => return Err(bad("its memory format")),
+        };
+        let bit = |item: &Item, bit: u8| if *item == Item::Bool(true) { bit } else { 0 };
+        Ok((dtype, bit(requires_grad, 1) | bit(pin_memory, 2) | format << 2))
+    }
+
+    fn dims(&self, item: Option<Item>) -> Option<Dims> {
+        let items = self.pickle.as_tuple(item?).filter(|items| items.len() <= 64)?;
+        items.iter().map(|item| unsigned(Some(*item))).collect()
+    }
+
+    fn read_storage(&mut self, map: Item) -> FaultResult<()> {
+        let pickle = self.pickle;
+        let pairs = pickle.as_dict(map).ok_or_else(|| odd("storage_data is not a dict"))?;
+        self.items.reserve(pairs.len());
+        for (index, info) in pairs {
+            let index = self.state(*index, METADATA, "MetadataIndex")?;
+            let name = pickle.get(index, "fqn").and_then(|fqn| pickle.as_str(fqn));
+            let name = name.ok_or_else(|| odd("stored data without an FQN"))?;
+            let bad = |what: &str| odd(format!("stored data of {name:?}: {what}"));
+            let entry = *self.ids.get(name).ok_or_else(|| bad("there is no such entry"))?;
+            let offset = pickle.get(index, "offset").filter(|offset| *offset != Item::None);
+            let offset = match offset {
+                Some(offset) => Some(self.dims(Some(offset)).ok_or_else(|| bad("its offset"))?),
+                None => None,
+            };
+            let info = self.state(*info, FILESYSTEM, "_StorageInfo")?;
+            let extensions = pickle.get(info, "transform_descriptors").unwrap_or(Item::None);
+            if extensions != Item::None && pickle.as_list(extensions).is_none_or(|list| !list.is_empty()) {
+                let names = pickle.as_list(extensions).unwrap_or_default();
+                let names: Vec<_> = names.iter().filter_map(|name| pickle.as_str(*name)).collect();
+                let names = names.join(", ");
+                return Err(Fault::Unsupported(format!(
+                    "{name:?} is stored through the extension {names}"
+                )));
+            }
+            let file = pickle.get(info, "relative_path").and_then(|path| pickle.as_str(path));
+            let file = self.file(file.ok_or_else(|| bad("its file"))?)?;
+            let (Some(offset_in_file), Some(length)) = (
+                unsigned(pickle.get(info, "offset")),
+                unsigned(pickle.get(info, "length")),
+            ) else {
+                return Err(bad("its place in the file"));
+            };
+            let (offsets, sizes) = match self.entries[entry as usize].kind {
+                Kind::Bytes => (Dims::new(), Dims::new()),
+                Kind::Tensor => take_chunk(&mut self.chunks[entry as usize], offset.as_ref())
+                    .ok_or_else(|| bad("it is no chunk of the tensor, or one of several in the same place"))?,
+            };
+            self.items.push(StockItem {
+                entry,
+                offsets,
+                sizes,
+                file,
+                offset: offset_in_file,
+                length,
+            });
+        }
+        Ok(())
+    }
+
+    /// The number of a data file. Names that lead out of the folder are refused: no writer makes them.
+    fn file(&mut self, name: &'a str) -> FaultResult<u32> {
+        if let Some(&id) = self.file_ids.get(name) {
+            return Ok(id);
+        }
+        if reach(name) != Reach::Plain {
+            return Err(odd(format!("data file {name:?} leads out of the folder")));
+        }
+        let id = u32::try_from(self.files.len()).map_err(|_| odd("too many files"))?;
+        self.file_ids.insert(name, id);
+        self.files.push(name.to_owned());
+        Ok(id)
+    }
+
+    /// Every chunk that holds anything must be stored somewhere, and every other value too.
+    fn check_stored(&self) -> FaultResult<()> {
+        let mut has_item = vec![false; self.entries.len()];
+        for item in &self.items {
+            has_item[item.entry as usize] = true;
+        }
+        for (entry, (chunks, has_item)) in self.entries.iter().zip(self.chunks.iter().zip(has_item)) {
+            let name = &entry.name;
+            if entry.kind == Kind::Bytes && !has_item {
+                return Err(odd(format!("no data is stored for {name:?}")));
+            }
+            if let Some(chunk) = chunks.iter().find(|chunk| !chunk.stored && !chunk.sizes.contains(&0)) {
+                return Err(odd(format!("no data is stored for {name:?} at {:?}", chunk.offsets)));
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives the entries their paths and returns what is left of the planner's data.
+    fn planner_data(&mut self, item: Item) -> FaultResult<Value> {
+        let pickle = self.pickle;
+        let pairs = pickle.as_dict(item).unwrap_or_default();
+        let is_path = |item: &Item| {
+            let parts = pickle.as_tuple(*item);
+            let is_part = |part: &Item| matches!(part, Item::Str(_) | Item::Int(_));
+            parts.is_some_and(|parts| !parts.is_empty() && parts.iter().all(is_part))
+        };
+        let only_paths = pickle.as_dict(item).is_some()
+            && pairs
+                .iter()
+                .all(|(name, path)| matches!(name, Item::Str(_)) && is_path(path));
+        if !only_paths {
+            return self.value(item, 0);
+        }
+        let mut rest = Vec::new();
+        for (name, path) in pairs {
+            let path = self.value(*path, 1)?;
+            let known = pickle.as_str(*name).and_then(|name| self.ids.get(name).copied());
+            match known {
+                Some(id) => self.entries[id as usize].path = Some(path),
+                None => rest.push((self.value(*name, 1)?, path)),
+            }
+        }
+        Ok(Value::Dict(rest))
+    }
+
+    fn value(&mut self, item: Item, depth: u32) -> FaultResult<Value> {
+        if depth > 64 {
+            return Err(Fault::Unsupported("planner data is nested more than 64 deep".into()));
+        }
+        let pickle = self.pickle;
+        let cost = match item {
+            Item::Str(span) => pickle.str(span).len(),
+            Item::Bytes(span) => pickle.bytes(span).len(),
+            _ => 0,
+        };
+        self.budget = self
+            .budget
+            .checked_sub(cost + 1)
+            .ok_or_else(|| Fault::Unsupported("planner data that repeats itself without measure".into()))?;
+        Ok(match item {
+            Item::None => Value::None,
+            Item::Bool(b) => Value::Bool(b),
+            Item::Int(n) => Value::Int(n),
+            Item::Float(x) => Value::Float(x),
+            Item::Str(span) => Value::Str(pickle.str(span).to_owned()),
+            Item::Bytes(span) => Value::Bytes(pickle.bytes(span).to_vec()),
+            Item::Node(id) => match pickle.node(id) {
+                Node::Tuple { .. } => Value::Tuple(self.values(pickle.as_tuple(item).unwrap_or_default(), depth)?),
+                Node::List(items) => Value::List(self.values(items, depth)?),
+                Node::Dict(pairs) => {
+                    let pairs = pairs
+                        .iter()
+                        .map(|(k, v)| Ok((self.value(*k, depth + 1)?, self.value(*v, depth + 1)?)));
+                    Value::Dict(pairs.collect::<FaultResult<_>>()?)
+                }
+                Node::Global { .. } | Node::Object { .. } | Node::Persistent(_) => {
+                    return Err(Fault::Unsupported("planner data that is more than plain values".into()));
+                }
+            },
+        })
+    }
+
+    fn values(&mut self, items: &[Item], depth: u32) -> FaultResult<Vec<Value>> {
+        items.iter().map(|item| self.value(*item, depth + 1)).collect()
+    }
+}
+
+fn bytes_entry(name: &str) -> TensorEntry {
+    TensorEntry {
+        name: name.to_owned(),
+        kind: Kind::Bytes,
+        dtype: None,
+        shape: Dims::new(),
+        flags: 0,
+        path: None,
+    }
+}
+
+fn unsigned(item: Option<Item>) -> Option<u64> {
+    match item {
+        Some(Item::Int(n)) => u64::try_from(n).ok(),
+        _ => None,
+    }
+}
+
+/// Marks the chunk at `offsets` as stored, and returns its place. Empty shards of a tensor share their place, with each other and
+/// perhaps with one that is not empty, which is then meant.
+fn take_chunk(chunks: &mut [Chunk], offsets: Option<&Dims>) -> Option<(Dims, Dims)> {
+    let run = match offsets {
+        Some(offsets) => {
+            let first = chunks.partition_point(|chunk| chunk.offsets < *offsets);
+            let count = chunks[first..].partition_point(|chunk| chunk.offsets == *offsets);
+            &mut chunks[first..first + count]
+        }
+        // Without an offset only an uncut tensor can be meant.
+        None if chunks.len() == 1 => chunks,
+        None => return None,
+    };
+    let meant = run.iter().position(|chunk| !chunk.sizes.contains(&0)).unwrap_or(0);
+    let sizes = run.get(meant)?.sizes.clone();
+    if run
+        .iter()
+        .any(|chunk| !chunk.sizes.contains(&0) && chunk.sizes != sizes)
+    {
+        return None;
+    }
+    for chunk in run.iter_mut() {
+        chunk.stored = true;
+    }
+    Some((run[meant].offsets.clone(), sizes))
+}

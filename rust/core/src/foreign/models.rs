@@ -1,0 +1,361 @@
+//! Which safetensors files of a folder are one model.
+//!
+//! A folder may hold several: weights and an adapter, one for each precision, a copy in another layout. transformers and diffusers go by names;
+//! what they would load is what opens here, and where neither would, a folder with more than one model is refused.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::path::Path;
+
+use serde::Deserialize;
+
+use super::safetensors::SUFFIX;
+use crate::format::DataFileName;
+use crate::paths::{Reach, reach};
+use crate::{Error, Result, store};
+
+/// What is between the name of a model and `.json` in the name of the file that maps its tensors to files.
+const INDEX: &str = ".safetensors.index";
+/// What loaders take, the first that is there: transformers (`SAFE_WEIGHTS_NAME`, `SAFE_WEIGHTS_INDEX_NAME` in `utils/__init__.py`,
+/// `_get_resolved_checkpoint_files` in `modeling_utils.py`, seen in 5.23), and diffusers, which looks for the index first (`from_pretrained`
+/// in `models/modeling_utils.py`, seen in 0.42).
+const LOADED: [&str; 4] = [
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors",
+];
+/// So many names are enough for a message.
+const SHOWN: usize = 8;
+
+/// A model, by its files in one folder.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Model {
+    /// Their names, sorted.
+    pub files: Vec<String>,
+    /// The file of each tensor, where an index says so.
+    pub weight_map: HashMap<String, String>,
+}
+
+impl Model {
+    /// One file.
+    fn of_file(name: &str) -> Self {
+        Self {
+            files: vec![name.to_owned()],
+            ..Self::default()
+        }
+    }
+
+    /// The model whose index is the file `name` of the folder.
+    fn of_index(dir: &Path, name: &str) -> Result<Self> {
+        let weight_map = read_weight_map(dir, name)?;
+        let files: BTreeSet<&String> = weight_map.values().collect();
+        if files.is_empty() {
+            return Err(Error::NotFound {
+                path: dir.join(name),
+                reason: "it names no files".into(),
+            });
+        }
+        Ok(Self {
+            files: files.into_iter().cloned().collect(),
+            weight_map,
+        })
+    }
+
+    /// The model that a file of the folder is, or that it indexes; nothing where it is neither.
+    pub(crate) fn at(dir: &Path, name: &str) -> Result<Option<Self>> {
+        if is_index(name) {
+            Self::of_index(dir, name).map(Some)
+        } else {
+            Ok(name.ends_with(SUFFIX).then(|| Self::of_file(name)))
+        }
+    }
+}
+
+/// Whether a file of this name is somebody's model. Hidden ones are leftovers of downloads and of macOS; native data files count only where an
+/// index names them: without one they are of a save that did not finish, or that lost it.
+fn is_model_file(name: &str) -> bool {
+    name.ends_with(SUFFIX) && !name.starts_with('.') && DataFileName::parse(name).is_none()
+}
+
+/// Whether a file of this name maps tensors to files: `model.safetensors.index.json`, or with the name of a variant before `.json`.
+fn is_index(name: &str) -> bool {
+    let rest = name.strip_suffix(".json").and_then(|stem| stem.rsplit_once(INDEX));
+    rest.is_some_and(|(_, variant)| variant.is_empty() || variant.starts_with('.'))
+}
+
+/// The model of a folder with files of these names; nothing where there is none.
+///
+/// # Errors
+/// [`Error::Unsupported`] where there are several and no loader prefers one; [`Error::CorruptData`] where a file of a numbered series is missing;
+/// [`Error::CorruptIndex`] where the index of the model is no such file.
+pub(crate) fn choose(dir: &Path, names: &[String]) -> Result<Option<Model>> {
+    let is_model_index = |name: &str| is_index(name) && !name.starts_with('.');
+    let sorted = |wanted: fn(&str) -> bool| {
+        let mut found: Vec<&str> = names.iter().map(String::as_str).filter(|name| wanted(name)).collect();
+        found.sort_unstable();
+        found
+    };
+    let (files, indexes) = (sorted(is_model_file), sorted(is_model_index));
+    let series = by_series(&files);
+    if indexes.is_empty() && series.len() <= 1 {
+        return match series.into_iter().next() {
+            None => Ok(None),
+            Some((key, files)) => whole(dir, &key, &files).map(Some),
+        };
+    }
+    if let Some(name) = named_by_config(dir, names)
+        && let Some(model) = Model::at(dir, &name)?
+    {
+        return Ok(Some(model));
+    }
+    let preferred = LOADED.iter().find(|&name| names.iter().any(|there| there == name));
+    match (preferred, indexes.as_slice()) {
+        (Some(name), _) | (None, [name]) => Model::at(dir, name),
+        (None, _) => Err(several(dir, &indexes, &series)),
+    }
+}
+
+/// What makes files one model, by their names alone: all ranks of one distributed save, a series with its length, or a file for itself.
+type Key<'a> = (Kind, &'a str, &'a str, u64);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Kind {
+    File,
+    Series,
+    Shards,
+}
+
+fn by_series<'a>(files: &[&'a str]) -> BTreeMap<Key<'a>, Vec<&'a str>> {
+    let mut all: BTreeMap<Key<'a>, Vec<&'a str>> = BTreeMap::new();
+    for name in files {
+        all.entry(key(name)).or_default().push(name);
+    }
+    all
+}
+
+fn key(name: &str) -> Key<'_> {
+    // torch's `HuggingFaceStorageWriter(save_distributed=True)`: of each rank a series, in which those without data for it are left out.
+    let shard = name
+        .strip_prefix("shard-")
+        .and_then(|rest| rest.split_once('-'))
+        .filter(|(rank, _)| is_number(rank));
+    if let Some((_, rest)) = shard {
+        let (stem, variant) = numbered(rest).map_or((rest, ""), |part| (part.stem, part.variant));
+        return (Kind::Shards, stem, variant, 0);
+    }
+    match numbered(name) {
+        Some(part) => (Kind::Series, part.stem, part.variant, part.of),
+        None => (Kind::File, name, "", 0),
+    }
+}
+
+/// A file of a series: `model-00002-of-00005.safetensors`, with the name of a variant in it perhaps.
+struct Numbered<'a> {
+    stem: &'a str,
+    number: u64,
+    of: u64,
+    variant: &'a str,
+}
+
+fn numbered(name: &str) -> Option<Numbered<'_>> {
+    let (rest, of) = name.strip_suffix(SUFFIX)?.rsplit_once("-of-")?;
+    let (stem, number) = rest.rsplit_once('-')?;
+    let (of, variant) = of.split_at(of.find('.').unwrap_or(of.len()));
+    let parse = |digits: &str| is_number(digits).then(|| digits.parse().ok())?;
+    Some(Numbered {
+        stem,
+        number: parse(number)?,
+        of: parse(of)?,
+        variant,
+    })
+}
+
+fn is_number(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
+}
+
+/// The files as a model, if none of them is missing.
+fn whole(dir: &Path, key: &Key<'_>, files: &[&str]) -> Result<Model> {
+    if let (Kind::Series, stem, variant, of) = *key {
+        let numbers: BTreeSet<u64> = files.iter().filter_map(|name| Some(numbered(name)?.number)).collect();
+        if numbers.len() as u64 != of {
+            let missing = (1..=of).find(|number| !numbers.contains(number)).unwrap_or(of);
+            return Err(Error::corrupt_file(
+                &dir.join(format!("{stem}-{missing:05}-of-{of:05}{variant}{SUFFIX}")),
+                format!("it is missing: {} of {of} files are there", numbers.len()),
+            ));
+        }
+    }
+    Ok(Model {
+        files: files.iter().map(|&name| name.to_owned()).collect(),
+        ..Model::default()
+    })
+}
+
+/// The file that the model's own configuration names, which transformers prefers to all others.
+fn named_by_config(dir: &Path, names: &[String]) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Config {
+        transformers_weights: Option<String>,
+    }
+    let config = names.iter().find(|&name| name == "config.json")?;
+    let text = store::read_all(&dir.join(config)).ok()?;
+    let config: Config = serde_json::from_slice(&text).ok()?;
+    config.transformers_weights.filter(|name| names.contains(name))
+}
+
+fn several(dir: &Path, indexes: &[&str], series: &BTreeMap<Key<'_>, Vec<&str>>) -> Error {
+    let of_series = series.values().map(|files| match files.as_slice() {
+        [only] => (*only).to_owned(),
+        [first, rest @ ..] => format!("{first} and {} more of its series", rest.len()),
+        [] => String::new(),
+    });
+    let models: Vec<String> = indexes.iter().map(|&name| name.to_owned()).chain(of_series).collect();
+    let more = match models.len().saturating_sub(SHOWN) {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    Error::Unsupported(format!(
+        "{}: several models in one folder, and no name that transformers or diffusers would choose: {}{more}; open the one you want by its file \
+         (.safetensors, or .safetensors.index.json where it has several), or make it the folder's by dcp_rs.index(file)",
+        dir.display(),
+        models[..models.len().min(SHOWN)].join(", ")
+    ))
+}
+
+#[derive(Deserialize)]
+struct HfIndex {
+    weight_map: HashMap<String, String>,
+}
+
+fn read_weight_map(dir: &Path, name: &str) -> Result<HashMap<String, String>> {
+    let path = dir.join(name);
+    let text = store::read_all(&path).map_err(|e| Error::io("read", &path, e))?;
+    let index: HfIndex = serde_json::from_slice(&text)
+        .map_err(|e| Error::corrupt_index(&path, 0, format!("line {} column {}: {e}", e.line(), e.column())))?;
+    match index.weight_map.values().find(|file| reach(file) != Reach::Plain) {
+        Some(file) => Err(Error::corrupt_index(
+            &path,
+            0,
+            format!("file {file:?} leads out of the folder"),
+        )),
+        None => Ok(index.weight_map),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn files(names: &[&str]) -> std::result::Result<Vec<String>, String> {
+        let dir = tempfile::tempdir().unwrap();
+        for name in names {
+            let stem = name.split_once(INDEX).map_or("", |(stem, _)| stem);
+            std::fs::write(
+                dir.path().join(name),
+                format!(
+                    r#"{{"weight_map":{{"w":"of {stem}.safetensors"}},"transformers_weights":"chosen.safetensors"}}"#
+                ),
+            )
+            .unwrap();
+        }
+        let names: Vec<String> = names.iter().map(|&name| name.to_owned()).collect();
+        match choose(dir.path(), &names) {
+            Ok(model) => Ok(model.map(|model| model.files).unwrap_or_default()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
+    #[test]
+    fn what_loaders_would_take_is_taken() {
+        for (there, taken) in [
+            (
+                &["adapter_model.safetensors", "model.safetensors"][..],
+                &["model.safetensors"][..],
+            ),
+            (&["model.fp16.safetensors", "model.safetensors"], &["model.safetensors"]),
+            (&["model.fp16.safetensors"], &["model.fp16.safetensors"]),
+            (&["adapter_model.safetensors"], &["adapter_model.safetensors"]),
+            (
+                &["model.safetensors", "model.safetensors.index.json"],
+                &["model.safetensors"],
+            ),
+            (
+                &["consolidated.safetensors", "model.safetensors.index.json"],
+                &["of model.safetensors"],
+            ),
+            (
+                &["model.safetensors.index.fp16.json", "model.safetensors.index.json"],
+                &["of model.safetensors"],
+            ),
+            (
+                &["a.safetensors", "model.safetensors.index.fp16.json"],
+                &["of model.safetensors"],
+            ),
+            (
+                &[
+                    "diffusion_pytorch_model.safetensors",
+                    "diffusion_pytorch_model.safetensors.index.json",
+                ],
+                &["of diffusion_pytorch_model.safetensors"],
+            ),
+            (
+                &[
+                    "diffusion_pytorch_model.non_ema.safetensors",
+                    "diffusion_pytorch_model.safetensors",
+                ],
+                &["diffusion_pytorch_model.safetensors"],
+            ),
+            (
+                &["model.safetensors", "chosen.safetensors", "config.json"],
+                &["chosen.safetensors"],
+            ),
+            (
+                &["model.safetensors", "config.json", "x.safetensors"],
+                &["model.safetensors"],
+            ),
+            (
+                &["m-1-of-2.fp16.safetensors", "m-2-of-2.fp16.safetensors"],
+                &["m-1-of-2.fp16.safetensors", "m-2-of-2.fp16.safetensors"],
+            ),
+            (
+                &[
+                    "shard-00001-model-00001-of-00002.safetensors",
+                    "shard-00003-model-00002-of-00002.safetensors",
+                ],
+                &[
+                    "shard-00001-model-00001-of-00002.safetensors",
+                    "shard-00003-model-00002-of-00002.safetensors",
+                ],
+            ),
+            (&[".model.safetensors", "README.md", "tokenizer.json"], &[]),
+        ] {
+            assert_eq!(files(there).unwrap(), taken, "{there:?}");
+        }
+    }
+
+    #[test]
+    fn several_models_are_named() {
+        for there in [
+            &["a.safetensors", "b.safetensors"][..],
+            &["model.bf16.safetensors", "model.fp16.safetensors"],
+            &["model-00001-of-00001.safetensors", "consolidated.safetensors"],
+            &[
+                "model-1-of-1.safetensors",
+                "model-1-of-2.safetensors",
+                "model-2-of-2.safetensors",
+            ],
+            &[
+                "shard-00001-model-00001-of-00001.safetensors",
+                "model-00001-of-00001.safetensors",
+            ],
+            &["a.safetensors.index.json", "b.safetensors.index.json"],
+        ] {
+            let error = files(there).unwrap_err();
+            assert!(error.contains("several models") && error.contains(there[0]), "{error}");
+        }
+        let many: Vec<String> = (10..30).map(|i| format!("m{i}.safetensors")).collect();
+        let error = files(&many.iter().map(String::as_str).collect::<Vec<_>>()).unwrap_err();
+        assert!(error.contains("m17.safetensors and 12 more"), "{error}");
+    }
+}

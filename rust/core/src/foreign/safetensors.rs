@@ -1,0 +1,310 @@
+//! Safetensors files, indexed where they lie.
+//!
+//! They are what Hugging Face libraries write (whole tensors over some files, with or without `*.safetensors.index.json`) or
+//! what torch's `HuggingFaceStorageWriter(save_distributed=True)` does (a file a rank, whose header notes the offsets).
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::path::Path;
+
+use super::fault::{Fault, FaultResult};
+use super::models::Model;
+use super::sharding::Sharding;
+use super::window::Source;
+use super::{Stat, open_data_file, stat_data_file};
+use crate::checkpoint::part_of;
+use crate::copy::Signs;
+use crate::format::safetensors as st;
+use crate::format::{ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry, Value};
+use crate::geometry::{Dims, element_count};
+use crate::{Dtype, Error, Result, parallel};
+
+/// What the names of safetensors files end with.
+pub const SUFFIX: &str = ".safetensors";
+
+/// Indexes the files of a model in the folder `dir`. Returns the bytes of an index that is to lie there. `threads` may be 0: as many as there
+/// are cores.
+pub fn index_model(dir: &Path, model: &Model, threads: usize) -> Result<Vec<u8>> {
+    let parts = parallel::map(model.files.len(), threads, |i| read_part(dir, &model.files[i]))?;
+    for part in &parts {
+        if let Some(which) = part_of(&part.header) {
+            return Err(Error::NotFound {
+                path: dir.join(&part.name),
+                reason: format!("it is a part of a checkpoint ({which}): open the folder"),
+            });
+        }
+    }
+    build(dir, &parts, &model.weight_map)
+}
+
+/// A file of the checkpoint, with its header.
+struct Part {
+    name: String,
+    stat: Stat,
+    header: st::Header,
+    sharding: Sharding,
+}
+
+/// Long enough for most headers, so that one read is all it takes.
+const FIRST_READ: u64 = 64 << 10;
+
+fn read_part(dir: &Path, name: &str) -> Result<Part> {
+    let path = dir.join(name);
+    let stat = stat_data_file(&path)?;
+    let file = open_data_file(&path)?;
+    let source = Source {
+        file: &file,
+        path: &path,
+        size: stat.size,
+    };
+    let bad = |e: st::HeaderError| Error::corrupt_index(&path, e.offset, e.reason);
+    let mut head = source.fetch(0, FIRST_READ.min(stat.size))?.bytes;
+    if let Some(prefix) = head.first_chunk::<8>() {
+        let need = st::PREFIX_LEN + st::header_len(*prefix, stat.size).map_err(bad)?;
+        if need > head.len() as u64 {
+            let more = source.fetch(head.len() as u64, need - head.len() as u64)?;
+            head.extend(more.bytes);
+        }
+    }
+    let header = st::parse(&head, stat.size).map_err(bad)?;
+    let sharding = Sharding::of(&header).map_err(|fault| fault_of(fault, &path))?;
+    Ok(Part {
+        name: name.to_owned(),
+        stat,
+        header,
+        sharding,
+    })
+}
+
+fn fault_of(fault: Fault, path: &Path) -> Error {
+    match fault {
+        Fault::Corrupt { at, reason } => Error::corrupt_index(path, at, reason),
+        Fault::Unsupported(what) => Error::Unsupported(format!("{}: {what}", path.display())),
+        Fault::Forbidden(global) => Error::UnsafePickle {
+            path: path.to_owned(),
+            global,
+        },
+        Fault::Read(e) => e,
+    }
+}
+
+/// What is known of a tensor when all files are read.
+struct Known {
+    dtype: Dtype,
+    shape: Dims,
+    chunks: Vec<Chunk>,
+}
+
+struct Chunk {
+    part: usize,
+    /// Whether the header noted where it lies: then an equal one of another rank is a replica.
+    noted: bool,
+    offsets: Dims,
+    sizes: Dims,
+    begin: u64,
+    length: u64,
+}
+
+fn build(dir: &Path, parts: &[Part], weight_map: &HashMap<String, String>) -> Result<Vec<u8>> {
+    let mut tensors: BTreeMap<&str, Known> = BTreeMap::new();
+    for (i, part) in parts.iter().enumerate() {
+        let path = dir.join(&part.name);
+        for tensor in &part.header.tensors {
+            if weight_map.get(&tensor.name).is_some_and(|file| *file != part.name) {
+                continue; // a copy: the index names another file for it
+            }
+            let (dtype, chunk) = chunk_of(i, part, tensor).map_err(|fault| fault_of(fault, &path))?;
+            let ends = chunk
+                .offsets
+                .iter()
+                .zip(&chunk.sizes)
+                .map(|(at, len)| at + len)
+                .collect();
+            match tensors.get_mut(tensor.name.as_str()) {
+                None => {
+                    let chunks = vec![chunk];
+                    tensors.insert(
+                        &tensor.name,
+                        Known {
+                            dtype,
+                            shape: ends,
+                            chunks,
+                        },
+                    );
+                }
+                Some(known) if known.dtype == dtype && known.shape.len() == ends.len() => {
+                    known
+                        .shape
+                        .iter_mut()
+                        .zip(ends)
+                        .for_each(|(size, end)| *size = end.max(*size));
+                    known.chunks.push(chunk);
+                }
+                Some(known) => {
+                    let reason = format!(
+                        "tensor {:?} is {} of {} dimensions here, and {} of {} in {:?}",
+                        tensor.name,
+                        dtype.name(),
+                        ends.len(),
+                        known.dtype.name(),
+                        known.shape.len(),
+                        parts[known.chunks[0].part].name
+                    );
+                    return Err(Error::corrupt_index(&path, 0, reason));
+                }
+            }
+        }
+    }
+    check_weight_map(dir, &tensors, weight_map)?;
+    let mut builder = IndexBuilder::new(SourceKind::Safetensors);
+    builder.root = Value::None;
+    for part in parts {
+        builder.add_file(FileEntry {
+            name: part.name.clone(),
+            size: part.stat.size,
+            data_start: part.header.data_start,
+            external: true,
+            head_digest: None,
+            mtime_ns: part.stat.mtime_ns,
+        })?;
+    }
+    for (name, known) in tensors {
+        add(&mut builder, dir, parts, name, known)?;
+    }
+    builder.build()
+}
+
+fn chunk_of(i: usize, part: &Part, tensor: &st::HeaderTensor) -> FaultResult<(Dtype, Chunk)> {
+    let unsupported = || {
+        let (name, dtype) = (&tensor.name, tensor.dtype.name());
+        Fault::Unsupported(format!(
+            "tensor {name:?} is {dtype} {:?}, which torch has no type for",
+            tensor.shape
+        ))
+    };
+    let offsets = part.sharding.offsets(tensor)?;
+    let (dtype, sizes) = tensor.dtype.to_torch(&tensor.shape).ok_or_else(unsupported)?;
+    if offsets
+        .iter()
+        .zip(&sizes)
+        .any(|(at, len)| at.checked_add(*len).is_none())
+    {
+        return Err(Fault::corrupt(
+            8,
+            format!("tensor {:?}: its offsets overflow", tensor.name),
+        ));
+    }
+    let chunk = Chunk {
+        part: i,
+        noted: part.sharding.is_noted(),
+        offsets,
+        sizes: Dims::from_vec(sizes),
+        begin: part.header.data_start + tensor.begin,
+        length: tensor.end - tensor.begin,
+    };
+    Ok((dtype, chunk))
+}
+
+fn check_weight_map(dir: &Path, tensors: &BTreeMap<&str, Known>, weight_map: &HashMap<String, String>) -> Result<()> {
+    let missing = weight_map
+        .iter()
+        .filter(|(name, _)| !tensors.contains_key(name.as_str()))
+        .min();
+    match missing {
+        Some((name, file)) => Err(Error::corrupt_data(
+            &dir.join(file),
+            name,
+            0,
+            "the index of the folder names the tensor for this file, which does not hold it",
+        )),
+        None => Ok(()),
+    }
+}
+
+fn add(builder: &mut IndexBuilder, dir: &Path, parts: &[Part], name: &str, known: Known) -> Result<()> {
+    let Known {
+        dtype,
+        shape,
+        mut chunks,
+    } = known;
+    let bad = |chunk: &Chunk, reason: String| {
+        let path = dir.join(&parts[chunk.part].name);
+        Err(Error::corrupt_index(&path, 0, format!("tensor {name:?} {reason}")))
+    };
+    let mut seen: HashMap<(Dims, Dims), usize> = HashMap::new();
+    for chunk in &chunks {
+        let first = *seen
+            .entry((chunk.offsets.clone(), chunk.sizes.clone()))
+            .or_insert(chunk.part);
+        if first != chunk.part && !chunk.noted {
+            return bad(chunk, format!("is in {:?} too", parts[first].name));
+        }
+    }
+    let mut kept = HashSet::new();
+    chunks.retain(|chunk| kept.insert((chunk.offsets.clone(), chunk.sizes.clone())));
+    if let Err(reason) = check_tiling(&shape, &chunks) {
+        return bad(&chunks[0], reason);
+    }
+    let tensor = builder.add_tensor(TensorEntry {
+        name: name.to_owned(),
+        kind: Kind::Tensor,
+        dtype: Some(dtype),
+        shape,
+        flags: 0,
+        path: None,
+    })?;
+    for chunk in chunks {
+        builder.add_chunk(ChunkEntry {
+            tensor,
+            file: u32::try_from(chunk.part).map_err(|_| Error::Unsupported("more than 4 billion files".into()))?,
+            offset: chunk.begin,
+            length: chunk.length,
+            offsets: chunk.offsets,
+            sizes: chunk.sizes,
+            strides: None,
+            signs: Signs::default(),
+            digests: None,
+        })?;
+    }
+    Ok(())
+}
+
+/// Checks that the chunks cover the shape, each element once. (That the last of them are missing cannot be seen: nothing
+/// but the chunks tells the shape.)
+fn check_tiling(shape: &[u64], chunks: &[Chunk]) -> std::result::Result<(), String> {
+    let whole = element_count(shape).ok_or("has a shape that overflows")?;
+    let mut full: Vec<&Chunk> = chunks.iter().filter(|chunk| !chunk.sizes.contains(&0)).collect();
+    let held = full
+        .iter()
+        .try_fold(0_u64, |n, chunk| n.checked_add(element_count(&chunk.sizes)?));
+    let held = held.ok_or("has shards that overflow")?;
+    if held < whole {
+        return Err(format!(
+            "of shape {shape:?} misses shards: {held} of {whole} elements are there"
+        ));
+    }
+    full.sort_by(|a, b| a.offsets.cmp(&b.offsets));
+    let mut open: Vec<&Chunk> = Vec::new();
+    for chunk in full {
+        // Sorted by the first dimension: what ends before this begins can meet no later one.
+        let first = chunk.offsets.first().copied().unwrap_or(0);
+        open.retain(|other| {
+            other
+                .offsets
+                .first()
+                .zip(other.sizes.first())
+                .is_none_or(|(at, len)| at + len > first)
+        });
+        if let Some(other) = open.iter().find(|other| overlap(other, chunk)) {
+            return Err(format!(
+                "has shards that overlap, at {:?} and {:?}",
+                other.offsets, chunk.offsets
+            ));
+        }
+        open.push(chunk);
+    }
+    Ok(())
+}
+
+fn overlap(a: &Chunk, b: &Chunk) -> bool {
+    (0..a.offsets.len()).all(|d| a.offsets[d] < b.offsets[d] + b.sizes[d] && b.offsets[d] < a.offsets[d] + a.sizes[d])
+}

@@ -1,0 +1,62 @@
+//! `DCP_SHARDING_INFO`: where the chunks of a safetensors file lie in their tensors, as torch's writers note it.
+
+use std::collections::HashMap;
+
+use serde::Deserialize;
+
+use super::fault::{Fault, FaultResult};
+use crate::format::safetensors::{Header, HeaderTensor};
+use crate::geometry::Dims;
+
+const KEY: &str = "DCP_SHARDING_INFO";
+
+/// The offsets that a header notes for its tensors.
+pub(super) struct Sharding(Option<HashMap<String, Saved>>);
+
+#[derive(Deserialize)]
+struct Saved {
+    saved_offsets: Vec<u64>,
+}
+
+impl Sharding {
+    /// What `header` notes; all tensors are whole where it notes nothing.
+    pub(super) fn of(header: &Header) -> FaultResult<Self> {
+        match header.metadata.get(KEY) {
+            None => Ok(Self(None)),
+            // As torch's reader, which goes by truth.
+            Some(text) if text.is_empty() => Ok(Self(None)),
+            Some(text) => match serde_json::from_str(text) {
+                Ok(saved) => Ok(Self(Some(saved))),
+                Err(e) => Err(Fault::corrupt(8, format!("{KEY}: {e}"))),
+            },
+        }
+    }
+
+    /// Whether the file holds chunks and not whole tensors.
+    pub(super) fn is_noted(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// Where the chunk `tensor` begins in its tensor.
+    pub(super) fn offsets(&self, tensor: &HeaderTensor) -> FaultResult<Dims> {
+        let Some(saved) = &self.0 else {
+            return Ok(Dims::from_elem(0, tensor.shape.len()));
+        };
+        match saved.get(&tensor.name) {
+            Some(Saved { saved_offsets }) if saved_offsets.len() == tensor.shape.len() => {
+                Ok(Dims::from_slice(saved_offsets))
+            }
+            Some(Saved { saved_offsets }) => Err(Fault::corrupt(
+                8,
+                format!(
+                    "{KEY}: tensor {:?} has shape {:?} and offsets {saved_offsets:?}",
+                    tensor.name, tensor.shape
+                ),
+            )),
+            None => Err(Fault::corrupt(
+                8,
+                format!("{KEY}: nothing is noted for tensor {:?}", tensor.name),
+            )),
+        }
+    }
+}

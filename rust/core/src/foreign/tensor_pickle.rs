@@ -1,0 +1,268 @@
+//! The `data.pkl` of a `torch.save`d tensor: which storage it lies in, and how.
+
+use super::fault::{Fault, FaultResult};
+use super::pickle::{Item, Node, Pickle, Rules};
+use crate::Dtype;
+use crate::copy::Signs;
+use crate::geometry::{Dims, element_count, strided_length};
+
+/// A plain strided tensor over one storage record.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct StoredTensor {
+    /// The storage is the record `data/<key>`.
+    pub key: String,
+    /// Length of the storage in bytes, as the pickle says.
+    pub storage_len: u64,
+    pub dtype: Dtype,
+    /// Of the first element, in bytes from the start of the storage.
+    pub offset: u64,
+    pub sizes: Dims,
+    /// In elements.
+    pub strides: Dims,
+    /// What its bytes stand for.
+    pub signs: Signs,
+}
+
+impl StoredTensor {
+    /// Whether the elements lie in row-major order without gaps.
+    pub(super) fn is_contiguous(&self) -> bool {
+        if self.sizes.contains(&0) {
+            return true;
+        }
+        let mut expected = 1;
+        for (&size, &stride) in self.sizes.iter().zip(&self.strides).rev() {
+            if size != 1 && stride != expected {
+                return false;
+            }
+            expected *= size;
+        }
+        true
+    }
+
+    /// Bytes from the first element to past the last.
+    pub(super) fn length(&self) -> u64 {
+        strided_length(&self.sizes, &self.strides, self.dtype.size()).unwrap_or(u64::MAX)
+    }
+}
+
+/// The storage classes of `torch`, whose element type is that of the tensor.
+const STORAGES: [(&str, &str); 12] = [
+    ("BFloat16Storage", "bfloat16"),
+    ("BoolStorage", "bool"),
+    ("ByteStorage", "uint8"),
+    ("CharStorage", "int8"),
+    ("ComplexDoubleStorage", "complex128"),
+    ("ComplexFloatStorage", "complex64"),
+    ("DoubleStorage", "float64"),
+    ("FloatStorage", "float32"),
+    ("HalfStorage", "float16"),
+    ("IntStorage", "int32"),
+    ("LongStorage", "int64"),
+    ("ShortStorage", "int16"),
+];
+
+/// What may be named. More than can be read: what is known to be a tensor of another kind is reported as that.
+fn allow(module: &str, name: &str) -> bool {
+    match module {
+        "torch._utils" => name.starts_with("_rebuild_"),
+        "torch._tensor" => name.starts_with("_rebuild_from_type"),
+        "torch.storage" => matches!(name, "UntypedStorage" | "TypedStorage"),
+        "torch.serialization" => name == "_get_layout",
+        "torch.nn.parameter" => matches!(name, "Parameter" | "Buffer"),
+        "collections" => name == "OrderedDict",
+        // Element types, storages, Size, device, Tensor; the quantizer schemes.
+        "torch" => !name.contains('.'),
+        _ => false,
+    }
+}
+
+const RULES: Rules = Rules {
+    allow,
+    persistent: true,
+};
+
+/// Takes apart the pickle of one tensor.
+pub(super) fn parse(bytes: &[u8]) -> FaultResult<StoredTensor> {
+    let pickle = Pickle::parse(bytes, &RULES)?;
+    Reader { pickle: &pickle }.tensor(pickle.top(), 0)
+}
+
+struct Reader<'a> {
+    pickle: &'a Pickle<'a>,
+}
+
+struct Storage<'a> {
+    key: &'a str,
+    /// `None` for bytes without a type.
+    dtype: Option<Dtype>,
+    /// In elements, or bytes without a type.
+    count: u64,
+}
+
+fn odd(what: &str) -> Fault {
+    Fault::corrupt(0, format!("pickle of a tensor: {what}"))
+}
+
+impl<'a> Reader<'a> {
+    fn tensor(&self, item: Item, depth: u32) -> FaultResult<StoredTensor> {
+        let Some(((module, name), args, _)) = self.pickle.as_object(item) else {
+            return Err(Fault::Unsupported("stored as something that is not a tensor".into()));
+        };
+        match (module, name, args) {
+            ("torch._utils", "_rebuild_tensor" | "_rebuild_tensor_v2" | "_rebuild_tensor_v3", _) => {
+                self.rebuild(name, args)
+            }
+            // A parameter is its data; only gradients and hooks are lost, which no checkpoint holds.
+            ("torch._utils", "_rebuild_parameter" | "_rebuild_parameter_with_state", [data, ..]) if depth == 0 => {
+                self.tensor(*data, depth + 1)
+            }
+            // A plain tensor with Python attributes: function, type, arguments, attributes.
+            ("torch._tensor", "_rebuild_from_type_v2" | "_rebuild_from_type", [function, kind, args, _]) => {
+                let kind = self.pickle.as_global(*kind);
+                let plain = matches!(
+                    kind,
+                    Some(("torch", "Tensor") | ("torch.nn.parameter", "Parameter" | "Buffer"))
+                );
+                let args = self.pickle.as_tuple(*args).ok_or_else(|| odd("no arguments"))?;
+                match (plain, self.pickle.as_global(*function)) {
+                    (true, Some(("torch._utils", name))) => self.rebuild(name, args),
+                    _ => Err(Fault::Unsupported(format!(
+                        "stored as {}",
+                        kind.map_or_else(|| "a subclass".into(), full)
+                    ))),
+                }
+            }
+            _ => Err(Fault::Unsupported(format!("stored by {module}.{name}"))),
+        }
+    }
+
+    /// `_rebuild_tensor(storage, offset, size, stride)`, v2 `(…, requires_grad, hooks[, metadata])`,
+    /// v3 `(…, requires_grad, hooks, dtype[, metadata])`.
+    fn rebuild(&self, name: &str, args: &[Item]) -> FaultResult<StoredTensor> {
+        let [storage, offset, sizes, strides, more @ ..] = args else {
+            return Err(odd("too few arguments"));
+        };
+        let storage = self.storage(*storage)?;
+        let (dtype, flags) = match (name, more) {
+            ("_rebuild_tensor", []) | ("_rebuild_tensor_v2", [_, _]) => (storage.dtype, None),
+            ("_rebuild_tensor_v2", [_, _, flags]) => (storage.dtype, Some(*flags)),
+            ("_rebuild_tensor_v3", [_, _, dtype]) => (Some(self.dtype(*dtype)?), None),
+            ("_rebuild_tensor_v3", [_, _, dtype, flags]) => (Some(self.dtype(*dtype)?), Some(*flags)),
+            _ => {
+                return Err(Fault::Unsupported(format!(
+                    "stored by torch._utils.{name} with {} arguments",
+                    args.len()
+                )));
+            }
+        };
+        let Some(dtype) = dtype else {
+            return Err(odd("a storage without a type"));
+        };
+        let signs = flags.map_or(Ok(Signs::default()), |flags| self.signs(flags))?;
+        if signs.bits(dtype).is_none() {
+            return Err(Fault::Unsupported(format!("stored as a lazy view of {}", dtype.name())));
+        }
+        let width = storage.dtype.map_or(1, Dtype::size);
+        let storage_len = storage
+            .count
+            .checked_mul(width)
+            .ok_or_else(|| odd("a storage too long"))?;
+        let offset = size(*offset)
+            .and_then(|n| n.checked_mul(dtype.size()))
+            .ok_or_else(|| odd("its offset"))?;
+        let (sizes, strides) = (self.dims(*sizes)?, self.dims(*strides)?);
+        if sizes.len() != strides.len() || element_count(&sizes).is_none() {
+            return Err(odd("its sizes and strides"));
+        }
+        let tensor = StoredTensor {
+            key: storage.key.to_owned(),
+            storage_len,
+            dtype,
+            offset,
+            sizes,
+            strides,
+            signs,
+        };
+        if offset.checked_add(tensor.length()).is_none_or(|end| end > storage_len) {
+            return Err(odd("it leads out of its storage"));
+        }
+        Ok(tensor)
+    }
+
+    fn storage(&self, item: Item) -> FaultResult<Storage<'a>> {
+        let id = match item {
+            Item::Node(id) => match self.pickle.node(id) {
+                Node::Persistent(id) => *id,
+                _ => return Err(odd("no storage")),
+            },
+            _ => return Err(odd("no storage")),
+        };
+        let Some([tag, class, key, location, count]) = self.pickle.as_tuple(id) else {
+            return Err(odd("a storage of an unknown form"));
+        };
+        let class = self.pickle.as_global(*class);
+        let (Some("storage"), Some(key), Some(count)) =
+            (self.pickle.as_str(*tag), self.pickle.as_str(*key), size(*count))
+        else {
+            return Err(odd("a storage of an unknown form"));
+        };
+        if self.pickle.as_str(*location) == Some("meta") {
+            return Err(Fault::Unsupported("stored on the meta device, without data".into()));
+        }
+        let dtype = match class {
+            Some(("torch.storage", "UntypedStorage")) => None,
+            Some(("torch", name)) => match STORAGES.iter().find(|(storage, _)| *storage == name) {
+                Some((_, dtype)) => Dtype::from_name(dtype),
+                None => return Err(Fault::Unsupported(format!("stored in a torch.{name}"))),
+            },
+            _ => return Err(odd("a storage of an unknown form")),
+        };
+        Ok(Storage { key, dtype, count })
+    }
+
+    fn dtype(&self, item: Item) -> FaultResult<Dtype> {
+        match self.pickle.as_global(item) {
+            Some(("torch", name)) => {
+                Dtype::from_name(name).ok_or_else(|| Fault::Unsupported(format!("stored with dtype torch.{name}")))
+            }
+            _ => Err(odd("its dtype")),
+        }
+    }
+
+    fn dims(&self, item: Item) -> FaultResult<Dims> {
+        let items = self.pickle.as_tuple(item).filter(|items| items.len() <= 64);
+        let dims = items.and_then(|items| items.iter().map(|item| size(*item)).collect());
+        dims.ok_or_else(|| odd("its sizes and strides"))
+    }
+
+    /// The flags of a view that is computed when it is read: conjugate, negative. None other may be on.
+    fn signs(&self, flags: Item) -> FaultResult<Signs> {
+        let mut signs = Signs::default();
+        if flags == Item::None {
+            return Ok(signs);
+        }
+        for (name, on) in self.pickle.as_dict(flags).ok_or_else(|| odd("its flags"))? {
+            match (self.pickle.as_str(*name), *on) {
+                (_, Item::Bool(false)) => {}
+                (Some("conj"), Item::Bool(true)) => signs.conjugate = true,
+                (Some("neg"), Item::Bool(true)) => signs.negative = true,
+                (name, _) => {
+                    let name = name.unwrap_or("?");
+                    return Err(Fault::Unsupported(format!("stored as a lazy {name} view")));
+                }
+            }
+        }
+        Ok(signs)
+    }
+}
+
+fn size(item: Item) -> Option<u64> {
+    match item {
+        Item::Int(n) => u64::try_from(n).ok(),
+        _ => None,
+    }
+}
+
+fn full((module, name): (&str, &str)) -> String {
+    format!("{module}.{name}")
+}

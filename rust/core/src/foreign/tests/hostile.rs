@@ -1,0 +1,318 @@
+//! Stock checkpoints that are damaged, half-written or made to harm.
+
+use std::fs::{self, OpenOptions};
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+
+use proptest::prelude::*;
+
+use super::{copy, fixtures, open, refusal};
+use crate::Error;
+use crate::foreign::fault::Fault;
+use crate::foreign::{metadata_pickle, tensor_pickle};
+
+fn metadata(case: &str) -> Vec<u8> {
+    fs::read(fixtures().join(case).join(".metadata")).unwrap()
+}
+
+fn short(text: &str) -> Vec<u8> {
+    let mut op = vec![0x8c, u8::try_from(text.len()).unwrap()];
+    op.extend(text.as_bytes());
+    op
+}
+
+fn global(module: &str, name: &str) -> Vec<u8> {
+    [short(module), short(name), vec![0x93]].concat()
+}
+
+fn parse(bytes: &[u8]) -> Error {
+    metadata_pickle::parse(bytes, Path::new(".metadata")).unwrap_err()
+}
+
+#[test]
+fn globals_off_the_list_are_named() {
+    let call = |function: Vec<u8>| [b"\x80\x04".to_vec(), function, short("touch owned"), b"\x85R.".to_vec()].concat();
+    let cases = [
+        (call(global("os", "system")), "os.system"),
+        (call(b"cposix\nsystem\n".to_vec()), "posix.system"),
+        (call(global("builtins", "eval")), "builtins.eval"),
+        (call(global("torch", "os.system")), "torch.os.system"),
+        (
+            call(global("torch.distributed.checkpoint.metadata", "os.system")),
+            "metadata.os.system",
+        ),
+        (call(global("torch", "load")), "torch.load"),
+        (call(global("torch.serialization", "load")), "torch.serialization.load"),
+        (b"\x80\x04(ios\nsystem\n.".to_vec(), "os.system"),
+        (b"\x80\x04\x82\x01.".to_vec(), "extension registry"),
+        (b"\x80\x04\x84\x01\0\0\0.".to_vec(), "extension registry"),
+        (
+            [
+                b"\x80\x04".to_vec(),
+                short("os"),
+                b"\x94h\x00".to_vec(),
+                short("system"),
+                b"\x93.".to_vec(),
+            ]
+            .concat(),
+            "os.system",
+        ),
+    ];
+    for (bytes, name) in cases {
+        match parse(&bytes) {
+            Error::UnsafePickle { global, .. } => assert!(global.contains(name), "{global}"),
+            e => panic!("{name}: {e}"),
+        }
+    }
+}
+
+#[test]
+fn tricks_are_refused() {
+    let class = global("torch.distributed.checkpoint.metadata", "Metadata");
+    let with = |tail: &[u8]| [b"\x80\x04".to_vec(), class.clone(), tail.to_vec()].concat();
+    let cases: Vec<(Vec<u8>, &str)> = vec![
+        (with(b"}b."), "a state for"),
+        (with(b")\x81}b}b."), "a state for"),
+        (with(b")\x81)R."), "a call of what"),
+        (with(b"]R."), "a call of what"),
+        (with(b")}\x92."), "opcode 0x92"),
+        (b"\x80\x04NQ.".to_vec(), "opcode 0x51"),
+        (b"\x80\x04K\x01K\x02\x93.".to_vec(), "not text"),
+        (b"\x80\x04Nr\xff\xff\xff\xff.".to_vec(), "memo index"),
+        (b"\x80\x04j\xff\xff\xff\xff.".to_vec(), "memo index"),
+        (b"\x80\x04\x94.".to_vec(), "too few"),
+        (b"\x80\x04(\x94.".to_vec(), "too few"),
+        (b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\xffx.".to_vec(), "too early"),
+        (b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x0fN.".to_vec(), "a frame"),
+        (b"\x80\x04\x8a\x09\0\0\0\0\0\0\0\0\0.".to_vec(), "64 bits"),
+        (b"\x80\x04\x8c\x01\xff.".to_vec(), "UTF-8"),
+        (b"\x80\x04NN.".to_vec(), "left on the stack"),
+        (b"\x80\x04N(.".to_vec(), "too few|left"),
+        (b"\x80\x04N.N".to_vec(), "after the end"),
+        (b"\x80\x04](NNa.".to_vec(), "not a list|too few|not a container"),
+        (b"\x80\x04}(NNNu.".to_vec(), "not a dict"),
+        (b"".to_vec(), "too early"),
+        (b"\x80\x04N.".to_vec(), "a Metadata was expected"),
+    ];
+    for (bytes, parts) in cases {
+        let e = parse(&bytes).to_string();
+        assert!(parts.split('|').any(|part| e.contains(part)), "{bytes:?}: {e}");
+    }
+    assert!(matches!(parse(b"\x80\x06N."), Error::Unsupported(_)));
+}
+
+#[test]
+fn nesting_and_sharing_cost_no_more_than_they_say() {
+    let fields = |planner: Vec<u8>| {
+        [
+            b"\x80\x04".to_vec(),
+            global("torch.distributed.checkpoint.metadata", "Metadata"),
+            b")\x81}(".to_vec(),
+            short("state_dict_metadata"),
+            b"}".to_vec(),
+            short("storage_data"),
+            b"}".to_vec(),
+            short("planner_data"),
+            planner,
+            b"ub.".to_vec(),
+        ]
+        .concat()
+    };
+    let deep = [b")".to_vec(), vec![0x85; 1_000_000]].concat();
+    assert!(parse(&fields(deep)).to_string().contains("64 deep"));
+    assert!(parse(&fields(b"]\x94h\x00a".to_vec())).to_string().contains("64 deep"));
+    let mut laughs = [b"(".to_vec(), short("ha"), b"\x94".to_vec()].concat();
+    for level in 0..30 {
+        laughs.push(b'(');
+        laughs.extend([b'h', level].repeat(10));
+        laughs.extend(b"t\x94");
+    }
+    laughs.push(b't');
+    assert!(parse(&fields(laughs)).to_string().contains("without measure"));
+    assert!(
+        parse(&fields(global("torch", "float32")))
+            .to_string()
+            .contains("plain values")
+    );
+}
+
+#[test]
+fn half_written_and_cut_checkpoints_are_noticed() {
+    let dir = copy("torch-2.15.0/sharded");
+    fs::remove_file(dir.path().join("__1_0.distcp")).unwrap();
+    let e = refusal(dir.path(), None);
+    assert!(
+        matches!(&e, Error::CorruptData { .. }) && e.to_string().contains("__1_0.distcp: it is missing"),
+        "{e}"
+    );
+
+    let dir = copy("torch-2.15.0/sharded");
+    let file = OpenOptions::new()
+        .write(true)
+        .open(dir.path().join("__1_0.distcp"))
+        .unwrap();
+    file.set_len(file.metadata().unwrap().len() - 1).unwrap();
+    let e = refusal(dir.path(), None);
+    assert!(
+        matches!(&e, Error::CorruptData { .. }) && e.to_string().contains("lead out of a file"),
+        "{e}"
+    );
+
+    let dir = copy("torch-2.15.0/sharded");
+    fs::rename(dir.path().join(".metadata"), dir.path().join(".metadata.tmp")).unwrap();
+    let e = refusal(dir.path(), None);
+    assert!(
+        matches!(&e, Error::NotFound { .. }) && e.to_string().contains("did not finish"),
+        "{e}"
+    );
+
+    // The data of another checkpoint under the same names.
+    let dir = copy("torch-2.15.0/sharded");
+    fs::write(dir.path().join("__0_0.distcp"), vec![0; 100_000]).unwrap();
+    let e = refusal(dir.path(), None);
+    assert!(
+        matches!(&e, Error::CorruptData { .. }) && e.to_string().contains("neither a torch.save"),
+        "{e}"
+    );
+}
+
+/// Replaces what is found in a data file, everywhere.
+fn patch(path: &Path, from: &[u8], to: &[u8]) -> usize {
+    assert_eq!(from.len(), to.len());
+    let bytes = fs::read(path).unwrap();
+    let file = OpenOptions::new().write(true).open(path).unwrap();
+    let places = bytes
+        .windows(from.len())
+        .enumerate()
+        .filter(|(_, window)| *window == from);
+    places.map(|(at, _)| file.write_all_at(to, at as u64).unwrap()).count()
+}
+
+#[test]
+fn archives_that_cannot_be_read_in_place_are_named() {
+    let cases: [(&[u8], &[u8], &str); 6] = [
+        (b"little", b"bigbig", "byte order \"bigbig\""),
+        (b"FloatStorage", b"QInt8Storage", "stored in a torch.QInt8Storage"),
+        (
+            b"_rebuild_tensor_v2",
+            b"_rebuild_sparse_te",
+            "stored by torch._utils._rebuild_sparse_te",
+        ),
+        (
+            b"torch._utils",
+            b"os.path_more",
+            "stored with os.path_more._rebuild_tensor_v2",
+        ),
+        (b"FloatStorage", b"DoubleStorag", "stored in a torch.DoubleStorag"),
+        // Directory entries that say: deflated.
+        (
+            b"PK\x01\x02\0\0\0\0\x08\x08\0\0",
+            b"PK\x01\x02\0\0\0\0\x08\x08\x08\0",
+            "is compressed (method 8)",
+        ),
+    ];
+    for (from, to, part) in cases {
+        let dir = copy("torch-2.15.0/threads");
+        for name in ["__0_0.distcp", "__0_1.distcp", "__0_2.distcp"] {
+            patch(&dir.path().join(name), from, to);
+        }
+        let e = refusal(dir.path(), None);
+        assert!(matches!(e, Error::Unsupported(_)), "{e}");
+        assert!(
+            e.to_string().contains(part) && e.to_string().contains("tensor \"w"),
+            "{e}"
+        );
+    }
+}
+
+#[test]
+fn archives_that_contradict_themselves_are_refused() {
+    let cases: [(&[u8], &[u8], &str); 6] = [
+        (b"data/0PK\x01", b"data/1PK\x01", "no record data/0"),
+        (b"data/0FB", b"data/1FB", "no header of that name"),
+        (b"PK\x05\x06", b"PK\x05\x05", "does not end here"),
+        (b"PK\x06\x06", b"PK\x06\x05", "zip64"),
+        (b"PK\x01\x02", b"PK\x01\x03", "an entry was expected"),
+        (b"FloatStorage", b"HalfStorage\n", "corrupt data"),
+    ];
+    for (from, to, part) in cases {
+        let dir = copy("torch-2.15.0/plain");
+        let count = patch(&dir.path().join("__0_0.distcp"), from, to);
+        assert!(count > 0, "{part}");
+        let e = refusal(dir.path(), None);
+        assert!(matches!(e, Error::CorruptData { .. }), "{part}: {e}");
+        assert!(e.to_string().contains(part), "{e}");
+    }
+}
+
+#[test]
+fn tensors_of_other_kinds_are_unsupported() {
+    let pickle = |tail: &[u8]| [b"\x80\x02".to_vec(), tail.to_vec(), b".".to_vec()].concat();
+    let cases: [(&[u8], &str); 5] = [
+        (b"ctorch._utils\n_rebuild_qtensor\n)R", "_rebuild_qtensor"),
+        (
+            b"ctorch._utils\n_rebuild_meta_tensor_no_storage\n)R",
+            "_rebuild_meta_tensor_no_storage",
+        ),
+        (
+            b"ctorch._utils\n_rebuild_wrapper_subclass\n)R",
+            "_rebuild_wrapper_subclass",
+        ),
+        (b"N", "not a tensor"),
+        (
+            b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch._utils\n_rebuild_tensor_v2\nctorch\nOther\n)}tR",
+            "torch.Other",
+        ),
+    ];
+    for (tail, part) in cases {
+        match tensor_pickle::parse(&pickle(tail)) {
+            Err(Fault::Unsupported(what)) => assert!(what.contains(part), "{what}"),
+            other => panic!("{part}: {other:?}"),
+        }
+    }
+    match tensor_pickle::parse(&pickle(b"cmine\nTensor\n)R")) {
+        Err(Fault::Forbidden(global)) => assert_eq!(global, "mine.Tensor"),
+        other => panic!("{other:?}"),
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    /// Bytes of a `.metadata` changed: an error, or an index that passed every check.
+    #[test]
+    fn damaged_metadata_is_refused_or_safe(edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4)) {
+        let mut bytes = metadata("torch-2.15.0/nested");
+        for (at, byte) in edits {
+            let at = at.index(bytes.len());
+            bytes[at] = byte;
+        }
+        let dir = fixtures().join("torch-2.15.0/nested");
+        if let Ok(metadata) = metadata_pickle::parse(&bytes, &dir) {
+            let _ = crate::foreign::distcp::index_items(&dir, metadata, 1);
+        }
+    }
+
+    #[test]
+    fn pickle_noise_is_safe(bytes in prop::collection::vec(prop_oneof![
+        Just(b'('), Just(b')'), Just(b't'), Just(b'}'), Just(b']'), Just(b'u'), Just(b'e'), Just(b'a'), Just(b's'), Just(b'N'),
+        Just(b'R'), Just(b'b'), Just(0x81), Just(0x94), Just(b'h'), Just(0), Just(1), Just(0x85), Just(0x86), Just(b'Q'),
+        any::<u8>(),
+    ], 0..60)) {
+        let _ = metadata_pickle::parse(&bytes, Path::new("x"));
+        let bytes = [&b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n"[..], &bytes, b"."].concat();
+        let _ = tensor_pickle::parse(&bytes);
+    }
+
+    /// Bytes of a data file changed: the place of every tensor stays within the file, or it is an error.
+    #[test]
+    fn damaged_archives_are_refused_or_safe(at: prop::sample::Index, byte: u8) {
+        let dir = copy("torch-2.4.1/sharded");
+        let path = dir.path().join("__1_0.distcp");
+        let mut bytes = fs::read(&path).unwrap();
+        let at = at.index(bytes.len());
+        bytes[at] = byte;
+        fs::write(&path, bytes).unwrap();
+        let _ = open(dir.path(), None);
+    }
+}

@@ -1,0 +1,39 @@
+mod hostile;
+mod safetensors;
+mod stock;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::Error;
+use crate::checkpoint::{Found, find, index};
+use crate::format::Index;
+
+/// What `tests/fixtures/make_stock.py` made.
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/stock")
+}
+
+fn open(path: &Path, rank: Option<u32>) -> Result<Index, Error> {
+    match find(path, rank)? {
+        Found::Foreign(kind) => index(path, &kind, rank, 2),
+        Found::Native => panic!("no fixture has an index"),
+    }
+}
+
+fn refusal(path: &Path, rank: Option<u32>) -> Error {
+    match open(path, rank) {
+        Ok(_) => panic!("{} opens", path.display()),
+        Err(e) => e,
+    }
+}
+
+/// A copy of a fixture, to damage.
+fn copy(case: &str) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for entry in fs::read_dir(fixtures().join(case)).unwrap() {
+        let path = entry.unwrap().path();
+        fs::copy(&path, dir.path().join(path.file_name().unwrap())).unwrap();
+    }
+    dir
+}

@@ -1,0 +1,304 @@
+//! Which chunks hold a region of a tensor, and whether they hold all of it.
+
+use crate::format::Index;
+use crate::geometry::Dims;
+
+/// A part of a region that one chunk holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Overlap {
+    /// The chunk, for [`Index::chunk`].
+    pub chunk: u64,
+    /// Where the part begins in the chunk.
+    pub chunk_offsets: Dims,
+    /// Where it begins in the region.
+    pub region_offsets: Dims,
+    /// How far it extends.
+    pub sizes: Dims,
+}
+
+/// A rectangle of a tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Region {
+    /// Where it begins.
+    pub offsets: Dims,
+    /// How far it extends.
+    pub sizes: Dims,
+}
+
+impl Region {
+    /// The rectangle at `offsets` of `sizes`.
+    pub fn new(offsets: &[u64], sizes: &[u64]) -> Self {
+        Self {
+            offsets: Dims::from_slice(offsets),
+            sizes: Dims::from_slice(sizes),
+        }
+    }
+
+    /// Whether it lies within `shape`.
+    pub fn fits(&self, shape: &[u64]) -> bool {
+        self.offsets.len() == shape.len()
+            && self.sizes.len() == shape.len()
+            && (self.offsets.iter().zip(&self.sizes).zip(shape))
+                .all(|((offset, size), whole)| offset.checked_add(*size).is_some_and(|end| end <= *whole))
+    }
+
+    fn end(&self, d: usize) -> u64 {
+        self.offsets[d] + self.sizes[d]
+    }
+
+    fn volume(&self) -> u128 {
+        self.sizes.iter().map(|&size| u128::from(size)).product()
+    }
+
+    fn intersection(&self, other: &Self) -> Option<Self> {
+        let mut both = Self::new(&[], &[]);
+        for d in 0..self.offsets.len() {
+            let begin = self.offsets[d].max(other.offsets[d]);
+            let end = self.end(d).min(other.end(d));
+            if begin >= end {
+                return None;
+            }
+            both.offsets.push(begin);
+            both.sizes.push(end - begin);
+        }
+        Some(both)
+    }
+
+    /// What is left of `self` without `hole`, which lies within it, as disjoint rectangles.
+    fn without(&self, hole: &Self, out: &mut Vec<Self>) {
+        let mut rest = self.clone();
+        for d in 0..self.offsets.len() {
+            for (begin, end) in [(rest.offsets[d], hole.offsets[d]), (hole.end(d), rest.end(d))] {
+                if begin < end {
+                    let mut side = rest.clone();
+                    side.offsets[d] = begin;
+                    side.sizes[d] = end - begin;
+                    out.push(side);
+                }
+            }
+            rest.offsets[d] = hole.offsets[d];
+            rest.sizes[d] = hole.sizes[d];
+        }
+    }
+}
+
+/// The parts of `region` and the chunks of `tensor` that hold them, each element once.
+///
+/// `region` lies within the tensor's shape. Takes O(log n) beyond the overlapping chunks where the chunks are a run along
+/// one dimension, O(n) otherwise.
+///
+/// # Errors
+/// A part of the region that no chunk holds.
+pub fn cover(index: &Index, tensor: u32, region: &Region) -> Result<Vec<Overlap>, Region> {
+    if region.sizes.contains(&0) {
+        return Ok(Vec::new());
+    }
+    let parts = intersections(index, tensor, region);
+    let held: u128 = parts.iter().map(|(_, part)| part.volume()).sum();
+    let view = index.tensor(tensor);
+    if view.split_dim.is_some() && held == region.volume() {
+        return Ok(overlaps(index, region, &parts));
+    }
+    // Parts can leave a hole here and overlap there, so the volumes alone prove nothing.
+    let mut missing = vec![region.clone()];
+    let mut fragments = Vec::new();
+    for (chunk, part) in &parts {
+        let mut left = Vec::new();
+        for piece in missing {
+            if let Some(both) = piece.intersection(part) {
+                piece.without(&both, &mut left);
+                fragments.push((*chunk, both));
+            } else {
+                left.push(piece);
+            }
+        }
+        missing = left;
+    }
+    match missing.into_iter().next() {
+        Some(hole) => Err(hole),
+        None if held == region.volume() => Ok(overlaps(index, region, &parts)),
+        None => Ok(overlaps(index, region, &fragments)),
+    }
+}
+
+/// The parts of `region` that the chunks hold, which need not be all of it, nor disjoint.
+pub fn touching(index: &Index, tensor: u32, region: &Region) -> Vec<Overlap> {
+    overlaps(index, region, &intersections(index, tensor, region))
+}
+
+fn intersections(index: &Index, tensor: u32, region: &Region) -> Vec<(u64, Region)> {
+    let view = index.tensor(tensor);
+    let mut candidates = view.chunks.clone();
+    if let Some(split) = view.split_dim {
+        candidates.start = partition_point(view.chunks.clone(), |c| {
+            index.chunk_extent(c, split).end <= region.offsets[split]
+        });
+        candidates.end = partition_point(candidates.start..view.chunks.end, |c| {
+            index.chunk_extent(c, split).start < region.end(split)
+        });
+    }
+    candidates
+        .filter_map(|c| {
+            let chunk = index.chunk(c);
+            let whole = Region {
+                offsets: chunk.offsets,
+                sizes: chunk.sizes,
+            };
+            Some((c, region.intersection(&whole)?))
+        })
+        .collect()
+}
+
+/// The first of `range` for which `pred` is false; `pred` is true for a prefix.
+fn partition_point(range: std::ops::Range<u64>, pred: impl Fn(u64) -> bool) -> u64 {
+    let (mut low, mut high) = (range.start, range.end);
+    while low < high {
+        let middle = low + (high - low) / 2;
+        if pred(middle) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    low
+}
+
+fn overlaps(index: &Index, region: &Region, parts: &[(u64, Region)]) -> Vec<Overlap> {
+    let minus = |a: &Dims, b: &Dims| a.iter().zip(b).map(|(a, b)| a - b).collect();
+    parts
+        .iter()
+        .map(|(c, part)| Overlap {
+            chunk: *c,
+            chunk_offsets: minus(&part.offsets, &index.chunk(*c).offsets),
+            region_offsets: minus(&part.offsets, &region.offsets),
+            sizes: part.sizes.clone(),
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::Dtype;
+    use crate::copy::Signs;
+    use crate::format::{ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry};
+
+    fn index(shape: &[u64], chunks: &[Region]) -> Index {
+        let mut builder = IndexBuilder::new(SourceKind::Native);
+        let file = builder
+            .add_file(FileEntry {
+                name: "f".into(),
+                size: 1 << 20,
+                data_start: 0,
+                external: false,
+                head_digest: None,
+                mtime_ns: 0,
+            })
+            .unwrap();
+        let tensor = builder
+            .add_tensor(TensorEntry {
+                name: "w".into(),
+                kind: Kind::Tensor,
+                dtype: Some(Dtype::UINT8),
+                shape: Dims::from_slice(shape),
+                flags: 0,
+                path: None,
+            })
+            .unwrap();
+        for chunk in chunks {
+            builder
+                .add_chunk(ChunkEntry {
+                    tensor,
+                    file,
+                    offset: 0,
+                    length: chunk.sizes.iter().product(),
+                    offsets: chunk.offsets.clone(),
+                    sizes: chunk.sizes.clone(),
+                    strides: None,
+                    signs: Signs::default(),
+                    digests: None,
+                })
+                .unwrap();
+        }
+        Index::from_bytes(builder.build().unwrap(), Path::new("x")).unwrap()
+    }
+
+    #[test]
+    fn rows_are_found_by_search() {
+        let chunks: Vec<_> = (0..100).map(|i| Region::new(&[i * 3, 0], &[3, 4])).collect();
+        let index = index(&[300, 4], &chunks);
+        let found = cover(&index, 0, &Region::new(&[4, 1], &[5, 2])).unwrap();
+        let rows: Vec<_> = found
+            .iter()
+            .map(|o| (o.chunk, o.chunk_offsets[0], o.sizes[0]))
+            .collect();
+        assert_eq!(rows, [(1, 1, 2), (2, 0, 3)]);
+        assert!(cover(&index, 0, &Region::new(&[4, 1], &[0, 2])).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_scalar_is_covered_by_its_chunk() {
+        let index = index(&[], &[Region::new(&[], &[])]);
+        assert_eq!(cover(&index, 0, &Region::new(&[], &[])).unwrap().len(), 1);
+    }
+
+    #[test]
+    fn a_missing_chunk_is_named() {
+        let index = index(&[8], &[Region::new(&[0], &[4])]);
+        assert_eq!(cover(&index, 0, &Region::new(&[2], &[6])), Err(Region::new(&[4], &[4])));
+        assert_eq!(touching(&index, 0, &Region::new(&[2], &[6])).len(), 1);
+    }
+
+    fn rectangle(rows: u64, columns: u64) -> impl Strategy<Value = Region> {
+        (0..rows, 0..columns).prop_flat_map(move |(r, c)| {
+            (0..=rows - r, 0..=columns - c).prop_map(move |(h, w)| Region::new(&[r, c], &[h, w]))
+        })
+    }
+
+    proptest! {
+        /// Against the definition: paint every element, overlapping chunks and holes included.
+        #[test]
+        fn each_element_comes_once(
+            chunks in prop::collection::vec(rectangle(6, 5), 0..7),
+            region in rectangle(6, 5),
+        ) {
+            let index = index(&[6, 5], &chunks);
+            let held = |r: u64, c: u64| chunks.iter().any(|k| {
+                k.offsets[0] <= r && r < k.end(0) && k.offsets[1] <= c && c < k.end(1)
+            });
+            let cells = || (region.offsets[0]..region.end(0))
+                .flat_map(|r| (region.offsets[1]..region.end(1)).map(move |c| (r, c)));
+            match cover(&index, 0, &region) {
+                Ok(parts) => {
+                    let mut painted = std::collections::BTreeMap::new();
+                    for part in &parts {
+                        let chunk = index.chunk(part.chunk);
+                        for r in 0..part.sizes[0] {
+                            for c in 0..part.sizes[1] {
+                                let here = (
+                                    chunk.offsets[0] + part.chunk_offsets[0] + r,
+                                    chunk.offsets[1] + part.chunk_offsets[1] + c,
+                                );
+                                prop_assert_eq!(here.0 - region.offsets[0], part.region_offsets[0] + r);
+                                prop_assert_eq!(here.1 - region.offsets[1], part.region_offsets[1] + c);
+                                *painted.entry(here).or_insert(0) += 1;
+                            }
+                        }
+                    }
+                    prop_assert_eq!(painted.len(), cells().count());
+                    prop_assert!(painted.values().all(|&n| n == 1));
+                    prop_assert!(cells().all(|(r, c)| held(r, c)));
+                }
+                Err(hole) => {
+                    prop_assert!(hole.volume() > 0);
+                    prop_assert!(region.intersection(&hole).as_ref() == Some(&hole));
+                    prop_assert!(!held(hole.offsets[0], hole.offsets[1]));
+                }
+            }
+        }
+    }
+}

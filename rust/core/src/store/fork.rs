@@ -1,0 +1,90 @@
+//! Files that stay with the process that opened them: a forked child lets go of its copies at once.
+//!
+//! A lock belongs to the open file, which a child of `fork` shares. Were its copy to stay open, the lock of a parent that is killed would last
+//! as long as the child: a worker that loads data, or a daemon.
+#![allow(unsafe_code)] // what runs between fork and the child's first line of code, and descriptors it closes
+
+use std::fs::File;
+use std::mem::ManuallyDrop;
+use std::ops::Deref;
+use std::os::fd::AsRawFd as _;
+use std::sync::Once;
+use std::sync::atomic::{AtomicI32, Ordering};
+
+/// No descriptor.
+const FREE: i32 = -1;
+/// Of as many files at a time a child lets go; of others when it ends. A save has two.
+static OPEN: [AtomicI32; 256] = [const { AtomicI32::new(FREE) }; 256];
+
+unsafe extern "C" {
+    fn pthread_atfork(
+        prepare: Option<extern "C" fn()>,
+        parent: Option<extern "C" fn()>,
+        child: Option<extern "C" fn()>,
+    ) -> libc::c_int;
+}
+
+/// Runs in the child, of which only this thread is left: no locks, no memory.
+extern "C" fn let_go() {
+    for slot in &OPEN {
+        let descriptor = slot.swap(FREE, Ordering::Relaxed);
+        if descriptor != FREE {
+            // SAFETY: it is the child's copy of a descriptor whose `OwnFile` does nothing in this process.
+            unsafe { libc::close(descriptor) };
+        }
+    }
+}
+
+/// A file that is open in this process, and in no child forked from it.
+#[derive(Debug)]
+pub(super) struct OwnFile {
+    file: ManuallyDrop<File>,
+    slot: Option<usize>,
+    process: u32,
+}
+
+impl OwnFile {
+    pub(super) fn new(file: File) -> Self {
+        static HANDLER: Once = Once::new();
+        // SAFETY: the function is there for as long as the process: extensions of Python are not unloaded. Where it cannot be registered, a
+        // child keeps its copies.
+        HANDLER.call_once(|| unsafe {
+            pthread_atfork(None, None, Some(let_go));
+        });
+        let take = |slot: &AtomicI32| {
+            slot.compare_exchange(FREE, file.as_raw_fd(), Ordering::Relaxed, Ordering::Relaxed)
+                .is_ok()
+        };
+        Self {
+            slot: OPEN.iter().position(take),
+            file: ManuallyDrop::new(file),
+            process: std::process::id(),
+        }
+    }
+
+    /// Whether this is the process that opened it. In any other, its descriptor may be another file's.
+    pub(super) fn is_own(&self) -> bool {
+        self.process == std::process::id()
+    }
+}
+
+impl Deref for OwnFile {
+    type Target = File;
+
+    fn deref(&self) -> &File {
+        &self.file
+    }
+}
+
+impl Drop for OwnFile {
+    fn drop(&mut self) {
+        if !self.is_own() {
+            return;
+        }
+        if let Some(slot) = self.slot {
+            OPEN[slot].store(FREE, Ordering::Relaxed);
+        }
+        // SAFETY: it is dropped once, here.
+        unsafe { ManuallyDrop::drop(&mut self.file) };
+    }
+}

@@ -1,0 +1,186 @@
+//! Linux.
+#![allow(unsafe_code)] // system calls without a safe wrapper
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd as _;
+use std::sync::OnceLock;
+
+use memmap2::{Advice, MmapMut, MmapRaw};
+
+/// The flag of `open` for reads and writes past the page cache.
+pub const DIRECT: Option<i32> = Some(libc::O_DIRECT);
+
+/// Puts the bytes `[start, start + len)` of a file on the disk, without the promise that they are found there after a loss of power: a sync
+/// that follows has less to wait for. `None` where the file system does not do that.
+pub fn write_back(file: &File, start: u64, len: u64) -> io::Result<Option<()>> {
+    let all = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+    let (Ok(start), Ok(len)) = (libc::off64_t::try_from(start), libc::off64_t::try_from(len)) else {
+        return Err(io::ErrorKind::InvalidInput.into());
+    };
+    // SAFETY: the descriptor is open, and no memory is handed over.
+    if unsafe { libc::sync_file_range(file.as_raw_fd(), start, len, all) } == 0 {
+        return Ok(Some(()));
+    }
+    let error = io::Error::last_os_error();
+    match error.raw_os_error() {
+        Some(libc::EINVAL | libc::ENOSYS | libc::ESPIPE | libc::EOPNOTSUPP) => Ok(None),
+        _ => Err(error),
+    }
+}
+
+/// Pages looked at where the kernel only answers for one at a time.
+const SAMPLES: u64 = 64;
+const PAGE: u64 = 4096;
+
+/// Bytes of `[start, end)`, which is not empty, that are in the page cache, to the page. `None` where that cannot be known.
+///
+/// Asks `cachestat` (Linux 6.5). Where that is missing or forbidden, samples pages with reads that must not wait.
+/// `mincore` would not do: it calls every page of another user's file resident.
+pub fn resident_bytes(file: &File, start: u64, end: u64) -> Option<u64> {
+    cachestat(file, start, end).or_else(|| sample(file, start, end))
+}
+
+fn cachestat(file: &File, start: u64, end: u64) -> Option<u64> {
+    /// The same number on every architecture.
+    const SYS_CACHESTAT: libc::c_long = 451;
+    let range = [start, end - start];
+    let mut counts = [0u64; 5];
+    // SAFETY: the kernel reads two and writes five 64-bit integers (struct cachestat_range and struct cachestat), and
+    // both arrays live across the call; the descriptor is open.
+    let result = unsafe { libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), range.as_ptr(), counts.as_mut_ptr(), 0) };
+    (result == 0).then(|| counts[0].saturating_mul(PAGE))
+}
+
+fn sample(file: &File, start: u64, end: u64) -> Option<u64> {
+    let pages = (end - start).div_ceil(PAGE);
+    let samples = pages.min(SAMPLES);
+    let mut resident = 0;
+    for i in 0..samples {
+        // i < 64, so the product is far from overflow for any file.
+        let at = start + (pages * i / samples) * PAGE;
+        let mut byte = 0u8;
+        let iov = libc::iovec {
+            iov_base: (&raw mut byte).cast(),
+            iov_len: 1,
+        };
+        let offset = libc::off_t::try_from(at.min(end - 1)).ok()?;
+        // SAFETY: the one iovec names one writable byte that lives across the call; the descriptor is open.
+        let n = unsafe { libc::preadv2(file.as_raw_fd(), &raw const iov, 1, offset, libc::RWF_NOWAIT) };
+        if n == 1 {
+            resident += 1;
+        } else if n < 0 && io::Error::last_os_error().raw_os_error() != Some(libc::EAGAIN) {
+            return None;
+        }
+    }
+    Some((end - start) / samples * resident)
+}
+
+/// Whether the file lies on a network or user-space file system.
+pub fn is_remote(file: &File) -> bool {
+    /// Magic numbers of `statfs(2)` and the kernel's `magic.h`.
+    const REMOTE: [u32; 14] = [
+        0x0000_6969, // NFS
+        0x0000_517b, // SMB
+        0xff53_4d42, // CIFS
+        0xfe53_4d42, // SMB2
+        0x6573_5546, // FUSE, virtiofs
+        0x0102_1997, // 9P
+        0x5346_414f, // AFS
+        0x6b41_4653, // kAFS
+        0x7375_7245, // Coda
+        0x00c3_6400, // Ceph
+        0x0bd0_0bd0, // Lustre
+        0x4750_4653, // GPFS
+        0x1983_0326, // BeeGFS
+        0x0131_11a8, // IBRIX
+    ];
+    let mut stat = std::mem::MaybeUninit::<libc::statfs>::uninit();
+    // SAFETY: the kernel writes one `struct statfs`; the descriptor is open.
+    if unsafe { libc::fstatfs(file.as_raw_fd(), stat.as_mut_ptr()) } != 0 {
+        return true;
+    }
+    // SAFETY: the call succeeded, so the structure was filled.
+    let kind = unsafe { stat.assume_init() }.f_type;
+    // The field's width differs by architecture; the magic numbers have 32 bits.
+    REMOTE
+        .iter()
+        .any(|&magic| i128::from(kind) & 0xffff_ffff == i128::from(magic))
+}
+
+/// What offsets and lengths of direct reads of this file must be multiples of, or `None` where it takes none.
+pub fn direct_align(file: &File) -> Option<u64> {
+    #[cfg(target_env = "gnu")]
+    {
+        let mut stat = std::mem::MaybeUninit::<libc::statx>::zeroed();
+        // SAFETY: an empty path with AT_EMPTY_PATH names the open descriptor; the kernel writes one `struct statx`.
+        let result = unsafe {
+            libc::statx(
+                file.as_raw_fd(),
+                c"".as_ptr(),
+                libc::AT_EMPTY_PATH,
+                libc::STATX_DIOALIGN,
+                stat.as_mut_ptr(),
+            )
+        };
+        if result == 0 {
+            // SAFETY: zeroed before, and filled by the call: every bit pattern is valid.
+            let stat = unsafe { stat.assume_init() };
+            if stat.stx_mask & libc::STATX_DIOALIGN != 0 {
+                let align = stat.stx_dio_offset_align.max(stat.stx_dio_mem_align);
+                return (align > 0).then(|| u64::from(align).next_power_of_two().max(512));
+            }
+        }
+    }
+    let _ = file;
+    Some(PAGE)
+}
+
+/// Whether [`populate`] can: without it, a disk that fails is a signal at the first touch.
+pub fn populates() -> bool {
+    static POPULATES: OnceLock<bool> = OnceLock::new();
+    let try_it = || MmapMut::map_anon(1).is_ok_and(|page| page.advise(Advice::PopulateRead).is_ok());
+    *POPULATES.get_or_init(try_it)
+}
+
+/// Brings a part of a mapping into memory and into the page table, or says what is wrong with it.
+pub fn populate(map: &MmapRaw, start: usize, len: usize) -> io::Result<()> {
+    let result = map.advise_range(Advice::PopulateRead, start, len);
+    match result.as_ref().map_err(io::Error::raw_os_error) {
+        // Before Linux 5.14.
+        Err(Some(libc::EINVAL | libc::ENOSYS)) => Ok(()),
+        _ => result,
+    }
+}
+
+/// Asks for a part of a mapping to be read into the page cache. A wish.
+pub fn read_ahead(map: &MmapRaw, start: usize, len: usize) {
+    let _ = map.advise_range(Advice::WillNeed, start, len);
+}
+
+/// Asks for a part of memory to lie in huge pages. A wish: where it is refused the pages are small.
+pub fn ask_for_huge_pages(memory: &MmapMut, start: usize, len: usize) {
+    let _ = memory.advise_range(Advice::HugePage, start, len);
+}
+
+/// Whether there are huge pages of 2 MiB, to be asked for.
+pub fn has_huge_pages() -> bool {
+    rustix::param::page_size() == 4096
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use super::*;
+
+    #[test]
+    fn both_ways_to_ask_see_a_file_that_was_just_written() {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&vec![1; 1 << 20]).unwrap();
+        for got in [cachestat(&file, 0, 1 << 20), sample(&file, 0, 1 << 20)] {
+            // Nothing to check where the kernel does not say.
+            assert!(got.is_none_or(|bytes| bytes > 1 << 19), "{got:?}");
+        }
+    }
+}

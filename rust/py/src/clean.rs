@@ -1,0 +1,76 @@
+//! What killed saves left, as Python sees it.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use dcp_rs_core::Control;
+use dcp_rs_core::checkpoint::{self, Leftover, LeftoverKind, Verdict};
+use dcp_rs_core::store::{self, Mode};
+use pyo3::prelude::*;
+
+use crate::error::IntoPy as _;
+use crate::interrupt;
+use crate::panics::guarded;
+
+/// Path, bytes, kind, verdict.
+type LeftoverTuple = (PathBuf, u64, &'static str, &'static str);
+
+/// What killed saves and conversions left at `path`; nothing is changed.
+#[guarded]
+#[pyfunction]
+pub fn leftovers(py: Python<'_>, path: PathBuf, older_than: Option<f64>) -> PyResult<Vec<LeftoverTuple>> {
+    let older_than = older_than.map(Duration::from_secs_f64);
+    let found = py.detach(|| checkpoint::leftovers(&path, older_than)).into_py(py)?;
+    Ok(found.into_iter().map(to_tuple).collect())
+}
+
+/// Removes what nobody needs. Returns what is gone, what was left alone, and why other things could not be removed.
+#[guarded]
+#[pyfunction]
+pub fn clean(
+    py: Python<'_>,
+    path: PathBuf,
+    older_than: Option<f64>,
+) -> PyResult<(Vec<LeftoverTuple>, Vec<LeftoverTuple>, Vec<String>)> {
+    let older_than = older_than.map(Duration::from_secs_f64);
+    let cleaned = interrupt::run(py, |control| checkpoint::clean(&path, older_than, control))?;
+    Ok((
+        cleaned.removed.into_iter().map(to_tuple).collect(),
+        cleaned.kept.into_iter().map(to_tuple).collect(),
+        cleaned.failed.iter().map(ToString::to_string).collect(),
+    ))
+}
+
+fn to_tuple(leftover: Leftover) -> LeftoverTuple {
+    let kind = match leftover.kind {
+        LeftoverKind::Data => "data",
+        LeftoverKind::TemporaryIndex => "temporary index",
+        LeftoverKind::RankIndex => "rank index",
+        LeftoverKind::Conversion => "conversion",
+    };
+    let verdict = match leftover.verdict {
+        Verdict::Left => "left",
+        Verdict::InUse => "in use",
+        Verdict::Young => "young",
+        Verdict::Whole => "whole",
+    };
+    (leftover.path, leftover.bytes, kind, verdict)
+}
+
+/// The lock of a folder, alone: whoever holds it is at work there.
+#[pyclass(frozen, module = "dcp_rs._core")]
+pub struct FolderLock {
+    _lock: store::FolderLock,
+}
+
+#[guarded]
+#[pymethods]
+impl FolderLock {
+    #[new]
+    fn new(py: Python<'_>, folder: PathBuf) -> PyResult<Self> {
+        let take = |control: &Control| store::FolderLock::take(&folder, Mode::Exclusive, control);
+        Ok(Self {
+            _lock: interrupt::run(py, take)?,
+        })
+    }
+}

@@ -1,0 +1,64 @@
+//! Panics: defects of this package. Python gets them as `InternalError`, which it can catch and pickle, and never as the exception that `PyO3`
+//! would make of them, which is neither.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind};
+use std::sync::Mutex;
+
+use pyo3::prelude::*;
+
+use crate::error::InternalError;
+
+pub use dcp_rs_py_macros::guarded;
+
+/// What the last panic said, and where. It may be caught by another thread than it happened on.
+static LAST: Mutex<Option<(String, String)>> = Mutex::new(None);
+
+/// Runs what Python asked for.
+pub fn catch<T>(work: impl FnOnce() -> PyResult<T>) -> PyResult<T> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
+        let said = text(&*panic);
+        let last = LAST.try_lock().ok().and_then(|mut last| last.take());
+        let place = last.filter(|(text, _)| *text == said).map(|(_, place)| place);
+        Err(internal_error(&said, place.as_deref()))
+    })
+}
+
+/// The exception for a defect.
+pub fn internal_error(what: &str, place: Option<&str>) -> PyErr {
+    let version = env!("CARGO_PKG_VERSION");
+    let place = place.map_or_else(String::new, |place| format!(" (at {place})"));
+    InternalError::new_err(format!(
+        "a defect of dcp-rs {version}, please report it with this message: {what}{place}"
+    ))
+}
+
+/// Has panics say where they happened.
+pub fn remember_places() {
+    let print = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info: &PanicHookInfo<'_>| {
+        if let (Ok(mut last), Some(location)) = (LAST.try_lock(), info.location()) {
+            *last = Some((text(info.payload()), location.to_string()));
+        }
+        print(info);
+    }));
+}
+
+fn text(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("a panic without words")
+        .to_owned()
+}
+
+/// Panics, here or on a thread that this one waits for: for the tests of what becomes of it.
+#[guarded]
+#[pyfunction]
+#[pyo3(name = "_panic")]
+pub fn panic(py: Python<'_>, message: String, on_thread: bool) -> PyResult<()> {
+    if on_thread {
+        crate::interrupt::run(py, |_| panic!("{message}"))
+    } else {
+        panic!("{message}")
+    }
+}

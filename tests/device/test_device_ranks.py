@@ -1,0 +1,192 @@
+"""Ranks with a simulated device each: DTensors, stock DCP on either side, optimizer state, and replicas by every kind of group."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import dcp_rs
+from dcp_rs import RsLoadPlanner, RsReader, RsSavePlanner, RsWriter
+from dcp_rs.optim import load_training_state, save_training_state
+from support import assert_state_equal, run_ranks
+from support.simulated import install
+from support.simulated.collectives import register
+
+WHOLE = {
+    "rows": torch.arange(70_000.0).reshape(700, 100),
+    "columns": torch.arange(9000, dtype=torch.int32).reshape(30, 300),
+    "uneven": torch.arange(21.0).reshape(7, 3).bfloat16(),
+    "all": torch.arange(5000.0),
+    "conj": torch.complex(torch.arange(600.0), -torch.arange(600.0)).reshape(20, 30),
+}
+PLACEMENTS = {"rows": [Shard(0)], "columns": [Shard(1)], "uneven": [Shard(0)], "all": [Replicate()], "conj": [Shard(0)]}
+
+
+def begin():
+    """This rank's device, and all of them as a mesh."""
+    sim = install()
+    sim.reset()
+    register()
+    torch.accelerator.set_device_index(dist.get_rank() % 2)
+    mesh = DeviceMesh("sim", list(range(dist.get_world_size())), _init_backend=False)
+    mesh._dim_group_names = [dist.group.WORLD.group_name]  # nothing is sent
+    return sim, torch.device("sim", dist.get_rank() % 2), mesh
+
+
+def sharded(whole, placement, mesh, *, empty=False):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    local = whole
+    if isinstance(placement, Shard):
+        parts = whole.chunk(size, placement.dim)
+        local = parts[rank] if rank < len(parts) else whole.narrow(placement.dim, 0, 0)
+    local = (
+        torch.empty(local.shape, dtype=local.dtype, device=f"sim:{rank % 2}") if empty else local.to(f"sim:{rank % 2}")
+    )
+    return DTensor.from_local(local, mesh, [placement], shape=whole.shape, stride=whole.stride(), run_check=False)
+
+
+def state(mesh, *, empty=False, turned=False):
+    made = {}
+    for name, whole in WHOLE.items():
+        (placement,) = PLACEMENTS[name]
+        if turned and isinstance(placement, Shard):
+            placement = Shard(1 - placement.dim)
+        made[name] = sharded(whole, placement, mesh, empty=empty)
+    return made
+
+
+def check(got):
+    for name, tensor in got.items():
+        whole, (placement,) = WHOLE[name], tensor.placements
+        want = whole
+        if isinstance(placement, Shard):
+            parts = whole.chunk(dist.get_world_size(), placement.dim)
+            want = parts[dist.get_rank()] if dist.get_rank() < len(parts) else whole.narrow(placement.dim, 0, 0)
+        assert torch.equal(tensor.to_local().cpu(), want), name
+
+
+def save_and_load(folder):
+    sim, _, mesh = begin()
+    reader_of = {"ours": RsReader, "stock": dcp.FileSystemReader}
+    for writer in ("ours", "stock"):
+        for planner in (None, RsSavePlanner):
+            path = folder / f"{writer}.{planner is None}"
+            state_dict = state(mesh)
+            sim.delay = 500
+            if writer == "ours":
+                dcp.save(state_dict, storage_writer=RsWriter(path, fsync=False), planner=planner and planner())
+            else:
+                dcp.save(state_dict, storage_writer=dcp.FileSystemWriter(path))
+            for reader, make in reader_of.items():
+                if (writer, reader) == ("ours", "stock"):
+                    continue
+                for turned in (False, True):
+                    for load_planner in (None, RsLoadPlanner):
+                        got = state(mesh, empty=True, turned=turned)
+                        dcp.load(got, storage_reader=make(path), planner=load_planner and load_planner())
+                        sim.delay = 0
+                        check(got)
+                        sim.delay = 500
+            dist.barrier()
+    # As long as a save in the background takes, training goes on.
+    state_dict = state(mesh)
+    state_dict["conj"] = state_dict["conj"].conj()
+    future = dcp_rs.async_save(state_dict, folder / "async")
+    for tensor in state_dict.values():
+        tensor.to_local().zero_()
+    future.result(60)
+    dist.barrier()
+    got = state(mesh, empty=True)
+    dcp_rs.load(got, folder / "async", verify=True)
+    sim.delay = 0
+    got["conj"] = got["conj"].conj()
+    check(got)
+
+
+def test_sharded_tensors_of_several_devices(tmp_path):
+    run_ranks(2, save_and_load, tmp_path, timeout=200)
+
+
+def train(device, seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(40, 60), nn.Linear(60, 7)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(3, 40, device=device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def tensors_of(model, optimizer):
+    values = {f"model.{name}": value for name, value in model.state_dict().items()}
+    for name, entry in get_optimizer_state_dict(model, optimizer)["state"].items():
+        values |= {f"optim.{name}.{key}": value for key, value in entry.items()}
+    return {name: value.cpu() for name, value in values.items()}
+
+
+def resume(folder):
+    sim, device, _ = begin()
+    model, optimizer = train(device, seed=1)
+    want = tensors_of(model, optimizer)
+    sim.delay = 300
+    save_training_state(folder / "ours", model, optimizer)
+    dcp.save(
+        {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)},
+        storage_writer=RsWriter(folder / "dcp", fsync=False),
+    )
+    sim.delay = 0
+    other, its_optimizer = train(device, seed=2)
+    sim.delay = 300
+    load_training_state(folder / "ours", other, its_optimizer)
+    sim.delay = 0
+    assert_state_equal(tensors_of(other, its_optimizer), want)
+    third, its_optimizer = train(device, seed=3)
+    got = {"model": third.state_dict(), "optim": get_optimizer_state_dict(third, its_optimizer)}
+    sim.delay = 300
+    dcp.load(got, storage_reader=RsReader(folder / "dcp"))
+    sim.delay = 0
+    third.load_state_dict(got["model"])
+    set_optimizer_state_dict(third, its_optimizer, got["optim"])
+    assert_state_equal(tensors_of(third, its_optimizer), want)
+
+
+def test_training_resumes_on_devices(tmp_path):
+    run_ranks(2, resume, tmp_path, timeout=200)
+
+
+KINDS = ["gloo", "cpu:gloo,sim:simccl", "simccl"]
+
+
+def load_replicas(path):
+    sim, device, _ = begin()
+    waits = {}
+    for kind in KINDS:
+        group = dist.new_group(backend=kind)
+        for dtype in (None, torch.float64):
+            got = {
+                name: torch.empty(tensor.shape, dtype=tensor.dtype if dtype is None or tensor.is_complex() else dtype)
+                for name, tensor in WHOLE.items()
+            }
+            got = {name: tensor.to(device) for name, tensor in got.items()}
+            got["columns"] = got["columns"].t().contiguous().t()
+            sim.delay = 500
+            before = sim.copies
+            reader = RsReader(path, replicas="all", max_inflight_bytes=1 << 20)
+            dcp_rs.load_state_dict(got, reader, process_group=group, planner=RsLoadPlanner(dtype_policy="cast"))
+            sim.delay = 0
+            for name, tensor in got.items():
+                assert torch.equal(tensor.cpu(), WHOLE[name].to(tensor.dtype)), (kind, name)
+            waits[kind] = sim.copies - before
+        dist.barrier()
+    return waits
+
+
+@pytest.mark.usefixtures("sim")
+def test_replicas_on_devices(ckpt):
+    dcp_rs.save(WHOLE, ckpt)
+    run_ranks(2, load_replicas, ckpt, timeout=200)

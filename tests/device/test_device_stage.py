@@ -1,0 +1,269 @@
+"""State dicts of the simulated device staged to host memory: what is copied, to which memory, and when that is used again."""
+
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import dcp_rs
+from dcp_rs import RsSavePlanner, RsWriter
+from dcp_rs.transfer import blocks
+from dcp_rs.transfer.stage import HostStager
+from support import assert_state_equal, run_ranks
+from support.simulated import install, on
+
+MIB = 1 << 20
+
+
+def state(seed=0, rows=300):
+    torch.manual_seed(seed)
+    return {
+        "model": {f"w{i}": torch.randn(rows + i, 100) for i in range(20)},
+        "large": torch.randn(700, 1000),
+        "pair": (torch.arange(5), [torch.ones(3, dtype=torch.bfloat16)]),
+        "transposed": torch.randn(30, 20).t(),
+        "empty": torch.empty(0, 3),
+        "young": torch.arange(8, dtype=torch.uint8).view(torch.float8_e8m0fnu),
+        "step": seed,
+    }
+
+
+def to(device, value):
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: to(device, entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(to(device, entry) for entry in value)
+    return value
+
+
+def contiguous(value):
+    if isinstance(value, torch.Tensor):
+        return value.resolve_conj().resolve_neg().contiguous()
+    if isinstance(value, dict):
+        return {key: contiguous(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(contiguous(entry) for entry in value)
+    return value
+
+
+def zero(value):
+    if isinstance(value, torch.Tensor):
+        value.view(torch.uint8).zero_() if value.dtype.itemsize == 1 else value.zero_()
+    elif isinstance(value, dict):
+        for entry in value.values():
+            zero(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            zero(entry)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("without", [None, "pinned", "streams"])
+def test_a_staged_copy_is_a_copy(sim, device, shared, without):
+    want = state()
+    source = to(device, want)
+    if without:
+        setattr(sim, without, 0)
+    sim.delay = 500
+    staged = HostStager(shared=shared).stage(source)
+    zero(source)
+    assert_state_equal(contiguous(staged), contiguous(want))
+    for tensor in (*staged["model"].values(), staged["large"], staged["pair"][0]):
+        assert sim.is_pinned(tensor) == (without != "pinned")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_conjugated_and_negated(sim, device, shared):
+    """W13: the host conjugated what had not arrived yet, and the copy was that of the tensor as it was."""
+    base = torch.randn(500, 40, dtype=torch.complex64)
+    there = base.to(device)
+    want = {"conj": base.conj(), "neg": base.conj().imag, "both": base.conj().t(), "plain": base}
+    source = {"conj": there.conj(), "neg": there.conj().imag, "both": there.conj().t(), "plain": there}
+    sim.delay = 3000
+    staged = HostStager(shared=shared).stage(source)
+    assert_state_equal(contiguous(staged), contiguous(want))
+
+
+def test_several_devices(sim, device, other_device):
+    want = {f"w{i}": torch.randn(100 + i, 70) for i in range(20)}
+    source = {name: tensor.to(other_device if i % 2 else device) for i, (name, tensor) in enumerate(want.items())}
+    sim.delay = 1000
+    with torch.accelerator.device_index(1):
+        staged = HostStager().stage(source)
+    assert_state_equal(staged, want)
+
+
+# --- how much memory ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_not_a_byte_more_is_pinned(sim, device, shared):
+    """G3: one block for all, which torch rounds up to a power of two, and which was never given back."""
+    source = {f"w{i}": torch.zeros(100, 1000, device=device) for i in range(50)}  # 20 MB: 32 MiB as a power of two
+    staged = HostStager(shared=shared).stage(source)
+    assert 20_000_000 <= sim.pinned_bytes <= 20_010_000
+    assert dcp_rs.release_pinned_memory() == 0  # in use
+    del staged
+    assert 20_000_000 <= dcp_rs.release_pinned_memory() <= 20_010_000
+    assert sim.pinned_bytes == 0
+
+
+def test_pinned_memory_is_kept_for_the_next_staging(sim, device):
+    source = {"w": torch.zeros(1000, 1000, device=device)}
+    place = HostStager().stage(source)["w"].data_ptr()
+    for _ in range(3):
+        assert HostStager().stage(source)["w"].data_ptr() == place
+    assert sim.pinned_bytes <= 4_001_000
+    first, second = HostStager().stage(source), HostStager().stage(source)
+    assert first["w"].data_ptr() != second["w"].data_ptr()
+    del first, second
+    smaller = {"w": torch.zeros(10, 1000, device=device)}
+    HostStager().stage(smaller)
+    HostStager().stage(smaller)
+    assert sim.pinned_bytes < 100_000  # what two stagings did not need is let go
+
+
+def test_where_torch_alone_can_pin_blocks_are_not_rounded_up_together(sim, device, monkeypatch):
+    """As on the devices of others than NVIDIA and AMD."""
+    monkeypatch.delattr(torch.get_device_module(device), "cudart")
+    monkeypatch.setattr("dcp_rs.transfer.stage.BLOCK_BYTES", MIB)
+    want = {f"w{i}": torch.randn(100 + i, 200) for i in range(30)} | {"large": torch.randn(3000, 100)}
+    staged = HostStager().stage(to(device, want))
+    assert_state_equal(staged, want)
+    assert all(sim.is_pinned(tensor) for tensor in staged.values())
+    total = sum(tensor.nbytes for tensor in want.values())
+    assert sim.pinned_bytes <= 1.5 * total + MIB
+    del staged
+    dcp_rs.release_pinned_memory()
+    assert sim.pinned_bytes == 0
+    shared = HostStager(shared=True).stage(to(device, want))
+    assert not any(sim.is_pinned(tensor) for tensor in shared.values())
+    assert_state_equal(dict(shared), want)
+
+
+def test_one_staged_state_dict_at_a_time(sim, device):
+    stager = HostStager(cache=True)
+    for seed in range(4):
+        staged = stager.stage(to(device, state(seed)))
+        assert_state_equal(contiguous(staged), contiguous(state(seed)))
+        del staged
+    assert sim.pinned_bytes <= 6 * MIB
+    stager.release()
+    assert sim.pinned_bytes == 0
+
+
+def test_a_fork_leaves_blocks_alone(sim, device):
+    stager = HostStager(cache=True)
+    stager.stage(to(device, state()))
+    staged = HostStager().stage(to(device, state(1)))
+    held = sim.pinned_bytes
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            stager.release()
+            dcp_rs.release_pinned_memory()
+            del staged, stager
+            status = 0 if sim.pinned_bytes == held else 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert_state_equal(contiguous(staged), contiguous(state(1)))
+    again = stager.stage(to(device, state(2)))
+    assert_state_equal(contiguous(again), contiguous(state(2)))
+    assert sim.pinned_bytes == held
+
+
+def test_a_failed_staging_gives_its_memory_back_when_no_copy_is_under_way(sim, device):
+    source = to(device, state())
+    sim.synchronize()
+    stager = HostStager(cache=True)
+    sim.delay = 5000
+    sim.fail_after = sim.copies + 5
+    with pytest.raises(RuntimeError, match="out of order"):
+        stager.stage(source)
+    sim.fail_after, sim.delay = -1, 0
+    again = stager.stage(source)  # nothing of the failed one arrives in it
+    sim.synchronize()
+    assert_state_equal(contiguous(again), contiguous(state()))
+
+
+# --- saves -------------------------------------------------------------------------------------------
+
+
+class Slow(RsSavePlanner):
+    """Waits for a word before it plans."""
+
+    def __init__(self):
+        super().__init__()
+        self.go = threading.Event()
+
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+        self.go.wait(60)
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+
+def test_async_saves_that_queue(tmp_path, sim, device):
+    stager, planner = HostStager(cache=True), Slow()
+    weights = {f"w{i}": torch.empty(200, 300, device=device) for i in range(20)}
+    futures = []
+    sim.delay = 300
+    for seed in range(4):
+        for tensor in weights.values():
+            tensor.fill_(seed)
+        options = {"planner": planner} if seed == 0 else {}
+        if seed == 1:
+            threading.Timer(0.1, planner.go.set).start()
+        futures.append(dcp_rs.async_save(weights, tmp_path / str(seed), stager=stager, **options))
+    for seed, future in enumerate(futures):
+        future.result(60)
+        with dcp_rs.open(tmp_path / str(seed), verify=True) as saved:
+            assert all((tensor == seed).all() for tensor in dict(saved).values())
+
+
+def test_torchs_async_save(tmp_path, sim, device):
+    writer = RsWriter(tmp_path, cache_staged_state_dict=True)
+    weights = {f"w{i}": torch.empty(200, 300, device=device) for i in range(20)}
+    sim.delay = 300
+    for seed in range(3):
+        for tensor in weights.values():
+            tensor.fill_(seed)
+        path = tmp_path / str(seed)
+        future = dcp.async_save(weights, checkpoint_id=path, storage_writer=writer, no_dist=True)
+        for tensor in weights.values():
+            tensor.fill_(-1)
+        future.result(60)
+        with dcp_rs.open(path, verify=True) as saved:
+            assert all((tensor == seed).all() for tensor in dict(saved).values())
+    assert sim.pinned_bytes <= 10 * MIB
+
+
+def save_by_process(path):
+    sim = install()
+    device = torch.device("sim", dist.get_rank() % 2)
+    stager = HostStager(cache=True, shared=True)
+    want = {f"r{dist.get_rank()}.{i}": torch.randn(100 + i, 50) for i in range(20)}
+    for turn in range(2):
+        source = {name: (tensor + turn).to(device) for name, tensor in want.items()}
+        sim.delay = 300
+        future = dcp_rs.async_save(source, path, executor="process", stager=stager)
+        zero(source)
+        sim.delay = 0
+        future.result(120)
+        dist.barrier()
+        got = on(device, want)
+        dcp_rs.load(got, path, verify=True)
+        assert_state_equal({name: tensor.cpu() for name, tensor in got.items()}, {n: t + turn for n, t in want.items()})
+        dist.barrier()
+    assert sim.pinned_bytes > 0
+    return blocks.release_pinned_memory()
+
+
+def test_another_process_saves_what_was_staged_to_pinned_memory(ckpt, sim):
+    for released in run_ranks(2, save_by_process, ckpt, fresh=True, timeout=280):
+        assert released > 20 * 100 * 50 * 4

@@ -1,0 +1,381 @@
+"""New tensors of a load (``dtype=``, ``device=``, templates on meta): they take the place of the old ones when they are full, and not before."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import dcp_rs
+from dcp_rs import RsLoadPlanner, RsReader
+from dcp_rs.errors import CorruptDataError, PlanError, UnsafePickleError
+from support import assert_state_equal, run_ranks
+from support.both import save_rs, save_stock
+from support.indexes import save_with_hole
+
+W = torch.arange(24.0).reshape(4, 6) / 7
+STATE = {
+    "model": {"layers": [{"weight": W, "bias": W[0]}, {"weight": -W, "bias": -W[0]}], "ids": torch.arange(5)},
+    "empty": torch.zeros(0, 3),
+    "scalar": torch.tensor(2.5),
+    "step": 7,
+}
+
+
+class Committing(RsLoadPlanner):
+    """Gets items, and commits in its own way."""
+
+    def commit_tensor(self, read_item, tensor):
+        tensor.mul_(1)
+
+
+class Allocating(RsLoadPlanner):
+    """Has the values read to somewhere else, and copies them."""
+
+    def resolve_tensor(self, read_item, **options):
+        if isinstance(read_item, str):
+            return super().resolve_tensor(read_item, **options)
+        return torch.full(read_item.lengths, -1.0, dtype=torch.float64)
+
+    def commit_tensor(self, read_item, tensor):
+        place = self.lookup_tensor(read_item.dest_index)
+        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            place = place.narrow(dim, offset, length)
+        place.copy_(tensor)
+
+
+class Deciding(RsLoadPlanner):
+    """Sees the items of all ranks."""
+
+    def create_global_plan(self, global_plan):
+        assert all(plan.items for plan in global_plan)
+        return super().create_global_plan(global_plan)
+
+
+class Forwarding:
+    """Wraps a planner, and adds nothing."""
+
+    def __init__(self, **options):
+        self.inner = RsLoadPlanner(**options)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def commit_tensor(self, read_item, tensor):
+        self.inner.commit_tensor(read_item, tensor)
+
+
+WAYS = {
+    "ours": (RsReader, RsLoadPlanner),
+    "committing": (RsReader, Committing),
+    "allocating": (RsReader, Allocating),
+    "deciding": (RsReader, Deciding),
+    "wrapped": (RsReader, Forwarding),
+    "stock-reader": (dcp.FileSystemReader, RsLoadPlanner),
+    "stock-reader-committing": (dcp.FileSystemReader, Committing),
+    "stock-reader-allocating": (dcp.FileSystemReader, Allocating),
+    "stock-reader-wrapped": (dcp.FileSystemReader, Forwarding),
+}
+OPTIONS = {
+    "dtype": ("cpu", {"dtype": torch.bfloat16}),
+    "device": ("meta", {"device": "cpu"}),
+    "both": ("meta", {"device": "cpu", "dtype": torch.float64}),
+    "meta": ("meta", {}),
+}
+
+
+@pytest.fixture(autouse=True)
+def poison():
+    """Memory that nobody filled holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=WAYS.values(), ids=WAYS)
+def way(request, tmp_path):
+    """Loads from where the same state was saved by either."""
+    reader, planner = request.param
+
+    def load(state, path=tmp_path, flatten=True, reader_options=None, **options):
+        made = planner(flatten_state_dict=flatten, dtype_policy="cast", **options)
+        source = reader(path / ("ours" if reader is RsReader else "stock"), **(reader_options or {}))
+        dcp_rs.load_state_dict(state, source, planner=made, no_dist=True)
+        return getattr(made, "inner", made)
+
+    load.save = lambda state: (save_rs(state, tmp_path / "ours"), save_stock(state, tmp_path / "stock"))
+    load.reader = reader
+    return load
+
+
+def template(tree, device):
+    if isinstance(tree, dict):
+        return {key: template(value, device) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [template(value, device) for value in tree]
+    return torch.zeros_like(tree, device=device) if isinstance(tree, torch.Tensor) else None
+
+
+def leaves(tree):
+    """All that is reachable, by identity."""
+    if isinstance(tree, dict | list):
+        return [leaf for value in (tree.values() if isinstance(tree, dict) else tree) for leaf in leaves(value)]
+    return [tree]
+
+
+@contextlib.contextmanager
+def nothing_replaced(state):
+    before = leaves(state)
+    yield
+    after = leaves(state)
+    assert len(before) == len(after)
+    assert all(a is b for a, b in zip(before, after, strict=True))
+    for leaf in after:
+        shards = [shard.tensor for shard in leaf.local_shards()] if isinstance(leaf, ShardedTensor) else [leaf]
+        for tensor in shards:
+            assert not isinstance(tensor, torch.Tensor) or tensor.is_meta or not tensor.isnan().any()
+
+
+def cast(tree, dtype):
+    if isinstance(tree, dict):
+        return {key: cast(value, dtype) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [cast(value, dtype) for value in tree]
+    return tree.to(dtype) if isinstance(tree, torch.Tensor) and tree.is_floating_point() and dtype else tree
+
+
+@pytest.mark.parametrize(("device", "options"), OPTIONS.values(), ids=OPTIONS)
+def test_new_tensors_come_with_what_was_read(way, device, options):
+    way.save(STATE)
+    state = template(STATE, device)
+    way(state, **options)
+    assert_state_equal(state, cast(STATE, options.get("dtype")))
+
+
+@pytest.mark.parametrize(("device", "options"), OPTIONS.values(), ids=OPTIONS)
+def test_what_fails_in_planning_has_replaced_nothing(way, device, options):
+    way.save(STATE)
+    for wrong in (
+        {"missing": torch.zeros(2)},
+        {"scalar": torch.zeros(3)},
+        {"model": template(STATE, device)["model"] | {"ids": "no tensor"}},
+    ):
+        state = template(STATE, device) | wrong
+        with nothing_replaced(state), pytest.raises(PlanError):
+            way(state, **options)
+
+
+def test_a_partial_load_leaves_alone_what_it_does_not_fill(way):
+    way.save(STATE)
+    for device, options in OPTIONS.values():
+        state = template(STATE, device)
+        state["missing"] = torch.zeros(2, device=device)
+        state["model"]["layers"][0]["bias"] = torch.zeros(5, device=device)  # of another shape
+        state["model"]["ids"] = "no tensor"
+        before = state["missing"], state["model"]["layers"][0]["bias"]
+        report = way(state, allow_partial_load=True, **options).report
+        assert (state.pop("missing"), state["model"]["layers"][0].pop("bias")) == before
+        want = cast(STATE, options.get("dtype"))
+        want["model"]["layers"][0].pop("bias")
+        assert_state_equal(state, want | {"model": want["model"] | {"ids": "no tensor"}})
+        assert report.missing == ["missing"]
+        assert len(report.shape_mismatched) == 2
+
+
+def test_what_is_excluded_stays(way):
+    way.save(STATE)
+    state = template(STATE, "meta")
+    weight = state["model"]["layers"][1]["weight"]
+    way(state, exclude="*.1.weight", dtype=torch.float16)
+    assert state["model"]["layers"][1].pop("weight") is weight
+    assert_state_equal(
+        state["model"]["layers"], [cast(STATE["model"]["layers"][0], torch.float16), {"bias": -W[0].half()}]
+    )
+
+
+def test_without_flattening(way):
+    """Names are those of the top level, and a planner of torch's that is not to flatten loads no values."""
+    way.save({"a": W, "b": -W})
+    for device, options in OPTIONS.values():
+        state = {"a": torch.zeros(4, 6, device=device), "b": torch.zeros(4, 6, device=device)}
+        way(state, flatten=False, **options)
+        assert_state_equal(state, cast({"a": W, "b": -W}, options.get("dtype")))
+        with nothing_replaced(state), pytest.raises(PlanError):
+            way(state | {"c": torch.zeros(1)}, flatten=False, dtype=torch.float16)
+
+
+def test_values_without_flattening(tmp_path):
+    save_rs({"a": W, "step": 7}, tmp_path)
+    for planner in (RsLoadPlanner(flatten_state_dict=False), Committing(flatten_state_dict=False)):
+        state = {"a": torch.zeros(4, 6), "step": 0}
+        dcp_rs.load(state, tmp_path, planner=planner)
+        assert_state_equal(state, {"a": W, "step": 7})
+
+
+def damage(path):
+    for file in (*path.glob("ours/*.safetensors"), *path.glob("stock/*.distcp")):
+        data = bytearray(file.read_bytes())
+        data[-400:] = bytes(400)
+        file.write_bytes(data[:-64] if file.suffix == ".distcp" else data)
+
+
+@pytest.mark.parametrize(("device", "options"), OPTIONS.values(), ids=OPTIONS)
+def test_a_read_that_fails_leaves_full_tensors_or_the_old_ones(way, tmp_path, device, options):
+    state = {f"t{i}": torch.full((8, 8), float(i + 1)) for i in range(12)}
+    way.save({"model": state})
+    damage(tmp_path)
+    got = {"model": template(state, device)}
+    before = dict(got["model"])
+    with pytest.raises((CorruptDataError, CheckpointException)):
+        way(got, reader_options={"verify": True} if way.reader is RsReader else {}, **options)
+    kept = 0
+    for name, tensor in got["model"].items():
+        kept += tensor is before[name]
+        assert tensor is before[name] or torch.equal(tensor, state[name].to(tensor.dtype))
+    assert kept
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("called",)
+
+
+@pytest.mark.filterwarnings("ignore:.*will not load")
+def test_a_value_that_is_refused_leaves_all_as_it_was(tmp_path):
+    save_rs({"model": {"w": W}, "step": 3, "evil": Evil()}, tmp_path)
+    state = {"model": {"w": torch.zeros(4, 6, device="meta")}, "step": 0, "evil": None}
+    with nothing_replaced(state), pytest.raises(UnsafePickleError):
+        dcp_rs.load(state, tmp_path)
+
+
+def test_a_tensor_that_is_held_in_part_keeps_its_values_elsewhere(tmp_path):
+    save_with_hole_in(tmp_path)
+    for planner in (RsLoadPlanner, Committing, Allocating):
+        state = {"nested": {"w": torch.full((8, 1), -1.0)}}
+        options = {"allow_partial_load": True, "rename": {"nested.w": "w"}}
+        made = planner(dtype=torch.float64, **options)
+        dcp_rs.load(state, tmp_path, planner=made)
+        assert state["nested"]["w"].dtype == torch.float64
+        assert state["nested"]["w"].flatten().tolist() == [0, 1, 2, 3, -1, -1, -1, -1]
+        assert made.report.partly_filled == ["nested.w"]
+        state = {"nested": {"w": torch.full((8, 1), -1.0, device="meta")}}
+        made = planner(device="cpu", **options)
+        with nothing_replaced(state):
+            dcp_rs.load(state, tmp_path, planner=made)
+        assert made.report.partly_filled == ["nested.w"]
+        for whole in ({"dtype": torch.float64}, {"device": "cpu"}, {}):
+            state = {"nested": {"w": torch.full((8, 1), -1.0)}}
+            with (
+                nothing_replaced(state),
+                pytest.raises(PlanError, match=r"'nested.w': the checkpoint does not hold \[4, 1\]"),
+            ):
+                dcp_rs.load(state, tmp_path, planner=planner(rename={"nested.w": "w"}, **whole))
+
+
+def save_with_hole_in(path):
+    path.mkdir(exist_ok=True)
+    save_with_hole(path)
+
+
+def test_holes_are_seen_with_readers_of_others_too(tmp_path):
+    class Lossy(dcp.FileSystemReader):
+        def read_metadata(self, *args, **kwargs):
+            metadata = super().read_metadata(*args, **kwargs)
+            entry = metadata.state_dict_metadata["w"]
+            chunk = entry.chunks[0]
+            chunk.sizes = torch.Size((4, 1))
+            return metadata
+
+    save_stock({"w": torch.arange(8.0).reshape(8, 1)}, tmp_path)
+    with pytest.raises(PlanError, match=r"'w': the checkpoint does not hold \[4, 1\] elements at \[4, 0\]"):
+        dcp_rs.load_state_dict({"w": torch.zeros(8, 1)}, Lossy(tmp_path), planner=RsLoadPlanner(), no_dist=True)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(4, 6)
+        self.head = nn.Linear(6, 4, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize(("device", "options"), OPTIONS.values(), ids=OPTIONS)
+def test_one_tensor_under_two_names_becomes_one(way, device, options):
+    way.save({"model": {"embedding.weight": W, "head.weight": W, "other": W}})
+    with torch.device(device):
+        state = Tied().state_dict()
+    assert state["embedding.weight"] is not state["head.weight"]  # but of one memory
+    state["other"] = torch.zeros(4, 6, device=device)
+    way(nested := {"model": state}, **options)
+    state = nested["model"]
+    want = cast(W, options.get("dtype"))
+    assert_state_equal(dict(state), {"embedding.weight": want, "head.weight": want, "other": want})
+    assert state["embedding.weight"] is state["head.weight"]
+    assert state["other"].data_ptr() != state["head.weight"].data_ptr()
+
+
+def test_in_inference_mode(way):
+    way.save(STATE)
+    with torch.inference_mode():
+        for device, options in OPTIONS.values():
+            state = template(STATE, device)
+            way(state, **options)
+            assert_state_equal(state, cast(STATE, options.get("dtype")))
+
+
+def of_ranks(path):
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(15.0).reshape(5, 3)
+    own = whole.chunk(2)[rank]
+    flat = torch.arange(3.0)
+    tiny = flat[:1] if rank == 0 else flat[:0]  # rank 1 holds nothing of it
+
+    def dtensor(local, like):
+        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride())
+
+    def sharded(device, local):
+        at = [0, 0] if rank == 0 else [3, 0]
+        shard = ShardMetadata(at, list(local.shape), f"rank:{rank}/{device}")
+        return init_from_local_shards([LocalShard(local, shard)], 5, 3)
+
+    def state(make, device):
+        return {
+            "nested": {"d": dtensor(make(own), whole), "tiny": dtensor(make(tiny), flat[:1])},
+            "s": sharded(device, make(own)),
+            "plain": make(whole),
+        }
+
+    dcp_rs.save(state(torch.clone, "cpu"), path, fsync=False)
+    for planner in (RsLoadPlanner, Committing, Deciding):
+        for device, options in OPTIONS.values():
+            got = state(lambda t, device=device: torch.zeros_like(t, device=device), device)
+            dcp_rs.load(got, path, planner=planner(dtype_policy="cast", **options))
+            dtype = options.get("dtype", torch.float32)
+            nested = got["nested"]
+            assert torch.equal(nested["d"].to_local(), own.to(dtype))
+            assert nested["d"].placements == (Shard(0),)
+            assert nested["d"].shape == (5, 3)
+            assert torch.equal(nested["tiny"].to_local(), tiny.to(dtype))
+            (shard,) = got["s"].local_shards()
+            assert torch.equal(shard.tensor, own.to(dtype))
+            assert got["s"].dtype == dtype
+            assert str(shard.metadata.placement) == f"rank:{rank}/cpu"
+            assert torch.equal(got["plain"], whole.to(dtype))
+            # What fails on one rank has replaced nothing on the other.
+            got = state(lambda t, device=device: torch.zeros_like(t, device=device), device)
+            wrong = {"missing": torch.zeros(1)} if rank == 1 else {}
+            with nothing_replaced(got), pytest.raises(PlanError, match="missing"):
+                dcp_rs.load(got | wrong, path, planner=planner(dtype_policy="cast", **options))
+
+
+def test_shards_of_ranks(tmp_path):
+    run_ranks(2, of_ranks, tmp_path)
