@@ -33,8 +33,9 @@ def shown() -> list[tuple[str, str]]:
 
 
 def stable(command: str, printed: str) -> str:
-    """Without what differs from run to run: times, and random parts of names."""
+    """Without what differs from run to run: times, random parts of names, and the order in which stock writes its items."""
     printed = re.sub(r"[\d.]+ s \([\d.]+ \w?B/s\)", "<time>", printed)
+    printed = re.sub(r" +[\d,]+ +(?=__\d+_\d+\.distcp)", " <offset> ", printed)
     printed = re.sub(r"-[0-9a-f]{16}-", "-<token>-", printed)
     if "bench" in command or "large" in command:
         printed = re.sub(r"[\d.]+( [MkG]?B\b|x)?", "<number>", printed)
