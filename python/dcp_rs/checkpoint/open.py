@@ -17,8 +17,8 @@ from dcp_rs.errors import DcpRsError, PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.trees import number_parameters
-from dcp_rs.training.extra import unwrap
-from dcp_rs.transfer.load import Target, fill_regions, stored_dtype
+from dcp_rs.transfer.load import fill
+from dcp_rs.transfer.target import Target, stored_dtype
 
 __all__ = ["Checkpoint", "ChunkInfo", "TensorInfo", "TensorSlice", "open_checkpoint"]
 
@@ -98,7 +98,7 @@ class Checkpoint(Mapping[str, Any]):
         name, is_bytes, dtype, shape, _, chunks = self._index.tensor(tensor)
         if is_bytes:
             (data,) = self._index.read_bytes([self._index.first_chunk(tensor)], **self._options.engine())
-            return unwrap(objects.load(name, data, weights_only=self._weights_only))
+            return objects.unwrap(objects.load(name, data, weights_only=self._weights_only))
         torch_dtype = stored_dtype(name, dtype)
         if self._device.type == "cpu" and chunks == 1:
             return self._view(tensor, torch_dtype, shape)
@@ -234,7 +234,7 @@ class Checkpoint(Mapping[str, Any]):
             msg = f"tensor {name!r}: the checkpoint does not hold {list(lacking)} elements at {list(at)}"
             raise PlanError(msg, path=self.path, tensor=name)
         result = torch.empty(sizes, dtype=dtype, device=self._device)
-        fill_regions(self._index, [Target(tensor, offsets, result, name, dtype)], self._options)
+        fill(self._index, [Target(tensor, offsets, result, name, dtype)], self._options)
         return result
 
 

@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 
 from dcp_rs.errors import PlanError
+from dcp_rs.tensors import objects
 from dcp_rs.tensors.trees import is_stateful
 
-__all__ = ["PerRank", "RngState", "merge", "pack", "state_of", "unpack", "unwrap"]
+__all__ = ["PerRank", "RngState", "merge", "pack", "state_of", "unpack"]
 
-#: A mapping without tensors that DCP's flattening would change (it makes every key text, and drops what is empty), kept whole: DCP never
-#: enters tuples.
-_WHOLE = "dcp_rs.whole"
 #: The keys of a mapping that holds tensors, where some are not text.
 _KEYS = "dcp_rs.keys"
 
@@ -94,7 +92,7 @@ def pack(tree: Any) -> Any:
     if not isinstance(tree, Mapping | list):
         return tree
     if not _has_tensors(tree):
-        return tree if _is_plain(tree) else (_WHOLE, tree)
+        return tree if _is_plain(tree) else objects.keep_whole(tree)
     if isinstance(tree, list):
         return [pack(entry) for entry in tree]
     packed = {str(key): pack(value) for key, value in tree.items()}
@@ -106,15 +104,10 @@ def pack(tree: Any) -> Any:
     return packed
 
 
-def unwrap(value: Any) -> Any:
-    """What was kept whole, or the value as it is."""
-    return value[1] if isinstance(value, tuple) and len(value) == 2 and value[0] == _WHOLE else value
-
-
 def unpack(tree: Any) -> Any:
     """What :func:`pack` was given, but for the types of mappings that hold tensors."""
     if isinstance(tree, tuple):
-        return unwrap(tree)
+        return objects.unwrap(tree)
     if isinstance(tree, list):
         return [unpack(entry) for entry in tree]
     if not isinstance(tree, Mapping):
