@@ -14,25 +14,10 @@ import torch
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs.errors import CorruptDataError, UnsafePickleError, UnsupportedError
 
-__all__ = ["check_loadable", "dump", "dump_named", "keep_whole", "load", "reason", "unwrap", "warn_unless_loadable"]
+__all__ = ["check_loadable", "dump", "dump_named", "load", "reason", "warn_unless_loadable"]
 
 # torch allows bytearray, but not bytes, which is how pickle writes b"". Neither can run anything.
 torch.serialization.add_safe_globals([bytes])
-
-
-#: A mapping without tensors that DCP's flattening would change (it makes every key text, and drops what is empty) goes under this mark
-#: in a tuple, which DCP never enters.
-_WHOLE = "dcp_rs.whole"
-
-
-def keep_whole(value: Any) -> tuple[str, Any]:
-    """The value, so that no flattening changes it."""
-    return _WHOLE, value
-
-
-def unwrap(value: Any) -> Any:
-    """What was kept whole, or the value as it is."""
-    return value[1] if isinstance(value, tuple) and len(value) == 2 and value[0] == _WHOLE else value
 
 
 def dump(value: Any) -> bytes:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dcp_rs.checkpoint.values import WHOLE, unwrap
 from dcp_rs.errors import PlanError
-from dcp_rs.tensors import objects
 from dcp_rs.tensors.trees import is_stateful
 
 __all__ = ["PerRank", "RngState", "merge", "pack", "state_of", "unpack"]
@@ -92,7 +92,7 @@ def pack(tree: Any) -> Any:
     if not isinstance(tree, Mapping | list):
         return tree
     if not _has_tensors(tree):
-        return tree if _is_plain(tree) else objects.keep_whole(tree)
+        return tree if _is_plain(tree) else (WHOLE, tree)
     if isinstance(tree, list):
         return [pack(entry) for entry in tree]
     packed = {str(key): pack(value) for key, value in tree.items()}
@@ -107,7 +107,7 @@ def pack(tree: Any) -> Any:
 def unpack(tree: Any) -> Any:
     """What :func:`pack` was given, but for the types of mappings that hold tensors."""
     if isinstance(tree, tuple):
-        return objects.unwrap(tree)
+        return unwrap(tree)
     if isinstance(tree, list):
         return [unpack(entry) for entry in tree]
     if not isinstance(tree, Mapping):
