@@ -24,10 +24,8 @@ from torch.distributed.checkpoint._traverse import set_element  # 2.8, 2.11, 2.1
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.state_dict import _get_fqns  # 2.8, 2.11, 2.15
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # 2.8, 2.11, 2.15
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.utils import find_tensor_shard  # 2.8, 2.11, 2.15
-from torch.distributed.distributed_c10d import _get_default_group  # 2.8, 2.11, 2.15
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_store  # 2.8, 2.11, 2.15
 from torch.distributed.remote_device import _remote_device  # 2.8, 2.11, 2.15
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # 2.8, 2.11, 2.15
@@ -35,8 +33,11 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard  #
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # 2.8, 2.11, 2.15
 from torch.utils.serialization import config
 
+from dcp_rs.errors import UnsupportedError
+
 __all__ = [
     "PLAIN_TYPES",
+    "check_process_group_of_process",
     "chunk_list",
     "copy_place_in_whole",
     "default_device",
@@ -44,23 +45,25 @@ __all__ = [
     "dtensor_offsets",
     "empty_host_cache",
     "empty_like",
+    "end_checkpoint_process",
     "find_shard",
+    "first_to_say",
     "flatten_as_2_3",
     "flatten_sharded_tensors",
     "fqns",
     "group_devices",
+    "group_name",
     "has_gds",
     "has_memory",
     "host_copy_of_sharded",
     "inner_tensors",
+    "is_gloo",
     "is_strided_shard",
     "is_wrapper_subclass",
-    "load_state_dict",
     "place_in_whole",
     "process_group_info",
     "require_cpu_backend",
     "save_in_process",
-    "save_state_dict",
     "set_element",
     "spec_of",
     "storage_id",
@@ -104,14 +107,25 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return tensor.numel() == 0 or tensor.data_ptr() != 0
 
 
-def load_state_dict(state_dict: dict[str, Any], storage_reader: Any, **kwargs: Any) -> None:
-    """DCP's load protocol, without the deprecation warning of its public name."""
-    _load_state_dict(state_dict, storage_reader, **kwargs)
+def is_gloo(group: dist.ProcessGroup | None) -> bool:
+    """Whether a process group sends host memory by gloo, and is not one that torch wraps for debugging."""
+    group = group or _get_default_group()
+    if torch.device("cpu") not in group._device_types:
+        return False
+    return isinstance(group._get_backend(torch.device("cpu")), getattr(dist, "ProcessGroupGloo", ()))
 
 
-def save_state_dict(state_dict: dict[str, Any], storage_writer: Any, **kwargs: Any) -> Metadata:
-    """DCP's save protocol, without what its public name does for every top-level key."""
-    return _save_state_dict(state_dict, storage_writer, **kwargs)
+def group_name(group: dist.ProcessGroup | None) -> str:
+    """A name that all ranks of the group have for it."""
+    return str((group or _get_default_group()).group_name)
+
+
+def first_to_say(key: str, value: str) -> str:
+    """What the first of all ranks said under ``key``, in the store that they met at; ``value`` where that is gone."""
+    try:
+        return bytes(_get_default_store().compare_set(key, "", value)).decode()
+    except Exception:  # noqa: BLE001  # whatever is wrong with it: it may have been the lost rank's
+        return value
 
 
 def require_cpu_backend(group: dist.ProcessGroup | None) -> None:
@@ -129,6 +143,28 @@ def process_group_info(group: dist.ProcessGroup | None) -> Any:
     return _async_process_executor._ProcessGroupInitInfo(group)
 
 
+#: The ranks for which torch's checkpoint process was started.
+_process_ranks: list[int] | None = None
+
+
+def check_process_group_of_process(group: dist.ProcessGroup | None) -> None:
+    """Raises where torch's checkpoint process was started for another group: it would save as if it were this one."""
+    if _async_process_executor._CHECKPOINT_PROCESS is not None and _process_ranks != dist.get_process_group_ranks(
+        group
+    ):
+        raise UnsupportedError(
+            "torch's checkpoint process was started for another process group, and serves that one only: save with executor='thread'"
+        )
+
+
+def end_checkpoint_process() -> None:
+    """Ends torch's checkpoint process, and with it its connections to those of other ranks."""
+    process, _async_process_executor._CHECKPOINT_PROCESS = _async_process_executor._CHECKPOINT_PROCESS, None
+    if process is not None:
+        process._save_process.kill()
+        process._save_process.join()
+
+
 _execute_save = _async_process_executor._ProcessBasedAsyncCheckpointExecutor._execute_save_impl
 #: ``staged_state_dict`` (2.8) or ``staging_future_or_state_dict`` (2.11, 2.15).
 _STAGED = next(name for name in inspect.signature(_execute_save).parameters if name.endswith("_state_dict"))
@@ -138,6 +174,9 @@ def save_in_process(
     state_dict: dict[str, Any], writer: Any, planner: Any, group: dist.ProcessGroup | None, info: Any
 ) -> Metadata:
     """Saves in torch's checkpoint process, which is started if need be, and waits for it."""
+    global _process_ranks  # noqa: PLW0603
+    if _async_process_executor._CHECKPOINT_PROCESS is None:
+        _process_ranks = dist.get_process_group_ranks(group)
     staged: dict[str, Any] = {_STAGED: state_dict}
     return _execute_save(pg_init_info=info, storage_writer=writer, planner=planner, process_group=group, **staged)
 
@@ -234,9 +273,9 @@ def with_dim(placement: Placement, dim: int) -> Placement:
     return type(placement)(dim)  # type: ignore[call-arg]  # Shard
 
 
-def group_devices(group: dist.ProcessGroup) -> list[torch.device]:
+def group_devices(group: dist.ProcessGroup | None) -> list[torch.device]:
     """The kinds of devices whose memory a process group can send."""
-    return list(group._device_types)
+    return list((group or _get_default_group())._device_types)
 
 
 def default_device() -> torch.device:

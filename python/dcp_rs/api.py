@@ -3,75 +3,50 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_rs import _torch
+from dcp_rs.dcp import protocol
+from dcp_rs.dcp.checkpoint_process import save_in_process
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.save_planner import RsSavePlanner
+from dcp_rs.dcp.together import Ranks, portable
 from dcp_rs.dcp.writer import RsWriter
-from dcp_rs.errors import CheckpointReplacedError, DcpRsError
+from dcp_rs.errors import CheckpointReplacedError
 from dcp_rs.tensors.trees import is_stateful, stateful_values
 from dcp_rs.transfer.stage import HostStager
 
 __all__ = ["async_save", "load", "load_state_dict", "save"]
 
-
-@contextmanager
-def _typed_errors() -> Iterator[None]:
-    """Raises the error of this package, or of the system, that made DCP fail, with its rank, in place of DCP's collection of errors.
-
-    DCP's own exception stays as the cause. It is left alone when any rank failed with something else, or several and one of them with an
-    error of the system.
-    """
-    with warnings.catch_warnings():
-        # The caller said `no_dist`, or has no process group: that is not worth a warning.
-        warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
-        try:
-            yield
-        except CheckpointException as failure:
-            _raise_typed(failure)
-
-
-def _raise_typed(failure: CheckpointException) -> NoReturn:
-    errors = {rank: wrapped[0] for rank, wrapped in sorted(failure.failures.items())}
-    one_of_the_system = len(errors) == 1 and all(isinstance(error, OSError) for error in errors.values())
-    if not one_of_the_system and not all(isinstance(error, DcpRsError) for error in errors.values()):
-        raise failure
-    rank, error = next(iter(errors.items()))
-    ranks = ", ".join(map(str, errors))
-    error.add_note(f"raised on rank {rank}" if len(errors) == 1 else f"raised on ranks {ranks}; this is rank {rank}'s")
-    raise error from failure
-
-
 #: A load that finds the checkpoint replaced under it begins again, so often.
 _ATTEMPTS = 10
 
+#: What a save needs, and a load: made in a step, so that what fails there fails on all ranks.
+BeginLoad = Callable[[], tuple[dict[str, Any], StorageReader, LoadPlanner]]
+BeginSave = Callable[[], tuple[dict[str, Any], RsWriter, SavePlanner]]
 
-def _load(load: Callable[[], None]) -> None:
-    """Loads, and begins again with the new checkpoint where another save replaced the one that was being read.
 
-    Every rank sees the same failures, so all of them begin again, or none.
-    """
-    with _typed_errors():
-        for _ in range(_ATTEMPTS - 1):
-            try:
-                return load()
-            except CheckpointException as failure:
-                errors = [wrapped[0] for wrapped in failure.failures.values()]
-                if not any(isinstance(error, CheckpointReplacedError) for error in errors):
-                    raise
-        return load()
+def _load(ranks: Ranks, begin: BeginLoad) -> None:
+    """Loads, and begins again with the new checkpoint where another save replaced the one that was being read."""
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            protocol.load(ranks, begin)
+        except BaseException:
+            # Every rank knows the same failures, so all of them begin again, or none.
+            if not any(isinstance(error, CheckpointReplacedError) for error in ranks.failures.values()):
+                raise
+        else:
+            return
+    protocol.load(ranks, begin)
 
 
 def load_state_dict(
@@ -87,23 +62,16 @@ def load_state_dict(
     Every rank of ``process_group`` calls it, with the same keys. As there, ``Stateful`` values are not called: see :func:`load`.
 
     Raises:
-        DcpRsError: one of :mod:`dcp_rs.errors`, on every rank, when a rank failed with it.
-        OSError: on every rank, when one rank failed with it, and only that rank failed.
-        CheckpointException: torch's own, when a rank failed with something else, or several failed with errors of the system.
+        Exception: on every rank, what a rank raised: one of :mod:`dcp_rs.errors`, an :class:`OSError`, or what a planner or a reader of your own
+            did. A note says on which rank.
+        RankLostError: a rank is gone.
     """
 
-    def load() -> None:
+    def begin() -> tuple[dict[str, Any], StorageReader, LoadPlanner]:
         storage_reader.reset()
-        _torch.load_state_dict(
-            state_dict,
-            _deferring(storage_reader),
-            process_group=process_group,
-            coordinator_rank=coordinator_rank,
-            no_dist=no_dist or not dist.is_initialized(),
-            planner=planner,
-        )
+        return state_dict, storage_reader, DefaultLoadPlanner() if planner is None else planner
 
-    _load(load)
+    _load(Ranks(process_group, no_dist=no_dist, coordinator=coordinator_rank), begin)
 
 
 def load(
@@ -127,22 +95,28 @@ def load(
     Raises:
         As :func:`load_state_dict`.
     """
-    stateful = stateful_values(state_dict)
-    values = {key: stateful[key].state_dict() if key in stateful else state_dict[key] for key in sorted(state_dict)}
-    _load(
-        lambda: _torch.load_state_dict(
-            values,
-            _deferring(RsReader(path, **read_options)),
-            process_group=process_group,
-            no_dist=no_dist or not dist.is_initialized(),
-            planner=RsLoadPlanner() if planner is None else planner,
-        )
-    )
-    for key, value in values.items():
-        if key in stateful:
-            stateful[key].load_state_dict(value)
-        else:
-            state_dict[key] = value
+    ranks = Ranks(process_group, no_dist=no_dist)
+    stateful: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+
+    def begin() -> tuple[dict[str, Any], StorageReader, LoadPlanner]:
+        if not values:
+            stateful.update(stateful_values(state_dict))
+            made = {
+                key: stateful[key].state_dict() if key in stateful else state_dict[key] for key in sorted(state_dict)
+            }
+            values.update(made)
+        return values, RsReader(path, **read_options), RsLoadPlanner() if planner is None else planner
+
+    def hand_over() -> None:
+        for key, value in values.items():
+            if key in stateful:
+                stateful[key].load_state_dict(value)
+            else:
+                state_dict[key] = value
+
+    _load(ranks, begin)
+    ranks.together(hand_over)
 
 
 def save(
@@ -164,33 +138,39 @@ def save(
         write_options: arguments of :class:`RsWriter`.
 
     Raises:
-        As :func:`load_state_dict`. Then no rank has left data files behind, and the checkpoint that was there is whole.
+        As :func:`load_state_dict`. Then no rank has left data files behind, and the checkpoint that was there is whole. Only after a
+        :class:`RankLostError` files may be left, for :func:`dcp_rs.clean`, and the new checkpoint may be there.
     """
-    with _typed_errors():
-        return _save(_without_stateful(state_dict), RsWriter(path, **write_options), planner, process_group, no_dist)
 
-
-def _save(
-    state_dict: dict[str, Any],
-    writer: RsWriter,
-    planner: SavePlanner | None,
-    process_group: dist.ProcessGroup | None,
-    no_dist: bool,
-) -> Metadata:
-    try:
-        return _torch.save_state_dict(
-            state_dict,
-            writer,
-            process_group=process_group,
-            no_dist=no_dist or not dist.is_initialized(),
-            planner=RsSavePlanner() if planner is None else planner,
+    def begin() -> tuple[dict[str, Any], RsWriter, SavePlanner]:
+        return (
+            _without_stateful(state_dict),
+            RsWriter(path, **write_options),
+            RsSavePlanner() if planner is None else planner,
         )
-    except CheckpointException:
-        # Every rank gets this one, so nobody commits. After any other error the coordinator still may.
-        writer.discard()
+
+    return _save(Ranks(process_group, no_dist=no_dist), begin)
+
+
+def _save(ranks: Ranks, begin: BeginSave) -> Metadata:
+    writer: RsWriter | None = None
+
+    def begin_here() -> tuple[dict[str, Any], RsWriter, SavePlanner]:
+        nonlocal writer
+        state_dict, writer, planner = begin()
+        return state_dict, writer, planner
+
+    try:
+        return protocol.save(ranks, begin_here)
+    except BaseException:
+        if writer is not None and ranks.failures:
+            writer.discard()  # all ranks know that it failed, so nobody commits
+        elif writer is not None:
+            writer.leave()
         raise
     finally:
-        writer.close()
+        if writer is not None:
+            writer.close()
 
 
 def _without_stateful(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -211,7 +191,7 @@ def async_save(
     """Saves in the background. Returns once ``state_dict`` has been copied to host memory: training may go on and change it.
 
     Saves of one process follow each other, in the order of the calls, so that their collectives do not mix. A save to a path that
-    another one has not finished with is refused.
+    another one has not finished with is refused. What fails on one rank before this returns is raised there; on the other ranks the future raises it.
 
     Args:
         state_dict, path, planner, process_group, no_dist, write_options: as for :func:`save`. A process group needs a CPU backend, and is
@@ -226,6 +206,7 @@ def async_save(
 
     Raises:
         SaveInProgressError: another save to ``path`` is not over.
+        Exception: whatever else prevents the copy.
     """
     if executor not in ("thread", "process"):
         msg = f"executor={executor!r}: one of 'thread', 'process'"
@@ -236,48 +217,22 @@ def async_save(
     elif executor == "process":
         msg = "executor='process' needs an initialised process group: torch sets up one like it in the other process"
         raise ValueError(msg)
-    writer = RsWriter(path, **write_options)
-    writer.stage_with(stager or HostStager(shared=executor == "process"))
-    planner = RsSavePlanner() if planner is None else planner
+    ranks = Ranks(process_group, no_dist=no_dist)
+    save_staged = _save if executor == "thread" else save_in_process
+    writer: RsWriter | None = None
     try:
+        writer = RsWriter(path, **write_options)
+        writer.stage_with(stager or HostStager(shared=executor == "process"))
+        planner = RsSavePlanner() if planner is None else planner
         staged = writer.stage(_without_stateful(state_dict), queued=True)
-        save_staged = _save_there if executor == "process" else _save_staged
-        info = _torch.process_group_info(process_group) if executor == "process" else None
-        return _background().submit(save_staged, staged, writer, planner, process_group, not is_dist, info)
-    except BaseException:
-        writer.close()
+        return _background().submit(save_staged, ranks, _giving((staged, writer, planner)))
+    except BaseException as error:
+        if writer is not None:
+            writer.close()
+        if not ranks.is_alone:
+            # The others save: there they are told.
+            _background().submit(save_staged, ranks, _raising(portable(error)))
         raise
-
-
-def _save_staged(
-    state_dict: dict[str, Any],
-    writer: RsWriter,
-    planner: SavePlanner,
-    process_group: dist.ProcessGroup | None,
-    no_dist: bool,
-    _info: None,
-) -> Metadata:
-    try:
-        return _save(state_dict, writer, planner, process_group, no_dist)
-    except CheckpointException as failure:
-        _raise_typed(failure)
-
-
-def _save_there(
-    state_dict: dict[str, Any],
-    writer: RsWriter,
-    planner: SavePlanner,
-    process_group: dist.ProcessGroup | None,
-    _no_dist: bool,
-    info: Any,
-) -> Metadata:
-    """As ``_save_staged``, in torch's checkpoint process."""
-    try:
-        return _torch.save_in_process(state_dict, writer, planner, process_group, info)
-    except CheckpointException as failure:
-        _raise_typed(failure)
-    finally:
-        writer.close()
 
 
 _executor: ThreadPoolExecutor | None = None
@@ -297,8 +252,14 @@ def _forget_background() -> None:
     _executor = None
 
 
-def _deferring(reader: StorageReader) -> StorageReader:
-    """The reader, set to raise what goes wrong in ``read_metadata`` one call later, where torch does not swallow it."""
-    if isinstance(reader, RsReader):
-        reader.defer_errors = True
-    return reader
+def _giving(values: tuple[dict[str, Any], RsWriter, SavePlanner]) -> BeginSave:
+    """Gives them once: what was staged is not kept any longer than the save takes."""
+    held = [values]
+    return held.pop
+
+
+def _raising(error: BaseException) -> BeginSave:
+    def begin() -> tuple[dict[str, Any], RsWriter, SavePlanner]:
+        raise error
+
+    return begin

@@ -315,6 +315,10 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if written.saving is not None:
             written.saving.let_go()
 
+    def leave(self) -> None:
+        """Leaves what this rank wrote: whether the save was committed is not known here. :func:`dcp_rs.clean` removes it if not."""
+        self._written = None
+
     def close(self) -> None:
         """Says that the save through this writer is over, well or not."""
         self._end()

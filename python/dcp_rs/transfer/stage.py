@@ -17,7 +17,7 @@ from dcp_rs.tensors.memory import identity
 from dcp_rs.transfer.blocks import BLOCK_BYTES, Block, Blocks, pinned_blocks
 from dcp_rs.transfer.lanes import synchronize
 
-__all__ = ["HostStager"]
+__all__ = ["HostStager", "by_place"]
 
 _ALIGN = 64
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -231,8 +231,11 @@ class _Shared(dict[str, Any]):
             self._places[id(copied)] = place
 
     def __reduce__(self) -> tuple[Any, ...]:
-        placed = {key: self._placed(value) for key, value in self.items()}
-        return _from_blocks, ([block.memory for block in self._blocks], placed)
+        return _from_blocks, ([block.memory for block in self._blocks], self.placed())
+
+    def placed(self) -> dict[str, Any]:
+        """The state dict with places in the blocks for its tensors."""
+        return {key: self._placed(value) for key, value in self.items()}
 
     def _placed(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -242,6 +245,11 @@ class _Shared(dict[str, Any]):
         if type(value) in (list, tuple):
             return type(value)(self._placed(entry) for entry in value)
         return value
+
+
+def by_place(staged: dict[str, Any]) -> dict[str, Any]:
+    """What a state dict that was staged for another process pickles as, without the blocks. Empty where it was not."""
+    return staged.placed() if isinstance(staged, _Shared) else {}
 
 
 def _from_blocks(blocks: list[torch.Tensor], placed: dict[str, Any]) -> dict[str, Any]:
