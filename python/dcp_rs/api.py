@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_rs import _torch
+from dcp_rs.dcp.arguments import check_options, check_state_dict
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.save_planner import RsSavePlanner
@@ -91,6 +92,7 @@ def load_state_dict(
         OSError: on every rank, when one rank failed with it, and only that rank failed.
         CheckpointException: torch's own, when a rank failed with something else, or several failed with errors of the system.
     """
+    check_state_dict(state_dict)
 
     def load() -> None:
         storage_reader.reset()
@@ -127,6 +129,8 @@ def load(
     Raises:
         As :func:`load_state_dict`.
     """
+    check_state_dict(state_dict, path)
+    check_options("load", read_options, RsReader)
     stateful = stateful_values(state_dict)
     values = {key: stateful[key].state_dict() if key in stateful else state_dict[key] for key in sorted(state_dict)}
     _load(
@@ -166,6 +170,8 @@ def save(
     Raises:
         As :func:`load_state_dict`. Then no rank has left data files behind, and the checkpoint that was there is whole.
     """
+    check_state_dict(state_dict, path)
+    check_options("save", write_options, RsWriter)
     with _typed_errors():
         return _save(_without_stateful(state_dict), RsWriter(path, **write_options), planner, process_group, no_dist)
 
@@ -227,6 +233,8 @@ def async_save(
     Raises:
         SaveInProgressError: another save to ``path`` is not over.
     """
+    check_state_dict(state_dict, path)
+    check_options("async_save", write_options, RsWriter)
     if executor not in ("thread", "process"):
         msg = f"executor={executor!r}: one of 'thread', 'process'"
         raise ValueError(msg)

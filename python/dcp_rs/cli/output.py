@@ -23,6 +23,7 @@ __all__ = [
     "bar",
     "console",
     "count",
+    "entries",
     "for_command_line",
     "is_json",
     "line",
@@ -35,6 +36,7 @@ __all__ = [
     "readable",
     "show_shape",
     "size",
+    "table",
     "text_argument",
 ]
 
@@ -189,6 +191,11 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def entries(number: int) -> str:
+    """``1 entry``, ``2 entries``."""
+    return "1 entry" if number == 1 else f"{number:,} entries"
+
+
 def show_shape(shape: Any) -> str:
     """A shape as torch shows it."""
     return f"[{', '.join(map(str, shape))}]"
@@ -197,6 +204,22 @@ def show_shape(shape: Any) -> str:
 def bar(share: float, width: int = 20) -> str:
     """A share as a bar of at most ``width`` characters; something for anything."""
     return "█" * max(1 if share > 0 else 0, round(share * width))
+
+
+def table(headings: list[str], align: list[str], rows: list[list[str]], indent: str = "") -> None:
+    """Columns as wide as they need to be; the last one may run over the edge, and is never cut."""
+    if not rows:
+        return
+    widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
+    widths[-1] = 0
+
+    def fields(row: list[str]) -> str:
+        cells = [f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)]
+        return indent + "  ".join(cells).rstrip()
+
+    line((fields(headings), "dim"))
+    for row in rows:
+        line(fields(row))
 
 
 @contextmanager

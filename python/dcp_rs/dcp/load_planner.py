@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal
@@ -18,8 +17,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from dcp_rs import _core, _torch
 from dcp_rs._torch import PLAIN_TYPES
+from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.frameworks import open as open_checkpoint
-from dcp_rs.checkpoint.names import globs
+from dcp_rs.checkpoint.names import explain_missing, globs, hint
 from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.dcp.hooks import Methods
 from dcp_rs.dcp.load_report import LoadReport, Mismatch
@@ -272,9 +272,17 @@ class RsLoadPlanner(DefaultLoadPlanner):
             self.report.unexpected = [name for name in self.metadata.state_dict_metadata if name not in known]
         elif missing:
             more = f" (and {len(missing) - 1} more: {', '.join(map(repr, missing[1:6]))})" if missing[1:] else ""
-            msg = f"the checkpoint has no {missing[0]!r}{more}"
+            msg = f"the checkpoint has no {missing[0]!r}{more}{self._explain(missing, found)}"
             raise PlanError(msg, tensor=missing[0])
         return {fqn: stored for fqn, stored in found.items() if stored is not None and self._fits(fqn, stored)}
+
+    def _explain(self, missing: list[str], wanted: Collection[str]) -> str:
+        """Why names may be missing, for the end of a message."""
+        stored = self.metadata.state_dict_metadata if self.metadata is not None else {}
+        if self._rename is None:
+            return explain_missing(missing, wanted, stored)
+        name = self._stored_name(missing[0])
+        return f" (which it was asked for as {name!r}, by rename=){hint(name, list(stored))}"
 
     def _find_tied(self, missing: list[str]) -> dict[str, str]:
         """Those whose tensor is the memory of another one, which the checkpoint has for it."""
@@ -337,10 +345,9 @@ class RsLoadPlanner(DefaultLoadPlanner):
         if cast and self.dtype_policy == "warn":
             first = cast[0]
             others = f" and {len(cast) - 1} other tensors" if cast[1:] else ""
-            warnings.warn(
+            warn_caller(
                 f"{first.name!r}{others} are cast on loading ({first.got} in the checkpoint, {first.expected} in the state dict); "
-                "say dtype_policy='cast', or dtype=..., if that is meant",
-                stacklevel=2,
+                "say dtype_policy='cast', or dtype=..., if that is meant"
             )
 
     # --- what is read ---------------------------------------------------------------------------------
