@@ -30,8 +30,8 @@ from dcp_rs.errors import (
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects, trees
 from dcp_rs.tensors.memory import identity, is_plain
-from dcp_rs.transfer.load import stored_dtype
 from dcp_rs.transfer.save import as_object, why_not_raw
+from dcp_rs.transfer.target import stored_dtype
 
 __all__ = ["Chunk", "IndexSource", "Item", "Request", "Source", "TorchSource", "open_source"]
 

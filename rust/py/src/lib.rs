@@ -34,7 +34,7 @@ mod _core {
     #[pymodule_export]
     use crate::save_plan::{SavePlan, assign_saves};
     #[pymodule_export]
-    use crate::slabs::SlabReader;
+    use crate::slabs::{Copy, Image, SlabReader};
     #[pymodule_export]
     use crate::tally::tally;
     #[pymodule_export]
