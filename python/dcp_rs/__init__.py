@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dcp_rs.checkpoint.verify import VerifyReport, index, verify
     from dcp_rs.conversion import ConvertReport, convert
     from dcp_rs.dcp.load_planner import RsLoadPlanner
-    from dcp_rs.dcp.load_report import LoadReport
+    from dcp_rs.dcp.load_report import LoadReport, SaveReport
     from dcp_rs.dcp.reader import RsReader
     from dcp_rs.dcp.save_planner import RsSavePlanner
     from dcp_rs.dcp.writer import RsWriter
@@ -35,6 +35,7 @@ __all__ = [
     "RsReader",
     "RsSavePlanner",
     "RsWriter",
+    "SaveReport",
     "VerifyReport",
     "WriteOptions",
     "__version__",
@@ -59,7 +60,7 @@ _MODULES = {
     "conversion": ("ConvertReport", "convert"),
     "options": ("ReadOptions", "WriteOptions"),
     "dcp.load_planner": ("RsLoadPlanner",),
-    "dcp.load_report": ("LoadReport",),
+    "dcp.load_report": ("LoadReport", "SaveReport"),
     "dcp.reader": ("RsReader",),
     "dcp.save_planner": ("RsSavePlanner",),
     "transfer.blocks": ("release_pinned_memory",),

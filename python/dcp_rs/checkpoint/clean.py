@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dcp_rs import _core
+from dcp_rs._shown import Shown
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.locate import local_path
 from dcp_rs.errors import CheckpointNotFoundError, DcpRsError
@@ -54,8 +55,8 @@ class Leftover:
         return f"{self.path}: {self.nbytes:,} bytes{why}"
 
 
-@dataclass(frozen=True)
-class CleanReport:
+@dataclass(frozen=True, repr=False)
+class CleanReport(Shown):
     """What :func:`clean` found.
 
     Attributes:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp_rs import _core
+from dcp_rs._shown import Shown
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.clean import Leftover, seen_beside
 from dcp_rs.checkpoint.locate import INDEX_NAME, local_path, open_index
@@ -42,8 +43,8 @@ class Problem:
         return f"{self.file}: {where}expected {self.expected}, got {self.got}"
 
 
-@dataclass(frozen=True)
-class VerifyReport:
+@dataclass(frozen=True, repr=False)
+class VerifyReport(Shown):
     """What :func:`verify` found. True where nothing is wrong, as far as there are digests to tell by.
 
     Attributes:

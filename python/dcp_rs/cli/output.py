@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
+from dcp_rs._shown import size
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
@@ -162,23 +164,6 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
-def size(nbytes: float) -> str:
-    """Bytes, to three digits (powers of 1000)."""
-    if nbytes < 1000:
-        return f"{nbytes:.0f} B"
-    for unit in ("kB", "MB", "GB", "TB"):
-        nbytes /= 1000
-        if nbytes < 999.5 or unit == "TB":
-            break
-    return (
-        f"{nbytes:.2f} {unit}"
-        if nbytes < 9.995
-        else f"{nbytes:.1f} {unit}"
-        if nbytes < 99.95
-        else f"{nbytes:.0f} {unit}"
-    )
 
 
 def rate(nbytes: int, seconds: float) -> str:

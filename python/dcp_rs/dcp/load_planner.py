@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from dcp_rs import _core, _torch
+from dcp_rs._shown import call
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.frameworks import open as open_checkpoint
@@ -105,6 +106,8 @@ class RsLoadPlanner(DefaultLoadPlanner):
         if dtype_policy not in ("warn", "error", "cast"):
             msg = f"dtype_policy={dtype_policy!r}: one of 'warn', 'error', 'cast'"
             raise ValueError(msg)
+        self._given: dict[str, Any] = {"dtype": dtype, "device": device, "rename": rename, "include": include}
+        self._given |= {"exclude": exclude, "allow_partial_load": allow_partial_load or None}
         self.dtype = dtype
         self.device = None if device is None else torch.device(device)
         self.dtype_policy = dtype_policy
@@ -118,6 +121,9 @@ class RsLoadPlanner(DefaultLoadPlanner):
         self._reads: LocalReads | None = None
         self._items = LocalItems()
         self._planned: dict[str, str] = {}  # what is read, and what the checkpoint calls it
+
+    def __repr__(self) -> str:
+        return call(type(self).__name__, self._given)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Sees to it that items are counted where a subclass commits in its own way."""
