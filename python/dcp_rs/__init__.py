@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dcp_rs.dcp.reader import RsReader
     from dcp_rs.dcp.save_planner import RsSavePlanner
     from dcp_rs.dcp.writer import RsWriter
+    from dcp_rs.integrations.install import install, installed, uninstall
     from dcp_rs.options import ReadOptions, WriteOptions
     from dcp_rs.transfer.blocks import release_pinned_memory
 
@@ -43,10 +44,13 @@ __all__ = [
     "clean",
     "convert",
     "index",
+    "install",
+    "installed",
     "load",
     "load_state_dict",
     "release_pinned_memory",
     "save",
+    "uninstall",
     "verify",
 ]
 
@@ -58,6 +62,7 @@ _MODULES = {
     "checkpoint.frameworks": ("open",),
     "checkpoint.open": ("Checkpoint",),
     "conversion": ("ConvertReport", "convert"),
+    "integrations.install": ("install", "installed", "uninstall"),
     "options": ("ReadOptions", "WriteOptions"),
     "dcp.load_planner": ("RsLoadPlanner",),
     "dcp.load_report": ("LoadReport", "SaveReport"),
