@@ -29,7 +29,9 @@ RsReader("x", theads=2)  # call-arg
 dcp_rs.verify("x", thread=2)  # call-arg
 dcp_rs.convert("x", "y", too="dcp")  # call-arg
 dcp_rs.open("x", framework="np", io="mmap").get_slice("w")[1:]
-dcp_rs.load({}, "x", io="mmap", verify=True, replicas="node")
+report: dcp_rs.LoadReport = dcp_rs.load({}, "x", io="mmap", verify=True, replicas="node")
+error: type[Exception] = dcp_rs.errors.PlanError
+state: dcp_rs.optim.RngState = dcp_rs.optim.RngState()
 """
 
 

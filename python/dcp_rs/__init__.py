@@ -7,6 +7,8 @@ from dcp_rs._core import __version__
 from dcp_rs.checkpoint.names import nearest
 
 if TYPE_CHECKING:
+    from dcp_rs import errors as errors
+    from dcp_rs import optim as optim
     from dcp_rs.api import async_save, load, load_state_dict, save
     from dcp_rs.checkpoint.arrays import NumpyCheckpoint
     from dcp_rs.checkpoint.clean import CleanReport, Leftover, clean
