@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from dcp_rs._shown import Shown
 from dcp_rs.checkpoint.blocks import Region, Slabs, blocks
 from dcp_rs.checkpoint.names import globs
 from dcp_rs.checkpoint.source import Item, Source
@@ -36,8 +35,8 @@ _ALIASES = {
 }
 
 
-@dataclass(repr=False)
-class ConvertReport(Shown):
+@dataclass
+class ConvertReport:
     """What :func:`dcp_rs.convert` did.
 
     Attributes:
