@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -14,14 +14,18 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_rs import _torch
-from dcp_rs.dcp import protocol
+from dcp_rs.checkpoint.values import unwrap_in
+from dcp_rs.dcp import plan_cache, protocol
+from dcp_rs.dcp.arguments import check_options, check_state_dict
 from dcp_rs.dcp.checkpoint_process import save_in_process
 from dcp_rs.dcp.load_planner import RsLoadPlanner
+from dcp_rs.dcp.load_report import LoadReport
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.save_planner import RsSavePlanner
 from dcp_rs.dcp.together import Ranks, portable
 from dcp_rs.dcp.writer import RsWriter
 from dcp_rs.errors import CheckpointReplacedError
+from dcp_rs.options import ReaderArguments, WriterArguments
 from dcp_rs.tensors.trees import is_stateful, stateful_values
 from dcp_rs.transfer.stage import HostStager
 
@@ -56,10 +60,13 @@ def load_state_dict(
     coordinator_rank: int = 0,
     no_dist: bool = False,
     planner: LoadPlanner | None = None,
-) -> None:
+) -> LoadReport | None:
     """Loads into ``state_dict`` in place: ``torch.distributed.checkpoint.load_state_dict``, without its deprecation warning.
 
     Every rank of ``process_group`` calls it, with the same keys. As there, ``Stateful`` values are not called: see :func:`load`.
+
+    Returns:
+        What the load found and took on this rank, if the reader is an :class:`RsReader`.
 
     Raises:
         Exception: on every rank, what a rank raised: one of :mod:`dcp_rs.errors`, an :class:`OSError`, or what a planner or a reader of your own
@@ -68,10 +75,12 @@ def load_state_dict(
     """
 
     def begin() -> tuple[dict[str, Any], StorageReader, LoadPlanner]:
+        check_state_dict(state_dict)
         storage_reader.reset()
         return state_dict, storage_reader, DefaultLoadPlanner() if planner is None else planner
 
     _load(Ranks(process_group, no_dist=no_dist, coordinator=coordinator_rank), begin)
+    return storage_reader.report if isinstance(storage_reader, RsReader) else None
 
 
 def load(
@@ -81,8 +90,8 @@ def load(
     planner: LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    **read_options: Any,
-) -> None:
+    **read_options: Unpack[ReaderArguments],
+) -> LoadReport:
     """Loads the checkpoint at ``path`` into ``state_dict``: ``dcp.load`` with an :class:`RsReader`.
 
     Args:
@@ -92,24 +101,31 @@ def load(
         process_group, no_dist: as in ``dcp.load``.
         read_options: arguments of :class:`RsReader`.
 
+    Returns:
+        What the load found and took on this rank. The log ``dcp_rs`` has it as a line.
+
     Raises:
         As :func:`load_state_dict`.
     """
     ranks = Ranks(process_group, no_dist=no_dist)
+    reader: RsReader | None = None
     stateful: dict[str, Any] = {}
     values: dict[str, Any] = {}
 
     def begin() -> tuple[dict[str, Any], StorageReader, LoadPlanner]:
-        if not values:
+        nonlocal reader
+        if reader is None:
+            check_state_dict(state_dict, path)
+            check_options("load", read_options, RsReader)
             stateful.update(stateful_values(state_dict))
-            made = {
-                key: stateful[key].state_dict() if key in stateful else state_dict[key] for key in sorted(state_dict)
-            }
-            values.update(made)
-        return values, RsReader(path, **read_options), RsLoadPlanner() if planner is None else planner
+            for key in sorted(state_dict):
+                values[key] = stateful[key].state_dict() if key in stateful else state_dict[key]
+            reader = RsReader(path, **read_options)
+        reader.reset()
+        return values, reader, RsLoadPlanner() if planner is None else planner
 
     def hand_over() -> None:
-        for key, value in values.items():
+        for key, value in unwrap_in(values).items():
             if key in stateful:
                 stateful[key].load_state_dict(value)
             else:
@@ -117,6 +133,7 @@ def load(
 
     _load(ranks, begin)
     ranks.together(hand_over)
+    return (reader.report if reader is not None else None) or LoadReport()
 
 
 def save(
@@ -126,7 +143,7 @@ def save(
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    **write_options: Any,
+    **write_options: Unpack[WriterArguments],
 ) -> Metadata:
     """Saves ``state_dict`` to the folder ``path``: ``dcp.save`` with an :class:`RsWriter`.
 
@@ -137,17 +154,19 @@ def save(
         process_group, no_dist: as in ``dcp.save``.
         write_options: arguments of :class:`RsWriter`.
 
+    Returns:
+        What ``dcp.save`` does. What the save took is in the log ``dcp_rs``; an object of it is :attr:`RsWriter.report`, after ``dcp.save``.
+
     Raises:
         As :func:`load_state_dict`. Then no rank has left data files behind, and the checkpoint that was there is whole. Only after a
         :class:`RankLostError` files may be left, for :func:`dcp_rs.clean`, and the new checkpoint may be there.
     """
 
     def begin() -> tuple[dict[str, Any], RsWriter, SavePlanner]:
-        return (
-            _without_stateful(state_dict),
-            RsWriter(path, **write_options),
-            RsSavePlanner() if planner is None else planner,
-        )
+        check_state_dict(state_dict, path)
+        check_options("save", write_options, RsWriter)
+        writer = RsWriter(path, **write_options)
+        return _without_stateful(state_dict), writer, RsSavePlanner() if planner is None else planner
 
     return _save(Ranks(process_group, no_dist=no_dist), begin)
 
@@ -161,7 +180,8 @@ def _save(ranks: Ranks, begin: BeginSave) -> Metadata:
         return state_dict, writer, planner
 
     try:
-        return protocol.save(ranks, begin_here)
+        with plan_cache.saving_in(ranks.group):
+            return protocol.save(ranks, begin_here)
     except BaseException:
         if writer is not None and ranks.failures:
             writer.discard()  # all ranks know that it failed, so nobody commits
@@ -186,7 +206,7 @@ def async_save(
     no_dist: bool = False,
     executor: Literal["thread", "process"] = "thread",
     stager: HostStager | None = None,
-    **write_options: Any,
+    **write_options: Unpack[WriterArguments],
 ) -> Future[Metadata]:
     """Saves in the background. Returns once ``state_dict`` has been copied to host memory: training may go on and change it.
 
@@ -221,6 +241,8 @@ def async_save(
     save_staged = _save if executor == "thread" else save_in_process
     writer: RsWriter | None = None
     try:
+        check_state_dict(state_dict, path)
+        check_options("async_save", write_options, RsWriter)
         writer = RsWriter(path, **write_options)
         writer.stage_with(stager or HostStager(shared=executor == "process"))
         planner = RsSavePlanner() if planner is None else planner

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from dcp_rs.checkpoint.locate import open_index
-from dcp_rs.options import ReadOptions
+from dcp_rs.checkpoint.names import nearest
+from dcp_rs.options import ReadArguments, ReadOptions
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -15,7 +17,6 @@ if TYPE_CHECKING:
 
     from dcp_rs.checkpoint.arrays import NumpyCheckpoint
     from dcp_rs.checkpoint.open import Checkpoint
-    from dcp_rs.options import ReadArguments
 
 __all__ = ["open"]
 
@@ -52,7 +53,7 @@ def open(
     Args:
         path: a checkpoint: a folder of this package, of Hugging Face or of stock DCP, or a ``.safetensors`` file.
         framework: ``"pt"``: tensors of torch. ``"np"``: arrays of NumPy, and torch is not imported; see :class:`dcp_rs.NumpyCheckpoint`.
-        device: where tensors go.
+        device: where tensors go. On ``"meta"`` they are a skeleton: shapes, dtypes and ``requires_grad`` as they were saved, and no tensor is read.
         weights_only: refuse values that need more than ``torch.load(weights_only=True)`` allows.
         allow_external: open data files outside the folder, if the index names any.
         read_options: see :class:`dcp_rs.ReadOptions`.
@@ -60,6 +61,13 @@ def open(
     Raises:
         CheckpointNotFoundError, CorruptIndexError, UnsupportedError: see :mod:`dcp_rs.errors`.
     """
+    for name in read_options:
+        if name not in ReadArguments.__annotations__:
+            near = nearest(
+                name, [*ReadArguments.__annotations__, "framework", "device", "weights_only", "allow_external"]
+            )
+            msg = f"dcp_rs.open() has no option {name!r}" + (f": did you mean {near!r}?" if near else "")
+            raise TypeError(msg)
     options = ReadOptions(**read_options)
     if framework not in ("pt", "np"):
         msg = f"framework={framework!r}: one of 'pt', 'np'"
@@ -68,10 +76,17 @@ def open(
         msg = "framework='np' has neither devices nor other pickles than those of plain types: leave device= and weights_only= out"
         raise ValueError(msg)
     index = open_index(path, rank=None, allow_external=allow_external, verify=options.verify)
+    checkpoint: Checkpoint | NumpyCheckpoint
     if framework == "np":
         from dcp_rs.checkpoint.arrays import NumpyCheckpoint
 
-        return NumpyCheckpoint(index, options=options)
-    from dcp_rs.checkpoint.open import Checkpoint
+        checkpoint = NumpyCheckpoint(index, options=options)
+        how: dict[str, Any] = {"framework": "np"}
+    else:
+        from dcp_rs.checkpoint.open import Checkpoint
 
-    return Checkpoint(index, device=device, weights_only=weights_only, options=options)
+        checkpoint = Checkpoint(index, device=device, weights_only=weights_only, options=options)
+        how = {"device": device, "weights_only": weights_only}
+    absolute = os.path.abspath(path)  # noqa: PTH100  # Path.resolve would follow links
+    checkpoint.open_again = partial(open, absolute, allow_external=allow_external, **how, **read_options)
+    return checkpoint

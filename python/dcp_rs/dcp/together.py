@@ -66,6 +66,7 @@ class Ranks:
         self.is_coordinator = self.rank == coordinator or not together
         self.failures: dict[int, BaseException] = {}
         self._coordinator = self.global_rank(coordinator) if together else 0
+        self._is_single = not together
         #: What this rank raised, and all know of: an outer step raises it, and says nothing.
         self._met: BaseException | None = None
 
@@ -73,6 +74,11 @@ class Ranks:
     def is_alone(self) -> bool:
         """Whether there is nobody else."""
         return self.size == 1
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; None where there is none, or no need of it."""
+        return None if self._is_single else self.process_group or dist.group.WORLD
 
     def global_rank(self, rank: int) -> int:
         """What a rank of the group is called among all."""
