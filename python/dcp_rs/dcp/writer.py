@@ -359,7 +359,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     def __getstate__(self) -> dict[str, Any]:
         # For a save in another process: it begins anew there, and is under way here for as long as this thread waits for it.
         if self._saving is not None and self._saving.thread is None:
-            self._saving.thread = threading.current_thread()
+            commits.sent(self._saving)
         return {**self.__dict__, "_saving": None, "_written": None, "_stager": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
