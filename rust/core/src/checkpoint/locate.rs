@@ -1,13 +1,13 @@
 //! What kind of checkpoint a path is: found out by looking.
 
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Read as _};
 use std::path::Path;
 
-use crate::foreign::Foreign;
+use crate::foreign::{Foreign, torch_file};
 use crate::foreign::distcp::{METADATA_NAME, rank_metadata_name};
 use crate::foreign::models::{self, Model};
 use crate::format::{DataFileName, INDEX_NAME, parse_rank_index_name, rank_index_name};
-use crate::store::LOCK_NAME;
+use crate::store::{self, LOCK_NAME};
 use crate::{Error, Result};
 
 /// What a path holds.
@@ -67,19 +67,30 @@ fn file(path: &Path) -> Result<Option<Foreign>> {
     }
     let dir = path.parent().unwrap_or(Path::new(""));
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    match Model::at(dir, &name)? {
-        Some(_) if path.to_str().is_none() => Err(Error::Unsupported(format!(
-            "{}: a file name that is not UTF-8",
-            path.display()
-        ))),
-        Some(model) => Ok(Some(Foreign::Safetensors {
-            dir: dir.to_owned(),
-            model,
-        })),
+    if path.to_str().is_none() {
+        return Err(Error::Unsupported(format!("{}: a file name that is not UTF-8", path.display())));
+    }
+    let dir = dir.to_owned();
+    if torch_file::is_torch_file(&name, &start(path)?) {
+        let model = Model::of_file(&name);
+        return Ok(Some(Foreign::Torch { dir, model }));
+    }
+    match Model::at(&dir, &name)? {
+        Some(model) => Ok(Some(Foreign::Safetensors { dir, model })),
         None => no(
             path,
-            "of single files only .safetensors ones open, and .safetensors.index.json; dcp_rs.convert makes a checkpoint of a file of torch.save",
+            "of single files those of torch.save open, .safetensors ones, and .safetensors.index.json",
         ),
+    }
+}
+
+/// The first bytes of a file.
+fn start(path: &Path) -> Result<Vec<u8>> {
+    let file = store::open_file(path).map_err(|e| Error::io("open", path, e))?;
+    let mut start = Vec::new();
+    match file.take(16).read_to_end(&mut start) {
+        Ok(_) => Ok(start),
+        Err(e) => Err(Error::io("read", path, e)),
     }
 }
 

@@ -38,7 +38,7 @@ pub struct Model {
 
 impl Model {
     /// One file.
-    fn of_file(name: &str) -> Self {
+    pub(crate) fn of_file(name: &str) -> Self {
         Self {
             files: vec![name.to_owned()],
             ..Self::default()
