@@ -367,10 +367,54 @@ def test_80_columns(world: Path, dcp_rs_cli) -> None:
         assert not long
 
 
-def test_head_ends_it_quietly(world: Path) -> None:
-    save = " ".join(map(str, [*COMMAND, "ls", world / "ckpt"]))
-    done = subprocess.run(["sh", "-c", f"{save} | true"], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stderr == ""
+def status_into_true(*arguments: Any) -> tuple[int, str]:
+    """The status of a command whose reader has had enough at once, and its errors."""
+    line = " ".join(map(str, [*COMMAND, *arguments]))
+    script = f"{line} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stderr
+
+
+def test_head_changes_no_status(world: Path, tmp_path: Path) -> None:
+    shutil.copytree(world / "ckpt", tmp_path / "damaged")
+    next((tmp_path / "damaged").glob("*.safetensors")).unlink()
+    for command, status in (
+        (["ls", world / "ckpt"], 0),
+        (["ls", world / "ckpt", "--json"], 0),
+        (["--help"], 0),
+        (["verify", tmp_path / "damaged"], 1),
+    ):
+        assert status_into_true(*command) == (status, ""), command
+
+
+def test_errors_under_json_are_json(dcp_rs_cli, world: Path) -> None:
+    status, out, err = dcp_rs_cli("inspect", world / "ckpt", "model.embeding.weight", "--json")
+    assert status == 2
+    error = json.loads(out)["error"]
+    assert (error["type"], error["tensor"]) == ("EntryNotFoundError", "model.embeding.weight")
+    assert "did you mean 'model.embedding.weight'?" in error["message"]
+    assert err == f"dcp-rs: {error['message']}\n"
+    status, out, _ = dcp_rs_cli("ls", "--json", world / "ckpt", "--frob")
+    assert (status, "--frob" in json.loads(out)["error"]["message"]) == (2, True)
+    assert dcp_rs_cli("ls", world / "nowhere")[1] == ""
+
+
+def test_ls_shows_values_and_chooses_by_globs(dcp_rs_cli, world: Path) -> None:
+    for name in ("ckpt", "stock", "x.pt"):
+        status, out, err = dcp_rs_cli("ls", world / name, "--values", "--include", "step", "--include", "name")
+        assert (status, err) == (0, "")
+        assert [line.split()[-2:] for line in out.splitlines()[1:-1]] == [["name", "'ünïcode'"], ["step", "12"]]
+        _, out, _ = dcp_rs_cli("ls", world / name, "*", "--exclude", "optimizer.*", "--exclude", "model.*", "--json")
+        values = {entry["name"]: entry.get("value") for entry in json.loads(out)["entries"]}
+        assert values == {
+            "buffers.0": None,
+            "buffers.1": None,
+            "flag": True,
+            "loss": "inf",
+            "name": "ünïcode",
+            "nothing": None,
+            "step": 12,
+        }
 
 
 def test_version_and_module() -> None:

@@ -24,6 +24,11 @@ def not_found(path):
     dcp_rs.open(path)
 
 
+def no_entry(path):
+    save_rs({"w": torch.ones(1)}, path)
+    dcp_rs.open(path)["v"]
+
+
 def exists(path):
     save_rs({"w": torch.ones(1)}, path)
     dcp_rs.save({"w": torch.ones(1)}, path, overwrite=False, no_dist=True)
@@ -96,6 +101,7 @@ PROVOKED = {
     errors.DcpRsError: base,
     errors.CheckpointNotFoundError: not_found,
     errors.CheckpointExistsError: exists,
+    errors.EntryNotFoundError: no_entry,
     errors.CheckpointReplacedError: replaced,
     errors.CorruptIndexError: corrupt_index,
     errors.CorruptDataError: corrupt_data,

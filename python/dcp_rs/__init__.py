@@ -4,12 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dcp_rs._core import __version__
+from dcp_rs.checkpoint.names import nearest
 
 if TYPE_CHECKING:
     from dcp_rs.api import async_save, load, load_state_dict, save
+    from dcp_rs.checkpoint.arrays import NumpyCheckpoint
     from dcp_rs.checkpoint.clean import CleanReport, Leftover, clean
+    from dcp_rs.checkpoint.frameworks import open as open  # noqa: A004  # the name that users of safetensors expect
     from dcp_rs.checkpoint.open import Checkpoint
-    from dcp_rs.checkpoint.open import open_checkpoint as open  # noqa: A004  # the name that users of safetensors expect
     from dcp_rs.checkpoint.verify import VerifyReport, index, verify
     from dcp_rs.conversion import ConvertReport, convert
     from dcp_rs.dcp.load_planner import RsLoadPlanner
@@ -20,12 +22,14 @@ if TYPE_CHECKING:
     from dcp_rs.options import ReadOptions, WriteOptions
     from dcp_rs.transfer.blocks import release_pinned_memory
 
+# Not ``open``: `from dcp_rs import *` is not to hide Python's.
 __all__ = [
     "Checkpoint",
     "CleanReport",
     "ConvertReport",
     "Leftover",
     "LoadReport",
+    "NumpyCheckpoint",
     "ReadOptions",
     "RsLoadPlanner",
     "RsReader",
@@ -40,7 +44,6 @@ __all__ = [
     "index",
     "load",
     "load_state_dict",
-    "open",
     "release_pinned_memory",
     "save",
     "verify",
@@ -50,7 +53,9 @@ __all__ = [
 _MODULES = {
     "api": ("async_save", "load", "load_state_dict", "save"),
     "checkpoint.clean": ("CleanReport", "Leftover", "clean"),
-    "checkpoint.open": ("Checkpoint", "open"),
+    "checkpoint.arrays": ("NumpyCheckpoint",),
+    "checkpoint.frameworks": ("open",),
+    "checkpoint.open": ("Checkpoint",),
     "conversion": ("ConvertReport", "convert"),
     "options": ("ReadOptions", "WriteOptions"),
     "dcp.load_planner": ("RsLoadPlanner",),
@@ -66,16 +71,18 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 _SUBMODULES = ("errors", "optim")
 
 
-def __getattr__(name: str) -> Any:
-    if name in _SUBMODULES:
-        return import_module(f"{__name__}.{name}")
-    if name not in _HOMES:
-        msg = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(msg)
-    module = import_module(f"{__name__}.{_HOMES[name]}")
-    value = globals()[name] = getattr(module, "open_checkpoint" if name == "open" else name)
-    return value
+if not TYPE_CHECKING:  # where types are checked, a name that is not above is an error
+
+    def __getattr__(name: str) -> Any:
+        if name in _SUBMODULES:
+            return import_module(f"{__name__}.{name}")
+        if name not in _HOMES:
+            near = nearest(name, __dir__())
+            msg = f"module {__name__!r} has no attribute {name!r}" + (f"; did you mean {near!r}?" if near else "")
+            raise AttributeError(msg)
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_SUBMODULES})
+    return sorted([*__all__, "open", *_SUBMODULES])

@@ -11,6 +11,7 @@ __all__ = [
     "CorruptDataError",
     "CorruptIndexError",
     "DcpRsError",
+    "EntryNotFoundError",
     "InternalError",
     "PlanError",
     "SaveInProgressError",
@@ -52,6 +53,10 @@ class CheckpointNotFoundError(DcpRsError, FileNotFoundError):
 
 class CheckpointExistsError(DcpRsError, FileExistsError):
     """There is a checkpoint at the path already, and ``overwrite=False`` was given."""
+
+
+class EntryNotFoundError(DcpRsError, KeyError):
+    """No entry of the checkpoint has this name. The message names the nearest one."""
 
 
 class CheckpointReplacedError(DcpRsError):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
-import torch.distributed as dist
-
-__all__ = ["ReadOptions", "WriteOptions"]
+__all__ = ["ReadArguments", "ReadOptions", "WriteArguments", "WriteOptions"]
 
 MIB = 1 << 20
 
@@ -23,7 +22,8 @@ def default_shared() -> bool:
     """Whether there are other ranks on this machine; where nobody says, as many as the process group has."""
     ranks = _local_ranks()
     if ranks is None:
-        return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        dist = sys.modules.get("torch.distributed")  # where nobody imported it, there is no process group
+        return dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return ranks > 1
 
 
@@ -45,6 +45,25 @@ def _check_positive(name: str, value: int | None) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
         msg = f"{name}={value!r}: a positive integer"
         raise ValueError(msg)
+
+
+class ReadArguments(TypedDict, total=False):
+    """The keyword arguments that :class:`ReadOptions` describes, for signatures."""
+
+    io: Literal["auto", "mmap", "direct", "buffered", "gds"]
+    threads: int | None
+    verify: bool
+    shared: bool | None
+    max_inflight_bytes: int | None
+
+
+class WriteArguments(TypedDict, total=False):
+    """The keyword arguments that :class:`WriteOptions` describes, for signatures."""
+
+    io: Literal["auto", "direct", "buffered"]
+    threads: int | None
+    fsync: bool
+    max_inflight_bytes: int | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,59 +1,27 @@
-"""``dcp_rs.open``: a checkpoint as a mapping of FQN to tensor or value, read when it is asked for."""
+"""A checkpoint as a mapping of FQN to torch's tensor or value, read when it is asked for."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from dcp_rs import _core, _torch
-from dcp_rs.checkpoint.locate import open_index
+from dcp_rs.checkpoint.mapping import OpenCheckpoint, TensorInfo
 from dcp_rs.checkpoint.stream import stream
-from dcp_rs.errors import DcpRsError, PlanError
+from dcp_rs.checkpoint.values import unwrap
+from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
+from dcp_rs.tensors.boxes import selection
 from dcp_rs.tensors.trees import number_parameters
-from dcp_rs.training.extra import unwrap
 from dcp_rs.transfer.load import Target, fill_regions, stored_dtype
 
-__all__ = ["Checkpoint", "ChunkInfo", "TensorInfo", "TensorSlice", "open_checkpoint"]
+__all__ = ["Checkpoint", "TensorSlice"]
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """What is stored under a name.
-
-    Attributes:
-        name: FQN.
-        dtype: element type; None for a non-tensor value.
-        shape: sizes of the whole tensor; empty for a non-tensor value.
-        chunks: how many pieces it is stored in.
-        nbytes: bytes of all pieces.
-    """
-
-    name: str
-    dtype: torch.dtype | None
-    shape: torch.Size
-    chunks: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class ChunkInfo:
-    """A stored piece of a tensor: ``sizes`` elements from ``offsets``, at ``nbytes`` bytes from byte ``offset`` of ``file``."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    offset: int
-    nbytes: int
-
-
-class Checkpoint(Mapping[str, Any]):
+class Checkpoint(OpenCheckpoint):
     """A checkpoint that is open for reading. Made by :func:`dcp_rs.open`.
 
     On the CPU a tensor that is stored in one piece is a view of a private mapping of its file: nothing is read until it is touched,
@@ -64,33 +32,16 @@ class Checkpoint(Mapping[str, Any]):
     def __init__(
         self, index: _core.Index, *, device: torch.device | str = "cpu", weights_only: bool = True, options: ReadOptions
     ) -> None:
-        self._index = index
+        super().__init__(index)
         self._device = torch.device(device)
         self._weights_only = weights_only
         self._options = options
-        self._files: dict[int, _core.FileMapping] = {}
-        self._closed = False
-
-    @property
-    def path(self) -> str:
-        """The file that the index came from."""
-        return os.fspath(self._index.path)
-
-    @property
-    def source(self) -> str:
-        """What the data files are: ``dcp-rs``, ``safetensors`` or ``dcp``."""
-        return self._index.source
-
-    @property
-    def save_id(self) -> str:
-        """32 hexadecimal digits that identify the save."""
-        return self._index.save_id
 
     def __getitem__(self, fqn: str) -> Any:
         """The tensor, or the value, with this name.
 
         Raises:
-            KeyError: there is none.
+            EntryNotFoundError: there is none.
             CorruptDataError: a data file is missing or damaged.
             UnsafePickleError: a value that needs more than ``weights_only=True`` allows.
         """
@@ -112,20 +63,8 @@ class Checkpoint(Mapping[str, Any]):
             raise TypeError(msg)
         return TensorSlice(self, tensor)
 
-    def info(self, fqn: str) -> TensorInfo:
-        """What is stored under ``fqn``, without reading it."""
-        tensor = self._find(fqn)
-        name, is_bytes, dtype, shape, _, chunks = self._index.tensor(tensor)
-        nbytes = sum(length for _, _, length, _, _ in self._index.chunks(tensor))
-        return TensorInfo(name, None if is_bytes else stored_dtype(name, dtype), torch.Size(shape), chunks, nbytes)
-
-    def chunks(self, fqn: str) -> list[ChunkInfo]:
-        """The pieces that ``fqn`` is stored in, in order of their offsets."""
-        files = self._index.files()
-        return [
-            ChunkInfo(offsets, sizes, files[file][0], offset, length)
-            for file, offset, length, offsets, sizes in self._index.chunks(self._find(fqn))
-        ]
+    def _info(self, name: str, dtype: str | None, shape: tuple[int, ...], chunks: int, nbytes: int) -> TensorInfo:
+        return TensorInfo(name, None if dtype is None else stored_dtype(name, dtype), torch.Size(shape), chunks, nbytes)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, nested as it was saved. Keys are text, as DCP keeps them; those of an optimizer's state are its numbers again."""
@@ -155,45 +94,8 @@ class Checkpoint(Mapping[str, Any]):
             self._index, self._device if device is None else torch.device(device), self._options, self.__getitem__
         )
 
-    def close(self) -> None:
-        """Lets go of the files. Tensors that were handed out stay valid."""
-        self._closed = True
-        self._files = {}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._index.names())
-
-    def __len__(self) -> int:
-        return self._index.tensor_count
-
-    def __contains__(self, fqn: object) -> bool:
-        return isinstance(fqn, str) and self._index.find(fqn) is not None
-
-    def __bool__(self) -> bool:
-        return True
-
     def __repr__(self) -> str:
         return f"Checkpoint({self.path!r}, {len(self)} entries, device={str(self._device)!r})"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            msg = f"the checkpoint {self.path} is closed"
-            raise DcpRsError(msg, path=self.path)
-
-    def _find(self, fqn: str) -> int:
-        self._check_open()
-        tensor = self._index.find(fqn)
-        if tensor is None:
-            raise KeyError(fqn)
-        return tensor
 
     def chunk_view(self, tensor: int, chunk: int, dtype: torch.dtype) -> torch.Tensor | None:
         """A contiguous tensor over the mapping of the file that holds a chunk; None where the chunk does not lie so."""
@@ -204,11 +106,7 @@ class Checkpoint(Mapping[str, Any]):
         return self._map(file, offset, length).view(dtype).view(sizes)
 
     def _map(self, file: int, offset: int, length: int) -> torch.Tensor:
-        mapping = self._files.get(file)
-        if mapping is None:
-            # Of two threads that get here at once, both must see one memory.
-            mapping = self._files.setdefault(file, self._index.map_file(file))
-        return torch.frombuffer(mapping, dtype=torch.uint8, count=length, offset=offset)
+        return torch.frombuffer(self._mapped(file), dtype=torch.uint8, count=length, offset=offset)
 
     def _view(self, tensor: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor over the mapping of the one file that holds it."""
@@ -263,74 +161,10 @@ class TensorSlice:
             ValueError: a slice with a negative step.
             TypeError: another kind of index.
         """
-        offsets, sizes, local = _region(key, self.shape)
+        offsets, sizes, local = selection(key, self.shape)
         checkpoint = self._checkpoint
         checkpoint._find(self._name)
         if self._chunks == 1 and checkpoint._device.type == "cpu":
             view: torch.Tensor = checkpoint[self._name]
             return view[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))][local]
         return checkpoint._read(self._tensor, self._name, self.dtype, offsets, tuple(sizes))[local]
-
-
-def _region(key: Any, shape: torch.Size) -> tuple[list[int], list[int], tuple[int | slice, ...]]:
-    """The bounding rectangle of a selection, and the selection within it."""
-    keys = list(key) if isinstance(key, tuple) else [key]
-    ellipses = [i for i, k in enumerate(keys) if k is Ellipsis]
-    if len(ellipses) > 1:
-        raise IndexError("an index can only have a single ellipsis ('...')")
-    given = len(keys) - len(ellipses)
-    if given > len(shape):
-        msg = f"too many indices for a tensor of {len(shape)} dimensions: {given}"
-        raise IndexError(msg)
-    fill = [slice(None)] * (len(shape) - given)
-    at = ellipses[0] if ellipses else len(keys)
-    keys[at : at + 1] = fill
-    offsets: list[int] = []
-    sizes: list[int] = []
-    local: list[int | slice] = []
-    for dim, (k, size) in enumerate(zip(keys, shape, strict=True)):
-        if isinstance(k, slice):
-            start, stop, step = k.indices(size)
-            if step < 0:
-                raise ValueError("step must be greater than zero")
-            extent = max(0, stop - start)
-            offsets.append(start if extent else 0)
-            sizes.append(extent)
-            local.append(slice(None, None, step))
-        elif hasattr(k, "__index__") and not isinstance(k, bool):
-            position = k.__index__()
-            if not -size <= position < size:
-                msg = f"index {position} is out of bounds for dimension {dim} with size {size}"
-                raise IndexError(msg)
-            offsets.append(position % size)
-            sizes.append(1)
-            local.append(0)
-        else:
-            msg = f"indices are integers, slices and '...', not {type(k).__name__}"
-            raise TypeError(msg)
-    return offsets, sizes, tuple(local)
-
-
-def open_checkpoint(
-    path: str | os.PathLike[str],
-    *,
-    device: torch.device | str = "cpu",
-    weights_only: bool = True,
-    allow_external: bool = False,
-    **read_options: Any,
-) -> Checkpoint:
-    """Opens a checkpoint for reading by name: a mapping of FQN to tensor or value.
-
-    Args:
-        path: a checkpoint: a folder of this package, of Hugging Face or of stock DCP, or a ``.safetensors`` file.
-        device: where tensors go.
-        weights_only: refuse values that need more than ``torch.load(weights_only=True)`` allows.
-        allow_external: open data files outside the folder, if the index names any.
-        read_options: see :class:`dcp_rs.ReadOptions`.
-
-    Raises:
-        CheckpointNotFoundError, CorruptIndexError, UnsupportedError: see :mod:`dcp_rs.errors`.
-    """
-    options = ReadOptions(**read_options)
-    index = open_index(path, rank=None, allow_external=allow_external, verify=options.verify)
-    return Checkpoint(index, device=device, weights_only=weights_only, options=options)

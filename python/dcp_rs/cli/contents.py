@@ -8,18 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dcp_rs.checkpoint.elements import ITEMSIZES
 from dcp_rs.checkpoint.locate import open_index
+from dcp_rs.checkpoint.values import load_value
 
 __all__ = ["Contents", "Entry", "Piece", "open_contents"]
-
-#: Bytes of an element (section 6 of the format).
-_ITEMSIZES = {
-    **dict.fromkeys(["bool", "uint8", "int8"], 1),
-    **dict.fromkeys(["int16", "uint16", "float16", "bfloat16"], 2),
-    **dict.fromkeys(["int32", "uint32", "float32", "complex32", "bcomplex32"], 4),
-    **dict.fromkeys(["int64", "uint64", "float64", "complex64"], 8),
-    "complex128": 16,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +81,7 @@ class Contents:
         name, is_bytes, dtype, shape, _, chunks = self._index.tensor(number)
         if is_bytes or dtype is None:
             return Entry(name, number, None, (), chunks, self._index.chunks(number)[0][2])
-        return Entry(name, number, dtype, shape, chunks, math.prod(shape) * _ITEMSIZES.get(dtype, 1))
+        return Entry(name, number, dtype, shape, chunks, math.prod(shape) * ITEMSIZES.get(dtype, 1))
 
     @property
     def nbytes(self) -> int:
@@ -113,16 +106,14 @@ class Contents:
         return self._index.planner_path(entry.number)
 
     def value(self, entry: Entry) -> Any:
-        """A value. Needs torch.
+        """A value: of plain types, and arrays in place of tensors.
 
         Raises:
-            UnsafePickleError: it needs more than ``torch.load(weights_only=True)`` allows.
+            UnsafePickleError: it needs more than that.
         """
-        from dcp_rs.tensors import objects
-
         first = self._index.first_chunk(entry.number)
         (data,) = self._index.read_bytes([first], io="buffered", threads=1, verify=False, max_inflight_bytes=1 << 22)
-        return objects.load(entry.name, data, weights_only=True)
+        return load_value(entry.name, data)
 
 
 def open_contents(path: str | os.PathLike[str], *, rank: int | None = None, allow_external: bool = False) -> Contents:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from dcp_rs.checkpoint.clean import seen_beside
-from dcp_rs.checkpoint.names import globs
+from dcp_rs.checkpoint.names import hint
 from dcp_rs.cli import cutmap
 from dcp_rs.cli.cleaning import mention
 from dcp_rs.cli.contents import Contents, Entry, Piece, open_contents
-from dcp_rs.cli.output import bar, count, line, print_json, printable, show_shape, size
-from dcp_rs.errors import PlanError
+from dcp_rs.cli.output import bar, count, for_command_line, is_json, line, print_json, printable, show_shape, size
+from dcp_rs.errors import DcpRsError, EntryNotFoundError
 
 __all__ = ["inspect", "inspect_entry", "ls", "write_page"]
 
@@ -30,11 +31,18 @@ DATA_FILE = re.compile(r"g\d+-[0-9a-f]{16}(-r\d+-f\d+\.safetensors)")
 _SOME = 10
 
 
-def ls(path: Path, patterns: Sequence[str], *, sort: str, as_json: bool, rank: int | None = None) -> None:
+def ls(
+    path: Path,
+    chosen: Callable[[str], bool] | None,
+    *,
+    sort: str,
+    values: bool,
+    as_json: bool,
+    rank: int | None = None,
+) -> None:
     """One line an entry, and a total."""
     contents = open_contents(path, rank=rank)
-    wanted = globs(list(patterns) or None)
-    entries = [entry for entry in contents.entries if wanted is None or wanted.match(entry.name)]
+    entries = [entry for entry in contents.entries if chosen is None or chosen(entry.name)]
     entries.sort(key=_SORTS[sort])
     total = sum(entry.nbytes for entry in entries)
     tensors = sum(1 for entry in entries if entry.dtype is not None)
@@ -46,15 +54,15 @@ def ls(path: Path, patterns: Sequence[str], *, sort: str, as_json: bool, rank: i
                 "tensors": tensors,
                 "values": len(entries) - tensors,
                 "bytes": total,
-                "entries": [entry.to_json() for entry in entries],
+                "entries": [entry.to_json() | _value_json(contents, entry) for entry in entries],
             }
         )
         return
-    _table(
-        ["dtype", "shape", "chunks", "size", "name"],
-        ["<", "<", ">", ">", "<"],
-        [_row(entry) for entry in entries],
-    )
+    rows = [_row(entry) for entry in entries]
+    if values:
+        rows = [[*row, _value_text(contents, entry, 60)] for row, entry in zip(rows, entries, strict=True)]
+    headings = ["dtype", "shape", "chunks", "size", "name", *(["value"] if values else [])]
+    _table(headings, ["<", "<", ">", ">", "<", "<"][: len(headings)], rows)
     of = "" if len(entries) == len(contents.entries) else f" of {len(contents.entries):,} entries"
     line((f"{_holds(entries)}{of}, {size(total)}", "bold"))
 
@@ -191,14 +199,15 @@ def inspect_entry(
     contents = open_contents(path, rank=rank, allow_external=allow_external)
     entry = contents.find(name)
     if entry is None:
-        msg = f"there is no {printable(name)!r} in {path}{_suggest(contents, name)}"
-        raise PlanError(msg, tensor=name)
+        msg = f"there is no {name!r} in {path}{hint(name, [entry.name for entry in contents.entries])}"
+        raise EntryNotFoundError(msg, path=path, tensor=name)
     pieces = contents.pieces(entry)
     state_path = contents.state_path(entry)
     if as_json:
         print_json(
             {
                 **entry.to_json(),
+                **_value_json(contents, entry),
                 "state_dict_path": None if state_path is None else list(state_path),
                 "pieces": [
                     {
@@ -220,21 +229,31 @@ def inspect_entry(
     if state_path is not None:
         line(("  in the state dict  ", "dim"), printable("".join(f"[{key!r}]" for key in state_path)))
     if entry.dtype is None:
-        _show_value(contents, entry)
+        line(("  value  ", "dim"), _value_text(contents, entry, 400))
         return
     _show_map(contents, entry, pieces, show_all=show_all)
 
 
-def _suggest(contents: Contents, name: str) -> str:
-    import difflib
+def _value_text(contents: Contents, entry: Entry, most: int) -> str:
+    """What a value is, in one line; nothing for a tensor. One that cannot be told is said to be so."""
+    if entry.dtype is not None:
+        return ""
+    try:
+        text = printable(repr(contents.value(entry)))
+    except DcpRsError as error:
+        return f"({printable(for_command_line(str(error)))})"
+    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
 
-    close = difflib.get_close_matches(name, [entry.name for entry in contents.entries[:10_000]], n=1)
-    return f"; did you mean {printable(close[0])!r}?" if close else ""
 
-
-def _show_value(contents: Contents, entry: Entry) -> None:
-    text = printable(repr(contents.value(entry)))
-    line(("  value  ", "dim"), text if len(text) <= 400 else f"{text[:400]}… ({len(text):,} characters)")
+def _value_json(contents: Contents, entry: Entry) -> dict[str, Any]:
+    """``value``, where it is one that JSON has; ``repr`` of any other."""
+    if entry.dtype is not None:
+        return {}
+    try:
+        value = contents.value(entry)
+    except DcpRsError as error:
+        return {"problem": for_command_line(str(error))}
+    return {"value": value} if is_json(value) else {"repr": repr(value)}
 
 
 def _show_map(contents: Contents, entry: Entry, pieces: list[Piece], *, show_all: bool) -> None:

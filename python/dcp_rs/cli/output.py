@@ -10,18 +10,24 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 __all__ = [
     "bar",
+    "console",
     "count",
     "for_command_line",
+    "is_json",
     "line",
     "plain",
+    "prepare_streams",
     "print_json",
     "printable",
     "progress_bar",
@@ -30,7 +36,6 @@ __all__ = [
     "show_shape",
     "size",
     "text_argument",
-    "write_what_cannot_be_printed",
 ]
 
 
@@ -45,8 +50,25 @@ def line(*parts: str | tuple[str, str]) -> None:
     console().print(Text.assemble(*fitting), soft_wrap=True)
 
 
-def write_what_cannot_be_printed() -> None:
-    """From here on a character that the terminal's encoding lacks is written out, and no error."""
+class _Outlet(io.FileIO):
+    """Standard output, of which whoever read may have had enough, as `head` does. The command goes on to its exit status; the rest goes nowhere."""
+
+    def write(self, data: Buffer, /) -> int:
+        """Writes, or drops what nobody reads."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return super().write(data)
+
+
+def prepare_streams() -> None:
+    """From here on a character that the terminal's encoding lacks is written out, and no error; nor is a reader that went away."""
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and not out.isatty() and out.fileno() == 1:
+        out.flush()
+        raw = _Outlet(1, "w", closefd=False)
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), encoding=out.encoding, errors=out.errors)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -103,6 +125,15 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+def is_json(value: Any) -> bool:
+    """Whether the value comes back from JSON as it was, but for tuples, and for numbers that JSON has not."""
+    if isinstance(value, dict):
+        return all(type(key) is str and is_json(entry) for key, entry in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(is_json, value))
+    return value is None or type(value) in (bool, int, float, str)
 
 
 #: What messages call an option or a function, and what it is called here.

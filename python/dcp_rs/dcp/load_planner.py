@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from dcp_rs import _core, _torch
 from dcp_rs._torch import PLAIN_TYPES
+from dcp_rs.checkpoint.frameworks import open as open_checkpoint
 from dcp_rs.checkpoint.names import globs
-from dcp_rs.checkpoint.open import Checkpoint, open_checkpoint
+from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.dcp.hooks import Methods
 from dcp_rs.dcp.load_report import LoadReport, Mismatch
 from dcp_rs.dcp.local_items import LocalItems, bring_back, planner_of

@@ -10,14 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dcp_rs.checkpoint.values import WHOLE, unwrap
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.trees import is_stateful
 
-__all__ = ["PerRank", "RngState", "merge", "pack", "state_of", "unpack", "unwrap"]
+__all__ = ["PerRank", "RngState", "merge", "pack", "state_of", "unpack"]
 
-#: A mapping without tensors that DCP's flattening would change (it makes every key text, and drops what is empty), kept whole: DCP never
-#: enters tuples.
-_WHOLE = "dcp_rs.whole"
 #: The keys of a mapping that holds tensors, where some are not text.
 _KEYS = "dcp_rs.keys"
 
@@ -94,7 +92,7 @@ def pack(tree: Any) -> Any:
     if not isinstance(tree, Mapping | list):
         return tree
     if not _has_tensors(tree):
-        return tree if _is_plain(tree) else (_WHOLE, tree)
+        return tree if _is_plain(tree) else (WHOLE, tree)
     if isinstance(tree, list):
         return [pack(entry) for entry in tree]
     packed = {str(key): pack(value) for key, value in tree.items()}
@@ -104,11 +102,6 @@ def pack(tree: Any) -> Any:
     if not all(type(key) is str for key in tree):
         packed[_KEYS] = (_KEYS, list(tree))
     return packed
-
-
-def unwrap(value: Any) -> Any:
-    """What was kept whole, or the value as it is."""
-    return value[1] if isinstance(value, tuple) and len(value) == 2 and value[0] == _WHOLE else value
 
 
 def unpack(tree: Any) -> Any:

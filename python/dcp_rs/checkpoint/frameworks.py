@@ -1,0 +1,77 @@
+"""``dcp_rs.open``: torch's tensors, or NumPy's arrays without torch."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from dcp_rs.checkpoint.locate import open_index
+from dcp_rs.options import ReadOptions
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    import torch
+
+    from dcp_rs.checkpoint.arrays import NumpyCheckpoint
+    from dcp_rs.checkpoint.open import Checkpoint
+    from dcp_rs.options import ReadArguments
+
+__all__ = ["open"]
+
+
+@overload
+def open(
+    path: str | os.PathLike[str],
+    *,
+    framework: Literal["pt"] = "pt",
+    device: torch.device | str = "cpu",
+    weights_only: bool = True,
+    allow_external: bool = False,
+    **read_options: Unpack[ReadArguments],
+) -> Checkpoint: ...
+@overload
+def open(
+    path: str | os.PathLike[str],
+    *,
+    framework: Literal["np"],
+    allow_external: bool = False,
+    **read_options: Unpack[ReadArguments],
+) -> NumpyCheckpoint: ...
+def open(
+    path: str | os.PathLike[str],
+    *,
+    framework: Literal["pt", "np"] = "pt",
+    device: torch.device | str = "cpu",
+    weights_only: bool = True,
+    allow_external: bool = False,
+    **read_options: Any,
+) -> Checkpoint | NumpyCheckpoint:
+    """Opens a checkpoint for reading by name: a mapping of FQN to tensor or value.
+
+    Args:
+        path: a checkpoint: a folder of this package, of Hugging Face or of stock DCP, or a ``.safetensors`` file.
+        framework: ``"pt"``: tensors of torch. ``"np"``: arrays of NumPy, and torch is not imported; see :class:`dcp_rs.NumpyCheckpoint`.
+        device: where tensors go.
+        weights_only: refuse values that need more than ``torch.load(weights_only=True)`` allows.
+        allow_external: open data files outside the folder, if the index names any.
+        read_options: see :class:`dcp_rs.ReadOptions`.
+
+    Raises:
+        CheckpointNotFoundError, CorruptIndexError, UnsupportedError: see :mod:`dcp_rs.errors`.
+    """
+    options = ReadOptions(**read_options)
+    if framework not in ("pt", "np"):
+        msg = f"framework={framework!r}: one of 'pt', 'np'"
+        raise ValueError(msg)
+    if framework == "np" and (str(device) != "cpu" or not weights_only):
+        msg = "framework='np' has neither devices nor other pickles than those of plain types: leave device= and weights_only= out"
+        raise ValueError(msg)
+    index = open_index(path, rank=None, allow_external=allow_external, verify=options.verify)
+    if framework == "np":
+        from dcp_rs.checkpoint.arrays import NumpyCheckpoint
+
+        return NumpyCheckpoint(index, options=options)
+    from dcp_rs.checkpoint.open import Checkpoint
+
+    return Checkpoint(index, device=device, weights_only=weights_only, options=options)

@@ -1,0 +1,143 @@
+"""What an open checkpoint is, whatever its tensors become: a mapping of names, and what is stored under them."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from dcp_rs import _core
+from dcp_rs.checkpoint.names import hint
+from dcp_rs.errors import DcpRsError, EntryNotFoundError
+
+__all__ = ["ChunkInfo", "OpenCheckpoint", "TensorInfo"]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What is stored under a name.
+
+    Attributes:
+        name: FQN.
+        dtype: element type, of torch or (``framework="np"``) of NumPy; None for a non-tensor value.
+        shape: sizes of the whole tensor; empty for a non-tensor value.
+        chunks: how many pieces it is stored in.
+        nbytes: bytes of all pieces.
+    """
+
+    name: str
+    dtype: Any
+    shape: tuple[int, ...]
+    chunks: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class ChunkInfo:
+    """A stored piece of a tensor: ``sizes`` elements from ``offsets``, at ``nbytes`` bytes from byte ``offset`` of ``file``."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    offset: int
+    nbytes: int
+
+
+class OpenCheckpoint(Mapping[str, Any]):
+    """A checkpoint that is open for reading, as :func:`dcp_rs.open` returns it."""
+
+    def __init__(self, index: _core.Index) -> None:
+        self._index = index
+        self._files: dict[int, _core.FileMapping] = {}
+        self._closed = False
+
+    @property
+    def path(self) -> str:
+        """The file that the index came from."""
+        return os.fspath(self._index.path)
+
+    @property
+    def source(self) -> str:
+        """What the data files are: ``dcp-rs``, ``safetensors`` or ``dcp``."""
+        return self._index.source
+
+    @property
+    def save_id(self) -> str:
+        """32 hexadecimal digits that identify the save."""
+        return self._index.save_id
+
+    def info(self, fqn: str) -> TensorInfo:
+        """What is stored under ``fqn``, without reading it."""
+        tensor = self._find(fqn)
+        name, is_bytes, dtype, shape, _, chunks = self._index.tensor(tensor)
+        nbytes = sum(length for _, _, length, _, _ in self._index.chunks(tensor))
+        return self._info(name, None if is_bytes else dtype, shape, chunks, nbytes)
+
+    @abstractmethod
+    def _info(self, name: str, dtype: str | None, shape: tuple[int, ...], chunks: int, nbytes: int) -> TensorInfo:
+        """In terms of the framework."""
+
+    def chunks(self, fqn: str) -> list[ChunkInfo]:
+        """The pieces that ``fqn`` is stored in, in order of their offsets."""
+        files = self._index.files()
+        return [
+            ChunkInfo(offsets, sizes, files[file][0], offset, length)
+            for file, offset, length, offsets, sizes in self._index.chunks(self._find(fqn))
+        ]
+
+    def get(self, fqn: str, default: Any = None) -> Any:
+        """The tensor, or the value, with this name; ``default`` where there is none."""
+        if fqn not in self:  # the error would look for the nearest name
+            return default
+        return self[fqn]
+
+    def close(self) -> None:
+        """Lets go of the files. Tensors that were handed out stay valid."""
+        self._closed = True
+        self._files = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index.names())
+
+    def __len__(self) -> int:
+        return self._index.tensor_count
+
+    def __contains__(self, fqn: object) -> bool:
+        return isinstance(fqn, str) and self._index.find(fqn) is not None
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return self._index.names()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            msg = f"the checkpoint {self.path} is closed"
+            raise DcpRsError(msg, path=self.path)
+
+    def _find(self, fqn: str) -> int:
+        self._check_open()
+        tensor = self._index.find(fqn)
+        if tensor is None:
+            msg = f"there is no {fqn!r} in {self.path}{hint(fqn, self._index.names())}"
+            raise EntryNotFoundError(msg, path=self.path, tensor=fqn)
+        return tensor
+
+    def _mapped(self, file: int) -> _core.FileMapping:
+        mapping = self._files.get(file)
+        if mapping is None:
+            # Of two threads that get here at once, both must see one memory.
+            mapping = self._files.setdefault(file, self._index.map_file(file))
+        return mapping

@@ -1,0 +1,172 @@
+"""Non-tensor values without torch: what ``torch.save`` wrote, read by an unpickler that knows a short list of names."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dcp_rs.checkpoint.elements import ITEMSIZES, bits_dtype, numpy_dtype
+from dcp_rs.errors import CorruptDataError, UnsafePickleError
+
+__all__ = ["WHOLE", "load_value", "unwrap"]
+
+#: A mapping without tensors that DCP's flattening would change (it makes every key text, and drops what is empty), kept whole: DCP never
+#: enters tuples.
+WHOLE = "dcp_rs.whole"
+
+
+def unwrap(value: Any) -> Any:
+    """What was kept whole, or the value as it is."""
+    is_whole = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and value[0] == WHOLE
+    return value[1] if is_whole else value
+
+
+def load_value(fqn: str, data: bytes) -> Any:
+    """The value behind the bytes of the entry ``fqn``. Nothing that is pickled runs.
+
+    Tensors in it become NumPy arrays (of types that NumPy lacks: their bits), a ``torch.Size`` a tuple, dtypes and devices text.
+
+    Raises:
+        UnsafePickleError: it needs more than plain types and tensors.
+        CorruptDataError: it is not what ``torch.save`` writes.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            return _Unpickler(fqn, archive).load()
+    except UnsafePickleError:
+        raise
+    except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError) as error:
+        msg = f"value {fqn!r} is not what torch.save writes: {error}"
+        raise CorruptDataError(msg, tensor=fqn) from error
+    except (AttributeError, OverflowError, NotImplementedError, RuntimeError) as error:  # of pickles that nobody writes
+        msg = f"value {fqn!r} cannot be unpickled: {error}"
+        raise CorruptDataError(msg, tensor=fqn) from error
+
+
+class _Unpickler(pickle.Unpickler):
+    """Every global is looked up in a list of our own; each stands for a function of this module, or a plain type."""
+
+    def __init__(self, fqn: str, archive: zipfile.ZipFile) -> None:
+        self._fqn = fqn
+        self._archive = archive
+        # The folder in the archive is called as the file was.
+        self._pickle = next((name for name in archive.namelist() if name.endswith("/data.pkl")), "")
+        if not self._pickle:
+            raise zipfile.BadZipFile("it holds no data.pkl")
+        super().__init__(io.BytesIO(self._record("data.pkl")))
+
+    def _record(self, name: str) -> bytes:
+        info = self._archive.getinfo(self._pickle.removesuffix("data.pkl") + name)
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise zipfile.BadZipFile("a record is compressed")
+        return self._archive.read(info)
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What stands for a global."""
+        full = f"{'builtins' if module == '__builtin__' else module}.{name}"
+        if module == "torch" and name.removesuffix("Storage") in _STORAGES:
+            return _STORAGES[name.removesuffix("Storage")]
+        if module == "torch" and name in ITEMSIZES:
+            return full  # a dtype
+        if full in _GLOBALS:
+            return _GLOBALS[full]
+        msg = (
+            f"value {self._fqn!r} holds a {full}, which is not read without torch: "
+            "open the checkpoint without framework='np'"
+        )
+        raise UnsafePickleError(msg, tensor=self._fqn)
+
+    def persistent_load(self, key: Any) -> _Storage:
+        """A storage: its bytes, and what they are."""
+        kind, dtype, record, _, _ = key
+        if kind != "storage" or not isinstance(dtype, str) or not isinstance(record, str):
+            raise pickle.UnpicklingError(f"it refers to {kind!r}")
+        return _Storage(self._record(f"data/{record}"), dtype)
+
+
+class _Storage:
+    """The memory of tensors."""
+
+    __slots__ = ("data", "dtype")
+
+    def __init__(self, data: bytes, dtype: str) -> None:
+        self.data = data
+        self.dtype = dtype
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> Any:
+    import numpy as np
+
+    if not isinstance(storage, _Storage):
+        raise pickle.UnpicklingError("a tensor without a storage")
+    # _rebuild_tensor_v3 has a dtype of its own, over a storage of bytes.
+    name = next((text.removeprefix("torch.") for text in rest if isinstance(text, str)), storage.dtype)
+    dtype = numpy_dtype(name) or bits_dtype(name)
+    byte_strides = [stride * dtype.itemsize for stride in strides]
+    # NumPy checks that all of it lies in the bytes.
+    view: Any = np.ndarray(tuple(shape), dtype, storage.data, offset * dtype.itemsize, byte_strides)
+    return view.copy()
+
+
+def _text(encoded: str, encoding: str = "latin1") -> bytes:
+    return str(encoded).encode("latin1" if encoding in ("latin1", "latin-1") else "ascii")
+
+
+def _plain(make: Callable[..., Any], *kinds: type) -> Callable[..., Any]:
+    """``make``, of nothing or of one of these kinds."""
+
+    def call(*arguments: Any) -> Any:
+        if len(arguments) > 1 or not all(isinstance(argument, kinds) for argument in arguments):
+            raise pickle.UnpicklingError(f"arguments of {make.__name__}")
+        return make(*arguments)
+
+    return call
+
+
+def _device(kind: str, number: int | None = None) -> str:
+    return str(kind) if number is None else f"{kind}:{number}"
+
+
+def _first(value: Any, *_: Any) -> Any:
+    return value
+
+
+def _size(sizes: Sequence[int] = ()) -> tuple[int, ...]:
+    return tuple(map(int, sizes))
+
+
+_STORAGES = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Bool": "bool",
+    "Byte": "uint8",
+    "Char": "int8",
+    "Short": "int16",
+    "Int": "int32",
+    "Long": "int64",
+    "Untyped": "uint8",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+}
+_GLOBALS: dict[str, Any] = {
+    "builtins.set": _plain(set, list, tuple),
+    "builtins.frozenset": _plain(frozenset, list, tuple),
+    "builtins.bytearray": _plain(bytearray, bytes),
+    "builtins.bytes": _plain(bytes, bytes),
+    "builtins.complex": lambda real, imaginary: complex(float(real), float(imaginary)),
+    "_codecs.encode": _text,
+    "collections.OrderedDict": OrderedDict,
+    "collections.Counter": Counter,
+    "torch.Size": _size,
+    "torch.device": _device,
+    "torch.storage.UntypedStorage": "uint8",
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor,
+    "torch._utils._rebuild_parameter": _first,
+}

@@ -1,0 +1,91 @@
+"""A command, run to its exit status: 0 all is well, 1 a finding, 2 no answer. Errors become one line, and under ``--json`` a document too."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import warnings
+from importlib import import_module
+from typing import Any
+
+import typer
+
+from dcp_rs.cli.app import app
+from dcp_rs.cli.output import console, for_command_line, prepare_streams, print_json, printable
+from dcp_rs.errors import DcpRsError
+
+__all__ = ["main"]
+
+# In the order of the help.
+for _commands in ("look", "check", "write", "measure"):
+    import_module(f"dcp_rs.cli.commands.{_commands}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs a command and exits with its status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    # Anywhere on the line: it is added after an error, at the end.
+    debug = "--debug" in arguments[:end]
+    arguments = [a for i, a in enumerate(arguments) if a != "--debug" or i > end]
+    as_json = "--json" in arguments[: arguments.index("--") if "--" in arguments else None]
+    signal.signal(signal.SIGTERM, _terminate)
+    prepare_streams()
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            status = _run(arguments)
+    except Exception as error:  # every error becomes one line
+        if debug:
+            raise
+        status = _report(error, as_json=as_json)
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        _say("interrupted")
+        status = 130
+    sys.exit(status)
+
+
+def _run(arguments: list[str]) -> int:
+    status = app(arguments, prog_name="dcp-rs", standalone_mode=False)
+    sys.stdout.flush()
+    return status if isinstance(status, int) else 0
+
+
+def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
+    _say(f"warning: {message}")
+
+
+def _terminate(number: int, _: Any) -> None:
+    raise SystemExit(128 + number)
+
+
+def _report(error: Exception, *, as_json: bool) -> int:
+    if isinstance(error, typer.Abort):
+        _say("interrupted")
+        return 130
+    text = _message(error)
+    if text:  # empty where help was shown for want of arguments
+        _say(text)
+    if text and as_json:
+        where = {name: getattr(error, name, None) for name in ("path", "tensor", "offset")}
+        print_json({"error": {"type": type(error).__name__, "message": for_command_line(text), **where}})
+    return 2
+
+
+def _message(error: Exception) -> str:
+    if hasattr(error, "format_message"):  # the command line itself is wrong
+        message = error.format_message()
+        return f"{message} (dcp-rs --help)" if message else ""
+    text = str(error) or type(error).__name__
+    if isinstance(error, OSError) and not isinstance(error, DcpRsError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if not isinstance(error, DcpRsError | OSError | ValueError):
+        return f"{type(error).__name__}: {text} (--debug shows where)"
+    return text
+
+
+def _say(text: str) -> None:
+    one_line = for_command_line(" ".join(text.split("\n")))
+    console(stderr=True).print(f"dcp-rs: {printable(one_line)}", soft_wrap=True)
