@@ -105,6 +105,21 @@ class Contents:
         """Where in the state dict an entry was."""
         return self._index.planner_path(entry.number)
 
+    def sharing(self, entry: Entry) -> list[str]:
+        """The other tensors that have bytes of this one: in files of ``torch.save`` they are views of storages."""
+        if self.format != "torch" or entry.dtype is None:
+            return []
+        (own,) = self.pieces(entry)
+        others = ((other, piece) for other in self.entries if other is not entry for piece in self.pieces(other))
+        return [
+            other.name
+            for other, piece in others
+            if other.dtype is not None
+            and piece.file == own.file
+            and piece.offset < own.offset + own.nbytes
+            and own.offset < piece.offset + piece.nbytes
+        ]
+
     def value(self, entry: Entry) -> Any:
         """A value: of plain types, and arrays in place of tensors.
 

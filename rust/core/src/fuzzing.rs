@@ -7,7 +7,7 @@ use crate::format::{Index, Kind, SourceKind, Value};
 use crate::geometry::element_count;
 use crate::geometry::overlap::{self, Region};
 
-pub use crate::foreign::fuzzing::{archive, metadata, recovery, tensor_pickle};
+pub use crate::foreign::fuzzing::{archive, metadata, recovery, tensor_pickle, torch_file};
 
 /// An index, as it is and with the digest that it should have: who forges one can compute digests too.
 pub fn index(bytes: &[u8]) -> bool {
@@ -223,6 +223,11 @@ mod tests {
     #[test]
     fn replay_tensor_pickle() {
         replay("tensor_pickle", tensor_pickle);
+    }
+
+    #[test]
+    fn replay_torch_file() {
+        replay("torch_file", torch_file);
     }
 
     #[test]

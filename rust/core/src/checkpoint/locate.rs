@@ -75,13 +75,16 @@ fn file(path: &Path) -> Result<Option<Foreign>> {
         let model = Model::of_file(&name);
         return Ok(Some(Foreign::Torch { dir, model }));
     }
-    match Model::at(&dir, &name)? {
-        Some(model) => Ok(Some(Foreign::Safetensors { dir, model })),
-        None => no(
-            path,
-            "of single files those of torch.save open, .safetensors ones, and .safetensors.index.json",
-        ),
+    if let Some(model) = Model::at(&dir, &name, &models::SAFETENSORS)? {
+        return Ok(Some(Foreign::Safetensors { dir, model }));
     }
+    if let Some(model) = Model::at(&dir, &name, &models::TORCH)? {
+        return Ok(Some(Foreign::Torch { dir, model }));
+    }
+    no(
+        path,
+        "of single files those of torch.save open, .safetensors ones, and the .index.json of either",
+    )
 }
 
 /// The first bytes of a file.
@@ -96,11 +99,13 @@ fn start(path: &Path) -> Result<Vec<u8>> {
 
 fn models(path: &Path) -> Result<Foreign> {
     let names = names(path)?;
-    match models::choose(path, &names)? {
-        Some(model) => Ok(Foreign::Safetensors {
-            dir: path.to_owned(),
-            model,
-        }),
+    let dir = path.to_owned();
+    // transformers prefers safetensors too.
+    if let Some(model) = models::choose(path, &names, &models::SAFETENSORS)? {
+        return Ok(Foreign::Safetensors { dir, model });
+    }
+    match models::choose(path, &names, &models::TORCH)? {
+        Some(model) => Ok(Foreign::Torch { dir, model }),
         None => no(path, why_not(&names)),
     }
 }
@@ -145,13 +150,6 @@ fn names(dir: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Whether a file is named as those of `torch.save` are.
-fn is_torch_file(name: &str) -> bool {
-    [".pt", ".pth", ".bin", ".ckpt"]
-        .iter()
-        .any(|ending| name.ends_with(ending))
-}
-
 /// The most helpful guess at what a folder without an index is.
 fn why_not(names: &[String]) -> &'static str {
     let any = |part: &str| names.iter().any(|name| name.contains(part));
@@ -173,8 +171,8 @@ fn why_not(names: &[String]) -> &'static str {
         "it has data files but no index.dcprs: the save did not finish, or dcp_rs.index(path) rebuilds it"
     } else if names.is_empty() {
         "the folder is empty"
-    } else if names.iter().any(|name| is_torch_file(name)) {
-        "it holds files of torch.save, to judge by their names: dcp_rs.convert makes a checkpoint of one"
+    } else if names.iter().any(|name| torch_file::is_torch_file(name, &[])) {
+        "it holds files of torch.save, to judge by their names: each opens by itself"
     } else {
         "it holds no index.dcprs, no .metadata and no .safetensors file"
     }

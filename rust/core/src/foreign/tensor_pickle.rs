@@ -103,6 +103,12 @@ pub(super) fn read(pickle: &Pickle<'_>, item: Item) -> FaultResult<StoredTensor>
     Reader { pickle }.tensor(item, 0)
 }
 
+/// Key and length in bytes of the storage that a persistent id stands for, where it is one.
+pub(super) fn read_storage<'a>(pickle: &'a Pickle<'_>, id: Item) -> Option<(&'a str, u64)> {
+    let storage = Reader { pickle }.storage_of(id).ok()?;
+    Some((storage.key, storage.len()?))
+}
+
 /// Whether an item is a tensor of any kind, as far as what makes it tells.
 pub(super) fn is_tensor(pickle: &Pickle<'_>, item: Item) -> bool {
     match pickle.as_object(item) {
@@ -124,6 +130,13 @@ struct Storage<'a> {
     dtype: Option<Dtype>,
     /// In elements, or bytes without a type.
     count: u64,
+}
+
+impl Storage<'_> {
+    /// In bytes.
+    fn len(&self) -> Option<u64> {
+        self.count.checked_mul(self.dtype.map_or(1, Dtype::size))
+    }
 }
 
 fn odd(what: &str) -> Fault {
@@ -194,11 +207,7 @@ impl<'a> Reader<'a> {
         if signs.bits(dtype).is_none() {
             return Err(Fault::Unsupported(format!("stored as a lazy view of {}", dtype.name())));
         }
-        let width = storage.dtype.map_or(1, Dtype::size);
-        let storage_len = storage
-            .count
-            .checked_mul(width)
-            .ok_or_else(|| odd("a storage too long"))?;
+        let storage_len = storage.len().ok_or_else(|| odd("a storage too long"))?;
         let offset = size(*offset)
             .and_then(|n| n.checked_mul(dtype.size()))
             .ok_or_else(|| odd("its offset"))?;
@@ -230,7 +239,14 @@ impl<'a> Reader<'a> {
             },
             _ => return Err(odd("no storage")),
         };
-        let Some([tag, class, key, location, count]) = self.pickle.as_tuple(id) else {
+        self.storage_of(id)
+    }
+
+    fn storage_of(&self, id: Item) -> FaultResult<Storage<'a>> {
+        // Torch before 1.6 has a sixth part, for views of storages.
+        let Some([tag, class, key, location, count] | [tag, class, key, location, count, Item::None]) =
+            self.pickle.as_tuple(id)
+        else {
             return Err(odd("a storage of an unknown form"));
         };
         let class = self.pickle.as_global(*class);

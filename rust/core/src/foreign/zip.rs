@@ -104,7 +104,7 @@ impl Archive {
         if !end.starts_with(b"PK\x05\x06") || u16_at(&end, 20) != 0 {
             return Err(Fault::corrupt(
                 end_at,
-                "the zip archive does not end here: no end of central directory",
+                "the zip archive does not end here, with its directory: it was cut short, or something follows it",
             ));
         }
         let mut count = u64::from(u16_at(&end, 10));

@@ -10,8 +10,11 @@ use std::cmp::Ordering;
 use super::{Item, Made, Node, Pickle, Rules, Span, Then};
 use crate::foreign::fault::{Fault, FaultResult};
 
-/// Reads the one value of `input`, of less than 4 GiB, which must end with it.
-pub(super) fn run<'a>(input: Cow<'a, [u8]>, rules: &Rules) -> FaultResult<Pickle<'a>> {
+/// Reads the value that `input` begins with, and says how many bytes make it.
+pub(super) fn run<'a>(input: Cow<'a, [u8]>, rules: &Rules) -> FaultResult<(Pickle<'a>, usize)> {
+    if u32::try_from(input.len()).is_err() {
+        return Err(Fault::Unsupported(format!("a pickle of {} bytes", input.len())));
+    }
     let mut machine = Machine {
         pickle: Pickle {
             input,
@@ -28,7 +31,7 @@ pub(super) fn run<'a>(input: Cow<'a, [u8]>, rules: &Rules) -> FaultResult<Pickle
         empty: None,
     };
     machine.run()?;
-    Ok(machine.pickle)
+    Ok((machine.pickle, machine.at))
 }
 
 /// A value on the stack, and where the part of the input begins that makes it.
@@ -67,9 +70,6 @@ impl Machine<'_, '_> {
             if self.step(op)? {
                 break;
             }
-        }
-        if self.at != self.pickle.input.len() {
-            return Err(self.fault("bytes after the end of the pickle"));
         }
         self.pickle.top = self.pop()?.item;
         if self.stack.is_empty() && self.marks.is_empty() {

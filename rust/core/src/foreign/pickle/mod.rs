@@ -85,6 +85,13 @@ pub(super) enum Then {
     Set(Vec<(Item, Item)>),
 }
 
+/// What an item is.
+pub(super) enum Described {
+    Plain(&'static str),
+    /// What names it, or made it.
+    Object(String),
+}
+
 /// What a pickle may hold.
 pub(super) struct Rules {
     /// Whether a global may be named at all.
@@ -109,10 +116,17 @@ impl<'a> Pickle<'a> {
     /// Reads the one value of `input`, which must end with it.
     pub(super) fn parse(input: impl Into<Cow<'a, [u8]>>, rules: &Rules) -> FaultResult<Self> {
         let input = input.into();
-        if u32::try_from(input.len()).is_err() {
-            return Err(Fault::Unsupported(format!("a pickle of {} bytes", input.len())));
+        let (pickle, used) = machine::run(input, rules)?;
+        if used == pickle.len() {
+            Ok(pickle)
+        } else {
+            Err(Fault::corrupt(used as u64, "pickle: bytes after the end of the pickle"))
         }
-        machine::run(input, rules)
+    }
+
+    /// Reads the value that `input` begins with, and says how many bytes make it.
+    pub(super) fn parse_prefix(input: Vec<u8>, rules: &Rules) -> FaultResult<(Self, usize)> {
+        machine::run(input.into(), rules)
     }
 }
 
@@ -181,9 +195,17 @@ impl Pickle<'_> {
     }
 
     pub(super) fn as_dict(&self, item: Item) -> Option<&[(Item, Item)]> {
-        match self.node_of(item)? {
+        match self.dict_of(item)? {
             Node::Dict { pairs, .. } => Some(pairs),
             _ => None,
+        }
+    }
+
+    /// The dict that an item is, or that a `Counter` is made of.
+    fn dict_of(&self, item: Item) -> Option<&Node> {
+        match self.as_object(item) {
+            Some((("collections", "Counter"), [dict], None)) => self.node_of(*dict),
+            _ => self.node_of(item),
         }
     }
 
@@ -215,34 +237,43 @@ impl Pickle<'_> {
         ))
     }
 
+    /// All that persistent ids stand for.
+    pub(super) fn persistent(&self) -> impl Iterator<Item = Item> {
+        self.nodes.iter().filter_map(|node| match node {
+            Node::Persistent(id) => Some(*id),
+            _ => None,
+        })
+    }
+
     /// The parts of the input that make the items of a list, or the values of a dict.
     pub(super) fn places(&self, item: Item) -> &[Span] {
-        match self.node_of(item) {
+        match self.dict_of(item) {
             Some(Node::List { places, .. } | Node::Dict { places, .. }) => places,
             _ => &[],
         }
     }
 
     /// What an item is, for messages.
-    pub(super) fn describe(&self, item: Item) -> String {
-        match item {
-            Item::None => "None".into(),
-            Item::Bool(_) => "a truth value".into(),
-            Item::Int(_) | Item::Long(_) | Item::Float(_) => "a number".into(),
-            Item::Str(_) | Item::Surrogates(_) => "a text".into(),
-            Item::Bytes(_) => "bytes".into(),
+    pub(super) fn describe(&self, item: Item) -> Described {
+        let object = |global| {
+            let (module, name) = self.as_global(Item::Node(global)).unwrap_or_default();
+            Described::Object(format!("{module}.{name}"))
+        };
+        Described::Plain(match item {
+            Item::None => "None",
+            Item::Bool(_) => "a truth value",
+            Item::Int(_) | Item::Long(_) | Item::Float(_) => "a number",
+            Item::Str(_) | Item::Surrogates(_) => "a text",
+            Item::Bytes(_) => "bytes",
             Item::Node(id) => match self.node(id) {
-                Node::Tuple { .. } => "a tuple".into(),
-                Node::List { .. } => "a list".into(),
-                Node::Dict { .. } => "a dict of unusual keys".into(),
-                Node::Global { module, name } => format!("{}.{}", self.str(*module), self.str(*name)),
-                Node::Persistent(_) => "a storage".into(),
-                Node::Object { callable, .. } => {
-                    let (module, name) = self.as_global(Item::Node(*callable)).unwrap_or_default();
-                    format!("an object of {module}.{name}")
-                }
+                Node::Tuple { .. } => "a tuple",
+                Node::List { .. } => "a list",
+                Node::Dict { .. } => "a dict with keys that have no simple text",
+                Node::Persistent(_) => "a storage",
+                Node::Global { .. } => return object(id),
+                Node::Object { callable, .. } => return object(*callable),
             },
-        }
+        })
     }
 
     /// The value of the last pair of `dict` with the key, as in Python.

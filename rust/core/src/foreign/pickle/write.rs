@@ -150,12 +150,25 @@ impl Writer<'_> {
             }
             Node::Persistent(item) => {
                 self.persistent.push(*item);
-                self.item(*item, depth)?;
+                self.persistent_id(*item, depth)?;
                 self.out.push(b'Q');
                 self.remember(id);
             }
         }
         Ok(())
+    }
+
+    /// Of a storage. What torch before 1.6 wrote has a sixth part, for views, which is `None`.
+    fn persistent_id(&mut self, item: Item, depth: u32) -> FaultResult<()> {
+        match self.pickle.tuple(item) {
+            Some([parts @ .., Item::None]) if parts.len() == 5 => {
+                self.out.push(b'(');
+                self.items(parts, depth)?;
+                self.out.push(b't');
+                Ok(())
+            }
+            _ => self.item(item, depth),
+        }
     }
 
     fn items(&mut self, items: &[Item], depth: u32) -> FaultResult<()> {

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
+use super::legacy;
 use super::tree::{self, Leaf};
 use crate::foreign::fault::{Fault, FaultResult};
 use crate::foreign::pickle::{Pickle, Rules};
@@ -21,7 +22,7 @@ const LEGACY_MAGIC: [u8; 14] = *b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\x
 const ENDINGS: [&str; 4] = [".pt", ".pth", ".bin", ".ckpt"];
 
 /// Everything may be named: nothing is made of names here, torch judges those of a value when the value is asked for.
-const RULES: Rules = Rules {
+pub(super) const RULES: Rules = Rules {
     allow: |_, _| true,
     persistent: true,
     keep: true,
@@ -31,10 +32,26 @@ const RULES: Rules = Rules {
 pub(super) struct TorchFile {
     pub path: PathBuf,
     pub stat: Stat,
+    pub parts: Parts,
+}
+
+/// The parts of a file.
+pub(super) struct Parts {
     pub pickle: Pickle<'static>,
     /// Where in the file the pickle begins.
     pub pickle_at: u64,
-    storages: HashMap<String, StorageRecord>,
+    /// Whether the file has a checksum of the pickle, which was right.
+    pub pickle_is_checked: bool,
+    /// By key.
+    pub storages: HashMap<String, StorageRecord>,
+}
+
+impl Parts {
+    /// The storage of this key.
+    pub(super) fn storage(&self, key: &str) -> FaultResult<StorageRecord> {
+        let found = self.storages.get(key).copied();
+        found.ok_or_else(|| Fault::corrupt(self.pickle_at, format!("the archive has no record data/{key}")))
+    }
 }
 
 /// Where the bytes of a storage are.
@@ -42,6 +59,8 @@ pub(super) struct TorchFile {
 pub(super) struct StorageRecord {
     pub at: u64,
     pub size: u64,
+    /// CRC-32 of them, where the file says it.
+    pub crc: Option<u32>,
 }
 
 /// Whether a file of this name, which begins so, is to be read as one of `torch.save`. (A safetensors file has a `{` where a zip archive has
@@ -63,26 +82,14 @@ impl TorchFile {
         };
         let from = stat.size.saturating_sub(TAIL);
         let fetched = [source.fetch(from, stat.size - from)?];
-        look_at(&source, &fetched, threads)
-            .map(|parts| Self {
-                path: path.to_owned(),
-                stat,
-                pickle: parts.pickle,
-                pickle_at: parts.pickle_at,
-                storages: parts.storages,
-            })
-            .map_err(|fault| name_fault(fault, path, ""))
+        let parts = look_at(&source, &fetched, threads).map_err(|fault| name_fault(fault, path, ""))?;
+        let path = path.to_owned();
+        Ok(Self { path, stat, parts })
     }
 
     /// The entries of what was saved.
     pub(super) fn leaves(&self) -> Result<Vec<Leaf>> {
-        tree::leaves(&self.pickle).map_err(|fault| self.name_fault(shift(fault, self.pickle_at), ""))
-    }
-
-    /// The storage of this key.
-    pub(super) fn storage(&self, key: &str) -> FaultResult<StorageRecord> {
-        let found = self.storages.get(key).copied();
-        found.ok_or_else(|| Fault::corrupt(self.pickle_at, format!("the archive has no record data/{key}")))
+        tree::leaves(&self.parts.pickle).map_err(|fault| self.name_fault(shift(fault, self.parts.pickle_at), ""))
     }
 
     pub(super) fn name_fault(&self, fault: Fault, tensor: &str) -> Error {
@@ -103,15 +110,8 @@ fn name_fault(fault: Fault, path: &Path, tensor: &str) -> Error {
     }
 }
 
-/// What an archive holds.
-pub(crate) struct Parts {
-    pub(super) pickle: Pickle<'static>,
-    pub(super) pickle_at: u64,
-    storages: HashMap<String, StorageRecord>,
-}
-
-/// Takes an archive apart. Nothing of its tensors is read.
-pub(crate) fn look_at(source: &Source<'_>, fetched: &[Fetched], threads: usize) -> FaultResult<Parts> {
+/// Takes a file apart. Nothing of its tensors is read.
+pub(super) fn look_at(source: &Source<'_>, fetched: &[Fetched], threads: usize) -> FaultResult<Parts> {
     let window = Window {
         source,
         start: 0,
@@ -119,12 +119,24 @@ pub(crate) fn look_at(source: &Source<'_>, fetched: &[Fetched], threads: usize) 
         max_piece: LONGEST,
         fetched,
     };
-    check_start(&window)?;
-    let archive = Archive::open(&window)?;
+    match kind_of(&window)? {
+        Format::Zip => look_at_archive(&window, threads),
+        Format::Legacy => legacy::look_at(source, LONGEST),
+    }
+}
+
+fn look_at_archive(window: &Window<'_>, threads: usize) -> FaultResult<Parts> {
+    let source = window.source;
+    let archive = Archive::open(window)?;
     let records = archive.records();
+    if archive.find("constants.pkl").is_some() {
+        return Err(Fault::Unsupported(
+            "it is a TorchScript archive, of torch.jit.save: torch.jit.load it, and torch.save its state_dict()".into(),
+        ));
+    }
     let places = parallel::map(records.len(), threads_for(records.len(), threads), |i| {
         archive
-            .payload(&window, &records[i])
+            .payload(window, &records[i])
             .map_err(|fault| name_fault(fault, source.path, ""))
     })
     .map_err(Fault::Read)?;
@@ -138,11 +150,6 @@ pub(crate) fn look_at(source: &Source<'_>, fetched: &[Fetched], threads: usize) 
             let reason = format!("zip record {:?} is there twice", record.name);
             return Err(Fault::corrupt(places[i], reason));
         }
-    }
-    if by_name.contains_key("constants.pkl") {
-        return Err(Fault::Unsupported(
-            "it is a TorchScript archive, of torch.jit.save: torch.jit.load it, and torch.save its state_dict()".into(),
-        ));
     }
     if let Some(&i) = by_name.get("byteorder") {
         let order = window.get(places[i], records[i].size.min(16))?;
@@ -165,12 +172,17 @@ pub(crate) fn look_at(source: &Source<'_>, fetched: &[Fetched], threads: usize) 
     }
     let pickle = Pickle::parse(bytes, &RULES).map_err(|fault| shift(fault, places[of_pickle]))?;
     let storages = by_name.iter().filter_map(|(name, &i)| {
-        let (at, size) = (places[i], records[i].size);
-        Some((name.strip_prefix("data/")?.to_owned(), StorageRecord { at, size }))
+        let record = StorageRecord {
+            at: places[i],
+            size: records[i].size,
+            crc: Some(records[i].crc).filter(|&crc| crc != 0),
+        };
+        Some((name.strip_prefix("data/")?.to_owned(), record))
     });
     Ok(Parts {
         pickle,
         pickle_at: places[of_pickle],
+        pickle_is_checked: crc != 0,
         storages: storages.collect(),
     })
 }
@@ -188,15 +200,20 @@ fn shift(fault: Fault, by: u64) -> Fault {
     }
 }
 
-fn check_start(window: &Window<'_>) -> FaultResult<()> {
+/// How a file is laid out.
+enum Format {
+    Zip,
+    /// As torch before 1.6 has it.
+    Legacy,
+}
+
+fn kind_of(window: &Window<'_>) -> FaultResult<Format> {
     let start = window.get(0, window.len.min(LEGACY_MAGIC.len() as u64))?;
     if start.starts_with(&LOCAL_MAGIC) {
-        return Ok(());
+        return Ok(Format::Zip);
     }
     if start.starts_with(&LEGACY_MAGIC) {
-        return Err(Fault::Unsupported(
-            "it is in the format of torch before 1.6: torch.load it, and torch.save it again with a newer torch".into(),
-        ));
+        return Ok(Format::Legacy);
     }
     let ustar = window.get(257, 5);
     if ustar.is_ok_and(|magic| *magic == *b"ustar") {

@@ -5,26 +5,54 @@
 //! makes it: [`ValueReader`] writes that as a file of `torch.save` of its own when it is asked for.
 
 mod archive;
+mod checksums;
+mod legacy;
 mod tree;
 mod value;
 
 use std::collections::HashMap;
 use std::path::Path;
 
-use self::archive::TorchFile;
+use self::archive::{Parts, TorchFile};
+pub(crate) use self::archive::is_torch_file;
+pub(crate) use self::checksums::check_records;
 use self::tree::{Content, Leaf};
 pub use self::value::ValueReader;
 use super::fault::{Fault, FaultResult};
 use super::models::Model;
 use super::tensor_pickle::StoredTensor;
+#[cfg(any(test, fuzzing))]
+use super::window::{Fetched, Source};
 use crate::copy::Signs;
 use crate::format::{ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry, Value};
 use crate::geometry::Dims;
 use crate::{Error, Result};
 
-pub(crate) use self::archive::is_torch_file;
+/// Takes bytes apart as such a file, down to every tensor and value, for [`crate::fuzzing`]. Whether it is one.
 #[cfg(any(test, fuzzing))]
-pub(crate) use self::archive::look_at;
+pub(super) fn take_apart(source: &Source<'_>, fetched: &[Fetched]) -> bool {
+    let Ok(parts) = archive::look_at(source, fetched, 1) else {
+        return false;
+    };
+    let Ok(leaves) = tree::leaves(&parts.pickle) else {
+        return false;
+    };
+    for leaf in &leaves {
+        assert!(u64::from(leaf.place.at) + u64::from(leaf.place.len) <= parts.pickle.len() as u64);
+        match &leaf.content {
+            Content::Tensor(tensor) => {
+                let Ok(place) = place_of(&parts, tensor) else {
+                    return false;
+                };
+                assert!(place.offset + place.length <= source.size);
+            }
+            Content::Value => {
+                let _ = parts.pickle.write(leaf.item);
+            }
+        }
+    }
+    true
+}
 
 /// Indexes the files of a model in the folder `dir`. Returns the bytes of an index that is to lie there. `threads` may be 0: as many as there
 /// are cores.
@@ -76,9 +104,9 @@ fn add(builder: &mut IndexBuilder, file: &TorchFile, number: u32, leaf: Leaf) ->
         Content::Value => (Kind::Bytes, None, Dims::new(), 0),
     };
     let place = match &leaf.content {
-        Content::Tensor(tensor) => place_of(file, tensor).map_err(|fault| file.name_fault(fault, &leaf.name))?,
+        Content::Tensor(tensor) => place_of(&file.parts, tensor).map_err(|fault| file.name_fault(fault, &leaf.name))?,
         Content::Value => Place {
-            offset: file.pickle_at + u64::from(leaf.place.at),
+            offset: file.parts.pickle_at + u64::from(leaf.place.at),
             length: leaf.place.len.into(),
             strides: None,
             signs: Signs::default(),
@@ -113,7 +141,7 @@ struct Place {
     signs: Signs,
 }
 
-fn place_of(file: &TorchFile, tensor: &StoredTensor) -> FaultResult<Place> {
+fn place_of(file: &Parts, tensor: &StoredTensor) -> FaultResult<Place> {
     let record = file.storage(&tensor.key)?;
     if record.size < tensor.storage_len {
         return Err(Fault::corrupt(

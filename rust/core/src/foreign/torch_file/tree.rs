@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 
 use crate::foreign::fault::{Fault, FaultResult};
-use crate::foreign::pickle::{Item, MAX_DEPTH, Pickle, Span};
+use crate::foreign::pickle::{Described, Item, MAX_DEPTH, Pickle, Span};
 use crate::foreign::tensor_pickle::{self, StoredTensor};
 use crate::format::Value;
 
@@ -44,8 +44,13 @@ pub(super) fn leaves(pickle: &Pickle<'_>) -> FaultResult<Vec<Leaf>> {
     };
     let top = pickle.top();
     if !walk.is_mapping(top) {
-        let what = pickle.describe(top);
-        return Err(Fault::Unsupported(format!("it holds {what}, not a state dict")));
+        return Err(match pickle.describe(top) {
+            Described::Plain(what) => Fault::Unsupported(format!("it holds {what}, not a state dict")),
+            Described::Object(_) if tensor_pickle::is_tensor(pickle, top) => {
+                Fault::Unsupported("it holds a tensor, not a state dict".into())
+            }
+            Described::Object(class) => Fault::Forbidden(class),
+        });
     }
     walk.enter(top, "", &[], 0)?;
     Ok(walk.leaves)

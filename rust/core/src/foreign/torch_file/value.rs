@@ -52,7 +52,7 @@ impl ValueReader {
         let items = file
             .leaves()?
             .iter()
-            .map(|leaf| (file.pickle_at + u64::from(leaf.place.at), leaf.item))
+            .map(|leaf| (file.parts.pickle_at + u64::from(leaf.place.at), leaf.item))
             .collect();
         let known = Arc::new(Known { file, items });
         files.insert(number, Arc::clone(&known));
@@ -62,7 +62,7 @@ impl ValueReader {
 
 /// An archive of the item and the storages in it.
 fn archive_of(torch: &TorchFile, file: &File, item: Item) -> FaultResult<Vec<u8>> {
-    let pickle = &torch.pickle;
+    let pickle = &torch.parts.pickle;
     let (bytes, persistent) = pickle.write(item)?;
     let mut archive = Writer::default();
     archive.record("data.pkl", &bytes)?;
@@ -73,7 +73,7 @@ fn archive_of(torch: &TorchFile, file: &File, item: Item) -> FaultResult<Vec<u8>
         let Some(key) = key.filter(|&key| seen.insert(key)) else {
             continue; // torch has the words for what is no storage
         };
-        let record = torch.storage(key)?;
+        let record = torch.parts.storage(key)?;
         let mut storage = vec![0; usize::try_from(record.size).map_err(|_| too_large())?];
         read_at(file, &mut storage, record.at)
             .map_err(|error| Fault::Read(Error::io("read", &torch.path, error)))?;
