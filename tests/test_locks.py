@@ -21,6 +21,7 @@ from crash.states import found_number, rank_state
 from dcp_rs import _core
 from dcp_rs.errors import DcpRsError, InternalError, PlanError
 from support import files_in
+from support.slabs import batch_of
 
 TESTS = Path(__file__).parent
 RUST = TESTS.parent / "rust" / "py" / "src"
@@ -246,10 +247,8 @@ def test_a_child_does_not_remove_what_its_parent_wrote(ckpt):
 def test_a_child_does_not_wait_for_the_threads_of_a_load(ckpt):
     save(ckpt, 1)
     index = _core.Index.open(str(ckpt), None, False)
-    large = index.find("of.0.large")
-    shape = index.tensor(large)[3]
-    wants = [(index.first_chunk(large), (0,), shape, True, 0)]
-    reader = _core.SlabReader.create(index, wants, 1 << 16, sort=False, io="buffered", threads=1)
+    batch = batch_of(index)
+    reader = _core.SlabReader.create(batch, batch.wants(0), 1 << 16, sort=False, io="buffered", threads=1)
     assert reader.batch_count > 2
     with mmap.mmap(-1, 1 << 16) as memory:
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()

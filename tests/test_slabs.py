@@ -10,7 +10,7 @@ from dcp_rs import _core
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.transfer import slabs, upload
-from support.slabs import no_slab_threads, saved, state
+from support.slabs import batch_of, no_slab_threads, saved, state
 
 # --- the engine ------------------------------------------------------------------------------------
 
@@ -23,10 +23,10 @@ def test_direct_reads_land_in_the_slab(ckpt):
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    wants = [(index.first_chunk(i), [0, 0], index.tensor(i)[3], True, 0) for i in range(len(want))]
-    running = upload.SlabLoad(index, wants, sort=True, accelerator=False, options=ReadOptions(io="direct"))
+    batch = batch_of(index)
+    running = upload.SlabLoad(batch, batch.wants(0), sort=True, accelerator=False, options=ReadOptions(io="direct"))
     images = [image for b in range(running._reader.batch_count) for image in running._reader.images(b)]
-    assert sum(last - first for *_, first, last in images) == sum(
+    assert sum(image.last - image.first for image in images) == sum(
         len(running._reader.batch(b)[1]) for b in range(running._reader.batch_count)
     )
     with running:
@@ -40,12 +40,9 @@ def test_direct_reads_land_in_the_slab(ckpt):
 
 
 def reader(index, slab_bytes=1 << 16, threads=2, **options):
-    wants = [
-        (index.first_chunk(i), [0] * len(index.tensor(i)[3]), index.tensor(i)[3], True, 0)
-        for i in range(index.tensor_count)
-    ]
+    batch = batch_of(index)
     options = {"sort": True, "io": "auto", "verify": False} | options
-    return _core.SlabReader.create(index, wants, slab_bytes, threads=threads, **options)
+    return _core.SlabReader.create(batch, batch.wants(0), slab_bytes, threads=threads, **options)
 
 
 def test_batches_come_in_order_and_slabs_wait_for_their_release(ckpt):

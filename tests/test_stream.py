@@ -9,7 +9,7 @@ import torch
 import dcp_rs
 from dcp_rs.checkpoint import stream as streaming
 from dcp_rs.errors import CorruptDataError, DcpRsError
-from dcp_rs.transfer import load as fill
+from dcp_rs.transfer.load import fill
 from support import assert_state_equal
 from support.slabs import damage, no_slab_threads, save_shards
 
@@ -35,13 +35,12 @@ def test_a_stream_gives_everything(ckpt, want, options):
 @pytest.mark.usefixtures("want")
 def test_reading_ahead_is_bounded(ckpt, monkeypatch):
     made = []
-    fill_regions = fill.fill_regions
     monkeypatch.setattr(
         streaming,
-        "fill_regions",
+        "fill",
         lambda index, targets, options: (
             made.append(sum(t.tensor.nbytes for t in targets)),
-            fill_regions(index, targets, options),
+            fill(index, targets, options),
         ),
     )
     limit = 1 << 20

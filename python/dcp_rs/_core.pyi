@@ -100,11 +100,7 @@ class Index:
     def touching(
         self, tensor: int, offsets: _Extent, sizes: _Extent
     ) -> list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-        """As ``cover``, but the region need not be held whole."""
-    def cover(
-        self, tensor: int, offsets: _Extent, sizes: _Extent
-    ) -> list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-        """[(chunk, offsets in it, offsets in the region, sizes)]."""
+        """[(chunk, offsets in it, offsets in the region, sizes)] of what chunks hold of a region; they need not hold all of it."""
     def read_chunks(
         self,
         requests: Sequence[tuple[int, _Extent, _Extent, int, _Extent]],
@@ -139,21 +135,25 @@ class Index:
 class Batch:
     """All destinations of one load, planned, and checked as far as they can be without reading. The caller keeps the tensors.
 
-    Those that share memory are filled in turns. Targets, fills and parts are those of ``dcp_rs.transfer.load`` and ``dcp_rs.tensors.memory``.
+    Those that share memory are filled in turns. Targets and parts are those of ``dcp_rs.transfer.target`` and ``dcp_rs.tensors.memory``.
     """
 
     def __new__(cls, index: Index) -> Batch: ...
     def __len__(self) -> int: ...
-    def add_targets(self, targets: Sequence[Any]) -> None:
-        """Adds regions of tensors, to tensors in host memory that hold what is stored."""
-    def add_fills(self, fills: Sequence[Any]) -> None:
-        """The same for rectangles of chunks."""
-    def add_elsewhere(self, fill: Any, parts: Sequence[Any], covers: bool) -> int:
-        """Gives a turn to what the caller fills, whose memory ``parts`` are, all of it if ``covers``; returns its number."""
+    def add(self, targets: Sequence[Any]) -> None:
+        """Adds targets in host memory that hold what is stored, to be filled in place."""
+    def add_elsewhere(self, number: int, target: Any, device: int, there: bool) -> None:
+        """Adds a target that the caller fills through slabs, and calls ``number``; ``there``: its memory is there already."""
+    def add_opaque(self, number: int, target: Any, parts: Sequence[Any]) -> None:
+        """The same for a target that only its own class can fill, whose memory ``parts`` are."""
     def arrange(self, *, every: bool = False) -> int:
         """Finds the turns, once all is added; returns how many there are. What a later destination hides has none, unless ``every`` one is to be filled."""
-    def elsewhere(self, turn: int) -> list[int]:
-        """Numbers of what the caller fills in a turn."""
+    def wants(self, turn: int) -> list[int]:
+        """What goes through slabs in a turn, part by part: numbers for ``SlabReader.create``."""
+    def device_of(self, want: int) -> int:
+        """The number of the device that a want goes to."""
+    def opaque(self, turn: int) -> list[int]:
+        """Numbers of the targets that their own class fills in a turn."""
     def places(self, turn: int) -> list[int]:
         """The places of all that is filled in a turn."""
     def at_once(self) -> list[int]:
@@ -206,28 +206,70 @@ class SavePlan:
     ) -> Save:
         """A save of the plain tensors that this rank keeps, then of the others, whose lengths are given."""
 
+@final
+class Copy:
+    """Bytes of a slab, and the part of a target that they fill: one run of memory (``begin``), or a rectangle (``box``)."""
+
+    @property
+    def target(self) -> int: ...
+    @property
+    def want(self) -> int:
+        """Its place among the wants that the reader was given."""
+    @property
+    def at(self) -> int:
+        """First byte in the slab."""
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def begin(self) -> int | None:
+        """First byte in the target, counted as its elements are stored."""
+    @property
+    def box(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Offsets and sizes in the target."""
+
+@final
+class Image:
+    """A stretch of a file that a slab holds as it is. Pages of 4096 bytes have the same boundaries in both."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def start(self) -> int:
+        """First byte in the file."""
+    @property
+    def end(self) -> int:
+        """The byte after the last."""
+    @property
+    def at(self) -> int:
+        """First byte in the slab."""
+    @property
+    def first(self) -> int:
+        """The first copy from it."""
+    @property
+    def last(self) -> int:
+        """The copy after the last from it."""
+
 class SlabReader:
     """A load in progress: threads that fill slabs ahead of whoever empties them."""
 
     @staticmethod
     def create(
-        index: Index,
-        wants: Sequence[tuple[int, _Extent, _Extent, bool, int]],
+        batch: Batch,
+        wants: Sequence[int],
         slab_bytes: int,
         *,
         sort: bool,
         **options: Unpack[_ReadOptions],
     ) -> SlabReader:
-        """Wants are (chunk, offsets, sizes, whether they go to one run of memory, group); groups do not share slabs."""
+        """Of ``batch``; what goes to different devices does not share slabs."""
     @property
     def batch_count(self) -> int: ...
     @property
     def workers(self) -> int:
         """How many slabs are best filled at a time."""
-    def batch(self, batch: int) -> tuple[int, list[Any]]:
-        """The group, and pieces (item, place, bytes, first byte) or (item, place, bytes, offsets, sizes), in the order of their places."""
-    def images(self, batch: int) -> list[tuple[str, int, int, int, int, int]]:
-        """[(path, first byte, byte after the last, place, first piece, piece after the last)]: what lies as in the file."""
+    def batch(self, batch: int) -> tuple[int, list[Copy]]:
+        """The number of the device, and the copies, in the order of their places."""
+    def images(self, batch: int) -> list[Image]: ...
     def start(self, addresses: Sequence[int], memory: object, workers: int) -> None:
         """Begins to fill slabs at the addresses, multiples of 4096, of memory that ``memory`` keeps alive."""
     def next(self) -> tuple[int, int] | None:

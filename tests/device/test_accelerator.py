@@ -10,9 +10,10 @@ import dcp_rs
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.errors import CorruptDataError, UnsupportedError
 from dcp_rs.options import ReadOptions
-from dcp_rs.transfer import load as fill
 from dcp_rs.transfer import slabs
+from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.stage import HostStager
+from dcp_rs.transfer.target import Target
 from support import ALL_DTYPES, assert_state_equal, random_tensor, same_bits
 
 MIB = 1 << 20
@@ -85,11 +86,11 @@ def test_every_dtype_and_cast(ckpt, device):
     targets, got = [], {}
     for name, tensor in want.items():
         got[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        targets.append(fill.Target(index.find(name), [0, 0], got[name], name, tensor.dtype))
+        targets.append(Target(index.find(name), [0, 0], got[name], name, tensor.dtype))
     cast = torch.zeros(37, 5, dtype=torch.bfloat16, device=device)
     where = index.find("torch.float32")
-    targets.append(fill.Target(where, [0, 0], cast, "torch.float32", torch.float32))
-    fill.fill_regions(index, targets, ReadOptions())
+    targets.append(Target(where, [0, 0], cast, "torch.float32", torch.float32))
+    fill(index, targets, ReadOptions())
     for name, tensor in want.items():
         assert same_bits(got[name].cpu(), tensor), name
     assert same_bits(cast.cpu(), want["torch.float32"].bfloat16())
@@ -104,12 +105,12 @@ def test_strided_and_narrowed_destinations(ckpt, device):
     column = torch.zeros(3000, 64, device=device)
     pinned = torch.zeros(3000, 1000, pin_memory=True)
     targets = [
-        fill.Target(0, [0, 0], wide[:, 200:1200], "w", torch.float32),
-        fill.Target(0, [0, 0], across, "w", torch.float32),
-        fill.Target(0, [0, 100], column, "w", torch.float32),
-        fill.Target(0, [0, 0], pinned, "w", torch.float32),
+        Target(0, [0, 0], wide[:, 200:1200], "w", torch.float32),
+        Target(0, [0, 0], across, "w", torch.float32),
+        Target(0, [0, 100], column, "w", torch.float32),
+        Target(0, [0, 0], pinned, "w", torch.float32),
     ]
-    fill.fill_regions(index, targets, ReadOptions())
+    fill(index, targets, ReadOptions())
     assert torch.equal(wide[:, 200:1200].cpu(), want)
     assert wide[:, :200].abs().sum().item() == 0
     assert torch.equal(across.cpu(), want)

@@ -7,6 +7,7 @@ import dcp_rs
 from dcp_rs.errors import UnsupportedError
 from dcp_rs.options import ReadOptions
 from dcp_rs.transfer import gds, load
+from dcp_rs.transfer.target import Target
 from support import assert_state_equal
 from support.simulated import host, on
 from support.slabs import fill, saved, state
@@ -58,12 +59,12 @@ def test_casts_strides_and_slices(ckpt, sim, device, driver, monkeypatch):
     double = torch.empty(900, 700, dtype=torch.float64, device=device)
     across, column = torch.empty(700, 900, device=device).t(), torch.empty(500, 20, device=device)
     sim.delay = 1000
-    load.fill_regions(
+    load.fill(
         index,
         [
-            load.Target(0, [0, 0], double, "a", torch.float32),
-            load.Target(0, [0, 0], across, "a", torch.float32),
-            load.Target(1, [0, 40], column, "b", torch.float32),
+            Target(0, [0, 0], double, "a", torch.float32),
+            Target(0, [0, 0], across, "a", torch.float32),
+            Target(1, [0, 40], column, "b", torch.float32),
         ],
         GDS,
     )

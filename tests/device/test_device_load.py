@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dcp_rs
+from dcp_rs import _core
 from dcp_rs.errors import CorruptDataError, PlanError, UnsupportedError
 from dcp_rs.options import ReadOptions
 from dcp_rs.transfer import lanes, load, slabs, upload
+from dcp_rs.transfer.target import Target
 from support import ALL_DTYPES, assert_state_equal, random_tensor, same_bits
 from support.simulated import host, on
-from support.slabs import SMALL, damage, fill, no_slab_threads, saved, state
+from support.slabs import SMALL, batch_of, damage, fill, no_slab_threads, saved, state, whole
 
 # --- what arrives ----------------------------------------------------------------------------------
 
@@ -101,15 +103,15 @@ def test_destinations_of_all_kinds(ckpt, sim, device):
     on_host = torch.zeros(60, 40)
     sim.delay = 500
     targets = [
-        load.Target(number, [0, 0], strided, "w", torch.float32),
-        load.Target(number, [0, 0], narrow, "w", torch.float32),
-        load.Target(number, [0, 11], column, "w", torch.float32),
-        load.Target(number, [0, 0], parameter.detach(), "w", torch.float32),
-        load.Target(number, [0, 0], on_host, "w", torch.float32),
-        load.Target(number, [3, 5], negative.view(1, 9), "w", torch.float32),
+        Target(number, [0, 0], strided, "w", torch.float32),
+        Target(number, [0, 0], narrow, "w", torch.float32),
+        Target(number, [0, 11], column, "w", torch.float32),
+        Target(number, [0, 0], parameter.detach(), "w", torch.float32),
+        Target(number, [0, 0], on_host, "w", torch.float32),
+        Target(number, [3, 5], negative.view(1, 9), "w", torch.float32),
     ]
     assert negative.is_neg()
-    load.fill_regions(index, targets, SMALL)
+    load.fill(index, targets, SMALL)
     assert torch.equal(strided.cpu(), want)
     assert torch.equal(narrow.cpu(), want)
     assert wide[:, :30].cpu().abs().sum() == 0
@@ -201,18 +203,19 @@ def test_the_next_load_has_the_slabs_when_the_last_copies_are_done(ckpt, sim, de
 def test_slabs_are_filled_while_copies_run(ckpt, sim, device):
     want = {f"w{i}": torch.randn(64 << 10) for i in range(8)}
     index = saved(ckpt, want)
-    wants = [(index.first_chunk(i), [0], index.tensor(i)[3], True, 0) for i in range(8)]
-    goals = [upload.make_goal(torch.empty(64 << 10, device=device), torch.float32) for _ in range(8)]
+    targets = [whole(index, name, torch.empty(64 << 10, device=device)) for name in index.names()]
+    batch = _core.Batch(index)
+    for number, target in enumerate(targets):
+        batch.add_elsewhere(number, target, 1, there=True)
     sim.delay = 20_000
     lane = lanes.lane_for(device)
-    running = upload.SlabLoad(
-        index, wants, sort=True, accelerator=True, options=ReadOptions(max_inflight_bytes=1 << 20)
-    )
+    options = ReadOptions(max_inflight_bytes=1 << 20)
+    running = upload.SlabLoad(batch, batch.wants(0), sort=True, accelerator=True, options=options)
     unfinished = 0
     with running:
-        for _, pieces, slab in running:
+        for _, copies, slab in running:
             unfinished += any(not lane.done(token) for _, token, _ in running._pending)
-            running.sent(lane, lane.upload(slab, upload.make_transfer(slab, lane, goals, pieces)))
+            running.sent(lane, lane.upload(slab, upload.make_transfer(slab, lane, targets, copies)))
     assert unfinished > 5  # slabs were ready before the copies of the ones before were over
 
 
@@ -356,10 +359,9 @@ def test_copies_that_are_lost_are_heard_of(ckpt, sim, device):
 
 def test_a_consumer_that_raises_stops_the_load(ckpt, sim, device):
     index = saved(ckpt, {f"w{i}": torch.randn(64 << 10) for i in range(20)})
-    wants = [(index.first_chunk(i), [0], index.tensor(i)[3], True, 0) for i in range(20)]
-    running = upload.SlabLoad(
-        index, wants, sort=True, accelerator=True, options=ReadOptions(max_inflight_bytes=256 << 10)
-    )
+    batch = batch_of(index)
+    options = ReadOptions(max_inflight_bytes=256 << 10)
+    running = upload.SlabLoad(batch, batch.wants(0), sort=True, accelerator=True, options=options)
 
     def consume() -> None:
         with running:
@@ -447,9 +449,9 @@ def test_any_regions_into_any_memory(tmp_path_factory, sim, device, shapes, cut,
         memory = torch.zeros(sizes[::-1] if transpose else sizes, dtype=tensor.dtype, device=device)
         memory = memory.permute(tuple(reversed(range(memory.dim())))) if transpose else memory
         parts.append((memory, part))
-        targets.append(load.Target(index.find(name), offsets, memory, name, tensor.dtype))
+        targets.append(Target(index.find(name), offsets, memory, name, tensor.dtype))
     sim.delay = 100
-    load.fill_regions(index, targets, ReadOptions(max_inflight_bytes=128 << 10, verify=verify))
+    load.fill(index, targets, ReadOptions(max_inflight_bytes=128 << 10, verify=verify))
     sim.delay = 0
     for memory, part in parts:
         assert same_bits(memory.cpu(), part)

@@ -9,7 +9,9 @@ import dcp_rs
 from dcp_rs import _core
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.options import ReadOptions, WriteOptions
-from dcp_rs.transfer import load, save
+from dcp_rs.transfer import load
+from dcp_rs.transfer.entry import Entry
+from dcp_rs.transfer.target import Target, stored_dtype
 from support.indexes import commit_ranks
 
 SMALL = ReadOptions(max_inflight_bytes=1 << 20)  # slabs of 128 KiB
@@ -27,12 +29,24 @@ def saved(path, state_dict):
 
 def whole(index, name, tensor):
     number = index.find(name)
-    dtype = load.stored_dtype(name, index.tensor(number)[2])
-    return load.Target(number, [0] * tensor.dim(), tensor, name, dtype)
+    dtype = stored_dtype(name, index.tensor(number)[2])
+    return Target(number, [0] * tensor.dim(), tensor, name, dtype)
 
 
 def fill(index, tensors, options=SMALL):
-    load.fill_regions(index, [whole(index, name, t) for name, t in tensors.items()], options)
+    load.fill(index, [whole(index, name, t) for name, t in tensors.items()], options)
+
+
+def batch_of(index):
+    """A batch of all tensors, to be filled through slabs."""
+    batch = _core.Batch(index)
+    for number in range(index.tensor_count):
+        name, is_bytes, dtype, shape, _, _ = index.tensor(number)
+        if is_bytes:
+            continue
+        tensor = torch.empty(shape, dtype=stored_dtype(name, dtype), device="meta")
+        batch.add_elsewhere(number, Target(number, [0] * len(shape), tensor, name, tensor.dtype), 0, there=False)
+    return batch
 
 
 def damage(path, index):
@@ -56,7 +70,7 @@ def no_slab_threads():
 
 def entries_of(state_dict):
     return [
-        save.Entry(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape))
+        Entry(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape))
         for name, tensor in state_dict.items()
     ]
 

@@ -16,7 +16,8 @@ from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.boxes import selection
 from dcp_rs.tensors.trees import number_parameters
-from dcp_rs.transfer.load import Target, fill_regions, stored_dtype
+from dcp_rs.transfer.load import fill
+from dcp_rs.transfer.target import Target, stored_dtype
 
 __all__ = ["Checkpoint", "TensorSlice"]
 
@@ -132,7 +133,7 @@ class Checkpoint(OpenCheckpoint):
             msg = f"tensor {name!r}: the checkpoint does not hold {list(lacking)} elements at {list(at)}"
             raise PlanError(msg, path=self.path, tensor=name)
         result = torch.empty(sizes, dtype=dtype, device=self._device)
-        fill_regions(self._index, [Target(tensor, offsets, result, name, dtype)], self._options)
+        fill(self._index, [Target(tensor, offsets, result, name, dtype)], self._options)
         return result
 
 

@@ -19,7 +19,7 @@ from dcp_rs.errors import (
     CorruptDataError,
 )
 from dcp_rs.options import ReadOptions
-from dcp_rs.transfer.load import stored_dtype
+from dcp_rs.transfer.target import stored_dtype
 
 __all__ = ["Chunk", "IndexSource", "Item", "Request", "Source", "open_source"]
 

@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from dcp_rs import _core
 from dcp_rs.options import ReadOptions
+from dcp_rs.tensors.memory import space_of
 from dcp_rs.transfer import lanes
 from dcp_rs.transfer.lanes import Lane
-from dcp_rs.transfer.load import Target, fill_regions, stored_dtype
-from dcp_rs.transfer.upload import Goal, SlabLoad, Want, make_goal, make_transfer
+from dcp_rs.transfer.load import fill
+from dcp_rs.transfer.target import Target, stored_dtype
+from dcp_rs.transfer.upload import SlabLoad, make_transfer
 
 __all__ = ["stream"]
 
@@ -31,6 +34,10 @@ class _Entry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     nbytes: int
+
+    def target(self, tensor: torch.Tensor) -> Target:
+        """All of it, for ``tensor``."""
+        return Target(self.number, [0] * len(self.shape), tensor, self.name, self.dtype)
 
 
 def stream(
@@ -109,11 +116,7 @@ def _by_groups(
 
 
 def _fill(index: _core.Index, group: Sequence[_Entry], tensors: Sequence[torch.Tensor], options: ReadOptions) -> None:
-    targets = [
-        Target(entry.number, [0] * len(entry.shape), tensor, entry.name, entry.dtype)
-        for entry, tensor in zip(group, tensors, strict=True)
-    ]
-    fill_regions(index, targets, options)
+    fill(index, [entry.target(tensor) for entry, tensor in zip(group, tensors, strict=True)], options)
 
 
 def _groups(entries: Sequence[_Entry], limit: int) -> Iterator[list[_Entry]]:
@@ -140,75 +143,58 @@ def _emptied(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
 # --- devices: slabs are filled ahead, and a tensor's memory is made when its first bytes are there ------
 
 
-class _Goals:
-    """The goals of the parts of tensors that are made when they are first asked for."""
+class _Made(Sequence[Target]):
+    """Targets whose memory is made when it is first asked for."""
 
     def __init__(self, lane: Lane, entries: Sequence[_Entry]) -> None:
         self._lane = lane
-        self.entries = entries
-        #: (place of the tensor, offsets in it, sizes) for every part.
-        self.parts: list[tuple[int, Sequence[int], Sequence[int]]] = []
-        self.made: dict[int, torch.Tensor] = {}
-        self._goals: dict[int, Goal] = {}
+        self._entries = entries
+        self.made: dict[int, Target] = {}
 
-    def make(self, place: int) -> torch.Tensor:
-        tensor = self.made.get(place)
-        if tensor is None:
-            entry = self.entries[place]
-            tensor = self.made[place] = self._lane.empty(entry.shape, entry.dtype)
-        return tensor
+    def __len__(self) -> int:
+        return len(self._entries)
 
-    def take(self, place: int) -> torch.Tensor:
+    @override
+    def __getitem__(self, number: int) -> Target:  # type: ignore[override]  # nobody slices
+        target = self.made.get(number)
+        if target is None:
+            entry = self._entries[number]
+            target = self.made[number] = entry.target(self._lane.empty(entry.shape, entry.dtype))
+        return target
+
+    def take(self, number: int) -> torch.Tensor:
         """The tensor, for the stream that is current now. It is not held any longer."""
-        tensor = self.make(place)
-        del self.made[place]
+        tensor = self[number].tensor
+        del self.made[number]
         return self._lane.hand_over(tensor)
-
-    def __getitem__(self, item: int) -> Goal:
-        goal = self._goals.get(item)
-        if goal is None:
-            place, offsets, sizes = self.parts[item]
-            tensor = self.make(place)
-            for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-                if size != tensor.shape[dim]:
-                    tensor = tensor.narrow(dim, offset, size)
-            goal = self._goals[item] = make_goal(tensor, self.entries[place].dtype)
-        return goal
-
-    def forget(self, item: int) -> None:
-        """Lets go of the memory of a part that has been copied."""
-        self._goals.pop(item, None)
 
 
 def _through_slabs(
     index: _core.Index, entries: Sequence[_Entry], device: torch.device, options: ReadOptions
 ) -> Generator[torch.Tensor, None, None]:
     lane = lanes.lane_for(device)
-    goals = _Goals(lane, entries)
-    wants: list[Want] = []
+    targets = _Made(lane, entries)
+    batch = _core.Batch(index)
+    for number, entry in enumerate(entries):
+        shape = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        batch.add_elsewhere(number, entry.target(shape), space_of(device), there=False)
     left = [entry.nbytes for entry in entries]
-    for place, entry in enumerate(entries):
-        for chunk, chunk_offsets, offsets, sizes in index.cover(entry.number, [0] * len(entry.shape), entry.shape):
-            # Whole rows are one run of the new memory.
-            wants.append((chunk, chunk_offsets, sizes, sizes[1:] == entry.shape[1:], 0))
-            goals.parts.append((place, offsets, sizes))
     with ExitStack() as stack:
         stack.callback(lane.order_before_caller)
-        load = stack.enter_context(SlabLoad(index, wants, sort=False, accelerator=True, options=options))
+        load = stack.enter_context(SlabLoad(batch, batch.wants(0), sort=False, accelerator=True, options=options))
         first = 0
-        for _, pieces, slab in load:
-            known = len(goals.made)
-            transfer = make_transfer(slab, lane, goals, pieces)
-            if len(goals.made) > known:
+        for _, copies, slab in load:
+            known = len(targets.made)
+            transfer = make_transfer(slab, lane, targets, copies)
+            if len(targets.made) > known:
                 # New memory may be old memory that the caller's stream is not done with.
                 lane.order_after_caller()
             load.sent(lane, lane.upload(slab, transfer))
             del transfer
-            for item, _, nbytes, *_ in pieces:
-                left[goals.parts[item][0]] -= nbytes
-                goals.forget(item)
+            for copy in copies:
+                left[copy.target] -= copy.nbytes
             while first < len(entries) and left[first] == 0:
-                yield goals.take(first)
+                yield targets.take(first)
                 first += 1
-        for place in range(first, len(entries)):  # nothing but empty tensors, if anything
-            yield goals.take(place)
+        for number in range(first, len(entries)):  # nothing but empty tensors, if anything
+            yield targets.take(number)

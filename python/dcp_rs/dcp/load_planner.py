@@ -6,7 +6,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -28,19 +28,20 @@ from dcp_rs.dcp.read_items import bytes_item, missing_elements, tensor_items
 from dcp_rs.dcp.stored import Stored, can_copy, describe, index_of
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
+from dcp_rs.tensors.boxes import narrow
 from dcp_rs.tensors.dtypes import NAMES as DTYPE_NAMES
 from dcp_rs.tensors.memory import twins
 from dcp_rs.tensors.replacements import Replacements
 from dcp_rs.tensors.shards import Layouts, global_shape, local_pieces
 from dcp_rs.tensors.trees import flatten, get_at, holds_only_tensors, is_plain_state_dict, set_at
-from dcp_rs.transfer.load import Fill, Target
+from dcp_rs.transfer.target import Target
 
 __all__ = ["LocalReads", "RsLoadPlanner", "local_reads"]
 
 
 @dataclass
 class LocalReads:
-    """What one rank reads, without items: whole tensors, regions of tensors, parts of chunks, and values (index, name).
+    """What one rank reads, without items: whole tensors, regions of tensors, and values (index, name).
 
     ``plain`` is what ``whole`` was made of: stored names, tensors, and the places of those that are not in it.
     """
@@ -49,7 +50,6 @@ class LocalReads:
     whole: _core.Batch | None = None
     plain: tuple[list[str], list[torch.Tensor], list[int]] = field(default_factory=lambda: ([], [], []))
     targets: list[Target] = field(default_factory=list)
-    fills: list[Fill] = field(default_factory=list)
     values: list[tuple[int, str]] = field(default_factory=list)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -58,7 +58,7 @@ class LocalReads:
         if others:
             left_out = set(others)
             plain = [tensor for i, tensor in enumerate(plain) if i not in left_out]
-        return [*plain, *(target.tensor for target in self.targets), *(fill.tensor for fill in self.fills)]
+        return [*plain, *(target.tensor for target in self.targets)]
 
 
 class RsLoadPlanner(DefaultLoadPlanner):
@@ -393,13 +393,11 @@ class RsLoadPlanner(DefaultLoadPlanner):
             if at not in in_part:
                 reads.targets.append(target)
                 continue
-            for chunk, chunk_offsets, region_offsets, part in index.touching(
+            for chunk, chunk_offsets, region_offsets, sizes in index.touching(
                 target.index, target.offsets, target.tensor.shape
             ):
-                view = target.tensor
-                for dim, (offset, size) in enumerate(zip(region_offsets, part, strict=True)):
-                    view = view.narrow(dim, offset, size)
-                reads.fills.append(Fill(chunk, chunk_offsets, view, target.name, target.dtype, target.place))
+                part = narrow(target.tensor, region_offsets, sizes)
+                reads.targets.append(replace(target, index=chunk, of_chunk=True, offsets=chunk_offsets, tensor=part))
 
     def _fill_partly(self, fqn: str, offsets: Iterable[int], sizes: Iterable[int]) -> bool:
         """Says that the checkpoint lacks elements of a tensor, and whether the others are to be read."""

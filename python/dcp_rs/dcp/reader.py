@@ -33,8 +33,9 @@ from dcp_rs.errors import CheckpointReplacedError, PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.memory import is_opaque
-from dcp_rs.transfer.load import Fill, Load, stored_dtype
+from dcp_rs.transfer.load import Load
 from dcp_rs.transfer.replicas import read_shared, share, whole_targets
+from dcp_rs.transfer.target import Target, stored_dtype
 
 __all__ = ["RsReader"]
 
@@ -47,7 +48,7 @@ class RsReader(StorageReader):
     """Reads a checkpoint under DCP's load protocol: ``dcp.load(state_dict, storage_reader=RsReader(path))``.
 
     Args:
-        path: a checkpoint: a folder of this package, of Hugging Face or of stock DCP, or a ``.safetensors`` file.
+        path: a checkpoint: a folder of this package, of Hugging Face, of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``.
         io, threads, verify, shared, max_inflight_bytes: see :class:`dcp_rs.ReadOptions`.
         weights_only: check that every non-tensor value loads under ``torch.load(weights_only=True)`` before a planner gets it (stock
             planners unpickle freely). ``False`` is for checkpoints you wrote yourself.
@@ -203,8 +204,7 @@ class RsReader(StorageReader):
         """Fills tensors, and returns the values that are not tensors. They are the planner's to put anywhere."""
         index = reads.index
         load = Load(index, self.options, reads.whole)
-        load.add_targets(reads.targets)
-        load.add_fills(reads.fills)
+        load.add(reads.targets)
         turns = load.arrange()
         stored = index.read_bytes([index.first_chunk(i) for i, _ in reads.values], **self.options.engine())
         values = {
@@ -225,7 +225,7 @@ class RsReader(StorageReader):
         targets = [
             target
             for target in (*reads.targets, *whole_targets(index, names, tensors, others))
-            if target.place in at_once and not is_opaque(target.tensor)
+            if target.place in at_once and not target.of_chunk and not is_opaque(target.tensor)
         ]
         shapes = [index.tensor(target.index)[3] for target in targets]
         shared = share(targets, shapes, "node" if self.replicas == "node" else "all", self._process_group)
@@ -235,7 +235,7 @@ class RsReader(StorageReader):
 
     def _read_tensors(self, index: _core.Index, items: list[tuple[int, ReadItem]], planner: LoadPlanner) -> None:
         batch: list[tuple[ReadItem, torch.Tensor]] = []
-        fills: list[Fill] = []
+        targets: list[Target] = []
         batch_bytes = 0
         resolve = planner.resolve_tensor
         limit = BATCH_BYTES
@@ -248,23 +248,27 @@ class RsReader(StorageReader):
             if tensor.shape != item.lengths:
                 msg = f"tensor {fqn!r}: the planner resolved {tuple(tensor.shape)} for a read of {tuple(item.lengths)}"
                 raise PlanError(msg, tensor=fqn)
-            target = tensor.detach() if tensor.requires_grad else tensor
+            values = tensor.detach() if tensor.requires_grad else tensor
             dtype = stored_dtype(fqn, index.dtype_of(chunk))
-            fills.append(Fill(chunk, item.storage_offsets, target, fqn, dtype, len(batch)))
+            targets.append(Target(chunk, item.storage_offsets, values, fqn, dtype, len(batch), of_chunk=True))
             batch.append((item, tensor))
-            batch_bytes += target.nbytes
+            batch_bytes += values.nbytes
             if batch_bytes >= limit:
-                self._finish_batch(index, batch, fills, planner)
-                batch, fills, batch_bytes = [], [], 0
-        self._finish_batch(index, batch, fills, planner)
+                self._finish_batch(index, batch, targets, planner)
+                batch, targets, batch_bytes = [], [], 0
+        self._finish_batch(index, batch, targets, planner)
 
     def _finish_batch(
-        self, index: _core.Index, batch: list[tuple[ReadItem, torch.Tensor]], fills: list[Fill], planner: LoadPlanner
+        self,
+        index: _core.Index,
+        batch: list[tuple[ReadItem, torch.Tensor]],
+        targets: list[Target],
+        planner: LoadPlanner,
     ) -> None:
         load = Load(index, self.options)
-        load.add_fills(fills)
+        load.add(targets)
         if not _commits(planner):
-            with _changing([item.tensor for item in fills]):
+            with _changing([target.tensor for target in targets]):
                 load.run_all()
             return
         # What shares memory, as a planner's buffer that is used again, is committed before it is filled anew.
@@ -272,7 +276,7 @@ class RsReader(StorageReader):
         turns = load.arrange(every=True)
         for turn in range(turns):
             places = load.places(turn) if turn + 1 < turns else list(left)
-            with _changing([fills[place].tensor for place in places]):
+            with _changing([targets[place].tensor for place in places]):
                 load.run(turn)
             with torch.no_grad():  # a resolved tensor may require grad, and a planner may copy from it
                 for place in places:

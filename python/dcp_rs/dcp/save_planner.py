@@ -19,12 +19,14 @@ from torch.distributed.tensor import DTensor
 from dcp_rs import _core, _torch
 from dcp_rs.checkpoint.names import selector
 from dcp_rs.dcp.commits import SavedMeta
+from dcp_rs.dcp.write_items import Writes
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.tensors.shards import Layouts, global_shape, local_pieces
 from dcp_rs.tensors.trees import flatten
-from dcp_rs.transfer.save import Entry, Writes, dump, refuse_meta, why_not_raw
+from dcp_rs.transfer.entry import Entry
+from dcp_rs.transfer.save import dump, refuse_meta, why_not_raw
 
 __all__ = ["PlannedEntries", "RsSavePlanner"]
 

@@ -27,10 +27,11 @@ from dcp_rs.dcp.commits import SavedMeta, Saving
 from dcp_rs.dcp.metadata import describe_saved
 from dcp_rs.dcp.save_planner import RsSavePlanner
 from dcp_rs.dcp.stock_arguments import one_of, say_ignored
+from dcp_rs.dcp.write_items import collect
 from dcp_rs.errors import CheckpointExistsError, DcpRsError, SaveInProgressError, UnsupportedError
 from dcp_rs.options import WriteOptions
 from dcp_rs.tensors.dtypes import NAMES
-from dcp_rs.transfer.save import collect, write_entries
+from dcp_rs.transfer.save import write_entries
 from dcp_rs.transfer.stage import HostStager
 
 __all__ = ["RsWriter"]

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["runs", "selection"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["narrow", "runs", "selection"]
+
+
+def narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """The view of ``sizes`` at ``offsets``; the tensor itself where that is all of it."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor
 
 
 def runs(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[slice, ...]]:

@@ -14,7 +14,7 @@ from dcp_rs import _torch
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs.errors import PlanError, UnsupportedError
 
-__all__ = ["Part", "check_fillable", "identity", "is_opaque", "is_plain", "parts", "twins"]
+__all__ = ["Part", "check_fillable", "identity", "is_opaque", "is_plain", "parts", "space_of", "twins"]
 
 
 @dataclass(slots=True)
@@ -51,14 +51,15 @@ def parts(tensor: torch.Tensor) -> list[Part]:
     """The memory of a tensor on any device; of an opaque one, that of the tensors in it, as far as they can be asked for."""
     if is_opaque(tensor):
         return [part for inner in _torch.inner_tensors(tensor) for part in parts(inner)]
-    return [Part(_space(tensor.device), tensor)] if _torch.has_memory(tensor) else []
+    return [Part(space_of(tensor.device), tensor)] if _torch.has_memory(tensor) else []
 
 
 #: Numbers of devices. 0 is host memory, of which every process has one.
 _SPACES: dict[torch.device, int] = {torch.device("cpu"): 0}
 
 
-def _space(device: torch.device) -> int:
+def space_of(device: torch.device) -> int:
+    """The number of a device in this process."""
     return _SPACES.setdefault(device, len(_SPACES))
 
 

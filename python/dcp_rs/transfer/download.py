@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from dcp_rs import _core
 from dcp_rs.options import WriteOptions
 from dcp_rs.transfer import slabs
+from dcp_rs.transfer.entry import Entry
 from dcp_rs.transfer.lanes import Lane, Transfer, lane_for
 from dcp_rs.transfer.parts import ALIGNMENT, BLOCK_BYTES, Part, flat, gathered, pack
-
-if TYPE_CHECKING:
-    from dcp_rs.transfer.save import Entry
 
 __all__ = ["write_from_device"]
 

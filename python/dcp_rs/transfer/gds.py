@@ -6,18 +6,17 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from dcp_rs import _core, _torch
 from dcp_rs.errors import UnsupportedError
+from dcp_rs.options import ReadOptions
+from dcp_rs.tensors.memory import space_of
 from dcp_rs.transfer.lanes import HostLane, is_accelerator, synchronize
-from dcp_rs.transfer.upload import Piece, make_goal, make_transfer
-
-if TYPE_CHECKING:
-    from dcp_rs.options import ReadOptions
-    from dcp_rs.transfer.load import Fill
+from dcp_rs.transfer.target import Target
+from dcp_rs.transfer.upload import make_transfer
 
 __all__ = ["fill"]
 
@@ -30,67 +29,51 @@ READ_BYTES = 8 << 20
 _MARKS = 0xA1, 0x5E
 
 
-def fill(index: _core.Index, fills: Sequence[Fill], options: ReadOptions) -> list[Fill]:
-    """Fills what lies in its file in one run of pages, and is wanted on a CUDA device. Returns the others.
+def fill(batch: _core.Batch, wants: Sequence[int], targets: Sequence[Target], options: ReadOptions) -> list[int]:
+    """Fills what lies in its file in one run of pages, and is wanted on a CUDA device. Returns the other wants.
 
     Raises:
         UnsupportedError: this torch, this system, or the file system of the data cannot do it.
     """
-    by_device: dict[torch.device, list[Fill]] = {}
-    rest: list[Fill] = []
-    for item in fills:
-        if _reaches(item.tensor.device):
-            by_device.setdefault(item.tensor.device, []).append(item)
-        else:
-            rest.append(item)
-    for device, items in by_device.items():
-        rest += _fill_device(index, device, items, options)
+    reached = {space_of(device): device for device in {target.tensor.device for target in targets} if _reaches(device)}
+    by_device: dict[int, list[int]] = {}
+    for want in wants:
+        by_device.setdefault(batch.device_of(want), []).append(want)
+    rest: list[int] = []
+    for number, on_device in by_device.items():
+        device = reached.get(number)
+        rest += on_device if device is None else _fill_device(batch, device, on_device, targets, options)
     return rest
 
 
-def _fill_device(index: _core.Index, device: torch.device, fills: list[Fill], options: ReadOptions) -> list[Fill]:
+def _fill_device(
+    batch: _core.Batch, device: torch.device, wants: list[int], targets: Sequence[Target], options: ReadOptions
+) -> list[int]:
     files = _Files(device)
-    goals = [make_goal(item.tensor, item.dtype) for item in fills]
-    wants = [
-        (item.chunk, item.offsets, item.tensor.shape, goal.flat, 0) for item, goal in zip(fills, goals, strict=True)
-    ]
-    reader = _core.SlabReader.create(index, wants, SCRATCH_BYTES, sort=True, **options.slabs())
+    reader = _core.SlabReader.create(batch, wants, SCRATCH_BYTES, sort=True, **options.slabs())
     scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
     lane = HostLane(device)  # copies on the caller's stream: a read by cuFile is over when it returns
-    rest: list[Fill] = []
+    rest: dict[int, None] = {}
     with ExitStack() as stack:
         stack.callback(files.close)
-        for batch in range(reader.batch_count):
-            _, pieces = reader.batch(batch)
+        for number in range(reader.batch_count):
+            _, copies = reader.batch(number)
             reads: list[_Read] = []
-            direct: list[Piece] = []
-            left: list[Piece] = []
+            direct: list[_core.Copy] = []
+            left: list[_core.Copy] = []
             end = 0
-            for path, start, stop, at, first, last in reader.images(batch):
-                left += pieces[end:first]
-                reads += _reads(path, start - start % PAGE, stop, at - start % PAGE)
-                direct += pieces[first:last]
-                end = last
-            left += pieces[end:]
+            for image in reader.images(number):
+                left += copies[end : image.first]
+                reads += _reads(image.path, image.start - image.start % PAGE, image.end, image.at - image.start % PAGE)
+                direct += copies[image.first : image.last]
+                end = image.last
+            left += copies[end:]
             files.read(reads, scratch)
-            lane.upload(scratch, make_transfer(scratch, lane, goals, direct))
-            # A run of bytes that is on no image has none of its bytes on one.
-            rest += [_part(fills[piece[0]], piece) for piece in left if len(piece) == 5 or piece[3] == 0]
+            lane.upload(scratch, make_transfer(scratch, lane, targets, direct))
+            # All of it: what is on no image in part is on none.
+            rest.update((wants[copy.want], None) for copy in left)
         synchronize(device)
-    return rest
-
-
-def _part(item: Fill, piece: Piece) -> Fill:
-    """The fill of a rectangle, or of all of a run."""
-    from dcp_rs.transfer.load import Fill
-
-    if len(piece) == 4:
-        return item
-    offsets, sizes = piece[3:]
-    tensor = item.tensor
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return Fill(item.chunk, [a + b for a, b in zip(item.offsets, offsets, strict=True)], tensor, item.name, item.dtype)
+    return list(rest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,63 +1,21 @@
-"""From stored chunks into tensors: in place where the bytes fit as they are, through a staging buffer otherwise."""
+"""All destinations of a load: in place where the bytes fit as they are, through slabs otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
 from dcp_rs import _core
-from dcp_rs.errors import PlanError, UnsupportedError
+from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
-from dcp_rs.tensors.dtypes import BY_NAME
-from dcp_rs.tensors.memory import check_fillable, is_opaque, is_plain, parts
+from dcp_rs.tensors.memory import check_fillable, is_opaque, is_plain, parts, space_of
 from dcp_rs.transfer import gds
-from dcp_rs.transfer.upload import make_goal, upload
+from dcp_rs.transfer.target import Target
+from dcp_rs.transfer.upload import upload
 
-__all__ = ["Fill", "Load", "Target", "fill_regions", "stored_dtype"]
-
-
-@dataclass(slots=True)
-class Fill:
-    """A rectangle of a stored chunk and the tensor it goes to.
-
-    Attributes:
-        chunk: of the index.
-        offsets: where the rectangle begins in the chunk.
-        tensor: what to fill; its shape is the rectangle's.
-        name: FQN, for messages.
-        dtype: of the chunk.
-        place: in the plan, for the order in which shared memory is filled.
-    """
-
-    chunk: int
-    offsets: Sequence[int]
-    tensor: torch.Tensor
-    name: str
-    dtype: torch.dtype
-    place: int = 0
-
-
-@dataclass(slots=True)
-class Target:
-    """A region of a stored tensor, in as many chunks as it may be, and the tensor it goes to.
-
-    Attributes:
-        index: of the stored tensor.
-        offsets: where the region begins in it.
-        tensor: what to fill; its shape is the region's.
-        name: FQN, for messages.
-        dtype: of the stored tensor.
-        place: in the plan, for the order in which shared memory is filled.
-    """
-
-    index: int
-    offsets: Sequence[int]
-    tensor: torch.Tensor
-    name: str
-    dtype: torch.dtype
-    place: int = 0
+__all__ = ["Load", "fill"]
 
 
 class Load:
@@ -79,11 +37,11 @@ class Load:
         self._index = index
         self._options = options
         self._batch = _core.Batch(index) if batch is None else batch
-        self._elsewhere: list[Fill] = []
+        self._elsewhere: list[Target] = []
         self._turns = 1
 
-    def add_targets(self, targets: Iterable[Target]) -> None:
-        """Adds regions.
+    def add(self, targets: Iterable[Target]) -> None:
+        """Adds targets.
 
         Raises:
             PlanError: no chunk holds some part of one, or a tensor cannot be filled: it has no memory, or elements that share bytes.
@@ -94,25 +52,17 @@ class Load:
             if is_plain(target.tensor, target.dtype):
                 direct.append(target)
             else:
-                check_fillable(target.name, target.tensor)
-                for part in _parts(self._index, target):
-                    self._add_elsewhere(part)
-        self._batch.add_targets(direct)
+                self._add_elsewhere(target)
+        self._batch.add(direct)
 
-    def add_fills(self, fills: Iterable[Fill]) -> None:
-        """Adds rectangles of chunks. Raises as :meth:`add_targets`."""
-        direct: list[Fill] = []
-        for item in fills:
-            if is_plain(item.tensor, item.dtype):
-                direct.append(item)
-            else:
-                check_fillable(item.name, item.tensor)
-                self._add_elsewhere(item)
-        self._batch.add_fills(direct)
-
-    def _add_elsewhere(self, item: Fill) -> None:
-        self._batch.add_elsewhere(item, parts(item.tensor), covers=not is_opaque(item.tensor))
-        self._elsewhere.append(item)
+    def _add_elsewhere(self, target: Target) -> None:
+        check_fillable(target.name, target.tensor)
+        number = len(self._elsewhere)
+        self._elsewhere.append(target)
+        if is_opaque(target.tensor):
+            self._batch.add_opaque(number, target, parts(target.tensor))
+        else:
+            self._batch.add_elsewhere(number, target, space_of(target.tensor.device), there=True)
 
     def arrange(self, *, every: bool = False) -> int:
         """Ends the adding; returns how many turns it takes. ``every``: also what a later destination hides is filled in a turn of its own."""
@@ -134,9 +84,12 @@ class Load:
     def run(self, turn: int) -> int:
         """Fills what has this turn. Returns the bytes that were read for what is filled in place."""
         _, nbytes = self._batch.read(turn, **self._options.engine())
-        elsewhere = [self._elsewhere[i] for i in self._batch.elsewhere(turn)]
-        _fill_staged(self._index, [item for item in elsewhere if not is_opaque(item.tensor)], self._options)
-        _fill_opaque(self._index, [item for item in elsewhere if is_opaque(item.tensor)], self._options)
+        wants = self._batch.wants(turn)
+        if wants and self._options.io == "gds":
+            wants = gds.fill(self._batch, wants, self._elsewhere, self._options)
+        if wants:
+            upload(self._batch, wants, self._elsewhere, self._options)
+        _fill_opaque(self._index, [self._elsewhere[i] for i in self._batch.opaque(turn)], self._options)
         return nbytes
 
     def run_all(self) -> int:
@@ -144,66 +97,31 @@ class Load:
         return sum(self.run(turn) for turn in range(self.arrange()))
 
 
-def fill_regions(index: _core.Index, targets: Sequence[Target], options: ReadOptions) -> None:
-    """Fills every tensor from the chunks that hold its region. Raises as :meth:`Load.add_targets`."""
+def fill(index: _core.Index, targets: Sequence[Target], options: ReadOptions) -> None:
+    """Fills every tensor from the chunks that hold its region. Raises as :meth:`Load.add`."""
     load = Load(index, options)
-    load.add_targets(targets)
+    load.add(targets)
     load.run_all()
 
 
-def _parts(index: _core.Index, target: Target) -> Iterator[Fill]:
-    for chunk, chunk_offsets, region_offsets, sizes in index.cover(target.index, target.offsets, target.tensor.shape):
-        part = target.tensor
-        for dim, (offset, size) in enumerate(zip(region_offsets, sizes, strict=True)):
-            if size != part.shape[dim]:
-                part = part.narrow(dim, offset, size)
-        yield Fill(chunk, chunk_offsets, part, target.name, target.dtype, target.place)
-
-
-def _fill_staged(index: _core.Index, fills: Sequence[Fill], options: ReadOptions) -> None:
-    """Through slabs."""
-    if options.io == "gds" and fills:
-        fills = gds.fill(index, fills, options)
-    goals = [make_goal(item.tensor, item.dtype) for item in fills]
-    devices = list({item.tensor.device: None for item in fills})
-    groups = {device: number for number, device in enumerate(devices)}
-    wants = [
-        (item.chunk, item.offsets, item.tensor.shape, goal.flat, groups[item.tensor.device])
-        for item, goal in zip(fills, goals, strict=True)
-    ]
-    if wants:
-        upload(index, wants, goals, devices, options)
-
-
-def _fill_opaque(index: _core.Index, fills: Sequence[Fill], options: ReadOptions) -> None:
+def _fill_opaque(index: _core.Index, targets: Sequence[Target], options: ReadOptions) -> None:
     """By their own ``copy_``, from whole rectangles in host memory."""
     limit = options.inflight_bytes(accelerator=False)
     at = 0
-    while at < len(fills):
-        group: list[tuple[Fill, torch.Tensor]] = []
+    while at < len(targets):
+        group: list[tuple[Target, torch.Tensor]] = []
         nbytes = 0
-        while at < len(fills) and (not group or nbytes < limit):
-            item = fills[at]
-            group.append((item, torch.empty(item.tensor.shape, dtype=item.dtype)))
+        while at < len(targets) and (not group or nbytes < limit):
+            target = targets[at]
+            group.append((target, torch.empty(target.tensor.shape, dtype=target.dtype)))
             nbytes += group[-1][1].nbytes
             at += 1
-        load = Load(index, options)
-        load.add_fills(replace(item, tensor=values) for item, values in group)
-        load.run_all()
-        for item, values in group:
+        fill(index, [replace(target, tensor=values) for target, values in group], options)
+        for target, values in group:
             try:
                 with torch.no_grad():
-                    item.tensor.copy_(values)
+                    target.tensor.copy_(values)
             except (RuntimeError, NotImplementedError, TypeError) as error:
-                kind = type(item.tensor).__name__
-                msg = f"tensor {item.name!r}: its copy_, which only its class {kind} has, does not take what is stored: {error}"
-                raise PlanError(msg, tensor=item.name) from error
-
-
-def stored_dtype(name: str, dtype: str | None) -> torch.dtype:
-    """The torch dtype for a name of the format."""
-    found = BY_NAME.get(dtype or "")
-    if found is None:
-        msg = f"tensor {name!r} is of dtype {dtype}, which torch {torch.__version__} does not have"
-        raise UnsupportedError(msg, tensor=name)
-    return found
+                kind = type(target.tensor).__name__
+                msg = f"tensor {target.name!r}: its copy_, which only its class {kind} has, does not take what is stored: {error}"
+                raise PlanError(msg, tensor=target.name) from error

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
 from dcp_rs.tensors.boxes import runs
 from dcp_rs.tensors.dtypes import AS_INTEGERS
-
-if TYPE_CHECKING:
-    from dcp_rs.transfer.save import Entry
+from dcp_rs.transfer.entry import Entry
 
 __all__ = ["ALIGNMENT", "BLOCK_BYTES", "Part", "flat", "gathered", "pack"]
 

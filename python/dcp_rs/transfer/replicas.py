@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dcp_rs import _core, _torch
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.memory import is_plain
-from dcp_rs.transfer.load import Target, stored_dtype
+from dcp_rs.transfer.target import Target, stored_dtype
 
 __all__ = ["SharedReads", "read_shared", "share", "whole_targets"]
 

@@ -5,92 +5,81 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 
 from dcp_rs import _core, _torch
 from dcp_rs.options import ReadOptions
+from dcp_rs.tensors.boxes import narrow
 from dcp_rs.tensors.dtypes import AS_INTEGERS, COPIED_IN_GROUPS
+from dcp_rs.tensors.memory import space_of
 from dcp_rs.transfer import slabs
 from dcp_rs.transfer.lanes import Lane, Transfer, is_accelerator, lane_for
+from dcp_rs.transfer.target import Target
 
-__all__ = ["Goal", "Piece", "SlabLoad", "Want", "make_goal", "make_transfer", "upload"]
+__all__ = ["SlabLoad", "make_transfer", "upload"]
 
-#: (chunk, offsets in it, sizes, whether it goes to one run of memory, group): a rectangle to load.
-Want = tuple[int, Sequence[int], Sequence[int], bool, int]
-#: (item, place in the slab, bytes, first byte in the item), or (item, place, bytes, offsets in the item, sizes).
-Piece = Any
-
-#: From here on a piece is worth a copy of its own; smaller ones go down together and are scattered on the device.
+#: From here on a part is worth a copy of its own; smaller ones go down together and are scattered on the device.
 DIRECT_BYTES = 1 << 20
-#: What lies between two pieces is copied with them up to this.
+#: What lies between two parts is copied with them up to this.
 GAP_BYTES = 64 << 10
 
 
-@dataclass(slots=True)
-class Goal:
-    """A tensor to fill, and what is known of it.
+class _Goal:
+    """The tensor of a target, and what its copies have to know of it.
 
     Attributes:
         tensor: where the elements go.
         dtype: of the elements in the slab.
-        flat: it is one run of memory, in row-major order.
         same: bytes can be copied as they are.
         grouped: it can be copied together with others: its operations are torch's own, and its dtypes those that a device copies in groups.
         nbytes: bytes of the elements in the slab.
     """
 
-    tensor: torch.Tensor
-    dtype: torch.dtype
-    flat: bool
-    same: bool
-    grouped: bool
-    nbytes: int
+    __slots__ = ("dtype", "grouped", "nbytes", "same", "tensor")
+
+    def __init__(self, target: Target) -> None:
+        tensor, dtype = target.tensor, target.dtype
+        plain = type(tensor) in _torch.PLAIN_TYPES and not tensor.is_neg() and not tensor.is_conj()
+        self.same = plain and tensor.dtype == dtype
+        if self.same and dtype in AS_INTEGERS:
+            dtype = AS_INTEGERS[dtype]
+            tensor = tensor.view(dtype)
+        self.tensor = tensor
+        self.dtype = dtype
+        self.grouped = plain and tensor.dtype in COPIED_IN_GROUPS and dtype in COPIED_IN_GROUPS
+        self.nbytes = tensor.numel() * dtype.itemsize
 
 
-def make_goal(tensor: torch.Tensor, dtype: torch.dtype) -> Goal:
-    """The goal of elements of ``dtype``."""
-    plain = type(tensor) in _torch.PLAIN_TYPES and not tensor.is_neg() and not tensor.is_conj()
-    same = plain and tensor.dtype == dtype
-    if same and dtype in AS_INTEGERS:
-        dtype = AS_INTEGERS[dtype]
-        tensor = tensor.view(dtype)
-    grouped = plain and tensor.dtype in COPIED_IN_GROUPS and dtype in COPIED_IN_GROUPS
-    return Goal(tensor, dtype, plain and tensor.is_contiguous(), same, grouped, tensor.numel() * dtype.itemsize)
-
-
-class Goals(Protocol):
-    """Goals by item: a list, or something that makes them when they are asked for."""
-
-    def __getitem__(self, item: int, /) -> Goal: ...
-
-
-def make_transfer(slab: torch.Tensor, lane: Lane, goals: Goals, pieces: Sequence[Piece]) -> Transfer:
-    """The copies that bring the pieces of ``slab``, in the order of their places, to their goals."""
+def make_transfer(slab: torch.Tensor, lane: Lane, targets: Sequence[Target], copies: Sequence[_core.Copy]) -> Transfer:
+    """The copies out of ``slab``, in the order of their places, as the lane takes them."""
     transfer = Transfer()
     groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     views: _Views | None = None
-    for item, at, nbytes, *part in pieces:
-        goal = goals[item]
-        tensor = _narrow(goal.tensor, *part) if len(part) == 2 else goal.tensor
-        if goal.same and nbytes >= DIRECT_BYTES and (goal.flat if len(part) == 1 else tensor.is_contiguous()):
-            begin = part[0] if len(part) == 1 else 0
+    goals: dict[int, _Goal] = {}
+    for copy in copies:
+        number, at, nbytes, box = copy.target, copy.at, copy.nbytes, copy.box
+        begin = copy.begin or 0
+        goal = goals.get(number)
+        if goal is None:
+            goal = goals[number] = _Goal(targets[number])
+        tensor = goal.tensor if box is None else narrow(goal.tensor, *box)
+        if goal.same and nbytes >= DIRECT_BYTES and (box is None or tensor.is_contiguous()):
             flat = tensor.view(-1).view(torch.uint8)
             transfer.direct.append((flat[begin : begin + nbytes], slab[at : at + nbytes]))
             continue
         if views is None:
             views = _Views(lane.scratch(slab))
         _extend(transfer.runs, at, at + nbytes)
-        if len(part) == 2:
-            source = views.tensor(goal.dtype, at, nbytes).view(part[1])
+        if box is not None:
+            source = views.tensor(goal.dtype, at, nbytes).view(box[1])
         elif nbytes == goal.nbytes:
             source = views.like(tensor, goal.dtype, at)
         else:
-            begin = part[0] // goal.dtype.itemsize
-            tensor = tensor.view(-1)[begin : begin + nbytes // goal.dtype.itemsize]
+            first = begin // goal.dtype.itemsize
+            tensor = tensor.view(-1)[first : first + nbytes // goal.dtype.itemsize]
             source = views.tensor(goal.dtype, at, nbytes)
         if goal.grouped:
             group = groups.setdefault((tensor.dtype, goal.dtype), ([], []))
@@ -108,13 +97,6 @@ def _extend(runs: list[tuple[int, int]], begin: int, end: int) -> None:
         runs[-1] = (runs[-1][0], end)
     else:
         runs.append((begin, end))
-
-
-def _narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, offset, size)
-    return tensor
 
 
 class _Views:
@@ -143,25 +125,25 @@ class _Views:
 
 
 class SlabLoad:
-    """What is wanted of an index, slab by slab. A context manager, to iterate over once.
+    """What is wanted, slab by slab. A context manager, to iterate over once.
 
-    It gives (group, pieces, slab). Whoever starts copies from the slab says so by :meth:`sent`; the slab is filled again when they are done, or at
+    It gives (number of the device, copies, slab). Whoever starts copies from the slab says so by :meth:`sent`; the slab is filled again when they are done, or at
     once if there are none. On the way out every copy has been waited for.
 
     Args:
-        index: where the data is.
-        wants: the rectangles. Groups do not share slabs.
+        batch: what is planned.
+        wants: which of it. What goes to different devices never shares a slab.
         sort: in the order of the files, not that of ``wants``.
         accelerator: slabs are pinned, and the options' bound is that for accelerators.
         options: how to read.
     """
 
     def __init__(
-        self, index: _core.Index, wants: Sequence[Want], *, sort: bool, accelerator: bool, options: ReadOptions
+        self, batch: _core.Batch, wants: Sequence[int], *, sort: bool, accelerator: bool, options: ReadOptions
     ) -> None:
         self._max_bytes = options.inflight_bytes(accelerator=accelerator)
         self._slab_bytes = slabs.slab_bytes(self._max_bytes)
-        self._reader = _core.SlabReader.create(index, wants, self._slab_bytes, sort=sort, **options.slabs())
+        self._reader = _core.SlabReader.create(batch, wants, self._slab_bytes, sort=sort, **options.slabs())
         self._pinned = accelerator
         self._slabs: list[torch.Tensor] = []
         self._spare = 1
@@ -179,7 +161,7 @@ class SlabLoad:
         reader.start([slab.data_ptr() for slab in self._slabs], self._slabs, max(1, count - self._spare))
         return self
 
-    def __iter__(self) -> Iterator[tuple[int, list[Piece], torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[int, list[_core.Copy], torch.Tensor]]:
         reader = self._reader
         while reader.batch_count:
             self._recycle()
@@ -187,8 +169,8 @@ class SlabLoad:
             if found is None:
                 return
             batch, self._current = found
-            group, pieces = reader.batch(batch)
-            yield group, pieces, self._slabs[self._current]
+            device, copies = reader.batch(batch)
+            yield device, copies, self._slabs[self._current]
             if self._current is not None:
                 reader.release(self._current)
                 self._current = None
@@ -229,21 +211,20 @@ class SlabLoad:
         self._slabs = []
 
 
-def upload(
-    index: _core.Index, wants: Sequence[Want], goals: Goals, devices: Sequence[torch.device], options: ReadOptions
-) -> None:
-    """Loads each rectangle to the goal of the same number; its group is the number of its device.
+def upload(batch: _core.Batch, wants: Sequence[int], targets: Sequence[Target], options: ReadOptions) -> None:
+    """Fills what goes through slabs: ``wants`` of a batch whose targets' numbers are those of ``targets``.
 
-    When this returns, work that is queued on the caller's current stream of each device sees all of it. After an error the goals may be partly filled, and
-    that work still comes after whatever copies were started.
+    When this returns, work that is queued on the caller's current stream of each device sees all of it. After an error the targets may be partly filled,
+    and that work still comes after whatever copies were started.
     """
-    accelerator = any(map(is_accelerator, devices))
-    load = SlabLoad(index, wants, sort=True, accelerator=accelerator, options=options)
+    devices = {space_of(device): device for device in {target.tensor.device: None for target in targets}}
+    accelerator = any(map(is_accelerator, devices.values()))
+    load = SlabLoad(batch, wants, sort=True, accelerator=accelerator, options=options)
     with ExitStack() as stack:
-        lanes = [lane_for(device) for device in devices]
-        for lane in lanes:
+        lanes = {number: lane_for(device) for number, device in devices.items()}
+        for lane in lanes.values():
             stack.callback(lane.order_before_caller)
         stack.enter_context(load)
-        for group, pieces, slab in load:
-            lane = lanes[group]
-            load.sent(lane, lane.upload(slab, make_transfer(slab, lane, goals, pieces)))
+        for device, copies, slab in load:
+            lane = lanes[device]
+            load.sent(lane, lane.upload(slab, make_transfer(slab, lane, targets, copies)))

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use dcp_rs_core::checkpoint::gather::{Gather, Memory, Turns};
+use dcp_rs_core::checkpoint::gather::{Gather, Rest, Source, Turns, Want};
+use dcp_rs_core::geometry::Region;
 use dcp_rs_core::geometry::memory::Footprint;
-use dcp_rs_core::geometry::overlap::Region;
 use pyo3::exceptions::PyIndexError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -16,20 +16,12 @@ use crate::panics::guarded;
 use crate::plain::Layout;
 use crate::read::{self, Options, Stats, read_options};
 
-/// `dcp_rs.transfer.load.Target`: a region of a tensor, to a tensor in host memory that holds what is stored.
+/// `dcp_rs.transfer.target.Target`: a region of a stored tensor or of a chunk, and the tensor that it goes to.
 #[derive(FromPyObject)]
 struct Target<'py> {
     place: u64,
-    index: u32,
-    offsets: Extent,
-    tensor: Bound<'py, PyAny>,
-}
-
-/// `dcp_rs.transfer.load.Fill`: the same, of a chunk.
-#[derive(FromPyObject)]
-struct Fill<'py> {
-    place: u64,
-    chunk: u64,
+    index: u64,
+    of_chunk: bool,
     offsets: Extent,
     tensor: Bound<'py, PyAny>,
 }
@@ -58,8 +50,28 @@ impl Batch {
         }
     }
 
-    fn memory(&self, tensor: u32, layout: &Layout) -> PyResult<Memory> {
-        read::memory(self.index.get(), tensor, layout.address, &layout.shape, &layout.strides)
+    /// What a target is a region of, and the tensor that this belongs to.
+    fn source(&self, target: &Target<'_>) -> PyResult<(Source, u32)> {
+        let index = self.index.get();
+        if target.of_chunk {
+            index.check_chunk(target.index)?;
+            return Ok((Source::Chunk(target.index), index.inner.chunk(target.index).tensor));
+        }
+        let tensor = u32::try_from(target.index).unwrap_or(u32::MAX);
+        index.check_tensor(tensor)?;
+        Ok((Source::Tensor(tensor), tensor))
+    }
+
+    pub fn checked_wants(&self, numbers: &[usize]) -> PyResult<Vec<Want>> {
+        let want = |&number: &usize| {
+            let found = self.gather.want(number).cloned();
+            found.ok_or_else(|| PyIndexError::new_err(format!("{number} is nothing that goes through slabs")))
+        };
+        numbers.iter().map(want).collect()
+    }
+
+    pub fn index(&self) -> &Index {
+        self.index.get()
     }
 
     fn check_turn(&self, turn: usize) -> PyResult<()> {
@@ -84,51 +96,60 @@ impl Batch {
         self.gather.len()
     }
 
-    /// Adds regions of tensors, from whichever chunks hold them.
-    fn add_targets(&mut self, py: Python<'_>, targets: Vec<Target<'_>>) -> PyResult<()> {
+    /// Adds targets in host memory that hold what is stored, to be filled in place.
+    fn add(&mut self, py: Python<'_>, targets: Vec<Target<'_>>) -> PyResult<()> {
         for target in targets {
-            self.index.get().check_tensor(target.index)?;
+            let (source, tensor) = self.source(&target)?;
             let layout = Layout::of(&target.tensor)?;
-            let to = self.memory(target.index, &layout)?;
+            let to = read::memory(self.index.get(), tensor, layout.address, &layout.shape, &layout.strides)?;
             let region = Region {
                 offsets: target.offsets.0,
                 sizes: layout.shape,
             };
             self.gather.set_place(target.place);
-            self.gather.add_region(target.index, &region, &to).into_py(py)?;
+            self.gather.add(source, &region, &to).into_py(py)?;
         }
         Ok(())
     }
 
-    /// Adds rectangles of chunks.
-    fn add_fills(&mut self, py: Python<'_>, fills: Vec<Fill<'_>>) -> PyResult<()> {
-        for fill in fills {
-            self.index.get().check_chunk(fill.chunk)?;
-            let layout = Layout::of(&fill.tensor)?;
-            let to = self.memory(self.index.get().inner.chunk(fill.chunk).tensor, &layout)?;
-            self.gather.set_place(fill.place);
-            let added = self.gather.add_chunk(fill.chunk, &fill.offsets.0, &layout.shape, to);
-            added.into_py(py)?;
-        }
-        Ok(())
+    /// Adds a target that the caller fills through slabs, and calls `number`. `device` is the number of its device; `there`: its memory is there already.
+    fn add_elsewhere(
+        &mut self,
+        py: Python<'_>,
+        number: usize,
+        target: Target<'_>,
+        device: u32,
+        there: bool,
+    ) -> PyResult<()> {
+        let (source, _) = self.source(&target)?;
+        let layout = Layout::of(&target.tensor)?;
+        let to = Rest {
+            device,
+            address: there.then_some(layout.address as u64),
+            itemsize: itemsize(&target.tensor)?,
+            strides: layout.strides,
+        };
+        let region = Region {
+            offsets: target.offsets.0,
+            sizes: layout.shape,
+        };
+        self.gather.set_place(target.place);
+        self.gather.add_elsewhere(number, source, &region, &to).into_py(py)
     }
 
-    /// Gives a turn to what the caller fills. `parts` is the memory of it; `covers`: all of that is written. Returns its number.
-    fn add_elsewhere(&mut self, py: Python<'_>, fill: Fill<'_>, parts: Vec<Part<'_>>, covers: bool) -> PyResult<usize> {
-        self.index.get().check_chunk(fill.chunk)?;
-        let footprints = parts
-            .iter()
-            .map(|part| {
-                let layout = Layout::of(&part.tensor)?;
-                let itemsize: u64 = part.tensor.call_method0(intern!(py, "element_size"))?.extract()?;
-                let strides: Option<Vec<u64>> = layout.strides.iter().map(|s| s.checked_mul(itemsize)).collect();
-                Ok(strides.and_then(|strides| {
-                    Footprint::new(part.space, layout.address as u64, itemsize, &layout.shape, &strides)
-                }))
-            })
-            .collect::<PyResult<_>>()?;
-        self.gather.set_place(fill.place);
-        self.gather.add_elsewhere(fill.chunk, footprints, covers).into_py(py)
+    /// The same for a target that only its own class can fill. `parts` is the memory that it may write to.
+    fn add_opaque(&mut self, py: Python<'_>, number: usize, target: Target<'_>, parts: Vec<Part<'_>>) -> PyResult<()> {
+        let (source, _) = self.source(&target)?;
+        let footprints: Vec<_> = parts.iter().map(footprint).collect::<PyResult<_>>()?;
+        let region = Region {
+            offsets: target.offsets.0,
+            sizes: target.tensor.getattr(intern!(py, "shape"))?.extract::<Extent>()?.0,
+        };
+        self.gather.set_place(target.place);
+        let added = self
+            .gather
+            .add_opaque(number, source, &region, footprints.into_iter().flatten());
+        added.into_py(py)
     }
 
     /// Finds the turns, once all is added; returns how many there are. What a later destination hides has none, unless `every` one is to
@@ -139,10 +160,21 @@ impl Batch {
         self.turns.len()
     }
 
-    /// Numbers of what the caller fills in a turn.
-    fn elsewhere(&self, turn: usize) -> PyResult<Vec<usize>> {
+    /// What goes through slabs in a turn: numbers for `SlabReader.create`.
+    fn wants(&self, turn: usize) -> PyResult<Vec<usize>> {
         self.check_turn(turn)?;
-        Ok(self.gather.elsewhere(&self.turns, turn))
+        Ok(self.gather.wants(&self.turns, turn))
+    }
+
+    /// The number of the device that such a want goes to.
+    fn device_of(&self, want: usize) -> PyResult<u32> {
+        Ok(self.checked_wants(&[want])?[0].device)
+    }
+
+    /// Numbers of the targets that their own class fills in a turn.
+    fn opaque(&self, turn: usize) -> PyResult<Vec<usize>> {
+        self.check_turn(turn)?;
+        Ok(self.gather.opaque(&self.turns, turn))
     }
 
     /// The places of all that is filled in a turn.
@@ -169,4 +201,19 @@ impl Batch {
         let stats = read::run_turn(py, &self.gather, &self.turns, turn, &options)?;
         Ok((stats.bytes_wanted, stats.bytes_read))
     }
+}
+
+fn itemsize(tensor: &Bound<'_, PyAny>) -> PyResult<u64> {
+    tensor.call_method0(intern!(tensor.py(), "element_size"))?.extract()
+}
+
+/// The memory of a part; None where it ends beyond all memory.
+fn footprint(part: &Part<'_>) -> PyResult<Option<Footprint>> {
+    let layout = Layout::of(&part.tensor)?;
+    let itemsize = itemsize(&part.tensor)?;
+    let strides: Option<Vec<u64>> = layout.strides.iter().map(|s| s.checked_mul(itemsize)).collect();
+    Ok(
+        strides
+            .and_then(|strides| Footprint::new(part.space, layout.address as u64, itemsize, &layout.shape, &strides)),
+    )
 }

@@ -33,7 +33,7 @@ mod _core {
     #[pymodule_export]
     use crate::save_plan::{SavePlan, assign_saves};
     #[pymodule_export]
-    use crate::slabs::SlabReader;
+    use crate::slabs::{Copy, Image, SlabReader};
     #[pymodule_export]
     use crate::verify::{block_digest, check_no_rank_indexes, has_native_data, recover, seal_archives};
     #[pymodule_export]

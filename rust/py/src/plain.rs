@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use dcp_rs_core::Dtype;
-use dcp_rs_core::checkpoint::Gather;
+use dcp_rs_core::checkpoint::gather::{Gather, Source};
 use dcp_rs_core::format::Kind;
 use dcp_rs_core::geometry::{Dims, Region};
 use pyo3::intern;
@@ -169,7 +169,7 @@ impl Index {
         };
         // What the chunks do not hold, and what cannot be written to, is reported by the planner, which has the words for it.
         let before = gather.len();
-        if gather.add_region(stored, &whole, &to).is_err() {
+        if gather.add(Source::Tensor(stored), &whole, &to).is_err() {
             gather.truncate(before);
             return Ok(None);
         }

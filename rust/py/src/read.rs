@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use dcp_rs_core::checkpoint::gather::{self, Gather, Memory, Turns};
+use dcp_rs_core::checkpoint::gather::{self, Gather, Memory, Source, Turns};
 use dcp_rs_core::format::{Kind, SourceKind};
 use dcp_rs_core::geometry::Dims;
 use dcp_rs_core::geometry::overlap::{self, Overlap, Region};
@@ -118,7 +118,8 @@ impl Index {
             self.check_chunk(*chunk)?;
             let tensor = index.chunk(*chunk).tensor;
             let to = memory(self, tensor, *address, &sizes.0, &strides.0)?;
-            gather.add_chunk(*chunk, &offsets.0, &sizes.0, to).into_py(py)?;
+            let region = Region::new(&offsets.0, &sizes.0);
+            gather.add(Source::Chunk(*chunk), &region, &to).into_py(py)?;
         }
         let stats = run(py, &gather, &options)?;
         Ok((stats.bytes_wanted, stats.bytes_read))
@@ -135,11 +136,8 @@ impl Index {
         for (tensor, offsets, sizes, address, strides) in &requests {
             self.check_tensor(*tensor)?;
             let to = memory(self, *tensor, *address, &sizes.0, &strides.0)?;
-            let region = Region {
-                offsets: offsets.0.clone(),
-                sizes: sizes.0.clone(),
-            };
-            gather.add_region(*tensor, &region, &to).into_py(py)?;
+            let region = Region::new(&offsets.0, &sizes.0);
+            gather.add(Source::Tensor(*tensor), &region, &to).into_py(py)?;
         }
         let stats = run(py, &gather, &options)?;
         Ok((stats.bytes_wanted, stats.bytes_read))
@@ -232,12 +230,6 @@ impl Index {
             .into_iter()
             .map(|(at, hole)| Ok((at, extent_to_py(py, &hole.offsets)?, extent_to_py(py, &hole.sizes)?)))
             .collect()
-    }
-
-    /// The chunks that hold a region of a tensor.
-    fn cover<'py>(&self, py: Python<'py>, tensor: u32, offsets: Extent, sizes: Extent) -> PyResult<Vec<Part<'py>>> {
-        let region = self.region(tensor, offsets, sizes)?;
-        parts_to_py(py, gather::cover(&self.inner, tensor, &region).into_py(py)?)
     }
 }
 

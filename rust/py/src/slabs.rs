@@ -6,21 +6,70 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use dcp_rs_core::read::{Destination, ReadOptions};
-use dcp_rs_core::slabs::{Image, Next, Part, Plan, Session, Slab, Want};
+use dcp_rs_core::slabs::{self, Next, Plan, Session, Slab, To};
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
-use crate::convert::{Extent, FsPath, extent_to_py};
+use crate::batch::Batch;
+use crate::convert::{FsPath, extent_to_py};
 use crate::error::{IntoPy, PlanError};
-use crate::index::Index;
 use crate::panics::guarded;
 use crate::read::{Options, read_options};
 
 /// How often signals are looked at.
 const PERIOD: Duration = Duration::from_millis(20);
 
-/// Chunk, offsets in it, sizes, whether it may be cut at any element, group.
-type WantTuple = (u64, Extent, Extent, bool, u32);
+/// Bytes of a slab, and the part of a target that they fill.
+#[pyclass(frozen, get_all, module = "dcp_rs._core")]
+pub struct Copy {
+    /// Number of the target.
+    target: usize,
+    /// Which of the wants that the reader was given it is a part of.
+    want: usize,
+    /// First byte in the slab.
+    at: u64,
+    /// Bytes.
+    nbytes: u64,
+    /// First byte in the target, counted as its elements are stored; None: they go to `r#box`.
+    begin: Option<u64>,
+    /// Offsets and sizes of a rectangle of the target; None: they go to one run of memory.
+    r#box: Option<Py<PyTuple>>,
+}
+
+impl Copy {
+    fn new(py: Python<'_>, copy: slabs::Copy) -> PyResult<Self> {
+        let (begin, r#box) = match copy.to {
+            To::Bytes(begin) => (Some(begin), None),
+            To::Box(region) => {
+                let ends = [extent_to_py(py, &region.offsets)?, extent_to_py(py, &region.sizes)?];
+                (None, Some(PyTuple::new(py, ends)?.unbind()))
+            }
+        };
+        Ok(Self {
+            target: copy.target,
+            want: copy.want,
+            at: copy.at,
+            nbytes: copy.length,
+            begin,
+            r#box,
+        })
+    }
+}
+
+/// A stretch of a file that a batch holds as it is. Pages of 4096 bytes have the same boundaries in file and slab.
+#[pyclass(frozen, get_all, module = "dcp_rs._core")]
+pub struct Image {
+    path: Py<PyAny>,
+    /// First byte in the file.
+    start: u64,
+    /// The byte after the last.
+    end: u64,
+    /// First byte in the slab.
+    at: u64,
+    /// The copies that are taken from it: the first, and the one after the last.
+    first: usize,
+    last: usize,
+}
 
 /// A load in progress: threads that fill slabs ahead of whoever empties them.
 #[pyclass(frozen, module = "dcp_rs._core")]
@@ -33,13 +82,13 @@ pub struct SlabReader {
 #[guarded]
 #[pymethods]
 impl SlabReader {
-    /// Packs what is wanted, in its order or that of the files, into batches of up to `slab_bytes`, and checks the files.
+    /// Packs wants of a batch, in their order or that of the files, into slabs of up to `slab_bytes`, and checks the files.
     #[staticmethod]
-    #[pyo3(signature = (index, wants, slab_bytes, *, sort, **options))]
+    #[pyo3(signature = (batch, wants, slab_bytes, *, sort, **options))]
     fn create(
         py: Python<'_>,
-        index: &Index,
-        wants: Vec<WantTuple>,
+        batch: &Batch,
+        wants: Vec<usize>,
         slab_bytes: u64,
         sort: bool,
         options: Option<Options>,
@@ -48,23 +97,11 @@ impl SlabReader {
             max_inflight_bytes: slab_bytes,
             ..read_options(options)?
         };
-        let wants = wants
-            .into_iter()
-            .map(|(chunk, offsets, sizes, flat, group)| {
-                index.check_chunk(chunk)?;
-                Ok(Want {
-                    chunk,
-                    offsets: offsets.0,
-                    sizes: sizes.0,
-                    flat,
-                    group,
-                })
-            })
-            .collect::<PyResult<Vec<_>>>()?;
-        let inner = Arc::clone(&index.inner);
-        let allow_external = index.allow_external;
+        let found = batch.checked_wants(&wants)?;
+        let inner = Arc::clone(&batch.index().inner);
+        let allow_external = batch.index().allow_external;
         let plan = py
-            .detach(|| Plan::new(inner, allow_external, &wants, slab_bytes, sort, &options))
+            .detach(|| Plan::new(inner, allow_external, found, slab_bytes, sort, &options))
             .into_py(py)?;
         Ok(Self {
             plan: Arc::new(plan),
@@ -84,41 +121,27 @@ impl SlabReader {
         self.plan.workers()
     }
 
-    /// The group of a batch and its pieces, in the order of their places: (item, place, bytes, first byte in the item), or
-    /// (item, place, bytes, offsets in the item, sizes).
+    /// The number of the device that a batch goes to, and the copies that bring it there, in the order of their places.
     fn batch<'py>(&self, py: Python<'py>, batch: usize) -> PyResult<(u32, Bound<'py, PyList>)> {
-        let batch = self
-            .plan
-            .batches()
-            .get(batch)
-            .ok_or_else(|| PlanError::new_err(format!("no batch {batch}")))?;
-        let pieces = batch
-            .pieces
-            .iter()
-            .map(|piece| match &piece.part {
-                Part::Bytes(from) => (piece.item, piece.at, piece.length, *from).into_pyobject(py),
-                Part::Rectangle(offsets, sizes) => {
-                    let (offsets, sizes) = (extent_to_py(py, offsets)?, extent_to_py(py, sizes)?);
-                    (piece.item, piece.at, piece.length, offsets, sizes).into_pyobject(py)
-                }
-            })
-            .collect::<PyResult<Vec<Bound<'py, PyTuple>>>>()?;
-        Ok((batch.group, PyList::new(py, pieces)?))
+        let batch = self.found(batch)?;
+        let copies = self.plan.copies(batch).map(|copy| Copy::new(py, copy));
+        let list = PyList::new(py, copies.collect::<PyResult<Vec<_>>>()?)?;
+        Ok((self.plan.device(batch), list))
     }
 
-    /// The stretches of files that a batch holds as they are: (path, first byte, byte after the last, place in the slab, first piece,
-    /// piece after the last). Pages of 4096 bytes have the same boundaries in file and slab.
-    fn images<'py>(&self, py: Python<'py>, batch: usize) -> PyResult<Bound<'py, PyList>> {
-        let found = self.plan.batches().get(batch);
-        let images = &found
-            .ok_or_else(|| PlanError::new_err(format!("no batch {batch}")))?
-            .images;
-        let tuple = |image: &Image| -> PyResult<Bound<'py, PyTuple>> {
-            let pieces = &image.pieces;
-            let path = FsPath::text(py, self.plan.image_path(batch, image))?;
-            (path, image.start, image.end, image.at, pieces.start, pieces.end).into_pyobject(py)
+    /// The stretches of files that a batch holds as they are.
+    fn images(&self, py: Python<'_>, batch: usize) -> PyResult<Vec<Image>> {
+        let image = |image: &slabs::Image| {
+            Ok(Image {
+                path: FsPath::text(py, self.plan.image_path(batch, image))?.unbind(),
+                start: image.start,
+                end: image.end,
+                at: image.at,
+                first: image.pieces.start,
+                last: image.pieces.end,
+            })
         };
-        PyList::new(py, images.iter().map(tuple).collect::<PyResult<Vec<_>>>()?)
+        self.found(batch)?.images.iter().map(image).collect()
     }
 
     /// Begins to fill slabs, on up to `workers` threads. `addresses` are those of memory that `memory` keeps, a slab each; they
@@ -133,7 +156,7 @@ impl SlabReader {
             .collect();
         let plan = Arc::clone(&self.plan);
         // SAFETY: this method's contract: `memory` keeps the slabs, `plan.slab_bytes()` each, alive and apart, and is held until the session
-        // is gone; `dcp_rs.transfer.load` touches a slab only between `next` and `release`.
+        // is gone; `dcp_rs.transfer.upload` touches a slab only between `next` and `release`.
         let session = unsafe { Session::start(plan, slabs, workers) };
         let session = Python::attach(|py| session.into_py(py))?;
         // Of two calls at once, one comes too late; its session stops again.
@@ -174,6 +197,13 @@ impl SlabReader {
             .map(|(session, _)| session.stats())
             .unwrap_or_default();
         (stats.bytes_wanted, stats.bytes_read, stats.bytes_direct)
+    }
+}
+
+impl SlabReader {
+    fn found(&self, batch: usize) -> PyResult<&slabs::Batch> {
+        let found = self.plan.batches().get(batch);
+        found.ok_or_else(|| PlanError::new_err(format!("no batch {batch}")))
     }
 }
 

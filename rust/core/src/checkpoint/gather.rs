@@ -8,12 +8,14 @@ use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use smallvec::{SmallVec, smallvec};
+
 use self::arrange::Elsewhere;
-pub use self::arrange::Turns;
+pub use self::arrange::{Rest, Turns, Want};
 use crate::copy::SignBits;
-use crate::format::{BLOCK_SIZE, ChunkView, INDEX_NAME, Identity, Index, Kind, SourceKind};
+use crate::format::{BLOCK_SIZE, ChunkView, INDEX_NAME, Identity, Index, SourceKind};
 use crate::geometry::memory::Footprint;
-use crate::geometry::overlap::{self, Region};
+use crate::geometry::overlap::{self, Overlap, Region};
 use crate::geometry::{Dims, row_major};
 use crate::paths::{Links, Reach, Verdict, reach};
 use crate::read::{self, Catalog, Destination, FileRef, ReadOptions, ReadReq, ReadStats};
@@ -176,6 +178,15 @@ pub fn check_regions(
     Ok(holes)
 }
 
+/// What a region is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// A tensor: it comes from whichever chunks hold it.
+    Tensor(u32),
+    /// One chunk, for whoever plans by chunks.
+    Chunk(u64),
+}
+
 /// Memory for a rectangle: its address, and the step in bytes along each dimension.
 #[derive(Clone, Debug)]
 pub struct Memory {
@@ -224,23 +235,51 @@ impl Gather {
         Error::tensor_plan(Some(self.index.path()), tensor, reason)
     }
 
-    /// Adds the rectangle of `sizes` elements at `offsets` of a chunk.
-    pub fn add_chunk(&mut self, chunk: u64, offsets: &[u64], sizes: &[u64], to: Memory) -> Result<()> {
-        let view = self.index.chunk(chunk);
-        let tensor = self.index.tensor(view.tensor);
-        if tensor.kind == Kind::Bytes {
-            return Err(self.refuse(tensor.name, "it is a value, not a tensor".into()));
+    /// Adds a region, to be read to memory.
+    pub fn add(&mut self, source: Source, region: &Region, to: &Memory) -> Result<()> {
+        let index = Arc::clone(&self.index);
+        let (tensor, dtype) = self.check(source, region)?;
+        self.check_memory(index.name(tensor), dtype.size(), &region.sizes, to)?;
+        for part in parts(&index, source, region)? {
+            let memory = Memory {
+                address: step_by(to.address, &part.region_offsets, &to.strides)?,
+                strides: to.strides.clone(),
+            };
+            self.add_part(
+                &index.chunk(part.chunk),
+                dtype,
+                &part.chunk_offsets,
+                &part.sizes,
+                memory,
+            )?;
         }
-        if !Region::new(offsets, sizes).fits(&view.sizes) || to.strides.len() != sizes.len() {
-            let reason = format!(
-                "{sizes:?} elements at {offsets:?} of a chunk of {:?}",
-                view.sizes.as_slice()
-            );
-            return Err(self.refuse(tensor.name, reason));
+        Ok(())
+    }
+
+    /// The tensor that a region is of, and its type, if there is such a region.
+    fn check(&self, source: Source, region: &Region) -> Result<(u32, Dtype)> {
+        let (tensor, chunk) = match source {
+            Source::Tensor(tensor) => (tensor, None),
+            Source::Chunk(chunk) => (self.index.chunk(chunk).tensor, Some(chunk)),
+        };
+        let view = self.index.tensor(tensor);
+        let Some(dtype) = view.dtype else {
+            return Err(self.refuse(view.name, "it is a value, not a tensor".into()));
+        };
+        let (whole, of) = match chunk {
+            None => (view.shape, ""),
+            Some(chunk) => (self.index.chunk(chunk).sizes, "a chunk of "),
+        };
+        if region.fits(&whole) {
+            return Ok((tensor, dtype));
         }
-        let dtype = tensor.dtype.expect("tensors have one");
-        self.check_memory(tensor.name, dtype.size(), sizes, &to)?;
-        self.add_part(&view, dtype, offsets, sizes, to)
+        let reason = format!(
+            "{:?} elements at {:?} of {of}{:?}",
+            region.sizes.as_slice(),
+            region.offsets.as_slice(),
+            whole.as_slice()
+        );
+        Err(self.refuse(view.name, reason))
     }
 
     /// Adds a rectangle that was checked.
@@ -270,36 +309,6 @@ impl Gather {
             dst_strides: to.strides,
             signs: view.signs.bits(dtype).expect("checked at open"),
         });
-        Ok(())
-    }
-
-    /// Adds a region of a tensor, from whichever chunks hold it.
-    pub fn add_region(&mut self, tensor: u32, region: &Region, to: &Memory) -> Result<()> {
-        let index = Arc::clone(&self.index);
-        let view = index.tensor(tensor);
-        let Some(dtype) = view.dtype else {
-            return Err(self.refuse(view.name, "it is a value, not a tensor".into()));
-        };
-        if !region.fits(&view.shape) || to.strides.len() != view.shape.len() {
-            let reason = format!(
-                "{:?} elements at {:?} of {:?}",
-                region.sizes.as_slice(),
-                region.offsets.as_slice(),
-                view.shape.as_slice()
-            );
-            return Err(self.refuse(view.name, reason));
-        }
-        self.check_memory(view.name, dtype.size(), &region.sizes, to)?;
-        for part in cover(&index, tensor, region)? {
-            let bytes: u64 = part.region_offsets.iter().zip(&to.strides).map(|(o, s)| o * s).sum();
-            let bytes = usize::try_from(bytes).map_err(|_| Error::Plan("destination too large".into()))?;
-            let memory = Memory {
-                address: Destination(to.address.0.wrapping_add(bytes)),
-                strides: to.strides.clone(),
-            };
-            let chunk = index.chunk(part.chunk);
-            self.add_part(&chunk, dtype, &part.chunk_offsets, &part.sizes, memory)?;
-        }
         Ok(())
     }
 
@@ -428,8 +437,32 @@ impl Gather {
     }
 }
 
+/// Where something is that lies at `offsets` of what begins at an address.
+fn step_by(address: Destination, offsets: &[u64], strides: &[u64]) -> Result<Destination> {
+    let bytes: u64 = offsets
+        .iter()
+        .zip(strides)
+        .map(|(offset, stride)| offset * stride)
+        .sum();
+    let bytes = usize::try_from(bytes).map_err(|_| Error::Plan("destination too large".into()))?;
+    Ok(Destination(address.0.wrapping_add(bytes)))
+}
+
+/// The parts of a region that was checked, and the chunks that hold them.
+fn parts(index: &Index, source: Source, region: &Region) -> Result<SmallVec<[Overlap; 1]>> {
+    match source {
+        Source::Tensor(tensor) => Ok(cover(index, tensor, region)?.into()),
+        Source::Chunk(chunk) => Ok(smallvec![Overlap {
+            chunk,
+            chunk_offsets: region.offsets.clone(),
+            region_offsets: Dims::from_elem(0, region.sizes.len()),
+            sizes: region.sizes.clone(),
+        }]),
+    }
+}
+
 /// The parts of a region and the chunks that hold them; an error that names what no chunk holds.
-pub fn cover(index: &Index, tensor: u32, region: &Region) -> Result<Vec<overlap::Overlap>> {
+pub fn cover(index: &Index, tensor: u32, region: &Region) -> Result<Vec<Overlap>> {
     overlap::cover(index, tensor, region).map_err(|hole| {
         let reason = format!(
             "the checkpoint does not hold {:?} elements at {:?}",

@@ -31,3 +31,13 @@ pub fn row_major(sizes: &[u64]) -> Dims {
     }
     strides
 }
+
+/// Whether elements in row-major order follow each other.
+pub fn is_run(sizes: &[u64], strides: &[u64]) -> bool {
+    let mut expected = 1;
+    sizes.iter().zip(strides).rev().all(|(&size, &stride)| {
+        let fits = size == 1 || stride == expected;
+        expected *= size;
+        fits
+    })
+}

@@ -5,5 +5,5 @@ pub mod memory;
 pub mod overlap;
 pub mod tiling;
 
-pub use dims::{Dims, element_count, row_major, strided_length};
+pub use dims::{Dims, element_count, is_run, row_major, strided_length};
 pub use overlap::{Overlap, Region};

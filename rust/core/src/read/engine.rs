@@ -1,26 +1,17 @@
 //! Carries out a plan: workers that live for one call take jobs until none is left, or one fails.
 #![allow(unsafe_code)] // `read` is unsafe to call: it writes to addresses that it is given.
 
-use std::fs::File;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use super::plan::{Plan, Policy, plan};
-use super::survey::{Access, MIN_JOB, spans, survey};
+use super::batch::{Batch, change_signs, stores};
+use super::plan::plan;
+use super::policy::{DISK_DEPTH, MIN_JOB, Policy, SMALL_READ, SMALL_READ_DEPTH};
+use super::survey::{spans, survey};
 use super::worker::Worker;
 use super::{Catalog, FileRef, ReadOptions, ReadReq, ReadStats};
-use crate::copy::Stores;
 use crate::store::Buffer;
 use crate::{Control, Error, Result};
-
-/// Reads in flight that keep a disk busy, whatever the number of cores.
-pub const DISK_DEPTH: usize = 16;
-/// The same for reads so small that their number is what limits the disk.
-const SMALL_READ_DEPTH: usize = 64;
-/// What counts as such.
-pub const SMALL_READ: u64 = 32 << 10;
-/// From here on a batch is streamed: what it writes would not stay in a cache anyway.
-const STREAM_BATCH: u64 = 1 << 20;
 
 /// Fills every destination, in parallel; returns when all is written. The first error stops the rest.
 ///
@@ -65,49 +56,28 @@ pub unsafe fn read(
     for (i, job) in plan.jobs.iter().enumerate() {
         queues[usize::from(access[job.file as usize].waits())].jobs.push(i);
     }
-    let batch = Batch {
-        files,
-        reqs,
-        catalog,
-        verify: options.verify,
+    let call = Call {
+        batch: Batch {
+            files,
+            reqs,
+            catalog,
+            verify: options.verify,
+            open: &open,
+            access: &access,
+            policies: &policies,
+            plan,
+            stores: stores(total),
+        },
         control,
-        open: &open,
-        access: &access,
-        policies: &policies,
-        plan,
         queues,
-        stores: stores(total),
         stop: AtomicBool::new(false),
         failure: Mutex::new(None),
         stats: Mutex::new(ReadStats::default()),
     };
-    let stats = batch.run(threads, options.max_inflight_bytes)?;
+    let stats = call.run(threads, options.max_inflight_bytes)?;
     // SAFETY: the caller's promise: all elements were written just now.
     unsafe { change_signs(reqs) };
     Ok(stats)
-}
-
-/// Makes of what was read what it stands for.
-///
-/// # Safety
-/// That of [`read`].
-pub unsafe fn change_signs(reqs: &[ReadReq]) {
-    for req in reqs
-        .iter()
-        .filter(|req| !req.signs.is_empty() && !req.shape.contains(&0))
-    {
-        // SAFETY: as the caller vouches.
-        unsafe { req.signs.change(req.dst.0, &req.shape, &req.dst_strides) };
-    }
-}
-
-/// How to copy what a batch of so many bytes wants.
-pub fn stores(total: u64) -> Stores {
-    if total < STREAM_BATCH {
-        Stores::Cached
-    } else {
-        Stores::Streaming
-    }
 }
 
 /// Jobs in the order of files and offsets, and how many were taken.
@@ -117,52 +87,18 @@ struct Queue {
     taken: AtomicUsize,
 }
 
-/// All that the workers of one call share.
-pub struct Batch<'a> {
-    pub files: &'a [FileRef],
-    pub reqs: &'a [ReadReq],
-    pub catalog: &'a dyn Catalog,
-    pub verify: bool,
+/// One call: its batch, and how far its workers are.
+struct Call<'a> {
+    batch: Batch<'a>,
     control: &'a Control,
-    /// Files that are kept open.
-    pub open: &'a [Option<File>],
-    pub access: &'a [Access],
-    pub policies: &'a [Policy],
-    pub plan: Plan,
     /// Jobs that only need a core, and jobs that wait for storage.
     queues: [Queue; 2],
-    pub stores: Stores,
     stop: AtomicBool,
     failure: Mutex<Option<Error>>,
     stats: Mutex<ReadStats>,
 }
 
-impl<'a> Batch<'a> {
-    /// No requests yet, over files that were looked at before.
-    pub fn empty(
-        files: &'a [FileRef],
-        (open, access, policies): (&'a [Option<File>], &'a [Access], &'a [Policy]),
-        catalog: &'a dyn Catalog,
-        control: &'a Control,
-    ) -> Self {
-        Self {
-            files,
-            reqs: &[],
-            catalog,
-            verify: false,
-            control,
-            open,
-            access,
-            policies,
-            plan: Plan::default(),
-            queues: [Queue::default(), Queue::default()],
-            stores: stores(0),
-            stop: AtomicBool::new(false),
-            failure: Mutex::new(None),
-            stats: Mutex::new(ReadStats::default()),
-        }
-    }
-
+impl Call<'_> {
     fn run(&self, threads: usize, max_inflight: u64) -> Result<ReadStats> {
         let copying = threads.min(self.queues[0].jobs.len());
         let waiting = self.depth(threads, max_inflight).min(self.queues[1].jobs.len());
@@ -187,7 +123,7 @@ impl<'a> Batch<'a> {
     fn depth(&self, threads: usize, max_inflight: u64) -> usize {
         let (mut largest, mut wanted, mut seeks) = (1, 0, 0);
         for &job in &self.queues[1].jobs {
-            let job = &self.plan.jobs[job];
+            let job = &self.batch.plan.jobs[job];
             largest = largest.max(job.buffer);
             wanted += job.wanted;
             seeks += job.seeks;
@@ -210,8 +146,8 @@ impl<'a> Batch<'a> {
                 if self.stop.load(Ordering::Relaxed) {
                     return;
                 }
-                let job = &self.plan.jobs[job];
-                let result = self.control.check().and_then(|()| worker.job(self, job));
+                let job = &self.batch.plan.jobs[job];
+                let result = self.control.check().and_then(|()| worker.job(&self.batch, job));
                 if let Err(error) = result {
                     self.stop.store(true, Ordering::Relaxed);
                     let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);

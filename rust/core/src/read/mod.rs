@@ -1,10 +1,12 @@
 //! Reads rectangles of stored chunks into memory: planned purely (`plan`), then carried out in parallel (`engine`).
 
+mod batch;
 mod bounce;
 mod engine;
 mod plan;
 #[cfg(test)]
 mod plan_tests;
+mod policy;
 mod segments;
 mod sequential;
 mod survey;

@@ -4,23 +4,13 @@
 //! group of pieces that lie near each other in one file, done by one thread. A job's *segments* are the file ranges to
 //! fetch for it: the pieces' own, joined where the gap between them is cheaper to read than to skip.
 
+use super::policy::Policy;
 use super::{Catalog, ReadReq};
 use crate::copy::{Loop, Strided};
 use crate::format::BLOCK_SIZE;
 use crate::store::FileRef;
 use crate::{Error, Result};
 use smallvec::SmallVec;
-
-/// How the bytes of a file are best fetched.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Policy {
-    /// Bytes a job should fetch.
-    pub target: u64,
-    /// Ends of a segment are multiples of this, a power of two.
-    pub align: u64,
-    /// Whether a skipped gap saves reading it. Not so from memory, where only its pages are set up.
-    pub skip_gaps: bool,
-}
 
 /// Gaps up to this are read rather than skipped wherever the over-read stays within bounds.
 pub const MAX_GAP: u64 = 64 << 10;

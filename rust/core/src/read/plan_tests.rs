@@ -6,6 +6,7 @@ use proptest::prelude::*;
 use smallvec::smallvec;
 
 use super::plan::*;
+use super::policy::Policy;
 use super::{Catalog, Destination, FileRef, ReadReq};
 use crate::copy::SignBits;
 use crate::geometry::Dims;

@@ -1,7 +1,8 @@
 //! What a job fetches: the ranges of the file that its pieces need, joined where that is cheaper. Pure, as the plan is.
 
 use super::ReadReq;
-use super::plan::{Job, MAX_GAP, Piece, Plan, Policy, extent, fetch_range, worth_joining};
+use super::plan::{Job, MAX_GAP, Piece, Plan, extent, fetch_range, worth_joining};
+use super::policy::Policy;
 use crate::copy::Loop;
 
 /// A range of the file that a job needs, and the run or dense rectangle that comes from it.

@@ -3,9 +3,10 @@
 
 use std::fs::File;
 
-use super::engine::{Batch, DISK_DEPTH, change_signs, stores};
-use super::plan::{Policy, plan};
-use super::survey::{Access, spans, survey};
+use super::batch::{Batch, change_signs, stores};
+use super::plan::{Plan, plan};
+use super::policy::{Access, DISK_DEPTH, Policy};
+use super::survey::{spans, survey};
 use super::worker::Worker;
 use super::{Catalog, FileRef, ReadOptions, ReadReq, ReadStats};
 use crate::{Control, Result};
@@ -48,8 +49,26 @@ impl Survey {
         }
     }
 
-    fn parts(&self) -> (&[Option<File>], &[Access], &[Policy]) {
-        (&self.open, &self.access, &self.policies)
+    /// A batch over the files that were looked at.
+    fn batch<'a>(
+        &'a self,
+        files: &'a [FileRef],
+        reqs: &'a [ReadReq],
+        catalog: &'a dyn Catalog,
+        plan: Plan,
+    ) -> Batch<'a> {
+        let total = plan.jobs.iter().map(|job| job.wanted).sum();
+        Batch {
+            files,
+            reqs,
+            catalog,
+            verify: false,
+            open: &self.open,
+            access: &self.access,
+            policies: &self.policies,
+            plan,
+            stores: stores(total),
+        }
     }
 }
 
@@ -78,12 +97,10 @@ impl Sequential {
     ) -> Result<()> {
         control.check()?;
         let plan = plan(files, reqs, &survey.policies, verify, catalog)?;
-        let total = plan.jobs.iter().map(|job| job.wanted).sum();
-        let mut batch = Batch::empty(files, survey.parts(), catalog, control);
-        batch.reqs = reqs;
-        batch.verify = verify;
-        batch.stores = stores(total);
-        batch.plan = plan;
+        let batch = Batch {
+            verify,
+            ..survey.batch(files, reqs, catalog, plan)
+        };
         for job in &batch.plan.jobs {
             control.check()?;
             self.worker.job(&batch, job)?;
@@ -110,7 +127,7 @@ impl Sequential {
         control: &Control,
     ) -> Result<bool> {
         control.check()?;
-        let batch = Batch::empty(files, survey.parts(), &Nameless, control);
+        let batch = survey.batch(files, &[], &Nameless, Plan::default());
         let read = self.worker.read_direct(&batch, file, (start, end), memory)?;
         if read {
             control.add(end - start);

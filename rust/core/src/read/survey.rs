@@ -3,67 +3,17 @@
 use std::collections::HashMap;
 use std::fs::File;
 
-use super::engine::SMALL_READ;
-use super::plan::Policy;
+use super::policy::{Access, SMALL_READ};
 use super::{Catalog, FileRef, IoMode, ReadOptions, ReadReq};
 use crate::store::{Mapping, direct_align, is_remote, resident_bytes};
 use crate::{Error, Result};
 
-/// Bytes of a job that is copied from a mapping: large against the cost of a job, small against the work of a thread.
-const MAPPED_JOB: u64 = 2 << 20;
-/// Bytes of a job read past the page cache.
-const DISK_JOB: u64 = 1 << 20;
-/// Bytes of a job read from the page cache: buffer and all must stay in the second-level cache.
-const CACHED_JOB: u64 = 512 << 10;
-/// Jobs are made smaller than the above to give every thread some, but never below this.
-pub const MIN_JOB: u64 = 256 << 10;
 /// Of a file that is taken as resident, at most one part in this many is not.
 const MISSING_PART: u64 = 32;
 /// Below this, setting up a mapping costs more than it saves.
 const SMALL: u64 = 32 << 10;
 /// Files opened to be checked are kept open for the workers, if there are no more than this many.
 const KEEP_OPEN: usize = 64;
-
-/// How one file is read in this call.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
-    Mapped,
-    /// From the page cache, by as many threads as copy.
-    Cached,
-    /// From storage through the page cache.
-    Buffered,
-    /// From storage into the page cache, for others too, and copied from a mapping.
-    Shared,
-    /// From storage past the page cache.
-    Direct {
-        align: u64,
-    },
-}
-
-impl Access {
-    /// Whether more threads than cores are useful.
-    pub fn waits(self) -> bool {
-        matches!(self, Self::Shared | Self::Buffered | Self::Direct { .. })
-    }
-
-    /// Whether bytes are copied from a mapping.
-    pub fn maps(self) -> bool {
-        matches!(self, Self::Mapped | Self::Shared)
-    }
-
-    pub fn policy(self, share: u64) -> Policy {
-        let (target, align) = match self {
-            Self::Mapped | Self::Shared => (MAPPED_JOB, 1),
-            Self::Cached | Self::Buffered => (CACHED_JOB, 1),
-            Self::Direct { align } => (DISK_JOB, align),
-        };
-        Policy {
-            target: share.next_power_of_two().clamp(MIN_JOB, target),
-            align,
-            skip_gaps: !self.maps(),
-        }
-    }
-}
 
 /// What is wanted of a file.
 #[derive(Clone, Copy, Debug, Default)]

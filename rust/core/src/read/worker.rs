@@ -4,11 +4,11 @@
 use std::fs::File;
 use std::io;
 
+use super::batch::Batch;
 use super::bounce;
-use super::engine::Batch;
 use super::plan::Job;
+use super::policy::Access;
 use super::segments::{Extent, Segment};
-use super::survey::Access;
 use super::{FileRef, ReadStats, verify};
 use crate::copy::{copy_strided_unfenced, copy_with_digest_unfenced, fence};
 use crate::format::{BLOCK_SIZE, block_digest};

@@ -11,6 +11,6 @@ mod plan;
 mod session;
 mod split;
 
-pub use pack::{Batch, Image, PAGE, Part, Piece};
-pub use plan::{Plan, Want};
+pub use pack::{Batch, Image, PAGE};
+pub use plan::{Copy, Plan, To};
 pub use session::{Next, Session, Slab};

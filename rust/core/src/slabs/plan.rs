@@ -5,31 +5,17 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::pack::{Batch, Image, Item, PAGE, Part, pack};
-use crate::checkpoint::gather::{Gather, Memory, Names};
+use crate::checkpoint::gather::{Gather, Memory, Names, Source, Want};
 use crate::copy::Signs;
 use crate::format::{Index, Kind};
-use crate::geometry::{Dims, Region, row_major};
+use crate::geometry::{Dims, Region, is_run, row_major};
 use crate::read::{Destination, FileRef, ReadOptions, ReadReq, Survey};
 use crate::{Error, Result};
-
-/// A rectangle of a chunk.
-#[derive(Clone, Debug)]
-pub struct Want {
-    /// The chunk.
-    pub chunk: u64,
-    /// Where in it the rectangle begins.
-    pub offsets: Dims,
-    /// How far it extends.
-    pub sizes: Dims,
-    /// Whether it may be cut at any element: where it goes is one run of memory.
-    pub flat: bool,
-    /// Rectangles of different groups never share a slab.
-    pub group: u32,
-}
 
 /// All batches of a load, and what it takes to fill them.
 pub struct Plan {
     pub(super) index: Arc<Index>,
+    wants: Vec<Want>,
     pub(super) files: Vec<FileRef>,
     /// For every piece of every batch. Destinations are places in the slab.
     pub(super) requests: Vec<ReadReq>,
@@ -51,7 +37,7 @@ impl Plan {
     pub fn new(
         index: Arc<Index>,
         allow_external: bool,
-        wants: &[Want],
+        wants: Vec<Want>,
         slab_bytes: u64,
         sort: bool,
         options: &ReadOptions,
@@ -80,13 +66,16 @@ impl Plan {
                         gather.add_bytes(want.chunk, items[piece.item].chunk_begin + from, piece.length, place)?;
                     }
                     Part::Rectangle(offsets, sizes) => {
-                        let offsets: Dims = offsets.iter().zip(&want.offsets).map(|(a, b)| a + b).collect();
+                        let region = Region {
+                            offsets: sum(offsets, &want.chunk_offsets),
+                            sizes: sizes.clone(),
+                        };
                         let itemsize = items[piece.item].itemsize;
                         let to = Memory {
                             address: place,
                             strides: row_major(sizes).iter().map(|stride| stride * itemsize).collect(),
                         };
-                        gather.add_chunk(want.chunk, &offsets, sizes, to)?;
+                        gather.add(Source::Chunk(want.chunk), &region, &to)?;
                     }
                 }
             }
@@ -101,6 +90,7 @@ impl Plan {
         };
         Ok(Self {
             index,
+            wants,
             files,
             requests,
             batches,
@@ -116,6 +106,32 @@ impl Plan {
     #[must_use]
     pub fn batches(&self) -> &[Batch] {
         &self.batches
+    }
+
+    /// The copies that empty a batch, in the order of their places in the slab.
+    pub fn copies(&self, batch: &Batch) -> impl Iterator<Item = Copy> {
+        batch.pieces.iter().map(|piece| {
+            let want = &self.wants[piece.item];
+            Copy {
+                target: want.target,
+                want: piece.item,
+                at: piece.at,
+                length: piece.length,
+                to: match &piece.part {
+                    Part::Bytes(from) => To::Bytes(want.begin.unwrap_or_default() + from),
+                    Part::Rectangle(offsets, sizes) => To::Box(Region {
+                        offsets: sum(offsets, &want.offsets),
+                        sizes: sizes.clone(),
+                    }),
+                },
+            }
+        })
+    }
+
+    /// The number of the device that a batch goes to.
+    #[must_use]
+    pub fn device(&self, batch: &Batch) -> u32 {
+        self.wants[batch.pieces[0].item].device
     }
 
     /// The path of a file that an image of this batch names.
@@ -136,6 +152,34 @@ impl Plan {
     pub fn workers(&self) -> usize {
         self.survey.workers(self.threads).min(self.batches.len())
     }
+}
+
+/// Bytes of a slab, and the part of a target that they fill.
+#[derive(Clone, Debug)]
+pub struct Copy {
+    /// Number of the target.
+    pub target: usize,
+    /// Which of the wants of the plan it is a part of.
+    pub want: usize,
+    /// First byte in the slab.
+    pub at: u64,
+    /// Bytes.
+    pub length: u64,
+    /// Where they go.
+    pub to: To,
+}
+
+/// Where in a target elements go.
+#[derive(Clone, Debug)]
+pub enum To {
+    /// One after another, from this byte on, counted as they are stored.
+    Bytes(u64),
+    /// To a rectangle, in row-major order.
+    Box(Region),
+}
+
+fn sum(a: &[u64], b: &[u64]) -> Dims {
+    a.iter().zip(b).map(|(a, b)| a + b).collect()
 }
 
 /// Packs items in the order of their files.
@@ -162,11 +206,11 @@ fn item(index: &Index, want: &Want) -> Result<Item> {
     let (Kind::Tensor, Some(dtype)) = (tensor.kind, tensor.dtype) else {
         return Err(refuse("it is a value, not a tensor".into()));
     };
-    if !Region::new(&want.offsets, &want.sizes).fits(&view.sizes) {
+    if !Region::new(&want.chunk_offsets, &want.sizes).fits(&view.sizes) {
         return Err(refuse(format!(
             "{:?} elements at {:?} of a chunk of {:?}",
             want.sizes.as_slice(),
-            want.offsets.as_slice(),
+            want.chunk_offsets.as_slice(),
             view.sizes.as_slice()
         )));
     }
@@ -175,7 +219,7 @@ fn item(index: &Index, want: &Want) -> Result<Item> {
     let first: u64 = if empty {
         0
     } else {
-        want.offsets
+        want.chunk_offsets
             .iter()
             .zip(&strides)
             .map(|(offset, stride)| offset * stride)
@@ -189,17 +233,7 @@ fn item(index: &Index, want: &Want) -> Result<Item> {
         itemsize,
         sizes: want.sizes.clone(),
         // Bytes that do not stand for themselves are not delivered as they are.
-        flat: want.flat && view.signs == Signs::default() && (empty || is_run(&want.sizes, &strides)),
-        group: want.group,
-    })
-}
-
-/// Whether elements in row-major order follow each other.
-fn is_run(sizes: &[u64], strides: &[u64]) -> bool {
-    let mut expected = 1;
-    sizes.iter().zip(strides).rev().all(|(&size, &stride)| {
-        let fits = size == 1 || stride == expected;
-        expected *= size;
-        fits
+        flat: want.begin.is_some() && view.signs == Signs::default() && (empty || is_run(&want.sizes, &strides)),
+        group: want.device,
     })
 }

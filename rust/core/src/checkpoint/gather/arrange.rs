@@ -3,11 +3,10 @@
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 
-use smallvec::SmallVec;
-
-use super::Gather;
+use super::{Gather, Source, parts};
 use crate::Result;
 use crate::geometry::memory::{self, Footprint, Write, contested};
+use crate::geometry::{Dims, Region, is_run, row_major};
 use crate::read::ReadReq;
 
 /// A destination that the caller fills: on a device, say.
@@ -16,6 +15,45 @@ pub(super) struct Elsewhere {
     at: u64,
     file: u32,
     write: Write,
+    how: How,
+}
+
+enum How {
+    /// From a slab.
+    Slab(Want),
+    /// All of it at once, by its own class.
+    Opaque { target: usize },
+}
+
+/// A rectangle of a chunk, and the part of a target that it fills.
+#[derive(Clone, Debug)]
+pub struct Want {
+    /// Number of the target.
+    pub target: usize,
+    /// The chunk.
+    pub chunk: u64,
+    /// Where in it the rectangle begins.
+    pub chunk_offsets: Dims,
+    /// Where in the target it goes.
+    pub offsets: Dims,
+    /// How far it extends.
+    pub sizes: Dims,
+    /// Where it goes is one run of memory, from this byte of the target on, counted as the elements are stored. It may be cut at any element.
+    pub begin: Option<u64>,
+    /// Number of the target's device: what goes to different ones never shares a slab.
+    pub device: u32,
+}
+
+/// A tensor that the caller fills, as far as it is known where its elements lie.
+pub struct Rest {
+    /// Number of its device.
+    pub device: u32,
+    /// Address of the first element; `None`: the memory comes into being later.
+    pub address: Option<u64>,
+    /// Bytes of an element.
+    pub itemsize: u64,
+    /// Elements from one to the next, in each dimension.
+    pub strides: Dims,
 }
 
 /// In which turn what is filled. Those of one turn share no memory. By default all of it in one.
@@ -45,31 +83,76 @@ impl Turns {
 }
 
 impl Gather {
-    /// Adds memory that the caller fills with what it reads from `chunk`, so that it gets a turn: one rectangle, or (`covers` not set) several of which not
-    /// all bytes need be written. Returns its number.
-    pub fn add_elsewhere(&mut self, chunk: u64, footprints: Vec<Option<Footprint>>, covers: bool) -> Result<usize> {
+    /// Adds a region that the caller fills, so that it gets a turn. `target`: the caller's number for it.
+    pub fn add_elsewhere(&mut self, target: usize, source: Source, region: &Region, to: &Rest) -> Result<()> {
         let index = std::sync::Arc::clone(&self.index);
-        let view = index.chunk(chunk);
-        let name = index.name(view.tensor);
-        let mut checked: SmallVec<[Footprint; 1]> = SmallVec::new();
-        for footprint in footprints {
-            if covers {
-                checked.push(self.check_footprint(name, footprint)?);
-            } else {
-                checked.extend(footprint);
-            }
+        let (tensor, dtype) = self.check(source, region)?;
+        let name = index.name(tensor);
+        let bytes: Option<Dims> = to.strides.iter().map(|s| s.checked_mul(to.itemsize)).collect();
+        let lies = |start, sizes: &[u64]| Footprint::new(to.device, start, to.itemsize, sizes, bytes.as_deref()?);
+        if let Some(address) = to.address {
+            self.check_footprint(name, lies(address, &region.sizes))?;
         }
-        checked.retain(|footprint| !footprint.is_empty());
-        let file = self.place(view.file)?;
+        let row_major = row_major(&region.sizes);
+        let is_flat = is_run(&region.sizes, &to.strides);
+        for part in parts(&index, source, region)? {
+            let along = |strides: &[u64]| -> u64 { part.region_offsets.iter().zip(strides).map(|(o, s)| o * s).sum() };
+            let start = to.address.map(|address| address + along(&to.strides) * to.itemsize);
+            let footprint = start.and_then(|start| lies(start, &part.sizes));
+            let flat = is_flat && is_run(&part.sizes, &row_major);
+            let file = self.place(index.chunk_file(part.chunk))?;
+            self.elsewhere.push(Elsewhere {
+                at: self.next_at,
+                file,
+                write: Write {
+                    footprints: footprint
+                        .into_iter()
+                        .filter(|footprint| !footprint.is_empty())
+                        .collect(),
+                    covers: true,
+                },
+                how: How::Slab(Want {
+                    target,
+                    chunk: part.chunk,
+                    begin: flat.then(|| along(&row_major) * dtype.size()),
+                    chunk_offsets: part.chunk_offsets,
+                    offsets: part.region_offsets,
+                    sizes: part.sizes,
+                    device: to.device,
+                }),
+            });
+        }
+        Ok(())
+    }
+
+    /// Adds a region that the caller fills at once, be it in several chunks: a tensor of which only its class knows where the elements lie.
+    /// `footprints`: of the memory that it may write to.
+    pub fn add_opaque(
+        &mut self,
+        target: usize,
+        source: Source,
+        region: &Region,
+        footprints: impl IntoIterator<Item = Footprint>,
+    ) -> Result<()> {
+        let index = std::sync::Arc::clone(&self.index);
+        self.check(source, region)?;
+        let Some(first) = parts(&index, source, region)?.into_iter().next() else {
+            return Ok(());
+        };
+        let file = self.place(index.chunk_file(first.chunk))?;
         self.elsewhere.push(Elsewhere {
             at: self.next_at,
             file,
             write: Write {
-                footprints: checked,
-                covers,
+                footprints: footprints
+                    .into_iter()
+                    .filter(|footprint| !footprint.is_empty())
+                    .collect(),
+                covers: false,
             },
+            how: How::Opaque { target },
         });
-        Ok(self.elsewhere.len() - 1)
+        Ok(())
     }
 
     /// Finds the turns. What a later destination hides has none, unless `every` one is to be filled.
@@ -116,8 +199,31 @@ impl Gather {
         Turns(Some(split))
     }
 
-    /// Numbers of what the caller fills in a turn.
-    pub fn elsewhere(&self, turns: &Turns, turn: usize) -> Vec<usize> {
+    /// Numbers of what the caller fills from slabs in a turn, for [`want`](Self::want).
+    pub fn wants(&self, turns: &Turns, turn: usize) -> Vec<usize> {
+        let mut all = self.elsewhere(turns, turn);
+        all.retain(|&i| self.want(i).is_some());
+        all
+    }
+
+    /// What has this number, if it is filled from slabs.
+    pub fn want(&self, number: usize) -> Option<&Want> {
+        match &self.elsewhere.get(number)?.how {
+            How::Slab(want) => Some(want),
+            How::Opaque { .. } => None,
+        }
+    }
+
+    /// The targets that their own class fills in a turn.
+    pub fn opaque(&self, turns: &Turns, turn: usize) -> Vec<usize> {
+        let target = |i: usize| match &self.elsewhere[i].how {
+            How::Slab(_) => None,
+            How::Opaque { target } => Some(*target),
+        };
+        self.elsewhere(turns, turn).into_iter().filter_map(target).collect()
+    }
+
+    fn elsewhere(&self, turns: &Turns, turn: usize) -> Vec<usize> {
         match &turns.0 {
             None => (0..self.elsewhere.len()).collect(),
             Some(turns) => turns[turn].elsewhere.clone(),

@@ -1,0 +1,60 @@
+"""One item of a save: a chunk of a tensor, or a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dcp_rs.tensors.dtypes import NAMES
+
+__all__ = ["Entry"]
+
+
+@dataclass(slots=True)
+class Entry:
+    """One chunk or value to write.
+
+    Attributes:
+        fqn: its name.
+        data: a strided tensor on any device, or the bytes of a non-tensor value.
+        shape, offsets, sizes: of the whole tensor, and of this chunk in it.
+        flags: section 3.3 of the format.
+        path: in the state dict, where the planner gave it.
+        dtype: what the tensor is cast to while it is written; None: it stays what it is.
+    """
+
+    fqn: str
+    data: torch.Tensor | bytes
+    shape: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    flags: int = 0
+    path: tuple[Any, ...] | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of payload."""
+        if not isinstance(self.data, torch.Tensor):
+            return len(self.data)
+        return self.data.numel() * (self.dtype or self.data.dtype).itemsize
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the payload lies in host memory as it is written."""
+        data = self.data
+        return (
+            isinstance(data, torch.Tensor)
+            and data.device.type == "cpu"
+            and self.dtype in (None, data.dtype)
+            and data.is_contiguous()
+            and not data.is_conj()
+            and not data.is_neg()
+        )
+
+    def item(self) -> tuple[Any, ...]:
+        """What ``_core.Save.create`` takes."""
+        dtype = NAMES[self.dtype or self.data.dtype] if isinstance(self.data, torch.Tensor) else None
+        return self.fqn, dtype, self.shape, self.flags, self.path, self.offsets, self.sizes, self.nbytes

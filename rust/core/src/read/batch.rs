@@ -1,0 +1,49 @@
+//! What the workers of one call share: requests, their plan, and the files as they were found.
+#![allow(unsafe_code)] // `change_signs` writes to addresses that it is given.
+
+use std::fs::File;
+
+use super::plan::Plan;
+use super::policy::{Access, Policy};
+use super::{Catalog, FileRef, ReadReq};
+use crate::copy::Stores;
+
+/// From here on a batch is streamed: what it writes would not stay in a cache anyway.
+const STREAM_BATCH: u64 = 1 << 20;
+
+/// All that workers need to know of one call.
+pub struct Batch<'a> {
+    pub files: &'a [FileRef],
+    pub reqs: &'a [ReadReq],
+    pub catalog: &'a dyn Catalog,
+    pub verify: bool,
+    /// Files that are kept open.
+    pub open: &'a [Option<File>],
+    pub access: &'a [Access],
+    pub policies: &'a [Policy],
+    pub plan: Plan,
+    pub stores: Stores,
+}
+
+/// Makes of what was read what it stands for.
+///
+/// # Safety
+/// That of [`read`].
+pub unsafe fn change_signs(reqs: &[ReadReq]) {
+    for req in reqs
+        .iter()
+        .filter(|req| !req.signs.is_empty() && !req.shape.contains(&0))
+    {
+        // SAFETY: as the caller vouches.
+        unsafe { req.signs.change(req.dst.0, &req.shape, &req.dst_strides) };
+    }
+}
+
+/// How to copy what a batch of so many bytes wants.
+pub fn stores(total: u64) -> Stores {
+    if total < STREAM_BATCH {
+        Stores::Cached
+    } else {
+        Stores::Streaming
+    }
+}
