@@ -7,6 +7,8 @@ from dcp_rs._core import __version__
 from dcp_rs.checkpoint.names import nearest
 
 if TYPE_CHECKING:
+    from dcp_rs import errors as errors
+    from dcp_rs import optim as optim
     from dcp_rs.api import async_save, load, load_state_dict, save
     from dcp_rs.checkpoint.arrays import NumpyCheckpoint
     from dcp_rs.checkpoint.clean import CleanReport, Leftover, clean
@@ -15,10 +17,11 @@ if TYPE_CHECKING:
     from dcp_rs.checkpoint.verify import VerifyReport, index, verify
     from dcp_rs.conversion import ConvertReport, convert
     from dcp_rs.dcp.load_planner import RsLoadPlanner
-    from dcp_rs.dcp.load_report import LoadReport
+    from dcp_rs.dcp.load_report import LoadReport, SaveReport
     from dcp_rs.dcp.reader import RsReader
     from dcp_rs.dcp.save_planner import RsSavePlanner
     from dcp_rs.dcp.writer import RsWriter
+    from dcp_rs.integrations.install import install, installed, uninstall
     from dcp_rs.options import ReadOptions, WriteOptions
     from dcp_rs.transfer.blocks import release_pinned_memory
 
@@ -35,6 +38,7 @@ __all__ = [
     "RsReader",
     "RsSavePlanner",
     "RsWriter",
+    "SaveReport",
     "VerifyReport",
     "WriteOptions",
     "__version__",
@@ -42,10 +46,13 @@ __all__ = [
     "clean",
     "convert",
     "index",
+    "install",
+    "installed",
     "load",
     "load_state_dict",
     "release_pinned_memory",
     "save",
+    "uninstall",
     "verify",
 ]
 
@@ -57,9 +64,10 @@ _MODULES = {
     "checkpoint.frameworks": ("open",),
     "checkpoint.open": ("Checkpoint",),
     "conversion": ("ConvertReport", "convert"),
+    "integrations.install": ("install", "installed", "uninstall"),
     "options": ("ReadOptions", "WriteOptions"),
     "dcp.load_planner": ("RsLoadPlanner",),
-    "dcp.load_report": ("LoadReport",),
+    "dcp.load_report": ("LoadReport", "SaveReport"),
     "dcp.reader": ("RsReader",),
     "dcp.save_planner": ("RsSavePlanner",),
     "transfer.blocks": ("release_pinned_memory",),

@@ -364,6 +364,11 @@ def next_generation(folder: str) -> int: ...
 def block_digest(data: bytes) -> int:
     """XXH3-64, as the format has it."""
 
+def tally(
+    pieces: Sequence[tuple[int, int, str]], threads: int
+) -> list[tuple[int, float, float, float, float, int, int, int]]:
+    """Of pieces of memory (address, bytes, dtype): finite elements, their mean, the sum of squared differences from it, the least, the greatest, NaN, infinite, zero."""
+
 def create_folder(folder: str) -> None:
     """Creates a folder and those it is in, durably; one that is there is left as it is."""
 

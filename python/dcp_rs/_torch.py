@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint import (
     _async_process_executor,  # 2.8, 2.11, 2.15
     _version,  # 2.8, 2.11, 2.15
+    filesystem,
 )
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors  # 2.8, 2.11, 2.15
@@ -37,6 +39,7 @@ from torch.utils.serialization import config
 
 __all__ = [
     "PLAIN_TYPES",
+    "async_executors",
     "chunk_list",
     "copy_place_in_whole",
     "default_device",
@@ -44,6 +47,7 @@ __all__ = [
     "dtensor_offsets",
     "empty_host_cache",
     "empty_like",
+    "file_system_classes",
     "find_shard",
     "flatten_as_2_3",
     "flatten_sharded_tensors",
@@ -56,6 +60,7 @@ __all__ = [
     "is_strided_shard",
     "is_wrapper_subclass",
     "load_state_dict",
+    "modules_that_name",
     "place_in_whole",
     "process_group_info",
     "require_cpu_backend",
@@ -64,6 +69,7 @@ __all__ = [
     "set_element",
     "spec_of",
     "storage_id",
+    "storage_writer_for",
     "unflatten",
     "wait_tensor",
     "with_dim",
@@ -313,3 +319,39 @@ def without_fsdp1_warnings() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
         warnings.filterwarnings("ignore", message="FSDP.set_state_dict_type", category=FutureWarning)
         yield
+
+
+# --- where torch names its own storage --------------------------------------------------------------------
+
+
+def file_system_classes() -> dict[str, type]:
+    """Stock's reader and writer of files, by their names."""
+    return {"FileSystemReader": filesystem.FileSystemReader, "FileSystemWriter": filesystem.FileSystemWriter}
+
+
+def modules_that_name(stock: type) -> list[Any]:
+    """Modules of torch's DCP in which the name of a class is that class, but for those that derive others from it."""
+    from torch.distributed.checkpoint import format_utils  # noqa: F401  # it would keep what it finds when it is imported
+
+    found = []
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith("torch.distributed.checkpoint") and vars(module).get(stock.__name__) is stock:
+            derived = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == name]
+            if name == stock.__module__ or not any(issubclass(kind, stock) for kind in derived):
+                found.append(module)
+    return found
+
+
+def async_executors() -> list[Any]:
+    """The classes whose ``execute_save`` carries out an ``async_save``."""
+    from torch.distributed.checkpoint._async_process_executor import _ProcessBasedAsyncCheckpointExecutor
+    from torch.distributed.checkpoint._async_thread_executor import _ThreadBasedAsyncCheckpointExecutor
+
+    return [_ProcessBasedAsyncCheckpointExecutor, _ThreadBasedAsyncCheckpointExecutor]
+
+
+def storage_writer_for(checkpoint_id: Any) -> Any:
+    """What torch writes with to an id, where it is given no writer."""
+    from torch.distributed.checkpoint._storage_utils import _storage_setup
+
+    return _storage_setup(None, checkpoint_id, reader=False)

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Unpack
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -16,11 +16,14 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_rs import _torch
+from dcp_rs.dcp.arguments import check_options, check_state_dict
 from dcp_rs.dcp.load_planner import RsLoadPlanner
+from dcp_rs.dcp.load_report import LoadReport
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.save_planner import RsSavePlanner
 from dcp_rs.dcp.writer import RsWriter
 from dcp_rs.errors import CheckpointReplacedError, DcpRsError
+from dcp_rs.options import ReaderArguments, WriterArguments
 from dcp_rs.tensors.trees import is_stateful, stateful_values
 from dcp_rs.transfer.stage import HostStager
 
@@ -81,16 +84,20 @@ def load_state_dict(
     coordinator_rank: int = 0,
     no_dist: bool = False,
     planner: LoadPlanner | None = None,
-) -> None:
+) -> LoadReport | None:
     """Loads into ``state_dict`` in place: ``torch.distributed.checkpoint.load_state_dict``, without its deprecation warning.
 
     Every rank of ``process_group`` calls it, with the same keys. As there, ``Stateful`` values are not called: see :func:`load`.
+
+    Returns:
+        What the load found and took on this rank, if the reader is an :class:`RsReader`.
 
     Raises:
         DcpRsError: one of :mod:`dcp_rs.errors`, on every rank, when a rank failed with it.
         OSError: on every rank, when one rank failed with it, and only that rank failed.
         CheckpointException: torch's own, when a rank failed with something else, or several failed with errors of the system.
     """
+    check_state_dict(state_dict)
 
     def load() -> None:
         storage_reader.reset()
@@ -104,6 +111,7 @@ def load_state_dict(
         )
 
     _load(load)
+    return storage_reader.report if isinstance(storage_reader, RsReader) else None
 
 
 def load(
@@ -113,8 +121,8 @@ def load(
     planner: LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    **read_options: Any,
-) -> None:
+    **read_options: Unpack[ReaderArguments],
+) -> LoadReport:
     """Loads the checkpoint at ``path`` into ``state_dict``: ``dcp.load`` with an :class:`RsReader`.
 
     Args:
@@ -124,25 +132,35 @@ def load(
         process_group, no_dist: as in ``dcp.load``.
         read_options: arguments of :class:`RsReader`.
 
+    Returns:
+        What the load found and took on this rank. The log ``dcp_rs`` has it as a line.
+
     Raises:
         As :func:`load_state_dict`.
     """
+    check_state_dict(state_dict, path)
+    check_options("load", read_options, RsReader)
     stateful = stateful_values(state_dict)
     values = {key: stateful[key].state_dict() if key in stateful else state_dict[key] for key in sorted(state_dict)}
-    _load(
-        lambda: _torch.load_state_dict(
+    reader = RsReader(path, **read_options)
+
+    def load() -> None:
+        reader.reset()
+        _torch.load_state_dict(
             values,
-            _deferring(RsReader(path, **read_options)),
+            _deferring(reader),
             process_group=process_group,
             no_dist=no_dist or not dist.is_initialized(),
             planner=RsLoadPlanner() if planner is None else planner,
         )
-    )
+
+    _load(load)
     for key, value in values.items():
         if key in stateful:
             stateful[key].load_state_dict(value)
         else:
             state_dict[key] = value
+    return reader.report or LoadReport()
 
 
 def save(
@@ -152,7 +170,7 @@ def save(
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    **write_options: Any,
+    **write_options: Unpack[WriterArguments],
 ) -> Metadata:
     """Saves ``state_dict`` to the folder ``path``: ``dcp.save`` with an :class:`RsWriter`.
 
@@ -163,9 +181,14 @@ def save(
         process_group, no_dist: as in ``dcp.save``.
         write_options: arguments of :class:`RsWriter`.
 
+    Returns:
+        What ``dcp.save`` does. What the save took is in the log ``dcp_rs``; an object of it is :attr:`RsWriter.report`, after ``dcp.save``.
+
     Raises:
         As :func:`load_state_dict`. Then no rank has left data files behind, and the checkpoint that was there is whole.
     """
+    check_state_dict(state_dict, path)
+    check_options("save", write_options, RsWriter)
     with _typed_errors():
         return _save(_without_stateful(state_dict), RsWriter(path, **write_options), planner, process_group, no_dist)
 
@@ -206,7 +229,7 @@ def async_save(
     no_dist: bool = False,
     executor: Literal["thread", "process"] = "thread",
     stager: HostStager | None = None,
-    **write_options: Any,
+    **write_options: Unpack[WriterArguments],
 ) -> Future[Metadata]:
     """Saves in the background. Returns once ``state_dict`` has been copied to host memory: training may go on and change it.
 
@@ -227,6 +250,8 @@ def async_save(
     Raises:
         SaveInProgressError: another save to ``path`` is not over.
     """
+    check_state_dict(state_dict, path)
+    check_options("async_save", write_options, RsWriter)
     if executor not in ("thread", "process"):
         msg = f"executor={executor!r}: one of 'thread', 'process'"
         raise ValueError(msg)

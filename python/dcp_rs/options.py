@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
-__all__ = ["ReadArguments", "ReadOptions", "WriteArguments", "WriteOptions"]
+__all__ = ["ReadArguments", "ReadOptions", "ReaderArguments", "WriteOptions", "WriterArguments"]
 
 MIB = 1 << 20
 
@@ -57,13 +57,28 @@ class ReadArguments(TypedDict, total=False):
     max_inflight_bytes: int | None
 
 
-class WriteArguments(TypedDict, total=False):
-    """The keyword arguments that :class:`WriteOptions` describes, for signatures."""
+class ReaderArguments(ReadArguments, total=False):
+    """The keyword arguments of ``RsReader``, but for ``process_group``."""
+
+    weights_only: bool
+    allow_external: bool
+    replicas: Literal["each", "node", "all"]
+    thread_count: int | None
+
+
+class WriterArguments(TypedDict, total=False):
+    """The keyword arguments of ``RsWriter`` that have a meaning here."""
 
     io: Literal["auto", "direct", "buffered"]
     threads: int | None
-    fsync: bool
+    fsync: bool | None
     max_inflight_bytes: int | None
+    overwrite: bool
+    cache_staged_state_dict: bool
+    thread_count: int | None
+    sync_files: bool | None
+    single_file_per_rank: bool
+    per_thread_copy_ahead: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +115,10 @@ class ReadOptions:
             raise ValueError(msg)
         _check_positive("threads", self.threads)
         _check_positive("max_inflight_bytes", self.max_inflight_bytes)
+
+    def given(self) -> dict[str, Any]:
+        """The options that are not as they are by default."""
+        return _given(self)
 
     def inflight_bytes(self, *, accelerator: bool) -> int:
         """The bound for destinations on the CPU or on an accelerator."""
@@ -142,6 +161,10 @@ class WriteOptions:
         _check_positive("threads", self.threads)
         _check_positive("max_inflight_bytes", self.max_inflight_bytes)
 
+    def given(self) -> dict[str, Any]:
+        """The options that are not as they are by default."""
+        return _given(self)
+
     def inflight_bytes(self, *, accelerator: bool) -> int:
         """The bound for tensors on the CPU or on an accelerator."""
         return self.max_inflight_bytes or (256 * MIB if accelerator else 64 * MIB)
@@ -156,6 +179,6 @@ class WriteOptions:
         }
 
 
-def option_names(options: type[ReadOptions | WriteOptions]) -> frozenset[str]:
-    """The names of the options, to tell them from other keyword arguments."""
-    return frozenset(field.name for field in fields(options))
+def _given(options: ReadOptions | WriteOptions) -> dict[str, Any]:
+    values = {known.name: getattr(options, known.name) for known in fields(options)}
+    return {known.name: values[known.name] for known in fields(options) if values[known.name] != known.default}

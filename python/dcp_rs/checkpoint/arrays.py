@@ -111,7 +111,7 @@ class NumpyCheckpoint(OpenCheckpoint):
         return made
 
     def __repr__(self) -> str:
-        return f"NumpyCheckpoint({self.path!r}, {len(self)} entries)"
+        return f"NumpyCheckpoint({self._facts()})"
 
 
 class ArraySlice:

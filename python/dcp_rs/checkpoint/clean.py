@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import warnings
 from dataclasses import dataclass, field
 from typing import Literal
 
 from dcp_rs import _core
+from dcp_rs._shown import Shown
+from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.locate import local_path
 from dcp_rs.errors import CheckpointNotFoundError, DcpRsError
 
@@ -54,8 +55,8 @@ class Leftover:
         return f"{self.path}: {self.nbytes:,} bytes{why}"
 
 
-@dataclass(frozen=True)
-class CleanReport:
+@dataclass(frozen=True, repr=False)
+class CleanReport(Shown):
     """What :func:`clean` found.
 
     Attributes:
@@ -116,7 +117,7 @@ def clean(path: str | os.PathLike[str], *, yes: bool = False, older_than: float 
         )
     removed, kept, failed = _core.clean(_absolute(path), _seconds(older_than))
     for reason in failed:
-        warnings.warn(f"still there: {reason}", stacklevel=2)
+        warn_caller(f"still there: {reason}")
     gone = [_leftover(found) for found in removed]
     return CleanReport(found=gone, removed=gone, kept=[_leftover(found) for found in kept])
 

@@ -6,7 +6,8 @@ import os
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from dcp_rs.checkpoint.locate import open_index
-from dcp_rs.options import ReadOptions
+from dcp_rs.checkpoint.names import nearest
+from dcp_rs.options import ReadArguments, ReadOptions
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
     from dcp_rs.checkpoint.arrays import NumpyCheckpoint
     from dcp_rs.checkpoint.open import Checkpoint
-    from dcp_rs.options import ReadArguments
 
 __all__ = ["open"]
 
@@ -60,6 +60,13 @@ def open(
     Raises:
         CheckpointNotFoundError, CorruptIndexError, UnsupportedError: see :mod:`dcp_rs.errors`.
     """
+    for name in read_options:
+        if name not in ReadArguments.__annotations__:
+            near = nearest(
+                name, [*ReadArguments.__annotations__, "framework", "device", "weights_only", "allow_external"]
+            )
+            msg = f"dcp_rs.open() has no option {name!r}" + (f": did you mean {near!r}?" if near else "")
+            raise TypeError(msg)
     options = ReadOptions(**read_options)
     if framework not in ("pt", "np"):
         msg = f"framework={framework!r}: one of 'pt', 'np'"

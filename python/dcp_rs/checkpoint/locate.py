@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from pathlib import Path
 
 from dcp_rs import _core
 from dcp_rs._warnings import warn_caller
-from dcp_rs.errors import UnsupportedError
+from dcp_rs.checkpoint.whereabouts import suggestion
+from dcp_rs.errors import CheckpointNotFoundError, UnsupportedError
 
 __all__ = [
     "INDEX_NAME",
@@ -59,12 +59,15 @@ def open_index(
         CheckpointNotFoundError: there is nothing at ``path`` that is a checkpoint.
         CorruptIndexError, UnsafePickleError, UnsupportedError: see :mod:`dcp_rs.errors`.
     """
-    index = _core.Index.open(os.fspath(local_path(path)), rank, allow_external)
+    try:
+        index = _core.Index.open(os.fspath(local_path(path)), rank, allow_external)
+    except CheckpointNotFoundError as error:
+        error.args = (f"{error}{suggestion(Path(path))}",)
+        raise
     if verify and index.chunk_count and not index.has_digests():
-        warnings.warn(
+        warn_caller(
             f"verify=True checks nothing in {path}: it has no digests; "
-            "dcp_rs.index(path, digests=True) adds them, dcp_rs.convert writes a checkpoint that has them",
-            stacklevel=2,
+            "dcp_rs.index(path, digests=True) adds them, dcp_rs.convert writes a checkpoint that has them"
         )
     if rank is None and index.source == "dcp-rs":
         _warn_of_two(index.path.parent)
@@ -77,10 +80,9 @@ def _warn_of_two(folder: Path) -> None:
     if not (own.is_file() and stock.is_file()):
         return
     newer = STOCK_NAME if stock.stat().st_mtime_ns > own.stat().st_mtime_ns else INDEX_NAME
-    warnings.warn(
+    warn_caller(
         f"{folder} holds two checkpoints, one of dcp-rs ({INDEX_NAME}) and one of torch ({STOCK_NAME}): "
-        f"that of dcp-rs is read, {newer} is newer. Remove one, or save them to different folders",
-        stacklevel=3,
+        f"that of dcp-rs is read, {newer} is newer. Remove one, or save them to different folders"
     )
 
 

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from dcp_rs import _core
+from dcp_rs._shown import size, table
 from dcp_rs.checkpoint.names import hint
 from dcp_rs.errors import DcpRsError, EntryNotFoundError
 
@@ -118,6 +119,21 @@ class OpenCheckpoint(Mapping[str, Any]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _facts(self) -> str:
+        closed = ", closed" if self._closed else ""
+        return f"{self.path!r}, {len(self):,} {'entry' if len(self) == 1 else 'entries'}{closed}"
+
+    def _repr_html_(self) -> str:
+        index = self._index
+
+        def row(number: int) -> list[str]:
+            name, is_bytes, dtype, shape, _, chunks = index.tensor(number)
+            nbytes = sum(length for _, _, length, _, _ in index.chunks(number))
+            kind = "value" if is_bytes else f"{dtype} {list(shape)}"
+            return [name, kind, size(nbytes), f"{chunks:,}"]
+
+        return table(["name", "what", "size", "chunks"], map(row, range(len(self))), total=len(self))
 
     def _ipython_key_completions_(self) -> list[str]:
         return self._index.names()

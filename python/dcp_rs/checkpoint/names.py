@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-__all__ = ["globs", "hint", "nearest", "selector"]
+__all__ = ["explain_missing", "globs", "hint", "natural", "nearest", "selector"]
 
 #: Names that are compared letter by letter: more would take seconds.
 _COMPARED = 5_000
+#: Modules that a prefix consists of, at most.
+_PREFIX_PARTS = 3
 
 
 def globs(patterns: str | Iterable[str] | None) -> re.Pattern[str] | None:
@@ -57,3 +59,58 @@ def hint(name: str, names: Collection[str]) -> str:
     if known.endswith(f".{name}") or name.endswith(f".{known}"):
         return f"; it is there as {known!r}"
     return f"; did you mean {known!r}?"
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """A key to sort by as a person counts: ``mod2`` before ``mod10``."""
+    parts = re.split(r"(\d+)", name)
+    return [(1, int(part), "") if part.isdecimal() and part.isascii() else (0, 0, part) for part in parts]
+
+
+def explain_missing(missing: Sequence[str], wanted: Collection[str], stored: Collection[str]) -> str:
+    """The end of a message of a load: why names are missing, where a prefix is what differs, and what would mend it; else the nearest name.
+
+    Args:
+        missing: names of the state dict that the checkpoint lacks.
+        wanted: all names of the state dict that are loaded.
+        stored: all names of the checkpoint.
+    """
+    stored = stored if isinstance(stored, set | frozenset | dict) else set(stored)
+    old, new, number = _changed_prefix(missing, stored)
+    if number == 0:
+        return hint(missing[0], stored)
+    if not new:
+        said = f"names of the checkpoint lack {old!r}"
+    else:
+        said = f"names of the checkpoint begin with {new!r}" + (f", not with {old!r}" if old else "")
+    if old:
+        mend = (
+            f"lambda name: name.removeprefix({old!r})" if not new else f"lambda name: name.replace({old!r}, {new!r}, 1)"
+        )
+    elif number == len(wanted):
+        mend = f"lambda name: {new!r} + name"
+    else:
+        mend = f"{{{missing[0]!r}: {new + missing[0]!r}, ...}}"
+    which = "all" if number == len(missing) else f"{number:,} of {len(missing):,}"
+    return f"; {said}: planner=RsLoadPlanner(rename={mend}) finds {which} of them".replace(
+        "finds all of them", "finds them"
+    )
+
+
+def _changed_prefix(missing: Sequence[str], stored: Collection[str]) -> tuple[str, str, int]:
+    """(what names begin with, what the checkpoint has in its place, how many names that finds)."""
+    parts = missing[0].split(".")
+    found: tuple[str, str, int] = ("", "", 0)
+    for cut in range(min(len(parts), _PREFIX_PARTS + 1)):
+        old, rest = "".join(f"{part}." for part in parts[:cut]), ".".join(parts[cut:])
+        for known in stored:
+            if known != rest and not known.endswith(f".{rest}"):
+                continue
+            new = known[: len(known) - len(rest)]
+            number = sum(1 for name in missing if name.startswith(old) and new + name[len(old) :] in stored)
+            if number > found[2] and new.count(".") <= _PREFIX_PARTS:
+                found = (old, new, number)
+        if found[2] == len(missing):
+            break
+    # One name that ends as many others do is no prefix.
+    return found if found[2] > 1 or (found[2] == len(missing) == 1 and (not found[0] or not found[1])) else ("", "", 0)

@@ -96,7 +96,7 @@ class Checkpoint(OpenCheckpoint):
         )
 
     def __repr__(self) -> str:
-        return f"Checkpoint({self.path!r}, {len(self)} entries, device={str(self._device)!r})"
+        return f"Checkpoint({self._facts()}, device={str(self._device)!r})"
 
     def chunk_view(self, tensor: int, chunk: int, dtype: torch.dtype) -> torch.Tensor | None:
         """A contiguous tensor over the mapping of the file that holds a chunk; None where the chunk does not lie so."""
@@ -149,6 +149,9 @@ class TensorSlice:
         self._name, _, dtype, shape, _, self._chunks = checkpoint._index.tensor(tensor)
         self.dtype = stored_dtype(self._name, dtype)
         self.shape = torch.Size(shape)
+
+    def __repr__(self) -> str:
+        return f"TensorSlice({self._name!r}, {str(self.dtype).removeprefix('torch.')}, shape={list(self.shape)})"
 
     def get_shape(self) -> list[int]:
         """The sizes, as ``safetensors`` slices give them."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import uuid
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dcp_rs import _core
+from dcp_rs._shown import Shown
+from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.clean import Leftover, seen_beside
 from dcp_rs.checkpoint.locate import INDEX_NAME, local_path, open_index
 from dcp_rs.errors import CheckpointExistsError, CheckpointNotFoundError
@@ -42,14 +43,16 @@ class Problem:
         return f"{self.file}: {where}expected {self.expected}, got {self.got}"
 
 
-@dataclass(frozen=True)
-class VerifyReport:
+@dataclass(frozen=True, repr=False)
+class VerifyReport(Shown):
     """What :func:`verify` found. True where nothing is wrong, as far as there are digests to tell by.
 
     Attributes:
         problems: in the order of files and offsets.
         bytes_verified: bytes of payload that were hashed.
         bytes_without_digest: bytes of payload for which the index has no digests (checkpoints that others wrote).
+        lost: names of tensors and values of which something is damaged, or in a file that is missing or another one. All others are whole, as far
+            as that can be told.
         leftovers: what killed saves left beside it, which is no part of the checkpoint; :func:`dcp_rs.clean` removes it.
     """
 
@@ -57,6 +60,7 @@ class VerifyReport:
     bytes_verified: int = 0
     bytes_without_digest: int = 0
     leftovers: list[Leftover] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -91,7 +95,21 @@ def verify(
     problems = [
         Problem(str(file), tensor, block, offset, expected, got) for file, tensor, block, offset, expected, got in found
     ]
-    return VerifyReport(problems, hashed, without, seen_beside(path))
+    return VerifyReport(problems, hashed, without, seen_beside(path), _lost(opened, problems))
+
+
+def _lost(index: _core.Index, problems: Sequence[Problem]) -> list[str]:
+    """Names of what is in the damaged blocks, and in files that are not there as they were."""
+    if not problems:
+        return []
+    gone = {problem.file for problem in problems if not problem.tensor and "header" not in problem.expected}
+    files = {number for number, file in enumerate(index.file_paths()) if str(file) in gone}
+    damaged = {problem.tensor for problem in problems if problem.tensor}
+    return [
+        name
+        for number, name in enumerate(index.names())
+        if name in damaged or any(chunk[0] in files for chunk in (index.chunks(number) if files else ()))
+    ]
 
 
 def index(
@@ -151,7 +169,7 @@ def index(
         found = _core.Index.from_data(os.fspath(source))
     if out is None and (link := found.find_link_outside()) is not None:
         msg = f"{link} is a link to something outside its folder: with this index beside it, opening it takes allow_external=True"
-        warnings.warn(msg, stacklevel=2)
+        warn_caller(msg)
     data = found.copy(prefix=prefix, digests=digests, save_id=save_id, threads=count, progress=progress)
     _core.create_folder(os.fspath(target))
     _core.replace_index(os.fspath(target), data, True)

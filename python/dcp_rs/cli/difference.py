@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from dcp_rs.cli.output import count, line, print_json, printable, progress_bar, size
+from dcp_rs.cli.output import count, entries, line, print_json, printable, progress_bar, size
 
 __all__ = ["diff"]
 
@@ -65,9 +65,10 @@ def diff(
             details.append(f"by at most {difference.max_abs:.3g}")
         if details:
             line((f"{'':11}{', '.join(map(printable, details))}", "dim"))
-    entries = f"{found.entries:,} {'entry' if found.entries == 1 else 'entries'}"
     if differences:
-        line((f"{len(differences):,} of {entries} differ", "bold red"), f" ({size(found.bytes)} compared)")
+        line(
+            (f"{len(differences):,} of {entries(found.entries)} differ", "bold red"), f" ({size(found.bytes)} compared)"
+        )
         return 1
-    line(("the same", "green"), f": {entries}, {size(found.bytes)}")
+    line(("the same", "green"), f": {entries(found.entries)}, {size(found.bytes)}")
     return 0

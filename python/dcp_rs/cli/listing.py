@@ -10,20 +10,31 @@ from pathlib import Path
 from typing import Any
 
 from dcp_rs.checkpoint.clean import seen_beside
-from dcp_rs.checkpoint.names import hint
+from dcp_rs.checkpoint.names import hint, natural
 from dcp_rs.cli import cutmap
 from dcp_rs.cli.cleaning import mention
 from dcp_rs.cli.contents import Contents, Entry, Piece, open_contents
-from dcp_rs.cli.output import bar, count, for_command_line, is_json, line, print_json, printable, show_shape, size
-from dcp_rs.errors import DcpRsError, EntryNotFoundError
+from dcp_rs.cli.output import (
+    bar,
+    count,
+    for_command_line,
+    is_json,
+    line,
+    print_json,
+    printable,
+    show_shape,
+    size,
+    table,
+)
+from dcp_rs.errors import DcpRsError, EntryNotFoundError, PlanError
 
 __all__ = ["inspect", "inspect_entry", "ls", "write_page"]
 
-_SORTS = {
-    "name": lambda entry: (entry.name,),
-    "size": lambda entry: (-entry.nbytes, entry.name),
-    "dtype": lambda entry: (entry.dtype or "", entry.name),
-    "chunks": lambda entry: (-entry.chunks, entry.name),
+_SORTS: dict[str, Callable[[Entry], Any]] = {
+    "name": lambda entry: natural(entry.name),
+    "size": lambda entry: (-entry.nbytes, natural(entry.name)),
+    "dtype": lambda entry: (entry.dtype or "", natural(entry.name)),
+    "chunks": lambda entry: (-entry.chunks, natural(entry.name)),
 }
 #: Names of data files (section 1.1 of the format).
 DATA_FILE = re.compile(r"g\d+-[0-9a-f]{16}(-r\d+-f\d+\.safetensors)")
@@ -62,7 +73,7 @@ def ls(
     if values:
         rows = [[*row, _value_text(contents, entry, 60)] for row, entry in zip(rows, entries, strict=True)]
     headings = ["dtype", "shape", "chunks", "size", "name", *(["value"] if values else [])]
-    _table(headings, ["<", "<", ">", ">", "<", "<"][: len(headings)], rows)
+    table(headings, ["<", "<", ">", ">", "<", "<"][: len(headings)], rows)
     of = "" if len(entries) == len(contents.entries) else f" of {len(contents.entries):,} entries"
     line((f"{_holds(entries)}{of}, {size(total)}", "bold"))
 
@@ -77,22 +88,6 @@ def _holds(entries: Iterable[Entry]) -> str:
     tensors = sum(1 for entry in entries if entry.dtype is not None)
     values = len(entries) - tensors
     return count(tensors, "tensor") + (f", {count(values, 'value')}" if values else "")
-
-
-def _table(headings: list[str], align: list[str], rows: list[list[str]], indent: str = "") -> None:
-    """Columns as wide as they need to be; the last one may run over the edge, and is never cut."""
-    if not rows:
-        return
-    widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
-    widths[-1] = 0
-
-    def fields(row: list[str]) -> str:
-        cells = [f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)]
-        return indent + "  ".join(cells).rstrip()
-
-    line((fields(headings), "dim"))
-    for row in rows:
-        line(fields(row))
 
 
 def inspect(path: Path, *, show_all: bool, as_json: bool, rank: int | None = None) -> None:
@@ -127,7 +122,7 @@ def inspect(path: Path, *, show_all: bool, as_json: bool, rank: int | None = Non
     some = None if show_all else _SOME
     line()
     files = list(zip(contents.files, per_file, strict=True))
-    _table(
+    table(
         ["size", "chunks", "file"],
         [">", ">", "<"],
         [[size(nbytes), f"{chunks:,}", printable(name)] for (name, nbytes), chunks in files[:some]],
@@ -136,14 +131,14 @@ def inspect(path: Path, *, show_all: bool, as_json: bool, rank: int | None = Non
     _more(len(files), some, "file")
     line()
     total = max(1, contents.nbytes)
-    _table(
+    table(
         ["dtype", "entries", "size", "share"],
         ["<", ">", ">", "<"],
         [[dtype, f"{number:,}", size(nbytes), bar(nbytes / total)] for dtype, number, nbytes in dtypes],
         "  ",
     )
     line()
-    _table(["size", "biggest"], [">", "<"], [[size(e.nbytes), printable(e.name)] for e in biggest[:some]], "  ")
+    table(["size", "biggest"], [">", "<"], [[size(e.nbytes), printable(e.name)] for e in biggest[:some]], "  ")
     _more(len(biggest), some, "entry" if len(biggest) == 1 else "entries", plural="entries")
 
 
@@ -289,7 +284,7 @@ def _show_map(contents: Contents, entry: Entry, pieces: list[Piece], *, show_all
         ]
         for piece in pieces[:some]
     ]
-    _table(["", "from", "elements", "size", "at byte", "file"], ["<", "<", "<", ">", ">", "<"], rows, "  ")
+    table(["", "from", "elements", "size", "at byte", "file"], ["<", "<", "<", ">", ">", "<"], rows, "  ")
     _more(len(pieces), some, "chunk")
 
 
@@ -314,10 +309,15 @@ def _coloured(row: str) -> list[tuple[str, str]]:
 
 
 def write_page(path: Path, out: Path, *, as_json: bool, rank: int | None = None) -> None:
-    """All of it as one page of HTML."""
+    """All of it as one page of HTML; ``-`` is standard output."""
     from dcp_rs.cli import page
 
     contents = open_contents(path, rank=rank)
+    if str(out) == "-":
+        if as_json:
+            raise PlanError("--html - and --json: there is one standard output")
+        sys.stdout.write(page.render(contents))
+        return
     nbytes = page.write(contents, out)
     if as_json:
         print_json({"path": str(path), "html": str(out), "bytes": nbytes})

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
+from dcp_rs._shown import size
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
@@ -23,6 +25,7 @@ __all__ = [
     "bar",
     "console",
     "count",
+    "entries",
     "for_command_line",
     "is_json",
     "line",
@@ -35,6 +38,7 @@ __all__ = [
     "readable",
     "show_shape",
     "size",
+    "table",
     "text_argument",
 ]
 
@@ -162,23 +166,6 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-def size(nbytes: float) -> str:
-    """Bytes, to three digits (powers of 1000)."""
-    if nbytes < 1000:
-        return f"{nbytes:.0f} B"
-    for unit in ("kB", "MB", "GB", "TB"):
-        nbytes /= 1000
-        if nbytes < 999.5 or unit == "TB":
-            break
-    return (
-        f"{nbytes:.2f} {unit}"
-        if nbytes < 9.995
-        else f"{nbytes:.1f} {unit}"
-        if nbytes < 99.95
-        else f"{nbytes:.0f} {unit}"
-    )
-
-
 def rate(nbytes: int, seconds: float) -> str:
     """Bytes a second."""
     return f"{size(nbytes / seconds)}/s" if seconds > 0 else ""
@@ -189,6 +176,11 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def entries(number: int) -> str:
+    """``1 entry``, ``2 entries``."""
+    return "1 entry" if number == 1 else f"{number:,} entries"
+
+
 def show_shape(shape: Any) -> str:
     """A shape as torch shows it."""
     return f"[{', '.join(map(str, shape))}]"
@@ -197,6 +189,22 @@ def show_shape(shape: Any) -> str:
 def bar(share: float, width: int = 20) -> str:
     """A share as a bar of at most ``width`` characters; something for anything."""
     return "█" * max(1 if share > 0 else 0, round(share * width))
+
+
+def table(headings: list[str], align: list[str], rows: list[list[str]], indent: str = "") -> None:
+    """Columns as wide as they need to be; the last one may run over the edge, and is never cut."""
+    if not rows:
+        return
+    widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
+    widths[-1] = 0
+
+    def fields(row: list[str]) -> str:
+        cells = [f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)]
+        return indent + "  ".join(cells).rstrip()
+
+    line((fields(headings), "dim"))
+    for row in rows:
+        line(fields(row))
 
 
 @contextmanager

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from dcp_rs.cli.cleaning import mention
-from dcp_rs.cli.output import count, for_command_line, line, print_json, printable, progress_bar, rate, size
+from dcp_rs.cli.output import count, entries, for_command_line, line, print_json, printable, progress_bar, rate, size
 from dcp_rs.errors import PlanError
 
 __all__ = ["convert", "index", "verify"]
+
+#: Names of a list that is only an overview.
+_SOME = 10
 
 
 def verify(path: Path, *, allow_external: bool, threads: int | None, as_json: bool) -> int:
@@ -34,6 +37,7 @@ def verify(path: Path, *, allow_external: bool, threads: int | None, as_json: bo
                 "bytes_verified": report.bytes_verified,
                 "bytes_without_digest": report.bytes_without_digest,
                 "seconds": seconds,
+                "lost": report.lost,
                 "problems": [asdict(problem) for problem in report.problems],
                 "leftovers": [asdict(leftover) for leftover in report.leftovers],
             }
@@ -41,6 +45,10 @@ def verify(path: Path, *, allow_external: bool, threads: int | None, as_json: bo
         return 0 if report.ok else 1
     for problem in report.problems:
         line(("damaged  ", "red"), printable(for_command_line(str(problem))))
+    if report.lost:
+        shown = ", ".join(map(printable, report.lost[:_SOME]))
+        rest = f" and {len(report.lost) - _SOME:,} more (--json)" if len(report.lost) > _SOME else ""
+        line(("lost     ", "red"), f"{entries(len(report.lost))} of {entries(opened.tensor_count)}: {shown}{rest}")
     mention(report.leftovers)
     without = report.bytes_without_digest
     if without:
@@ -100,8 +108,9 @@ def index(
             }
         )
         return
-    entries = f"{opened.tensor_count:,} {'entry' if opened.tensor_count == 1 else 'entries'}"
-    line(f"wrote {made} ({size(nbytes)}) over {entries} in {count(len(opened.files()), 'file')}; no data was touched")
+    line(
+        f"wrote {made} ({size(nbytes)}) over {entries(opened.tensor_count)} in {count(len(opened.files()), 'file')}; no data was touched"
+    )
     if digests or opened.source == "dcp-rs":
         line("its digests are of the data as it is now: what was damaged before will pass for whole")
 
@@ -119,10 +128,9 @@ def convert(src: Path, dst: Path, *, renames: Sequence[str], as_json: bool, **op
         line(("left out  ", "yellow"), f"{printable(name)}: {reason}")
     for name, kept in report.tied.items():
         line(("tied      ", "dim"), f"{printable(name)} is {printable(kept)}")
-    entries = f"{len(report.written):,} {'entry' if len(report.written) == 1 else 'entries'}"
     speed = rate(report.bytes, report.seconds)
     line(
-        f"wrote {dst}: {entries}, {size(report.bytes)} in {count(report.files, 'file')}, {report.seconds:.1f} s ({speed})"
+        f"wrote {dst}: {entries(len(report.written))}, {size(report.bytes)} in {count(report.files, 'file')}, {report.seconds:.1f} s ({speed})"
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dcp_rs._shown import Shown
 from dcp_rs.checkpoint.blocks import Region, Slabs, blocks
 from dcp_rs.checkpoint.names import globs
 from dcp_rs.checkpoint.source import Item, Source
@@ -35,8 +36,8 @@ _ALIASES = {
 }
 
 
-@dataclass
-class ConvertReport:
+@dataclass(repr=False)
+class ConvertReport(Shown):
     """What :func:`dcp_rs.convert` did.
 
     Attributes:

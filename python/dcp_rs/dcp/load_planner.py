@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Literal
@@ -17,9 +16,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from dcp_rs import _core, _torch
+from dcp_rs._shown import call
 from dcp_rs._torch import PLAIN_TYPES
+from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.frameworks import open as open_checkpoint
-from dcp_rs.checkpoint.names import globs
+from dcp_rs.checkpoint.names import explain_missing, globs, hint
 from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.dcp.hooks import Methods
 from dcp_rs.dcp.load_report import LoadReport, Mismatch
@@ -105,6 +106,8 @@ class RsLoadPlanner(DefaultLoadPlanner):
         if dtype_policy not in ("warn", "error", "cast"):
             msg = f"dtype_policy={dtype_policy!r}: one of 'warn', 'error', 'cast'"
             raise ValueError(msg)
+        self._given: dict[str, Any] = {"dtype": dtype, "device": device, "rename": rename, "include": include}
+        self._given |= {"exclude": exclude, "allow_partial_load": allow_partial_load or None}
         self.dtype = dtype
         self.device = None if device is None else torch.device(device)
         self.dtype_policy = dtype_policy
@@ -118,6 +121,9 @@ class RsLoadPlanner(DefaultLoadPlanner):
         self._reads: LocalReads | None = None
         self._items = LocalItems()
         self._planned: dict[str, str] = {}  # what is read, and what the checkpoint calls it
+
+    def __repr__(self) -> str:
+        return call(type(self).__name__, self._given)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Sees to it that items are counted where a subclass commits in its own way."""
@@ -272,9 +278,17 @@ class RsLoadPlanner(DefaultLoadPlanner):
             self.report.unexpected = [name for name in self.metadata.state_dict_metadata if name not in known]
         elif missing:
             more = f" (and {len(missing) - 1} more: {', '.join(map(repr, missing[1:6]))})" if missing[1:] else ""
-            msg = f"the checkpoint has no {missing[0]!r}{more}"
+            msg = f"the checkpoint has no {missing[0]!r}{more}{self._explain(missing, found)}"
             raise PlanError(msg, tensor=missing[0])
         return {fqn: stored for fqn, stored in found.items() if stored is not None and self._fits(fqn, stored)}
+
+    def _explain(self, missing: list[str], wanted: Collection[str]) -> str:
+        """Why names may be missing, for the end of a message."""
+        stored = self.metadata.state_dict_metadata if self.metadata is not None else {}
+        if self._rename is None:
+            return explain_missing(missing, wanted, stored)
+        name = self._stored_name(missing[0])
+        return f" (which it was asked for as {name!r}, by rename=){hint(name, list(stored))}"
 
     def _find_tied(self, missing: list[str]) -> dict[str, str]:
         """Those whose tensor is the memory of another one, which the checkpoint has for it."""
@@ -337,10 +351,9 @@ class RsLoadPlanner(DefaultLoadPlanner):
         if cast and self.dtype_policy == "warn":
             first = cast[0]
             others = f" and {len(cast) - 1} other tensors" if cast[1:] else ""
-            warnings.warn(
+            warn_caller(
                 f"{first.name!r}{others} are cast on loading ({first.got} in the checkpoint, {first.expected} in the state dict); "
-                "say dtype_policy='cast', or dtype=..., if that is meant",
-                stacklevel=2,
+                "say dtype_policy='cast', or dtype=..., if that is meant"
             )
 
     # --- what is read ---------------------------------------------------------------------------------

@@ -1,11 +1,19 @@
-"""What a load found besides what it loaded."""
+"""What a load, and a save, did: what was found, bytes, seconds; for people and for logs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import logging
+import time
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["LoadReport", "Mismatch"]
+import torch
+
+from dcp_rs._shown import Shown, size
+
+__all__ = ["LoadReport", "Mismatch", "Phases", "SaveReport"]
+
+_log = logging.getLogger("dcp_rs")
 
 
 @dataclass(frozen=True)
@@ -17,11 +25,31 @@ class Mismatch:
     got: Any
 
 
-@dataclass
-class LoadReport:
-    """What a load found besides what it loaded. Names are those of the state dict, but for ``unexpected``.
+@dataclass(repr=False)
+class _Report(Shown):
+    """Attributes that all reports have."""
+
+    path: str = ""
+    seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, of plain types but for dtypes and shapes, for programs."""
+        return asdict(self)
+
+    def _speed(self, nbytes: int) -> str:
+        return f", {size(nbytes / self.seconds)}/s" if self.seconds and nbytes else ""
+
+    def _phases(self) -> str:
+        return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
+
+
+@dataclass(repr=False)
+class LoadReport(_Report):
+    """What a load found, and what it took, on this rank. Names are those of the state dict, but for ``unexpected``.
 
     Attributes:
+        path: the checkpoint.
         missing: in the state dict, not in the checkpoint.
         tied: in the state dict, not in the checkpoint, and filled all the same: tensors that are the memory of another, whose name follows.
         unexpected: in the checkpoint, not in the state dict.
@@ -29,6 +57,12 @@ class LoadReport:
         shape_mismatched: tensors of another shape, which were left alone.
         partly_filled: tensors of which the checkpoint does not hold all; one on ``meta`` was left there.
         excluded: in the state dict, but not wanted by ``include`` and ``exclude``.
+        bytes_wanted: of the tensors and values that this rank filled.
+        bytes_read: by this rank for it, of files: more where gaps were read through, less where ranks read together (``replicas``) or a mapping was
+            copied from.
+        bytes_direct: of those, past the page cache, as far as that is known: of what went to a device, or was cast.
+        seconds: from the opening of the index to the last byte.
+        phases: seconds by name, in their order: ``metadata``, ``plan`` (with the ranks' agreement), ``read``.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -38,3 +72,65 @@ class LoadReport:
     shape_mismatched: list[Mismatch] = field(default_factory=list)
     partly_filled: list[str] = field(default_factory=list)
     excluded: list[str] = field(default_factory=list)
+    bytes_wanted: int = 0
+    bytes_read: int = 0
+    bytes_direct: int = 0
+
+    def __str__(self) -> str:
+        found = {
+            "cast": len(self.dtype_mismatched),
+            "missing": len(self.missing),
+            "of another shape": len(self.shape_mismatched),
+        }
+        odd = "".join(f", {number:,} {what}" for what, number in found.items() if number)
+        speed = self._speed(self.bytes_wanted)
+        return (
+            f"loaded {size(self.bytes_wanted)} from {self.path} in {self.seconds:.3f} s{speed}{odd} ({self._phases()})"
+        )
+
+
+@dataclass(repr=False)
+class SaveReport(_Report):
+    """What a save took, on this rank.
+
+    Attributes:
+        path: the folder.
+        bytes_written: by this rank, of tensors and values.
+        entries: of the whole checkpoint, on the rank that committed it; 0 on others.
+        seconds: from the plan to the commit, or (on other ranks) to the last byte.
+        phases: seconds by name, in their order: ``plan`` (with the ranks' agreement), ``write``, and, on the rank that commits, ``commit`` (with its wait for
+            the others).
+    """
+
+    bytes_written: int = 0
+    entries: int = 0
+
+    def __str__(self) -> str:
+        speed = self._speed(self.bytes_written)
+        return f"saved {size(self.bytes_written)} to {self.path} in {self.seconds:.3f} s{speed} ({self._phases()})"
+
+
+def is_first() -> bool:
+    """Whether this is the rank that speaks for all, in logs."""
+    dist = torch.distributed
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+class Phases:
+    """A clock: what was between two of its readings has a name."""
+
+    def __init__(self) -> None:
+        self._begin = self._last = time.perf_counter()
+        self._phases: dict[str, float] = {}
+
+    def end(self, name: str) -> None:
+        """Ends the phase ``name``: all since the last one."""
+        now = time.perf_counter()
+        self._phases[name] = self._phases.get(name, 0.0) + now - self._last
+        self._last = now
+        _log.debug("%s took %.6f s", name, self._phases[name])
+
+    def tell(self, report: LoadReport | SaveReport) -> None:
+        """Puts the times into the report, and that into the log: a line for all ranks, and one of each for those who debug."""
+        report.seconds, report.phases = self._last - self._begin, dict(self._phases)
+        _log.log(logging.INFO if is_first() else logging.DEBUG, "%s", report)

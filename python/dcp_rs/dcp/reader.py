@@ -8,9 +8,9 @@ import os
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Literal
 
 import torch
@@ -22,10 +22,12 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_rs import _core
+from dcp_rs._shown import call
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs.checkpoint.locate import is_rank_local, local_path, open_index
 from dcp_rs.checkpoint.open import Checkpoint
-from dcp_rs.dcp.load_planner import LocalReads, local_reads
+from dcp_rs.dcp.load_planner import LocalReads, RsLoadPlanner, local_reads
+from dcp_rs.dcp.load_report import LoadReport, Phases
 from dcp_rs.dcp.local_items import planner_of
 from dcp_rs.dcp.metadata import make_metadata
 from dcp_rs.dcp.stock_arguments import one_of, say_ignored
@@ -33,7 +35,7 @@ from dcp_rs.errors import CheckpointReplacedError, PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.memory import is_opaque
-from dcp_rs.transfer.load import Load
+from dcp_rs.transfer.load import Counts, Load
 from dcp_rs.transfer.replicas import read_shared, share, whole_targets
 from dcp_rs.transfer.target import Target, stored_dtype
 
@@ -42,6 +44,30 @@ __all__ = ["RsReader"]
 #: A batch of destinations is resolved, filled and committed together. Planners that make a new tensor for every
 #: item (and copy it when it is committed) hold at most this many bytes of them.
 BATCH_BYTES = 256 << 20
+
+
+_ReadData = Callable[["RsReader", LoadPlan, LoadPlanner], Future[None]]
+
+
+def _reported(read_data: _ReadData) -> _ReadData:
+    """``read_data``, with a report of the load that ends with it."""
+
+    @wraps(read_data)
+    def reported(self: RsReader, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        clock: Phases = getattr(self._local, "clock", None) or Phases()
+        counts = self._local.counts = Counts()
+        clock.end("plan")
+        future = read_data(self, plan, planner)
+        clock.end("read")
+        own = planner if isinstance(planner, RsLoadPlanner) else planner_of(plan)
+        report = own.report if isinstance(own, RsLoadPlanner) else LoadReport()
+        report.path = os.fspath(self.path)
+        report.bytes_wanted, report.bytes_read, report.bytes_direct = counts.wanted, counts.read, counts.direct
+        clock.tell(report)
+        self.report = report
+        return future
+
+    return reported
 
 
 class RsReader(StorageReader):
@@ -62,6 +88,8 @@ class RsReader(StorageReader):
 
     Attributes:
         bytes_read: read from storage by this rank in its last load, as far as ``replicas`` had a say in it.
+
+        report: what the last load through this reader found and took (:class:`dcp_rs.LoadReport`); None before it. The log ``dcp_rs`` has it as a line.
 
     Raises (from a load, on every rank):
         CheckpointNotFoundError, CorruptIndexError, UnsupportedError: from reading the metadata.
@@ -103,6 +131,7 @@ class RsReader(StorageReader):
         self.allow_external = allow_external
         self.replicas = replicas
         self.bytes_read = 0
+        self.report: LoadReport | None = None
         self._process_group = process_group
         self.load_id = _new_id()
         #: torch replaces any error of `read_metadata` by an AssertionError. Where this is set, the error is raised by what is
@@ -110,6 +139,10 @@ class RsReader(StorageReader):
         self.defer_errors = False
         # Each thread that loads through this reader reads the index that its own `read_metadata` opened.
         self._local = threading.local()
+
+    def __repr__(self) -> str:
+        replicas = None if self.replicas == "each" else self.replicas
+        return call("RsReader", {"path": os.fspath(self.path), **self.options.given(), "replicas": replicas})
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, of another path where one is given."""
@@ -125,6 +158,7 @@ class RsReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Opens the index. With ``rank=r`` it is that rank's own index of a rank-local save (``use_collectives=False``)."""
+        self._local.clock = Phases()
         rank = kwargs.get("rank")
         try:
             index = self._open(rank)
@@ -133,6 +167,7 @@ class RsReader(StorageReader):
                 raise
             return _Failed(error)  # type: ignore[return-value]  # nobody gets to see it
         self._local.index = index
+        self._local.clock.end("metadata")
         return make_metadata(index, checkpoint_id=os.fspath(self.path), load_id=self.load_id)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -154,6 +189,7 @@ class RsReader(StorageReader):
             raise CheckpointReplacedError(msg, path=self.path)
         return plans
 
+    @_reported
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fills what ``planner`` resolves for the items of ``plan``, and commits it. The future is done when this returns."""
         reads = local_reads(plan, planner)
@@ -203,10 +239,11 @@ class RsReader(StorageReader):
     def _read_local(self, reads: LocalReads) -> dict[str, Any]:
         """Fills tensors, and returns the values that are not tensors. They are the planner's to put anywhere."""
         index = reads.index
-        load = Load(index, self.options, reads.whole)
+        load = Load(index, self.options, reads.whole, self._local.counts)
         load.add(reads.targets)
         turns = load.arrange()
         stored = index.read_bytes([index.first_chunk(i) for i, _ in reads.values], **self.options.engine())
+        self._local.counts.add(sum(map(len, stored)), sum(map(len, stored)))
         values = {
             fqn: objects.load(fqn, data, weights_only=self.weights_only)
             for (_, fqn), data in zip(reads.values, stored, strict=True)
@@ -265,7 +302,7 @@ class RsReader(StorageReader):
         targets: list[Target],
         planner: LoadPlanner,
     ) -> None:
-        load = Load(index, self.options)
+        load = Load(index, self.options, counts=self._local.counts)
         load.add(targets)
         if not _commits(planner):
             with _changing([target.tensor for target in targets]):
@@ -283,9 +320,9 @@ class RsReader(StorageReader):
                     planner.commit_tensor(*left.pop(place))
 
     def _read_values(self, index: _core.Index, items: list[tuple[int, ReadItem]], planner: LoadPlanner) -> None:
-        for (_, item), data in zip(
-            items, index.read_bytes([c for c, _ in items], **self.options.engine()), strict=True
-        ):
+        stored = index.read_bytes([c for c, _ in items], **self.options.engine())
+        self._local.counts.add(sum(map(len, stored)), sum(map(len, stored)))
+        for (_, item), data in zip(items, stored, strict=True):
             if self.weights_only:
                 objects.check_loadable(item.storage_index.fqn, data)
             planner.load_bytes(item, io.BytesIO(data))

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.tensor import DTensor
 
 from dcp_rs import _core, _torch
+from dcp_rs._shown import call
 from dcp_rs.checkpoint.names import selector
 from dcp_rs.dcp.commits import SavedMeta
 from dcp_rs.dcp.write_items import Writes
@@ -147,6 +148,12 @@ class RsSavePlanner(DefaultSavePlanner):
         if dtype is not None and not (dtype.is_floating_point and dtype in NAMES):
             msg = f"dtype={dtype!r}: a floating-point dtype"
             raise ValueError(msg)
+        self._given = {
+            "dtype": dtype,
+            "include": include,
+            "exclude": exclude,
+            "enable_plan_caching": enable_plan_caching or None,
+        }
         self.dtype = dtype
         self.include = include
         self.exclude = exclude
@@ -156,6 +163,9 @@ class RsSavePlanner(DefaultSavePlanner):
         self._request_bytes = 0
 
     # --- the protocol ---------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return call(type(self).__name__, self._given)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
+
+from dcp_rs._warnings import warn_caller
 
 __all__ = ["one_of", "say_ignored"]
 
@@ -29,4 +30,4 @@ def say_ignored(owner: str, name: str, why: str) -> None:
     """Warns, once in this process, of an argument that has no meaning here. The warning is of the line that calls the constructor."""
     if (owner, name) not in _said:
         _said.add((owner, name))
-        warnings.warn(f"{owner} has no use for {name}: {why}", stacklevel=3)
+        warn_caller(f"{owner} has no use for {name}: {why}")

@@ -20,10 +20,12 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_rs import _core, _torch
+from dcp_rs._shown import call
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.locate import INDEX_NAME, local_path, rank_index_name, warn_of_a_foreign_model
 from dcp_rs.dcp import commits
 from dcp_rs.dcp.commits import SavedMeta, Saving
+from dcp_rs.dcp.load_report import Phases, SaveReport
 from dcp_rs.dcp.metadata import describe_saved
 from dcp_rs.dcp.save_planner import RsSavePlanner
 from dcp_rs.dcp.stock_arguments import one_of, say_ignored
@@ -88,6 +90,9 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             order: ``single_file_per_rank`` and ``per_thread_copy_ahead`` change nothing here, which is warned of once, nor does
             ``serialization_format``; ``_extensions`` are refused.
 
+    Attributes:
+        report: what the last save through this writer took on this rank (:class:`dcp_rs.SaveReport`); None before it. The log ``dcp_rs`` has it as a line.
+
     Raises:
         ValueError: an option that is none, or one option under two names.
         UnsupportedError: ``_extensions``: they change what is stored.
@@ -139,9 +144,15 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._rank: int | None = None
         self._use_collectives = True
         self._generation = 1
+        self._commits = True
+        self._clock = Phases()
+        self.report: SaveReport | None = None
         self._saving: Saving | None = None
         self._looked_at: Path | None = None
         self._written: _Written | None = None  # until it is known to be committed
+
+    def __repr__(self) -> str:
+        return call("RsWriter", {"path": os.fspath(self.path), **self.options.given()})
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, to another path where one is given."""
@@ -196,6 +207,8 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             self._saving.thread = threading.current_thread()
         if is_coordinator:
             self._look_at_folder()
+        self._clock = Phases()
+        self._commits = is_coordinator or not self._use_collectives
 
     def _look_at_folder(self) -> None:
         """Once a save: where it is staged, that is on the caller's thread, and the rest is not."""
@@ -228,6 +241,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's data files. The one result carries this rank's index."""
         place = plan.storage_data if isinstance(plan.storage_data, _Place) else _Place(self._rank or 0, 1)
+        self._clock.end("plan")
         # All ranks have come this far, so the save before this one is over.
         self.discard()
         folder = os.path.abspath(self.path)  # noqa: PTH100  # Path.resolve would follow links
@@ -260,6 +274,10 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             # An index repeats itself: it travels to the coordinator at a sixth of its size.
             storage_data=index if place.world_size <= 1 else zlib.compress(index, 1),
         )
+        self._clock.end("write")
+        self.report = SaveReport(path=os.fspath(self.path), bytes_written=save.bytes)
+        if not self._commits:
+            self._clock.tell(self.report)
         future: Future[list[WriteResult]] = Future()
         future.set_result([result])
         return future
@@ -293,6 +311,10 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             raise
         self._written = None
         self._end()
+        self._clock.end("commit")
+        self.report = self.report or SaveReport(path=os.fspath(self.path))
+        self.report.entries = index.tensor_count
+        self._clock.tell(self.report)
         for reason in left:
             warn_caller(f"the checkpoint is saved, but a file of the one before is still there: {reason}")
         meta = SavedMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import pickle
 import re
-import warnings
 from collections import OrderedDict
 from typing import Any
 
 import torch
 
 from dcp_rs._torch import PLAIN_TYPES
+from dcp_rs._warnings import warn_caller
 from dcp_rs.errors import CorruptDataError, UnsafePickleError, UnsupportedError
 
 __all__ = ["check_loadable", "dump", "dump_named", "load", "reason", "warn_unless_loadable"]
@@ -81,10 +81,9 @@ def warn_unless_loadable(fqn: str, value: Any, data: bytes) -> None:
         check_loadable(fqn, data)
     except Exception as error:  # noqa: BLE001  # whatever it is, the value is saved
         why = reason(error.__cause__) if isinstance(error.__cause__, pickle.UnpicklingError) else error
-        warnings.warn(
+        warn_caller(
             f"value {fqn!r} ({_type_name(value)}) is saved, but will not load under weights_only=True, the default: {why}. "
-            "Save plain types in its place (numbers, text, lists, dicts, tensors), or load it with weights_only=False",
-            stacklevel=2,
+            "Save plain types in its place (numbers, text, lists, dicts, tensors), or load it with weights_only=False"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,7 +15,22 @@ from dcp_rs.transfer import gds
 from dcp_rs.transfer.target import Target
 from dcp_rs.transfer.upload import upload
 
-__all__ = ["Load", "fill"]
+__all__ = ["Counts", "Load", "fill"]
+
+
+@dataclass
+class Counts:
+    """Bytes of loads so far: that were asked for, that were read for it, and of those past the page cache (as far as slabs were filled)."""
+
+    wanted: int = 0
+    read: int = 0
+    direct: int = 0
+
+    def add(self, wanted: int, read: int, direct: int = 0) -> None:
+        """Adds a part of a load."""
+        self.wanted += wanted
+        self.read += read
+        self.direct += direct
 
 
 class Load:
@@ -31,9 +46,17 @@ class Load:
         index: where the data is.
         options: how to read.
         batch: what is planned already.
+        counts: where the bytes are counted.
     """
 
-    def __init__(self, index: _core.Index, options: ReadOptions, batch: _core.Batch | None = None) -> None:
+    def __init__(
+        self,
+        index: _core.Index,
+        options: ReadOptions,
+        batch: _core.Batch | None = None,
+        counts: Counts | None = None,
+    ) -> None:
+        self._counts = Counts() if counts is None else counts
         self._index = index
         self._options = options
         self._batch = _core.Batch(index) if batch is None else batch
@@ -83,13 +106,14 @@ class Load:
 
     def run(self, turn: int) -> int:
         """Fills what has this turn. Returns the bytes that were read for what is filled in place."""
-        _, nbytes = self._batch.read(turn, **self._options.engine())
+        wanted, nbytes = self._batch.read(turn, **self._options.engine())
+        self._counts.add(wanted, nbytes)
         wants = self._batch.wants(turn)
         if wants and self._options.io == "gds":
             wants = gds.fill(self._batch, wants, self._elsewhere, self._options)
         if wants:
-            upload(self._batch, wants, self._elsewhere, self._options)
-        _fill_opaque(self._index, [self._elsewhere[i] for i in self._batch.opaque(turn)], self._options)
+            self._counts.add(*upload(self._batch, wants, self._elsewhere, self._options))
+        _fill_opaque(self._index, [self._elsewhere[i] for i in self._batch.opaque(turn)], self._options, self._counts)
         return nbytes
 
     def run_all(self) -> int:
@@ -97,14 +121,14 @@ class Load:
         return sum(self.run(turn) for turn in range(self.arrange()))
 
 
-def fill(index: _core.Index, targets: Sequence[Target], options: ReadOptions) -> None:
+def fill(index: _core.Index, targets: Sequence[Target], options: ReadOptions, counts: Counts | None = None) -> None:
     """Fills every tensor from the chunks that hold its region. Raises as :meth:`Load.add`."""
-    load = Load(index, options)
+    load = Load(index, options, counts=counts)
     load.add(targets)
     load.run_all()
 
 
-def _fill_opaque(index: _core.Index, targets: Sequence[Target], options: ReadOptions) -> None:
+def _fill_opaque(index: _core.Index, targets: Sequence[Target], options: ReadOptions, counts: Counts) -> None:
     """By their own ``copy_``, from whole rectangles in host memory."""
     limit = options.inflight_bytes(accelerator=False)
     at = 0
@@ -116,7 +140,7 @@ def _fill_opaque(index: _core.Index, targets: Sequence[Target], options: ReadOpt
             group.append((target, torch.empty(target.tensor.shape, dtype=target.dtype)))
             nbytes += group[-1][1].nbytes
             at += 1
-        fill(index, [replace(target, tensor=values) for target, values in group], options)
+        fill(index, [replace(target, tensor=values) for target, values in group], options, counts)
         for target, values in group:
             try:
                 with torch.no_grad():

@@ -211,8 +211,12 @@ class SlabLoad:
         self._slabs = []
 
 
-def upload(batch: _core.Batch, wants: Sequence[int], targets: Sequence[Target], options: ReadOptions) -> None:
+def upload(
+    batch: _core.Batch, wants: Sequence[int], targets: Sequence[Target], options: ReadOptions
+) -> tuple[int, int, int]:
     """Fills what goes through slabs: ``wants`` of a batch whose targets' numbers are those of ``targets``.
+
+    Returns (bytes wanted, bytes read, bytes read past the page cache).
 
     When this returns, work that is queued on the caller's current stream of each device sees all of it. After an error the targets may be partly filled,
     and that work still comes after whatever copies were started.
@@ -228,3 +232,4 @@ def upload(batch: _core.Batch, wants: Sequence[int], targets: Sequence[Target], 
         for device, copies, slab in load:
             lane = lanes[device]
             load.sent(lane, lane.upload(slab, make_transfer(slab, lane, targets, copies)))
+    return load.stats()

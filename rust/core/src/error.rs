@@ -1,5 +1,6 @@
 //! The one error type of this crate.
 
+use std::ffi::OsStr;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -19,7 +20,7 @@ pub enum Error {
         reason: String,
     },
     /// The index (or a header that serves as one) breaks a rule of the format.
-    #[error("corrupt index {}: {reason} (at byte {offset})", path.display())]
+    #[error("corrupt {} {}: {reason} (at byte {offset})", kind_of(path), path.display())]
     CorruptIndex {
         /// The index or header file.
         path: PathBuf,
@@ -94,6 +95,16 @@ pub enum Error {
     /// The caller asked for the work to stop.
     #[error("interrupted")]
     Interrupted,
+}
+
+/// What a file is to a checkpoint: the headers of data files serve as an index where there is no other.
+fn kind_of(path: &Path) -> &'static str {
+    match path.extension().and_then(OsStr::to_str) {
+        Some("safetensors" | "distcp") => "header of the data file",
+        Some("metadata") => "metadata",
+        _ if path.ends_with(".metadata") => "metadata",
+        _ => "index",
+    }
 }
 
 fn of_tensor(tensor: &str) -> String {

@@ -25,6 +25,7 @@ pub mod read;
 pub mod save_plan;
 pub mod slabs;
 pub mod store;
+pub mod tally;
 pub mod write;
 
 pub use control::Control;

@@ -13,6 +13,7 @@ mod plain;
 mod read;
 mod save_plan;
 mod slabs;
+mod tally;
 mod verify;
 mod write;
 
@@ -34,6 +35,8 @@ mod _core {
     use crate::save_plan::{SavePlan, assign_saves};
     #[pymodule_export]
     use crate::slabs::{Copy, Image, SlabReader};
+    #[pymodule_export]
+    use crate::tally::tally;
     #[pymodule_export]
     use crate::verify::{block_digest, check_no_rank_indexes, has_native_data, recover, seal_archives};
     #[pymodule_export]

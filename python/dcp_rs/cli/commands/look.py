@@ -1,4 +1,4 @@
-"""Commands that look: ``ls``, ``inspect``."""
+"""Commands that look: ``ls``, ``tree``, ``inspect``, ``stats``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,19 @@ import typer
 
 from dcp_rs.checkpoint.locate import local_path
 from dcp_rs.cli.app import app
-from dcp_rs.cli.options import AnyCheckpoint, Exclude, External, Globs, Include, Json, Rank, chosen, examples
+from dcp_rs.cli.options import (
+    AnyCheckpoint,
+    Checkpoint,
+    Exclude,
+    External,
+    Globs,
+    Include,
+    Json,
+    Rank,
+    Threads,
+    chosen,
+    examples,
+)
 from dcp_rs.cli.output import text_argument
 
 
@@ -38,6 +50,29 @@ def _ls(
 
 
 @app.command(
+    "tree",
+    epilog=examples(
+        "dcp-rs tree ckpt/",
+        "dcp-rs tree ckpt/ 'model.*' --depth 0 --sort size",
+    ),
+)
+def _tree(
+    path: AnyCheckpoint,
+    patterns: Globs = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    depth: Annotated[int, typer.Option(min=0, help="Levels of modules; 0: all.")] = 3,
+    sort: Annotated[Literal["name", "size"], typer.Option(help="Order.")] = "name",
+    rank: Rank = None,
+    as_json: Json = False,
+) -> None:
+    """Show how large the modules are."""
+    from dcp_rs.cli.tree import tree
+
+    tree(path, chosen(patterns, include, exclude), depth=depth, sort=sort, as_json=as_json, rank=rank)
+
+
+@app.command(
     "inspect",
     epilog=examples(
         "dcp-rs inspect ckpt/",
@@ -59,7 +94,10 @@ def _inspect(
     html: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Write one page of HTML with all of it.", show_default=False, parser=local_path
+            metavar="FILE",
+            help="Write one page of HTML with all of it; - is standard output.",
+            show_default=False,
+            parser=local_path,
         ),
     ] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Lists to their end.")] = False,
@@ -78,3 +116,43 @@ def _inspect(
         listing.inspect_entry(path, name, show_all=show_all, as_json=as_json, rank=rank, allow_external=allow_external)
     else:
         listing.inspect(path, show_all=show_all, as_json=as_json, rank=rank)
+
+
+@app.command(
+    "stats",
+    epilog=examples(
+        "dcp-rs stats ckpt/",
+        "dcp-rs stats ckpt/ 'model.*' --sort max",
+        "dcp-rs stats ckpt/ --fail-on-nan --json",
+    ),
+)
+def _stats(
+    path: Checkpoint,
+    patterns: Globs = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    sort: Annotated[
+        Literal["name", "min", "max", "mean", "std", "zeros", "nan", "inf", "elements"],
+        typer.Option(help="Order; of numbers, the largest first."),
+    ] = "name",
+    fail_on_nan: Annotated[bool, typer.Option("--fail-on-nan", help="Exit status 1 if there is a NaN.")] = False,
+    rank: Rank = None,
+    allow_external: External = False,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Read tensors and tell their least and greatest elements, mean, standard deviation, and how many are zero, NaN, infinite."""
+    from dcp_rs.cli.statistics import show_stats
+
+    raise typer.Exit(
+        show_stats(
+            path,
+            chosen(patterns, include, exclude),
+            sort=sort,
+            fail_on_nan=fail_on_nan,
+            rank=rank,
+            allow_external=allow_external,
+            threads=threads,
+            as_json=as_json,
+        )
+    )

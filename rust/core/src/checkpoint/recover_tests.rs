@@ -131,7 +131,7 @@ fn the_highest_complete_generation_is_taken() {
         .unwrap()
         .to_string();
     assert!(
-        error.contains("generation 5 is not complete (corrupt index") && error.contains("generation 3"),
+        error.contains("generation 5 is not complete (corrupt ") && error.contains("generation 3"),
         "{error}"
     );
 }

@@ -1,0 +1,70 @@
+"""How objects of this package show themselves: a line as text, a table in a notebook."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+__all__ = ["Shown", "call", "size", "table"]
+
+#: Names, and rows, that stand for all of a longer list.
+_NAMED, _ROWS = 2, 100
+
+
+class Shown:
+    """A report, whose lists of names are shown by their lengths and first names."""
+
+    def __repr__(self) -> str:
+        parts = [f"{name}={text}" for name, text in _facts(self)]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        return table([type(self).__name__, ""], _facts(self))
+
+
+def _facts(report: Any) -> list[tuple[str, str]]:
+    """What is in the fields that are not empty."""
+    found = ((known.name, getattr(report, known.name)) for known in fields(report))
+    return [(name, _short(name, value)) for name, value in found if value not in (None, 0, "", [], {})]
+
+
+def _short(name: str, value: Any) -> str:
+    if isinstance(value, list | tuple | Mapping):
+        first = [repr(entry) if isinstance(entry, str) else str(entry) for entry in list(value)[:_NAMED]]
+        more = f" and {len(value) - _NAMED:,} more" if len(value) > _NAMED else ""
+        return f"<{len(value):,}: {', '.join(first)}{more}>"
+    if name.startswith("bytes"):
+        return size(value)
+    return f"{value:.3g}" if isinstance(value, float) else repr(value)
+
+
+def call(name: str, given: Mapping[str, Any]) -> str:
+    """As it was made: ``name(option=value, ...)``, without what is None."""
+    parts = [f"{option}={value!r}" for option, value in given.items() if value is not None]
+    return f"{name}({', '.join(parts)})"
+
+
+def size(nbytes: float) -> str:
+    """Bytes, to three digits (powers of 1000)."""
+    if nbytes < 1000:
+        return f"{nbytes:.0f} B"
+    for unit in ("kB", "MB", "GB", "TB"):
+        nbytes /= 1000
+        if nbytes < 999.5 or unit == "TB":
+            break
+    digits = 2 if nbytes < 9.995 else 1 if nbytes < 99.95 else 0
+    return f"{nbytes:.{digits}f} {unit}"
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, total: int | None = None) -> str:
+    """HTML; of many rows the first, and how many more there are of ``total``."""
+    shown = [row for _, row in zip(range(_ROWS), rows, strict=False)]
+    head = "".join(f"<th style='text-align:left'>{html.escape(heading)}</th>" for heading in headings)
+    body = "".join(
+        "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in shown
+    )
+    rest = f"<p>and {total - len(shown):,} more</p>" if total is not None and total > len(shown) else ""
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{rest}"

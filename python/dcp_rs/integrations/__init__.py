@@ -1,0 +1,1 @@
+"""dcp-rs in the frameworks that people already have."""

@@ -1,0 +1,132 @@
+"""``install``: whoever asks torch for its ``FileSystemReader`` and ``FileSystemWriter`` gets those of this package."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from abc import ABCMeta
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from dcp_rs import _torch
+from dcp_rs.dcp.reader import RsReader
+from dcp_rs.dcp.writer import RsWriter
+
+__all__ = ["install", "installed", "uninstall"]
+
+_log = logging.getLogger("dcp_rs")
+_OURS = {"FileSystemReader": RsReader, "FileSystemWriter": RsWriter}
+
+_lock = threading.Lock()
+#: Calls of :func:`install` that were not undone.
+_count = 0
+#: What has to be put back: (module or class, name, what it was).
+_replaced: list[tuple[Any, str, Any]] = []
+
+
+class _StandIn(ABCMeta):
+    """The class of what stands for one of stock's classes: called, it makes one of ours; as a base, it is stock's.
+
+    A class that derives from stock's relies on what is in it, so it goes on to derive from it.
+    """
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **keywords: Any) -> Any:
+        if not any(isinstance(base, _StandIn) for base in bases):
+            return super().__new__(mcs, name, bases, namespace, **keywords)
+        stock = tuple(base.stock if isinstance(base, _StandIn) else base for base in bases)
+        return type(stock[0])(name, stock, namespace, **keywords)
+
+    stock: type
+    ours: type
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.ours(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, (cls.stock, cls.ours))
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return super().__subclasscheck__(subclass) or issubclass(subclass, (cls.stock, cls.ours))
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.ours, name)
+
+
+def install() -> None:
+    """Makes torch's names ``FileSystemReader`` and ``FileSystemWriter`` give :class:`RsReader` and :class:`RsWriter`, in this process.
+
+    So does everything that finds them there: ``dcp.save(state_dict, checkpoint_id=path)``, ``dcp.load``, ``dcp.async_save`` in a thread or another
+    process, and frameworks that name torch's classes. Checkpoints that stock wrote go on loading: the reader looks at what is there. It counts: what
+    was installed twice is uninstalled twice.
+
+    What stays as it is: classes that derive from stock's (torch's Hugging Face and fsspec ones, your own), URLs, and names that
+    a module took before with ``from torch.distributed.checkpoint import FileSystemWriter``.
+    """
+    global _count  # noqa: PLW0603
+    with _lock:
+        _count += 1
+        if _count > 1:
+            return
+        names: list[str] = []
+        for name, stock in _torch.file_system_classes().items():
+            stand_in = _StandIn(
+                name,
+                (),
+                {"stock": stock, "ours": _OURS[name], "__doc__": _OURS[name].__doc__, "__module__": stock.__module__},
+            )
+            for module in _torch.modules_that_name(stock):
+                _replace(module, name, stand_in)
+                names.append(f"{module.__name__}.{name}")
+        for executor in _torch.async_executors():
+            _replace(executor, "execute_save", _with_writer(executor.execute_save))
+    _log.info("torch's file system storage is that of dcp-rs now: %s", ", ".join(names))
+
+
+def uninstall() -> None:
+    """Undoes one :func:`install`.
+
+    Raises:
+        RuntimeError: there is none to undo.
+    """
+    global _count  # noqa: PLW0603
+    with _lock:
+        if _count == 0:
+            raise RuntimeError("dcp_rs is not installed: there is nothing to undo")
+        _count -= 1
+        if _count > 0:
+            return
+        while _replaced:
+            where, name, old = _replaced.pop()
+            setattr(where, name, old)
+    _log.info("torch's file system storage is its own again")
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """:func:`install` for as long as the context lasts. Saves that were begun in it are written by dcp-rs, also if they go on after it."""
+    install()
+    try:
+        yield
+    finally:
+        uninstall()
+
+
+def _replace(where: Any, name: str, new: Any) -> None:
+    _replaced.append((where, name, getattr(where, name)))
+    setattr(where, name, new)
+
+
+def _with_writer(execute_save: Any) -> Any:
+    """Makes the writer where the save is asked for: a thread may come to it after ``uninstall``, another process knows nothing of ``install``."""
+
+    @functools.wraps(execute_save)
+    def execute(
+        executor: Any, staged: Any, *, checkpoint_id: Any = None, storage_writer: Any = None, **keywords: Any
+    ) -> Any:
+        if storage_writer is None and checkpoint_id is not None:
+            storage_writer = _torch.storage_writer_for(checkpoint_id)
+        return execute_save(executor, staged, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **keywords)
+
+    return execute

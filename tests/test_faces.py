@@ -1,0 +1,98 @@
+"""What objects show of themselves, what completes, and what a type checker says of a typo."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dcp_rs
+from dcp_rs import RsLoadPlanner, RsReader, RsSavePlanner, RsWriter
+from support.both import save_rs
+
+ROOT = Path(__file__).parents[1]
+#: Each line with a comment is a mistake that a checker should find.
+TYPOS = """
+import dcp_rs
+from dcp_rs import RsReader
+
+dcp_rs.opne("x")  # attr-defined
+dcp_rs.load({}, "x", verfy=True)  # call-arg
+dcp_rs.load({}, "x", io="mmaped")  # typeddict-item arg-type
+dcp_rs.save({}, "x", fsnyc=False)  # call-arg
+dcp_rs.async_save({}, "x", overwite=False)  # call-arg
+dcp_rs.open("x", devcie="cpu")  # call-overload
+dcp_rs.open("x", framework="numpy")  # call-overload
+RsReader("x", theads=2)  # call-arg
+dcp_rs.verify("x", thread=2)  # call-arg
+dcp_rs.convert("x", "y", too="dcp")  # call-arg
+dcp_rs.open("x", framework="np", io="mmap").get_slice("w")[1:]
+report: dcp_rs.LoadReport = dcp_rs.load({}, "x", io="mmap", verify=True, replicas="node")
+error: type[Exception] = dcp_rs.errors.PlanError
+state: dcp_rs.optim.RngState = dcp_rs.optim.RngState()
+"""
+
+
+def test_a_type_checker_finds_every_typo(tmp_path):
+    pytest.importorskip("mypy")
+    file = tmp_path / "typos.py"
+    file.write_text(TYPOS)
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(ROOT / ".mypy_cache"), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280, check=False)
+    found = {int(number): code for number, code in re.findall(r"typos\.py:(\d+): error: .*\[([\w-]+)\]", done.stdout)}
+    expected = {
+        number: line.partition("#")[2].split() for number, line in enumerate(TYPOS.splitlines(), 1) if "#" in line
+    }
+    assert set(found) == set(expected), done.stdout
+    assert all(found[number] in codes for number, codes in expected.items()), done.stdout
+
+
+def test_dir_shows_what_is_public_and_star_hides_no_builtin():
+    assert set(dir(dcp_rs)) == {*dcp_rs.__all__, "open", "errors", "optim"}
+    names: dict = {}
+    exec("from dcp_rs import *", names)
+    assert "open" not in names
+    assert {"load", "save", "RsReader"} <= set(names)
+    assert (dcp_rs.open.__name__, dcp_rs.open.__qualname__) == ("open", "open")
+
+
+def test_reprs_say_something_in_a_line(ckpt):
+    save_rs({"layer.weight": torch.ones(4, 2), "<b>": 1}, ckpt)
+    opened = dcp_rs.open(ckpt)
+    with dcp_rs.open(ckpt, framework="np") as arrays:
+        part = arrays.get_slice("layer.weight")
+    converted = dcp_rs.convert(ckpt, ckpt.parent / "copy")
+    shown = {
+        repr(RsReader(ckpt, io="mmap", verify=True)): f"RsReader(path='{ckpt}', io='mmap', verify=True)",
+        repr(RsWriter(ckpt, fsync=False)): f"RsWriter(path='{ckpt}', fsync=False)",
+        repr(
+            RsLoadPlanner(include="layer.*", dtype=torch.float16)
+        ): "RsLoadPlanner(dtype=torch.float16, include='layer.*')",
+        repr(RsSavePlanner(exclude=["a"])): "RsSavePlanner(exclude=['a'])",
+        repr(opened): f"Checkpoint('{ckpt}/index.dcprs', 2 entries, device='cpu')",
+        repr(arrays): f"NumpyCheckpoint('{ckpt}/index.dcprs', 2 entries, closed)",
+        repr(opened.get_slice("layer.weight")): "TensorSlice('layer.weight', float32, shape=[4, 2])",
+        repr(part): "ArraySlice('layer.weight', float32, shape=[4, 2])",
+        repr(dcp_rs.LoadReport(missing=["a", "b", "c"])): "LoadReport(missing=<3: 'a', 'b' and 1 more>)",
+        repr(dcp_rs.CleanReport()): "CleanReport()",
+    }
+    assert list(shown) == list(shown.values())
+    assert re.fullmatch(r"ConvertReport\(written=<2: .*>, bytes=.*, files=1, seconds=.*\)", repr(converted))
+    assert re.fullmatch(
+        r"VerifyReport\(bytes_verified=.* B\)|VerifyReport\(bytes_verified=.* kB\)", repr(dcp_rs.verify(ckpt))
+    )
+
+
+def test_notebooks_get_tables_and_completions(ckpt):
+    save_rs({f"w{i}": torch.ones(2) for i in range(150)} | {"<script>": 1}, ckpt)
+    for opened in (dcp_rs.open(ckpt), dcp_rs.open(ckpt, framework="np")):
+        page = opened._repr_html_()
+        assert page.count("<tr>") == 101
+        assert "and 51 more" in page
+        assert "<script>" not in page
+        assert "&lt;script&gt;" in page
+        assert opened._ipython_key_completions_() == list(opened)
+    assert "<td" in dcp_rs.LoadReport(missing=["<b>"])._repr_html_()
+    assert "<b>" not in dcp_rs.LoadReport(missing=["<b>"])._repr_html_()

@@ -1,0 +1,146 @@
+"""Mistakes that people make, each answered by a sentence that names the mend."""
+
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp_rs
+from dcp_rs import RsLoadPlanner
+from dcp_rs.checkpoint.names import natural, nearest
+from dcp_rs.cli import main
+from support.both import save_rs, save_stock
+
+MODEL = {f"layers.{i}.{part}": torch.ones(2) for i in range(3) for part in ("weight", "bias")}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Where everything is that the mistakes are made with."""
+    folder = tmp_path_factory.mktemp("world")
+    save_rs(MODEL, folder / "bare")
+    save_rs({f"model.{name}": value for name, value in MODEL.items()}, folder / "model")
+    save_rs({f"module.{name}": value for name, value in MODEL.items()}, folder / "ddp")
+    save_rs({"epoch": 3, "embedding.weight": torch.ones(2)}, folder / "named")
+    save_stock(MODEL, folder / "stock")
+    for step in (2, 10, 9):
+        shutil.copytree(folder / "bare", folder / "run" / f"step-{step}")
+    (folder / "empty").mkdir()
+    torch.save(MODEL, folder / "model.pt")
+    return folder
+
+
+def prefixed(prefix: str) -> dict[str, torch.Tensor]:
+    return {prefix + name: torch.zeros(2) for name in MODEL}
+
+
+def load(state: Any, path: Any, **options: Any) -> None:
+    dcp_rs.load(state, path, no_dist=True, **options)
+
+
+def save(state: Any, path: Any, **options: Any) -> None:
+    dcp_rs.save(state, path, no_dist=True, **options)
+
+
+def command(*arguments: Any) -> None:
+    main([str(argument) for argument in arguments])
+
+
+Mistake = tuple[str, Callable[[Path], Any], str]
+MISTAKES: list[Mistake] = [
+    # names
+    ("a letter", lambda w: dcp_rs.open(w / "named")["epohc"], "did you mean 'epoch'?"),
+    ("a letter, in NumPy", lambda w: dcp_rs.open(w / "named", framework="np")["embeding.weight"], "did you mean 'embedding.weight'?"),
+    ("a letter, of a slice", lambda w: dcp_rs.open(w / "named").get_slice("embedding.wieght"), "did you mean 'embedding.weight'?"),
+    ("a prefix too few", lambda w: dcp_rs.open(w / "model")["layers.0.weight"], "it is there as 'model.layers.0.weight'"),
+    ("a prefix too many", lambda w: dcp_rs.open(w / "bare")["module.layers.0.weight"], "it is there as 'layers.0.weight'"),
+    ("another prefix", lambda w: dcp_rs.open(w / "model")["module.layers.0.weight"], "did you mean 'model.layers.0.weight'?"),
+    ("a letter, in the state dict", lambda w: load({"epohc": 0}, w / "named"), "did you mean 'epoch'?"),
+    ("DDP's prefix", lambda w: load(prefixed("module."), w / "bare"), "RsLoadPlanner(rename=lambda name: name.removeprefix('module.')) finds them"),
+    ("the compiler's prefix", lambda w: load(prefixed("_orig_mod."), w / "bare"), "rename=lambda name: name.removeprefix('_orig_mod.')) finds them"),
+    ("two prefixes", lambda w: load(prefixed("module._orig_mod."), w / "bare"), "name.removeprefix('module._orig_mod.')) finds them"),
+    ("no prefix", lambda w: load(prefixed(""), w / "model"), "names of the checkpoint begin with 'model.': planner=RsLoadPlanner(rename=lambda name: 'model.' + name) finds them"),
+    ("DDP's for the model's", lambda w: load(prefixed("model."), w / "ddp"), "rename=lambda name: name.replace('model.', 'module.', 1)) finds them"),
+    ("a rename the wrong way", lambda w: load({"epoch": 0}, w / "named", planner=RsLoadPlanner(rename={"epoch": "epocs"})), "asked for as 'epocs', by rename=); did you mean 'epoch'?"),
+    # the wrong object
+    ("a module to save", lambda w: save(torch.nn.Linear(2, 2), w / "new"), "a Linear is not a state dict: give {'model': it}"),
+    ("a module to load", lambda w: load(torch.nn.Linear(2, 2), w / "bare"), "or its state_dict()"),
+    ("an optimizer", lambda w: save(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), w / "new"), "a SGD is not a state dict"),
+    ("a list", lambda w: save([torch.ones(1)], w / "new"), "give a dict from names to tensors"),
+    ("parameters", lambda w: save(torch.nn.Linear(2, 2).parameters(), w / "new"), "a generator is not a state dict: give a dict"),
+    ("a tensor", lambda w: save(torch.ones(2), w / "new"), "as in {'items': it}"),
+    ("swapped", lambda w: load(str(w / "bare"), {}), "the state dict comes first, then the path"),
+    # the wrong path
+    ("a typo in a path", lambda w: dcp_rs.open(w / "moddel"), "did you mean"),
+    ("a folder above steps", lambda w: dcp_rs.open(w / "run"), "checkpoints are in it: 'step-10', 'step-9', 'step-2'; open"),
+    ("a folder above, to load", lambda w: load(prefixed(""), w / "run"), "checkpoints are in it: 'step-10'"),
+    ("a hub id", lambda w: dcp_rs.open("meta-llama/Llama-3.1-8B"), "huggingface_hub.snapshot_download('meta-llama/Llama-3.1-8B')"),
+    ("a data file of torch's", lambda w: dcp_rs.open(w / "stock" / "__0_0.distcp"), "it is a file of the checkpoint"),
+    ("a folder that is not there", lambda w: dcp_rs.open(w / "runs" / "today" / "step-10"), "and has no 'runs'"),
+    ("a bucket", lambda w: dcp_rs.open("s3://bucket/step-10"), "mount the storage, or copy"),
+    # the wrong option
+    ("an option of load", lambda w: load({}, w / "bare", verfy=True), "dcp_rs.load() has no option 'verfy': did you mean 'verify'?"),
+    ("an option of save", lambda w: save({}, w / "new", fsnyc=False), "dcp_rs.save() has no option 'fsnyc': did you mean 'fsync'?"),
+    ("an option of async_save", lambda w: dcp_rs.async_save({}, w / "new", overwite=True), "did you mean 'overwrite'?"),
+    ("an option of open", lambda w: dcp_rs.open(w / "bare", devce="cpu"), "dcp_rs.open() has no option 'devce': did you mean 'device'?"),
+    ("a value of an option", lambda w: dcp_rs.open(w / "bare", io="mmapped"), "one of 'auto', 'mmap'"),
+    ("a function", lambda w: dcp_rs.opne, "did you mean 'open'?"),  # type: ignore[attr-defined]
+    # the command line
+    ("a name to inspect", lambda w: command("inspect", w / "named", "epohc"), "did you mean 'epoch'?"),
+    ("a command", lambda w: command("verfy", w / "bare"), "Did you mean 'verify'?"),
+    ("a folder above, to list", lambda w: command("ls", w / "run"), "checkpoints are in it: 'step-10'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "mend"), [mistake[1:] for mistake in MISTAKES], ids=[mistake[0] for mistake in MISTAKES]
+)
+def test_the_answer_names_the_mend(make, mend, world, monkeypatch, capfd):
+    monkeypatch.chdir(world / "empty")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises((Exception, SystemExit)) as raised:
+        make(world)
+    said = str(raised.value) + capfd.readouterr().err
+    assert mend in said
+    assert "\n" not in said.strip()
+    assert not (world / "new").exists()
+
+
+def test_there_are_enough():
+    assert len(MISTAKES) >= 30
+
+
+@pytest.mark.parametrize(
+    ("prefix", "rename"),
+    [("module.", lambda name: name.removeprefix("module.")), ("other.", lambda name: name.replace("other.", "", 1))],
+)
+def test_what_is_said_to_mend_does(world, prefix, rename):
+    state = prefixed(prefix)
+    load(state, world / "bare", planner=RsLoadPlanner(rename=rename))
+    assert all(torch.equal(value, torch.ones(2)) for value in state.values())
+    state = prefixed("")
+    load(state, world / "model", planner=RsLoadPlanner(rename=lambda name: "model." + name))
+    assert all(torch.equal(value, torch.ones(2)) for value in state.values())
+
+
+def test_a_name_like_no_other_gets_no_advice(world):
+    with pytest.raises(KeyError) as raised:
+        dcp_rs.open(world / "bare")["zzz"]
+    assert str(raised.value).endswith("index.dcprs")
+    with pytest.raises(dcp_rs.errors.CheckpointNotFoundError) as raised:
+        dcp_rs.open(world / "empty")
+    assert "did you mean" not in str(raised.value)
+
+
+def test_the_nearest_of_many_is_found_at_once():
+    names = [f"model.layers.{i}.experts.{j}.weight" for i in range(500) for j in range(200)]
+    assert nearest("module.layers.7.experts.3.weight", names) == "model.layers.7.experts.3.weight"
+    assert nearest("model.layers.7.expert.3.weight", names) is not None
+
+
+def test_a_person_counts():
+    assert sorted(["m.10.a", "m.2", "m.2.a", "m", "n"], key=natural) == ["m", "m.2", "m.2.a", "m.10.a", "n"]

@@ -1,0 +1,110 @@
+"""What a load and a save say of themselves: in a report, and in the log `dcp_rs`."""
+
+import json
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+import dcp_rs
+from dcp_rs import LoadReport, RsLoadPlanner, RsReader, RsWriter, SaveReport
+from support import run_ranks
+from support.both import save_rs, save_stock
+
+STATE = {"w": torch.arange(300_000.0), "b": torch.ones(7, 3, dtype=torch.float64), "step": 3}
+TENSOR_BYTES = 1_200_000 + 168
+
+
+def blank():
+    return {"w": torch.zeros(300_000), "b": torch.zeros(7, 3, dtype=torch.float64), "step": 0}
+
+
+@pytest.mark.parametrize("save", [save_rs, save_stock])
+@pytest.mark.parametrize("planner", [RsLoadPlanner, DefaultLoadPlanner])
+def test_a_reader_reports_its_load(ckpt, save, planner):
+    save(STATE, ckpt)
+    reader = RsReader(ckpt)
+    assert reader.report is None
+    dcp.load(blank(), storage_reader=reader, planner=planner(), no_dist=True)
+    report = reader.report
+    assert isinstance(report, LoadReport)
+    assert report.path == str(ckpt)
+    values = report.bytes_wanted - TENSOR_BYTES
+    assert 0 < values < 5000
+    assert report.bytes_read >= report.bytes_wanted
+    assert list(report.phases) == ["metadata", "plan", "read"]
+    assert abs(sum(report.phases.values()) - report.seconds) < 1e-3
+    assert all(seconds >= 0 for seconds in report.phases.values())
+    assert str(report).startswith(f"loaded 1.20 MB from {ckpt} in ")
+    assert "\n" not in str(report)
+    assert json.loads(json.dumps(report.to_dict()))["bytes_wanted"] == report.bytes_wanted
+
+
+def test_load_returns_what_was_cast_and_lacking(ckpt):
+    save_rs(STATE, ckpt)
+    state = {"w": torch.zeros(300_000, dtype=torch.bfloat16), "new": torch.zeros(2)}
+    planner = RsLoadPlanner(dtype_policy="cast", allow_partial_load=True)
+    report = dcp_rs.load(state, ckpt, no_dist=True, planner=planner)
+    assert report is planner.report
+    assert [mismatch.name for mismatch in report.dtype_mismatched] == ["w"]
+    assert report.missing == ["new"]
+    assert report.bytes_wanted == 1_200_000
+    assert ", 1 cast, 1 missing (" in str(report)
+    assert dcp_rs.load_state_dict(blank(), RsReader(ckpt), no_dist=True).bytes_wanted > TENSOR_BYTES
+
+
+def test_a_part_of_a_tensor_counts_as_a_part(ckpt):
+    save_rs(STATE, ckpt)
+    report = dcp_rs.load({"b": torch.zeros(7, 3, dtype=torch.float64)}, ckpt, no_dist=True)
+    assert report.bytes_wanted == 168
+    assert report.bytes_read < 100_000
+
+
+def test_a_writer_reports_its_save(ckpt):
+    writer = RsWriter(ckpt)
+    assert writer.report is None
+    dcp.save(STATE, storage_writer=writer, no_dist=True)
+    report = writer.report
+    assert isinstance(report, SaveReport)
+    assert (report.path, report.entries) == (str(ckpt), 3)
+    assert TENSOR_BYTES < report.bytes_written < TENSOR_BYTES + 5000
+    assert list(report.phases) == ["plan", "write", "commit"]
+    assert str(report).startswith(f"saved 1.20 MB to {ckpt} in ")
+
+
+def test_the_log_has_a_line_for_each(ckpt, caplog):
+    with caplog.at_level(logging.INFO, logger="dcp_rs"):
+        dcp_rs.save(STATE, ckpt, no_dist=True)
+        dcp_rs.load(blank(), ckpt, no_dist=True)
+    lines = [record.getMessage() for record in caplog.records if record.name == "dcp_rs"]
+    assert [line.split()[0] for line in lines] == ["saved", "loaded"]
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG, logger="dcp_rs"):
+        dcp_rs.load(blank(), ckpt, no_dist=True)
+    assert {"metadata", "plan", "read"} <= {record.getMessage().split()[0] for record in caplog.records}
+    caplog.clear()
+    dcp_rs.load(blank(), ckpt, no_dist=True)
+    assert not [record for record in caplog.records if record.name == "dcp_rs"]
+
+
+def load_with_logs(path):
+    """The lines of this rank's log, at INFO and at DEBUG."""
+    lines: dict[str, list[str]] = {"INFO": [], "DEBUG": []}
+    handler = logging.Handler()
+    handler.emit = lambda record: lines[record.levelname].append(record.getMessage().split()[0])  # type: ignore[method-assign]
+    log = logging.getLogger("dcp_rs")
+    log.setLevel(logging.DEBUG)
+    log.addHandler(handler)
+    state = {"w": torch.full((4,), float(dist.get_rank()))}
+    dcp_rs.save(state, path)
+    report = dcp_rs.load(state, path)
+    return lines["INFO"], [line for line in lines["DEBUG"] if line in ("saved", "loaded")], report.bytes_wanted
+
+
+def test_one_rank_speaks_for_all(ckpt):
+    first, second = run_ranks(2, load_with_logs, ckpt)
+    assert first == (["saved", "loaded"], [], 16)
+    assert second == ([], ["saved", "loaded"], 16)
