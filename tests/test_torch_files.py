@@ -548,7 +548,7 @@ def test_the_same_as_torch_or_both_refuse(tmp_path, state, zipped):
     torch.save(state, path, _use_new_zipfile_serialization=zipped)
     try:
         want = flat(torch.load(path, weights_only=True))
-    except pickle.UnpicklingError:
+    except (pickle.UnpicklingError, ValueError):  # or two entries of one name
         want = None
     if want is not None:
         with dcp_rs.open(path) as opened:

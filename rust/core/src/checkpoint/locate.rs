@@ -3,9 +3,9 @@
 use std::io::{ErrorKind, Read as _};
 use std::path::Path;
 
-use crate::foreign::{Foreign, torch_file};
 use crate::foreign::distcp::{METADATA_NAME, rank_metadata_name};
 use crate::foreign::models::{self, Model};
+use crate::foreign::{Foreign, torch_file};
 use crate::format::{DataFileName, INDEX_NAME, parse_rank_index_name, rank_index_name};
 use crate::store::{self, LOCK_NAME};
 use crate::{Error, Result};
@@ -68,7 +68,10 @@ fn file(path: &Path) -> Result<Option<Foreign>> {
     let dir = path.parent().unwrap_or(Path::new(""));
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     if path.to_str().is_none() {
-        return Err(Error::Unsupported(format!("{}: a file name that is not UTF-8", path.display())));
+        return Err(Error::Unsupported(format!(
+            "{}: a file name that is not UTF-8",
+            path.display()
+        )));
     }
     let dir = dir.to_owned();
     if torch_file::is_torch_file(&name, &start(path)?) {

@@ -107,9 +107,7 @@ impl Family {
 
     /// Whether a file of this name maps tensors to files: `model.safetensors.index.json`, or with the name of a variant before `.json`.
     fn is_index(&self, name: &str) -> bool {
-        let rest = name
-            .strip_suffix(".json")
-            .and_then(|stem| stem.rsplit_once(self.index));
+        let rest = name.strip_suffix(".json").and_then(|stem| stem.rsplit_once(self.index));
         rest.is_some_and(|(_, variant)| variant.is_empty() || variant.starts_with('.'))
     }
 }
@@ -139,7 +137,10 @@ pub(crate) fn choose(dir: &Path, names: &[String], family: &Family) -> Result<Op
     {
         return Ok(Some(model));
     }
-    let preferred = family.loaded.iter().find(|&name| names.iter().any(|there| there == name));
+    let preferred = family
+        .loaded
+        .iter()
+        .find(|&name| names.iter().any(|there| there == name));
     match (preferred, indexes.as_slice()) {
         (Some(name), _) | (None, [name]) => Model::at(dir, name, family),
         (None, _) => Err(several(dir, &indexes, &series, family)),
@@ -208,7 +209,10 @@ fn is_number(text: &str) -> bool {
 /// The files as a model, if none of them is missing.
 fn whole(dir: &Path, key: &Key<'_>, files: &[&str], family: &Family) -> Result<Model> {
     if let (Kind::Series, stem, variant, of) = *key {
-        let numbers: BTreeSet<u64> = files.iter().filter_map(|name| Some(numbered(name, family)?.number)).collect();
+        let numbers: BTreeSet<u64> = files
+            .iter()
+            .filter_map(|name| Some(numbered(name, family)?.number))
+            .collect();
         if numbers.len() as u64 != of {
             let missing = (1..=of).find(|number| !numbers.contains(number)).unwrap_or(of);
             return Err(Error::corrupt_file(
@@ -375,7 +379,10 @@ mod tests {
     #[test]
     fn of_files_of_torch_save_the_models_of_libraries_count() {
         for (there, taken) in [
-            (&["pytorch_model.bin", "training_args.bin", "optimizer.bin"][..], &["pytorch_model.bin"][..]),
+            (
+                &["pytorch_model.bin", "training_args.bin", "optimizer.bin"][..],
+                &["pytorch_model.bin"][..],
+            ),
             (&["pytorch_model.bin", "pytorch_model.fp16.bin"], &["pytorch_model.bin"]),
             (
                 &["pytorch_model.bin.index.json", "adapter_model.bin"],
@@ -390,7 +397,10 @@ mod tests {
             assert_eq!(files_of(there, &TORCH).unwrap(), taken, "{there:?}");
         }
         let error = files_of(&["pytorch_model-00001-of-00002.bin"], &TORCH).unwrap_err();
-        assert!(error.contains("pytorch_model-00002-of-00002.bin") && error.contains("1 of 2"), "{error}");
+        assert!(
+            error.contains("pytorch_model-00002-of-00002.bin") && error.contains("1 of 2"),
+            "{error}"
+        );
     }
 
     #[test]

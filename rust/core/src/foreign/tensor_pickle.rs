@@ -113,7 +113,10 @@ pub(super) fn read_storage<'a>(pickle: &'a Pickle<'_>, id: Item) -> Option<(&'a 
 pub(super) fn is_tensor(pickle: &Pickle<'_>, item: Item) -> bool {
     match pickle.as_object(item) {
         Some((("torch._utils", name), ..)) => {
-            name.starts_with("_rebuild_") && ["tensor", "parameter", "subclass"].iter().any(|kind| name.contains(kind))
+            name.starts_with("_rebuild_")
+                && ["tensor", "parameter", "subclass"]
+                    .iter()
+                    .any(|kind| name.contains(kind))
         }
         Some((("torch._tensor", name), ..)) => name.starts_with("_rebuild_from_type"),
         _ => false,

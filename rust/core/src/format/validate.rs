@@ -335,7 +335,11 @@ impl Check<'_> {
             } else {
                 block_count(length)
             };
-            let taken = if self.index.source() == SourceKind::Torch { 0 } else { length };
+            let taken = if self.index.source() == SourceKind::Torch {
+                0
+            } else {
+                length
+            };
             match (left.checked_sub(taken), digests.checked_sub(of_digests)) {
                 (Some(less), Some(fewer)) => (*left, digests) = (less, fewer),
                 _ => return self.bad(Section::Chunks, at, "chunks share bytes of a file, or digests"),

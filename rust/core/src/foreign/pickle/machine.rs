@@ -376,12 +376,11 @@ impl Machine<'_, '_> {
 
     /// The one tuple that has nothing in it: an opcode of a byte should make no node.
     fn empty_tuple(&mut self) -> FaultResult<()> {
-        match self.empty {
-            Some(item) => self.push(item),
-            None => {
-                self.push_node(Node::Tuple { first: 0, len: 0 }, self.op_at)?;
-                self.empty = self.stack.last().map(|slot| slot.item);
-            }
+        if let Some(item) = self.empty {
+            self.push(item);
+        } else {
+            self.push_node(Node::Tuple { first: 0, len: 0 }, self.op_at)?;
+            self.empty = self.stack.last().map(|slot| slot.item);
         }
         Ok(())
     }
@@ -438,10 +437,7 @@ impl Machine<'_, '_> {
         if !slots.len().is_multiple_of(2) {
             return Err(self.fault("a pair for what is not a dict"));
         }
-        let new: Vec<(Item, Item)> = slots
-            .chunks_exact(2)
-            .map(|pair| (pair[0].item, pair[1].item))
-            .collect();
+        let new: Vec<(Item, Item)> = slots.chunks_exact(2).map(|pair| (pair[0].item, pair[1].item)).collect();
         let values = (from + 1..self.stack.len()).step_by(2);
         let at: Vec<Span> = values.filter_map(|i| self.place(i)).collect();
         self.stack.truncate(from);

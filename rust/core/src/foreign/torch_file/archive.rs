@@ -159,7 +159,10 @@ fn look_at_archive(window: &Window<'_>, threads: usize) -> FaultResult<Parts> {
         }
     }
     let Some(&of_pickle) = by_name.get("data.pkl") else {
-        return Err(Fault::corrupt(0, "a zip archive without data.pkl: torch.save did not write it"));
+        return Err(Fault::corrupt(
+            0,
+            "a zip archive without data.pkl: torch.save did not write it",
+        ));
     };
     let bytes = window.get(places[of_pickle], records[of_pickle].size)?.into_owned();
     // It is small, and decides what every other byte means.
@@ -221,7 +224,11 @@ fn kind_of(window: &Window<'_>) -> FaultResult<Format> {
             "it is a tar archive, as torch before 0.1.10 wrote them: torch.load it, and torch.save it again".into(),
         ));
     }
-    let why = if window.len == 0 { "it is empty" } else { "it begins as none does" };
+    let why = if window.len == 0 {
+        "it is empty"
+    } else {
+        "it begins as none does"
+    };
     Err(Fault::corrupt(0, format!("it is not a file of torch.save: {why}")))
 }
 
@@ -236,7 +243,10 @@ fn check_apart(records: &[Record], payloads: &[u64]) -> FaultResult<()> {
     for pair in extents.windows(2) {
         let ((_, end, one), (begin, _, other)) = (pair[0], pair[1]);
         if begin < end {
-            return Err(Fault::corrupt(begin, format!("zip records {one:?} and {other:?} share bytes")));
+            return Err(Fault::corrupt(
+                begin,
+                format!("zip records {one:?} and {other:?} share bytes"),
+            ));
         }
     }
     Ok(())

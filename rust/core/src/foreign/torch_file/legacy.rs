@@ -24,11 +24,15 @@ pub(super) fn look_at(source: &Source<'_>, longest: u64) -> FaultResult<Parts> {
     cursor.pickle()?;
     let version = cursor.pickle()?.top();
     if version != Item::Int(PROTOCOL) {
-        return Err(Fault::Unsupported(format!("a file of torch before 1.6, of protocol {version:?}")));
+        return Err(Fault::Unsupported(format!(
+            "a file of torch before 1.6, of protocol {version:?}"
+        )));
     }
     let system = cursor.pickle()?;
     if system.get(system.top(), "little_endian") != Some(Item::Bool(true)) {
-        return Err(Fault::Unsupported("stored in another byte order than \"little\"".into()));
+        return Err(Fault::Unsupported(
+            "stored in another byte order than \"little\"".into(),
+        ));
     }
     let pickle_at = cursor.at;
     let pickle = cursor.pickle()?;
@@ -39,8 +43,13 @@ pub(super) fn look_at(source: &Source<'_>, longest: u64) -> FaultResult<Parts> {
         .collect();
     let mut storages = HashMap::new();
     let bad = |at, what: &str| Fault::corrupt(at, format!("the storages of a file of torch before 1.6: {what}"));
-    for key in keys.as_list(keys.top()).ok_or_else(|| bad(cursor.at, "their keys are no list"))? {
-        let key = keys.as_str(*key).ok_or_else(|| bad(cursor.at, "a key that is no text"))?;
+    for key in keys
+        .as_list(keys.top())
+        .ok_or_else(|| bad(cursor.at, "their keys are no list"))?
+    {
+        let key = keys
+            .as_str(*key)
+            .ok_or_else(|| bad(cursor.at, "a key that is no text"))?;
         let &size = lengths
             .get(key)
             .ok_or_else(|| Fault::Unsupported(format!("storage {key:?} is of no type that can be read in place")))?;

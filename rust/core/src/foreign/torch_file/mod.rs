@@ -13,8 +13,8 @@ mod value;
 use std::collections::HashMap;
 use std::path::Path;
 
-use self::archive::{Parts, TorchFile};
 pub(crate) use self::archive::is_torch_file;
+use self::archive::{Parts, TorchFile};
 pub(crate) use self::checksums::check_records;
 use self::tree::{Content, Leaf};
 pub use self::value::ValueReader;
@@ -82,10 +82,7 @@ pub fn index_model(dir: &Path, model: &Model, threads: usize) -> Result<Vec<u8>>
             add(&mut builder, &file, number, leaf)?;
         }
     }
-    let missing = model
-        .weight_map
-        .iter()
-        .filter(|(name, _)| !held_by.contains_key(*name));
+    let missing = model.weight_map.iter().filter(|(name, _)| !held_by.contains_key(*name));
     if let Some((name, of)) = missing.min() {
         let reason = "the index of the folder names the tensor for this file, which does not hold it";
         return Err(Error::corrupt_data(&dir.join(of), name, 0, reason));

@@ -90,7 +90,10 @@ impl Walk<'_> {
         }
         let pairs = pickle.as_dict(node).unwrap_or_default();
         // Of a key that is there twice, the last value counts.
-        let keys: Vec<_> = pairs.iter().map(|(key, _)| (*key, self.key(*key).unwrap_or_default())).collect();
+        let keys: Vec<_> = pairs
+            .iter()
+            .map(|(key, _)| (*key, self.key(*key).unwrap_or_default()))
+            .collect();
         let same = |(key, text): &(Item, String)| (matches!(key, Item::Str(_)), text.clone());
         let last: HashMap<_, _> = keys.iter().map(same).zip(0..).collect();
         for (i, ((_, value), place)) in pairs.iter().zip(places).enumerate() {
@@ -122,13 +125,14 @@ impl Walk<'_> {
         if self.is_mapping(item) || self.is_inner_list(item, depth)? {
             return self.enter(item, &name, &path, depth + 1);
         }
-        let content = match tensor_pickle::is_tensor(self.pickle, item) {
-            false => Content::Value,
-            true => match tensor_pickle::read(self.pickle, item) {
+        let content = if tensor_pickle::is_tensor(self.pickle, item) {
+            match tensor_pickle::read(self.pickle, item) {
                 Ok(tensor) => Content::Tensor(tensor),
                 Err(Fault::Unsupported(_)) => Content::Value,
                 Err(fault) => return Err(name_it(fault, &name, place)),
-            },
+            }
+        } else {
+            Content::Value
         };
         self.leaves.push(Leaf {
             name,

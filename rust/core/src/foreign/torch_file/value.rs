@@ -75,8 +75,7 @@ fn archive_of(torch: &TorchFile, file: &File, item: Item) -> FaultResult<Vec<u8>
         };
         let record = torch.parts.storage(key)?;
         let mut storage = vec![0; usize::try_from(record.size).map_err(|_| too_large())?];
-        read_at(file, &mut storage, record.at)
-            .map_err(|error| Fault::Read(Error::io("read", &torch.path, error)))?;
+        read_at(file, &mut storage, record.at).map_err(|error| Fault::Read(Error::io("read", &torch.path, error)))?;
         archive.record(&format!("data/{key}"), &storage)?;
     }
     archive.record("version", b"3\n")?;
