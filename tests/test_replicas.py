@@ -152,7 +152,7 @@ def test_damage_that_one_rank_finds_is_raised_on_all(ckpt):
     with data.open("r+b") as file:
         file.seek(data.stat().st_size // 2)
         file.write(b"\xff\xfe\xfd")
-    for outcome in rank_outcomes(4, load_damaged, ckpt, timeout=30):
+    for outcome in rank_outcomes(4, load_damaged, ckpt, timeout=60):
         assert isinstance(outcome.error, CorruptDataError), outcome
         assert "big" in str(outcome.error)
 
@@ -188,7 +188,7 @@ def test_some_ranks_share_who_were_told_by_the_load_alone(tmp_path):
     save_training_state(
         tmp_path / "training", model, torch.optim.SGD(model.parameters(), momentum=0.5), extra, fsync=False
     )
-    run_ranks(3, load_in_a_group_by_path, tmp_path, timeout=30)
+    run_ranks(3, load_in_a_group_by_path, tmp_path, timeout=80)
 
 
 def load_alone(path):
@@ -206,7 +206,7 @@ def load_alone(path):
 def test_a_rank_that_loads_alone_waits_for_nobody(ckpt):
     """H2: `no_dist=True` with `replicas` waited for ranks that were not there."""
     save_whole(ckpt)
-    run_ranks(2, load_alone, ckpt, timeout=30)
+    run_ranks(2, load_alone, ckpt, timeout=60)
 
 
 def load_bad_value(path, as_torch_does):
@@ -222,7 +222,7 @@ def load_bad_value(path, as_torch_does):
 def test_a_value_that_one_rank_cannot_load(ckpt, as_torch_does):
     """H3: it raised before the exchange, and the others waited in it."""
     dcp_rs.save({"big": numbered((700, 1000)), "bad": Path("x")}, ckpt)
-    for outcome in rank_outcomes(3, load_bad_value, ckpt, as_torch_does, timeout=30):
+    for outcome in rank_outcomes(3, load_bad_value, ckpt, as_torch_does, timeout=60):
         error = outcome.error.failures[1][0] if as_torch_does else outcome.error
         assert type(error) is UnsafePickleError, outcome
         assert error.tensor == "bad"
@@ -242,7 +242,7 @@ def load_and_fail_before(path):
 
 def test_a_rank_that_fails_before_it_comes_to_the_exchange(ckpt):
     save_whole(ckpt)
-    for outcome in rank_outcomes(3, load_and_fail_before, ckpt, timeout=30):
+    for outcome in rank_outcomes(3, load_and_fail_before, ckpt, timeout=60):
         assert type(outcome.error) is PlanError, outcome
         assert outcome.error.__notes__ == ["raised on rank 1"]
 
@@ -264,7 +264,7 @@ def test_an_error_in_one_group_of_ranks_keeps_nobody_waiting_in_another(ckpt):
     whole = data.read_bytes()
     at = whole.index(torch.arange(100.0, 200.0).numpy().tobytes())  # in the first of the three
     data.write_bytes(whole[:at] + b"\xff" + whole[at + 1 :])
-    for outcome in rank_outcomes(3, load_in_pairs, ckpt, timeout=30):
+    for outcome in rank_outcomes(3, load_in_pairs, ckpt, timeout=60):
         assert isinstance(outcome.error, CorruptDataError), outcome
         assert "raised on rank" in outcome.error.__notes__[-1]
 
