@@ -27,7 +27,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
             {"checkpoint"},
             {"transfer"},
             {"tensors"},
-            {"options", "_torch", "_warnings"},
+            {"options", "_torch", "_warnings", "_shown"},
             {"errors"},
             {"_core"},
         ),

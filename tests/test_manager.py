@@ -301,10 +301,11 @@ def test_what_cannot_be_removed_is_warned_of_and_no_error(run):
     with CheckpointManager(run, keep_last=1) as manager:
         manager.save(1, state_of(1))
         (run / ".removing-step-1").write_text("in the way")
-        with pytest.warns(UserWarning, match="step 1 could not be removed"):
+        with pytest.warns(UserWarning, match="step 1 could not be removed|killed saves left is still there") as said:
             manager.save(2, state_of(2))
+        assert len(said) == 2
         manager.async_save(3, state_of(3)).result(60)
-        with pytest.warns(UserWarning, match="step 1 could not be removed"):
+        with pytest.warns(UserWarning, match="step [12] could not be removed|killed saves left is still there"):
             manager.wait()
         (run / ".removing-step-1").unlink()
         manager.save(4, state_of(4))
