@@ -14,6 +14,8 @@ FUZZ_SECONDS ?= 60
 SECONDS ?= 600
 # What wheels are built for.
 WHEEL_TARGETS ?= x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu x86_64-unknown-linux-musl aarch64-unknown-linux-musl
+# How many steps the soak of the checkpoint manager saves, on each number of ranks.
+STEPS  ?= 10000
 
 BIN  := $(VENV)/bin
 PY   := $(BIN)/python
@@ -30,7 +32,7 @@ export UV_SYSTEM_CERTS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help build demo test test-rust test-python test-slow test-oldest check check-rust check-python \
-	fmt bench crash soak fuzz wheels dist clean
+	fmt bench crash soak soak-steps fuzz wheels dist clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -106,6 +108,9 @@ crash: $(VENV)/.built  ## Kill 2,000 saves, fail every write, cut the power at e
 
 soak: $(VENV)/.built  ## Saves and loads for SECONDS, with memory and open files watched
 	$(PY) tests/soak.py $(SECONDS)
+
+soak-steps: $(VENV)/.built  ## Save, prune, kill and resume STEPS steps on 1 and on 4 ranks
+	$(PY) tests/soak_steps.py $(STEPS) $(ARGS)
 
 # Found inputs go to rust/fuzz/corpus (ignored), on top of the seeds. No parser needs 64 MiB at once for inputs of this size.
 fuzz:  ## Every fuzz target for FUZZ_SECONDS each (needs nightly Rust and cargo-fuzz)
