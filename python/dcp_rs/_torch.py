@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -73,6 +74,7 @@ __all__ = [
     "spec_of",
     "storage_id",
     "storage_writer_for",
+    "timeout_of",
     "unflatten",
     "wait_tensor",
     "with_dim",
@@ -119,6 +121,13 @@ def is_gloo(group: dist.ProcessGroup | None) -> bool:
     if torch.device("cpu") not in group._device_types:
         return False
     return isinstance(group._get_backend(torch.device("cpu")), getattr(dist, "ProcessGroupGloo", ()))
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
+    """How long the ranks of a group wait for each other."""
+    group = group or _get_default_group()
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
 
 
 def group_name(group: dist.ProcessGroup | None) -> str:
