@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import dcp_rs
+from dcp_rs import RsReader
 from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, UnsupportedError
 from support.both import save_rs
 
@@ -232,3 +235,21 @@ def test_links_to_elsewhere_are_still_refused(tmp_path, kind):
         with pytest.raises(UnsupportedError, match="allow_external=True"):
             use(snapshot)
     assert same(contents(snapshot, allow_external=True), BASE)
+
+
+# --- under torch's own functions --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", [None, "w", {"w", "b"}, {"layers"}])
+def test_torch_loads_some_names_as_from_a_folder_of_its_own(tmp_path, keys):
+    state = BASE | {"layers.0.w": torch.ones(2)}
+    (tmp_path / "hf").mkdir()
+    save_file(state, tmp_path / "hf" / "model.safetensors")
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "stock"), no_dist=True)
+    reader = RsReader(tmp_path / "hf")
+    planner_data = reader.read_metadata().planner_data
+    assert dict(planner_data) == dict(dcp.FileSystemReader(tmp_path / "stock").read_metadata().planner_data)
+    assert len(planner_data) == 3
+    want = _load_state_dict_from_keys(keys, storage_reader=dcp.FileSystemReader(tmp_path / "stock"))
+    got = _load_state_dict_from_keys(keys, storage_reader=reader)
+    assert same(got, want)

@@ -1,8 +1,11 @@
 """`dcp_rs.open`: a checkpoint as a mapping, whose tensors are views of files until they are in several pieces."""
 
 import gc
+import os
+import pickle
 import shutil
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 
 import pytest
@@ -11,12 +14,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_rs
 from dcp_rs import RsReader, RsWriter
-from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, DcpRsError, UnsafePickleError
+from dcp_rs.errors import (
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+    CorruptDataError,
+    DcpRsError,
+    UnsafePickleError,
+)
 from support import (
     assert_state_equal,
     dtypes_state,
@@ -368,3 +378,103 @@ def test_verification_of_a_look_up(saved):
             assert raised.value.tensor == "w"
             assert raised.value.offset == chunk.offset
             assert raised.value.path == str(saved / chunk.file)
+
+
+# --- a skeleton on meta ----------------------------------------------------------------------------
+
+
+def test_a_skeleton_reads_no_tensor(sharded, tmp_path):
+    state = dtypes_state() | {"p": torch.nn.Parameter(torch.ones(2, 3)), "empty": torch.empty(0, 3)}
+    dcp_rs.save({"model": state}, tmp_path / "ckpt", no_dist=True)
+    for file in (tmp_path / "ckpt").glob("g*.safetensors"):
+        file.unlink()
+    with dcp_rs.open(tmp_path / "ckpt", device="meta") as checkpoint:
+        skeleton = checkpoint.state_dict()["model"]
+        assert checkpoint.get_slice("model.p")[1:].shape == (1, 3)
+        assert checkpoint.get_slice("model.p")[1:].is_meta
+        with pytest.raises(ValueError, match="state_dict"):
+            checkpoint.stream()
+    assert skeleton.keys() == state.keys()
+    for name, want in state.items():
+        got = skeleton[name]
+        assert got.is_meta
+        assert (got.shape, got.dtype, got.requires_grad) == (want.shape, want.dtype, want.requires_grad), name
+    with dcp_rs.open(sharded, device="meta") as checkpoint:
+        assert checkpoint["blocks"].shape == WHOLE.shape
+        assert checkpoint["step"] == 4  # a value is one anywhere
+        target = checkpoint.state_dict()
+    dcp_rs.load(target, sharded, no_dist=True)  # what people want it for
+    assert torch.equal(target["columns"], WHOLE)
+
+
+# --- in another process ----------------------------------------------------------------------------
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, checkpoint):
+        self.checkpoint = checkpoint
+
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, row):
+        return self.checkpoint.get_slice("w")[row], os.getpid()
+
+
+def test_workers_of_a_data_loader_open_it_again(saved, monkeypatch):
+    monkeypatch.chdir(saved.parent)
+    with dcp_rs.open(saved.name) as checkpoint:
+        monkeypatch.chdir("/")
+        loader = torch.utils.data.DataLoader(
+            Rows(checkpoint), batch_size=4, num_workers=1, multiprocessing_context="spawn"
+        )
+        batches = list(loader)
+    assert torch.equal(torch.cat([rows for rows, _ in batches]), WHOLE)
+    assert os.getpid() not in torch.cat([pids for _, pids in batches]).tolist()
+
+
+@pytest.mark.parametrize("framework", ["pt", "np"])
+def test_a_copy_opens_what_it_was_and_nothing_else(saved, tmp_path, framework):
+    how = {"framework": "np"} if framework == "np" else {"device": "meta", "weights_only": False}
+    checkpoint = dcp_rs.open(saved, verify=True, **how)
+    data = pickle.dumps(checkpoint)
+    assert len(data) < 1000
+    copy = pickle.loads(data)
+    assert type(copy) is type(checkpoint)
+    assert copy._options == checkpoint._options
+    assert repr(copy) == repr(checkpoint)
+    assert copy["step"] == 7
+    save_rs({"w": WHOLE, "b": torch.arange(5), "step": 8}, saved)
+    with pytest.raises(CheckpointReplacedError, match="was replaced by another save"):
+        pickle.loads(data)
+    shutil.rmtree(saved)
+    with pytest.raises(CheckpointNotFoundError):
+        pickle.loads(data)
+    checkpoint.close()
+    with pytest.raises(DcpRsError, match="closed"):
+        pickle.dumps(checkpoint)
+
+
+def test_copies_of_others_checkpoints_see_that_they_were_replaced(tmp_path):
+    save_file({"w": WHOLE}, tmp_path / "model.safetensors")
+    dcp.save({"w": WHOLE}, storage_writer=dcp.FileSystemWriter(tmp_path / "stock"), no_dist=True)
+    for path in (tmp_path / "model.safetensors", tmp_path / "stock"):
+        data = pickle.dumps(dcp_rs.open(path))
+        assert torch.equal(pickle.loads(data)["w"], WHOLE)
+        if path.is_dir():
+            dcp.save({"w": WHOLE[:5]}, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+        else:
+            save_file({"w": WHOLE[:5]}, path)
+        with pytest.raises(CheckpointReplacedError):
+            pickle.loads(data)
+
+
+def test_a_load_unwraps_what_was_kept_whole(ckpt):
+    kept = {5: {}, "six": OrderedDict(a=[])}
+    dcp_rs.save(
+        {"a": ("dcp_rs.whole", kept), "deep": {"b": [torch.ones(1), ("dcp_rs.whole", [{}])]}}, ckpt, no_dist=True
+    )
+    got = {"a": None, "deep": {"b": [torch.zeros(1), None]}}
+    dcp_rs.load(got, ckpt, no_dist=True)
+    assert got == {"a": kept, "deep": {"b": [torch.ones(1), [{}]]}}
+    assert type(got["a"]["six"]) is OrderedDict

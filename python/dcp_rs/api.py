@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_rs import _torch
+from dcp_rs.checkpoint.values import unwrap_in
+from dcp_rs.dcp import plan_cache
 from dcp_rs.dcp.arguments import check_options, check_state_dict
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.load_report import LoadReport
@@ -155,7 +157,7 @@ def load(
         )
 
     _load(load)
-    for key, value in values.items():
+    for key, value in unwrap_in(values).items():
         if key in stateful:
             stateful[key].load_state_dict(value)
         else:
@@ -200,14 +202,16 @@ def _save(
     process_group: dist.ProcessGroup | None,
     no_dist: bool,
 ) -> Metadata:
+    no_dist = no_dist or not dist.is_initialized()
     try:
-        return _torch.save_state_dict(
-            state_dict,
-            writer,
-            process_group=process_group,
-            no_dist=no_dist or not dist.is_initialized(),
-            planner=RsSavePlanner() if planner is None else planner,
-        )
+        with plan_cache.saving_in(None if no_dist else process_group or dist.group.WORLD):
+            return _torch.save_state_dict(
+                state_dict,
+                writer,
+                process_group=process_group,
+                no_dist=no_dist,
+                planner=RsSavePlanner() if planner is None else planner,
+            )
     except CheckpointException:
         # Every rank gets this one, so nobody commits. After any other error the coordinator still may.
         writer.discard()

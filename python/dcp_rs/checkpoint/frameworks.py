@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from dcp_rs.checkpoint.locate import open_index
@@ -52,7 +53,7 @@ def open(
     Args:
         path: a checkpoint: a folder of this package, of Hugging Face or of stock DCP, or a ``.safetensors`` file.
         framework: ``"pt"``: tensors of torch. ``"np"``: arrays of NumPy, and torch is not imported; see :class:`dcp_rs.NumpyCheckpoint`.
-        device: where tensors go.
+        device: where tensors go. On ``"meta"`` they are a skeleton: shapes, dtypes and ``requires_grad`` as they were saved, and no tensor is read.
         weights_only: refuse values that need more than ``torch.load(weights_only=True)`` allows.
         allow_external: open data files outside the folder, if the index names any.
         read_options: see :class:`dcp_rs.ReadOptions`.
@@ -75,10 +76,17 @@ def open(
         msg = "framework='np' has neither devices nor other pickles than those of plain types: leave device= and weights_only= out"
         raise ValueError(msg)
     index = open_index(path, rank=None, allow_external=allow_external, verify=options.verify)
+    checkpoint: Checkpoint | NumpyCheckpoint
     if framework == "np":
         from dcp_rs.checkpoint.arrays import NumpyCheckpoint
 
-        return NumpyCheckpoint(index, options=options)
-    from dcp_rs.checkpoint.open import Checkpoint
+        checkpoint = NumpyCheckpoint(index, options=options)
+        how: dict[str, Any] = {"framework": "np"}
+    else:
+        from dcp_rs.checkpoint.open import Checkpoint
 
-    return Checkpoint(index, device=device, weights_only=weights_only, options=options)
+        checkpoint = Checkpoint(index, device=device, weights_only=weights_only, options=options)
+        how = {"device": device, "weights_only": weights_only}
+    absolute = os.path.abspath(path)  # noqa: PTH100  # Path.resolve would follow links
+    checkpoint.open_again = partial(open, absolute, allow_external=allow_external, **how, **read_options)
+    return checkpoint

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -12,7 +13,7 @@ from typing import Any, Self
 from dcp_rs import _core
 from dcp_rs._shown import size, table
 from dcp_rs.checkpoint.names import hint
-from dcp_rs.errors import DcpRsError, EntryNotFoundError
+from dcp_rs.errors import CheckpointReplacedError, DcpRsError, EntryNotFoundError
 
 __all__ = ["ChunkInfo", "OpenCheckpoint", "TensorInfo"]
 
@@ -48,7 +49,14 @@ class ChunkInfo:
 
 
 class OpenCheckpoint(Mapping[str, Any]):
-    """A checkpoint that is open for reading, as :func:`dcp_rs.open` returns it."""
+    """A checkpoint that is open for reading, as :func:`dcp_rs.open` returns it.
+
+    It pickles to the way it was opened: a copy, in a worker of a ``DataLoader`` for one, opens it anew there. Where another save has replaced the checkpoint
+    meanwhile, that raises ``CheckpointReplacedError``.
+    """
+
+    #: Opens it again, in whichever process; None where it was not :func:`dcp_rs.open` that did.
+    open_again: Callable[[], OpenCheckpoint] | None = None
 
     def __init__(self, index: _core.Index) -> None:
         self._index = index
@@ -120,6 +128,18 @@ class OpenCheckpoint(Mapping[str, Any]):
     ) -> None:
         self.close()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._check_open()
+        if self.open_again is None:
+            raise TypeError("a checkpoint that dcp_rs.open did not open does not pickle")
+        return _reopen, (self.open_again, self._identity())
+
+    def _identity(self) -> str:
+        """What tells this checkpoint from another one at its path: of others' the whole index, which names lengths and places."""
+        if self.source == "dcp-rs":
+            return self.save_id
+        return hashlib.blake2b(self._index.to_bytes(), digest_size=16).hexdigest()
+
     def _facts(self) -> str:
         closed = ", closed" if self._closed else ""
         return f"{self.path!r}, {len(self):,} {'entry' if len(self) == 1 else 'entries'}{closed}"
@@ -157,3 +177,11 @@ class OpenCheckpoint(Mapping[str, Any]):
             # Of two threads that get here at once, both must see one memory.
             mapping = self._files.setdefault(file, self._index.map_file(file))
         return mapping
+
+
+def _reopen(open_again: Callable[[], OpenCheckpoint], identity: str) -> OpenCheckpoint:
+    checkpoint = open_again()
+    if checkpoint._identity() != identity:  # noqa: SLF001  # of this module
+        msg = f"the checkpoint at {checkpoint.path} was replaced by another save since it was opened"
+        raise CheckpointReplacedError(msg, path=checkpoint.path)
+    return checkpoint

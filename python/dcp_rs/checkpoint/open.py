@@ -15,6 +15,7 @@ from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.boxes import selection
+from dcp_rs.tensors.dtypes import REQUIRES_GRAD
 from dcp_rs.tensors.trees import number_parameters
 from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.target import Target, stored_dtype
@@ -47,11 +48,16 @@ class Checkpoint(OpenCheckpoint):
             UnsafePickleError: a value that needs more than ``weights_only=True`` allows.
         """
         tensor = self._find(fqn)
-        name, is_bytes, dtype, shape, _, chunks = self._index.tensor(tensor)
+        name, is_bytes, dtype, shape, flags, chunks = self._index.tensor(tensor)
         if is_bytes:
             (data,) = self._index.read_bytes([self._index.first_chunk(tensor)], **self._options.engine())
             return unwrap(objects.load(name, data, weights_only=self._weights_only))
         torch_dtype = stored_dtype(name, dtype)
+        if self._device.type == "meta":
+            may_require = torch_dtype.is_floating_point or torch_dtype.is_complex
+            return torch.empty(
+                shape, dtype=torch_dtype, device="meta", requires_grad=may_require and bool(flags & REQUIRES_GRAD)
+            )
         if self._device.type == "cpu" and chunks == 1:
             return self._view(tensor, torch_dtype, shape)
         return self._read(tensor, name, torch_dtype, [0] * len(shape), shape)
@@ -69,7 +75,7 @@ class Checkpoint(OpenCheckpoint):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, nested as it was saved. Keys are text, as DCP keeps them; those of an optimizer's state are its numbers again."""
-        if self._device.type == "cpu":
+        if self._device.type in ("cpu", "meta"):
             flat = {name: self[name] for name in self}
         else:  # one load for all, and not one for each
             streamed = dict(self.stream())
@@ -91,9 +97,10 @@ class Checkpoint(OpenCheckpoint):
             device: where the tensors go; default: the checkpoint's.
         """
         self._check_open()
-        return stream(
-            self._index, self._device if device is None else torch.device(device), self._options, self.__getitem__
-        )
+        device = self._device if device is None else torch.device(device)
+        if torch.device(device).type == "meta":
+            raise ValueError("on meta there is nothing to stream: state_dict() gives the skeleton")
+        return stream(self._index, torch.device(device), self._options, self.__getitem__)
 
     def __repr__(self) -> str:
         return f"Checkpoint({self._facts()}, device={str(self._device)!r})"
@@ -128,6 +135,8 @@ class Checkpoint(OpenCheckpoint):
         self, tensor: int, name: str, dtype: torch.dtype, offsets: list[int], sizes: tuple[int, ...]
     ) -> torch.Tensor:
         """A region of a tensor, in new memory on the device."""
+        if self._device.type == "meta":
+            return torch.empty(sizes, dtype=dtype, device="meta")
         # Before there is memory for it: a shape may be of any size, what chunks hold is bounded by their files.
         for _, at, lacking in self._index.check_regions([(tensor, offsets, sizes)], []):
             msg = f"tensor {name!r}: the checkpoint does not hold {list(lacking)} elements at {list(at)}"

@@ -12,7 +12,7 @@ from typing import Any
 from dcp_rs.checkpoint.elements import ITEMSIZES, bits_dtype, numpy_dtype
 from dcp_rs.errors import CorruptDataError, UnsafePickleError
 
-__all__ = ["WHOLE", "load_value", "unwrap"]
+__all__ = ["WHOLE", "load_value", "unwrap", "unwrap_in"]
 
 #: A mapping without tensors that DCP's flattening would change (it makes every key text, and drops what is empty), kept whole: DCP never
 #: enters tuples.
@@ -23,6 +23,17 @@ def unwrap(value: Any) -> Any:
     """What was kept whole, or the value as it is."""
     is_whole = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and value[0] == WHOLE
     return value[1] if is_whole else value
+
+
+def unwrap_in(tree: Any) -> Any:
+    """A nested state dict, in which nothing is wrapped any more. Its dicts and lists are changed in place."""
+    places = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in list(places):
+        if isinstance(value, dict | list):
+            unwrap_in(value)
+        elif isinstance(value, tuple) and unwrap(value) is not value:
+            tree[key] = unwrap(value)
+    return tree
 
 
 def load_value(fqn: str, data: bytes) -> Any:

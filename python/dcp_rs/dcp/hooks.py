@@ -5,7 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 
-__all__ = ["Methods"]
+__all__ = ["Methods", "overridable"]
+
+
+def overridable(kind: type) -> frozenset[str]:
+    """The methods of a class of torch's planners: those that DCP may call, and those that they call."""
+    return frozenset(
+        name
+        for base in kind.__mro__[:-1]
+        for name, value in vars(base).items()
+        if inspect.isroutine(value) and not name.startswith("__")
+    )
 
 
 class Methods:
@@ -13,16 +23,11 @@ class Methods:
 
     Args:
         kind: the class.
-        protocol: torch's class that it derives from, whose methods count: those that torch may call, and those that they call.
+        protocol: torch's class that it derives from, whose methods count.
     """
 
     def __init__(self, kind: type, protocol: type) -> None:
-        self.names = frozenset(
-            name
-            for base in protocol.__mro__[:-1]
-            for name, value in vars(base).items()
-            if inspect.isroutine(value) and not name.startswith("__")
-        )
+        self.names = overridable(protocol)
         self._ways = {name: _way(kind, name) for name in self.names}
 
     def replaced(self, planner: object, names: Iterable[str] | None = None) -> bool:

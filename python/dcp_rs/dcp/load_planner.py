@@ -13,7 +13,7 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from dcp_rs import _core, _torch
 from dcp_rs._shown import call
@@ -24,7 +24,7 @@ from dcp_rs.checkpoint.names import explain_missing, globs, hint
 from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.dcp.hooks import Methods
 from dcp_rs.dcp.load_report import LoadReport, Mismatch
-from dcp_rs.dcp.local_items import LocalItems, bring_back, planner_of
+from dcp_rs.dcp.local_items import LocalItems, check_own, planner_of
 from dcp_rs.dcp.read_items import bytes_item, missing_elements, tensor_items
 from dcp_rs.dcp.stored import Stored, can_copy, describe, index_of
 from dcp_rs.errors import PlanError
@@ -67,7 +67,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
 
     The plan that crosses the collectives has a constant size. Its items come into being where somebody looks at them: a subclass that overrides
     a method of torch's planner, a planner that wraps this one, a reader of others. A subclass that overrides ``create_global_plan`` gets all
-    items of all ranks. A planner that wraps this one passes on what it is called with, ``commit_tensor`` too.
+    items of all ranks. A planner that wraps this one passes on what it is called with, ``commit_tensor`` too: docs/differences.md.
 
     Args:
         checkpoint: for :meth:`resolve_tensor` by name before a load has set the planner up.
@@ -141,6 +141,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         self.original_state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
+        self._new = Replacements(self.dtype, self.device, self.set_value)
         if self.flatten_sharded_tensors and not is_plain_state_dict(state_dict):
             state_dict = _torch.flatten_sharded_tensors(state_dict)
         if self.flatten_state_dict:
@@ -162,14 +163,19 @@ class RsLoadPlanner(DefaultLoadPlanner):
         else:
             self._reads = self._plan_reads(index, wanted)
         self._warn_of_casts()
-        # Who plans for all ranks needs the items of all, and who finishes the plan alone does not bring them back.
-        is_whole = index is None or _METHODS.replaced(self, ("create_global_plan", "finish_plan"))
+        # Who plans for all ranks needs the items of all.
+        is_whole = index is None or _METHODS.replaced(self, ("create_global_plan",))
         return LoadPlan(list(self._items) if is_whole else self._items)  # type: ignore[arg-type]  # it is as good as one
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Takes the plan as it comes back. By now every rank has checked its own."""
+        check_own(new_plan, self._items.token)
+        if planner_of(new_plan) is not self:
+            self._expect(new_plan.items)
+        if not self._hears_of_commits():
+            self._new.put_unfilled()
         self._new.put_empty()
-        finished: LoadPlan = super().finish_plan(bring_back(new_plan, self._items))
+        finished: LoadPlan = super().finish_plan(new_plan)
         return finished
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
@@ -364,7 +370,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         stored: dict[str, Stored] | None = None
         if self._replaces(wanted):
             stored = self._match(wanted)
-            self._replace(stored)
+            self._replace(_tensors(stored))
             wanted = {fqn: found.name for fqn, found in stored.items()}
         fqns, names = list(wanted), list(wanted.values())
         tensors = [self.state_dict[fqn] for fqn in fqns]
@@ -442,7 +448,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
     def _plan_items(self, wanted: dict[str, str]) -> None:
         """What to read with a reader of others."""
         stored = self._match(wanted)
-        self._replace(stored)
+        self._replace(_tensors(stored))
         self._planned = {fqn: found.name for fqn, found in stored.items()}
         layouts: Layouts = {}
         for fqn, found in stored.items():
@@ -453,7 +459,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
                 if hole is not None and not self._fill_partly(fqn, *hole):
                     break
 
-    def _make_items(self) -> list[ReadItem]:
+    def _make_items(self, _: None) -> list[ReadItem]:
         """Items of all that was planned, as torch's planner has them."""
         layouts: Layouts = {}
         items: list[ReadItem] = []
@@ -489,11 +495,10 @@ class RsLoadPlanner(DefaultLoadPlanner):
             return any(value.device.type == "meta" for value in values)
         return any(map(attrgetter("is_meta"), values))
 
-    def _replace(self, stored: dict[str, Stored]) -> None:
+    def _replace(self, names: Iterable[str]) -> None:
         """Makes new tensors for what is going to be filled and may not stay as it is. Nobody else has them before that."""
-        filled = [fqn for fqn, found in stored.items() if not found.is_bytes]
         with torch.inference_mode(False):
-            for fqn in [*filled, *self.report.tied]:
+            for fqn in [*names, *self.report.tied]:
                 value = self.state_dict[fqn]
                 if not self._new.applies_to(value):
                     continue
@@ -501,6 +506,16 @@ class RsLoadPlanner(DefaultLoadPlanner):
                     msg = f"tensor {fqn!r} cannot be replaced (it is {value.dtype} on {value.device}): it is not under its name in the state dict"
                     raise PlanError(msg, tensor=fqn)
                 self._hold(fqn, self._new.make(fqn, value, tied=fqn in self.report.tied))
+
+    def _expect(self, items: list[ReadItem]) -> None:
+        """Takes a plan that is not, or not quite, what this planner planned."""
+        filled = dict.fromkeys(item.dest_index.fqn for item in items if item.type != LoadItemType.BYTE_IO)
+        self._replace(fqn for fqn in filled if isinstance(self.state_dict.get(fqn), torch.Tensor))
+        self._new.wait_for(items)
+
+    def _hears_of_commits(self) -> bool:
+        """Whether `commit_tensor` counts what is read. One that was set on the object, or patched in the class, need not."""
+        return "commit_tensor" not in vars(self) and getattr(type(self).commit_tensor, "counts", False)
 
     def _hold(self, fqn: str, tensor: torch.Tensor) -> None:
         """Takes a tensor to be filled, where the caller does not see it yet."""
@@ -521,13 +536,21 @@ class _TopLevel(dict[str, Any]):
         self._behind[key] = value
 
 
+def _tensors(stored: dict[str, Stored]) -> list[str]:
+    return [fqn for fqn, found in stored.items() if not found.is_bytes]
+
+
 def _counting(commit: Callable[[Any, ReadItem, torch.Tensor], None]) -> Callable[[Any, ReadItem, torch.Tensor], None]:
     @functools.wraps(commit)
     def commit_tensor(self: RsLoadPlanner, read_item: ReadItem, tensor: torch.Tensor) -> None:
         commit(self, read_item, tensor)
         self._new.item_is_read(read_item)  # whether or not it went on to this class's own
 
+    commit_tensor.counts = True  # type: ignore[attr-defined]
     return commit_tensor
+
+
+RsLoadPlanner.commit_tensor.counts = True  # type: ignore[attr-defined]
 
 
 _METHODS = Methods(RsLoadPlanner, DefaultLoadPlanner)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_rs import _core
 from dcp_rs.checkpoint.locate import INDEX_NAME
 from dcp_rs.errors import CheckpointNotFoundError, UnsupportedError
-from dcp_rs.tensors.dtypes import BY_NAME
+from dcp_rs.tensors.dtypes import BY_NAME, REQUIRES_GRAD
 
 __all__ = [
     "Entries",
@@ -37,7 +37,7 @@ __all__ = [
 #: What torch writes into ``Metadata.version`` (``filesystem.py``, CURRENT_DCP_VERSION).
 DCP_VERSION = "1.0.0"
 
-_REQUIRES_GRAD, _PIN_MEMORY, _MEMORY_FORMAT_SHIFT = 1, 2, 2
+_PIN_MEMORY, _MEMORY_FORMAT_SHIFT = 2, 2
 _MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 
 
@@ -46,7 +46,7 @@ def tensor_flags(properties: TensorProperties) -> int:
     memory_format = properties.memory_format
     code = _MEMORY_FORMATS.index(memory_format) if memory_format in _MEMORY_FORMATS else 0
     return (
-        (_REQUIRES_GRAD if properties.requires_grad else 0)
+        (REQUIRES_GRAD if properties.requires_grad else 0)
         | (_PIN_MEMORY if properties.pin_memory else 0)
         | (code << _MEMORY_FORMAT_SHIFT)
     )
@@ -57,7 +57,7 @@ def tensor_properties(dtype: torch.dtype, flags: int) -> TensorProperties:
     code = flags >> _MEMORY_FORMAT_SHIFT & 3
     return TensorProperties(
         dtype=dtype,
-        requires_grad=bool(flags & _REQUIRES_GRAD),
+        requires_grad=bool(flags & REQUIRES_GRAD),
         memory_format=_MEMORY_FORMATS[code],
         pin_memory=bool(flags & _PIN_MEMORY),
     )
@@ -136,18 +136,18 @@ class Entries(Mapping[str, Any]):
 class PlannerPaths(Mapping[str, Any]):
     """``planner_data`` of DCP's default planner: FQN to its path in the state dict that was saved."""
 
-    def __init__(self, handle: _Handle, rest: dict[str, Any]) -> None:
+    def __init__(self, handle: _Handle, rest: dict[str, Any], *, flat: bool = False) -> None:
         self._handle = handle
         self._rest = rest  # paths that belong to no entry
+        self._flat = flat  # what has no path is at its name
 
     def __getitem__(self, fqn: str) -> Any:
         path = self._own(fqn)
         return self._rest[fqn] if path is None else path
 
     def __iter__(self) -> Iterator[str]:
-        yield from (
-            name for i, name in enumerate(self._handle.index.names()) if self._handle.index.planner_path(i) is not None
-        )
+        index = self._handle.index
+        yield from (name for i, name in enumerate(index.names()) if self._flat or index.planner_path(i) is not None)
         yield from (key for key in self._rest if self._own(key) is None)
 
     def __len__(self) -> int:
@@ -156,7 +156,8 @@ class PlannerPaths(Mapping[str, Any]):
     def _own(self, fqn: Any) -> tuple[Any, ...] | None:
         """The path that stands with an entry itself: it comes before one of the root."""
         tensor = self._handle.index.find(fqn) if isinstance(fqn, str) else None
-        return None if tensor is None else self._handle.index.planner_path(tensor)
+        path = None if tensor is None else self._handle.index.planner_path(tensor)
+        return (fqn,) if path is None and tensor is not None and self._flat else path
 
 
 @dataclass(frozen=True)
@@ -205,10 +206,12 @@ def describe_saved(metadata: Metadata, index: _core.Index, meta: StorageMeta) ->
 def make_metadata(index: _core.Index, *, checkpoint_id: str, load_id: str) -> Metadata:
     """DCP's ``Metadata`` over ``index``. Costs the same whatever the index holds."""
     root = index.planner_root()
+    if root is None and index.source == "safetensors":  # as a checkpoint of DCP of the same names has it
+        root = {}
     handle = _Handle(index)
     metadata = Metadata(
         state_dict_metadata=Entries(handle),  # type: ignore[arg-type]  # a mapping is all that planners use
-        planner_data=PlannerPaths(handle, root) if isinstance(root, dict) else root,
+        planner_data=PlannerPaths(handle, root, flat=index.source == "safetensors") if isinstance(root, dict) else root,
         storage_data=StorageInfos(handle),
         storage_meta=StorageMeta(checkpoint_id=checkpoint_id, save_id=index.save_id, load_id=load_id),
     )

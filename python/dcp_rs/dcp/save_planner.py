@@ -7,19 +7,23 @@ import hashlib
 import io
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from dcp_rs import _core, _torch
 from dcp_rs._shown import call
 from dcp_rs.checkpoint.names import selector
 from dcp_rs.dcp.commits import SavedMeta
+from dcp_rs.dcp.hooks import Methods
+from dcp_rs.dcp.local_items import LocalItems, check_own, note_of, planner_of, planner_with
+from dcp_rs.dcp.plan_cache import memory
+from dcp_rs.dcp.save_requests import Planned, kept_items, request_of
 from dcp_rs.dcp.write_items import Writes
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.tensors import objects
@@ -29,19 +33,7 @@ from dcp_rs.tensors.trees import flatten
 from dcp_rs.transfer.entry import Entry
 from dcp_rs.transfer.save import dump, refuse_meta, why_not_raw
 
-__all__ = ["PlannedEntries", "RsSavePlanner"]
-
-#: A subclass that overrides one of these works on items, as with torch's planner.
-_HOOKS = (
-    "create_local_plan",
-    "create_global_plan",
-    "finish_plan",
-    "resolve_data",
-    "lookup_object",
-    "transform_object",
-    "_create_global_plan",
-    "_dedup_save_plans",
-)
+__all__ = ["PlannedEntries", "RsSavePlanner", "local_writes", "stay_here"]
 
 
 @dataclass(frozen=True)
@@ -69,11 +61,17 @@ class PlannedEntries(dict[str, Any]):
 
 @dataclass
 class _Local:
-    """A rank's plan, and the objects behind it."""
+    """A rank's plan, and the objects behind it. ``plain``: the names of the plain tensors, in the plan's order."""
 
     plan: _core.SavePlan
     tensors: list[Any]
+    plain: list[str]
     others: list[_Other] = field(default_factory=list)
+
+    def planned(self) -> list[Planned]:
+        """What the items of the plan are, in its order."""
+        plain: list[Planned] = [(fqn, None) for fqn in self.plain]
+        return plain + [(other.fqn, None if other.dtype is None else other.offsets) for other in self.others]
 
 
 @dataclass(slots=True)
@@ -104,14 +102,17 @@ class RsSavePlanner(DefaultSavePlanner):
     """Plans a save with :class:`RsWriter` in Rust; with any other writer it plans as torch does.
 
     There is no object for every tensor, a few bytes of each cross the collectives, and the check of the whole plan takes time linear in it.
-    What several ranks hold is saved by one of them, so that ranks write about the same number of bytes. A subclass that overrides
-    ``create_local_plan``, ``create_global_plan``, ``finish_plan``, ``resolve_data``, ``lookup_object`` or ``transform_object`` gets items,
-    as with torch's planner.
+    What several ranks hold is saved by one of them, so that ranks write about the same number of bytes.
+
+    Where a subclass, the object itself or a patch of the class overrides a method of torch's planner (but ``set_up_planner``), it plans with
+    items, as torch does. A planner that wraps this one finds items in the plans of its own rank; those of all ranks it may pass on, and
+    not look into.
 
     Args:
         flatten_state_dict, flatten_sharded_tensors, dedup_replicated_tensors: as in torch's ``DefaultSavePlanner``.
         dedup_save_to_lowest_rank: the lowest of the ranks that hold something saves it.
-        enable_plan_caching: a rank whose plan is that of its last save sends only a digest of it.
+        enable_plan_caching: in saves by :func:`dcp_rs.save` and :func:`dcp_rs.async_save`, a rank whose plan is that of its last save through the
+            same process group sends only a digest of it. In torch's own ``dcp.save`` it changes nothing: who the coordinator is cannot be known.
         dtype: what floating-point tensors are stored as. They are cast while they are written, in memory of bounded size.
         include, exclude: globs over names; what is not included, or excluded, is not saved.
 
@@ -119,12 +120,6 @@ class RsSavePlanner(DefaultSavePlanner):
         PlanError: a chunk outside of its tensor, chunks that overlap, elements that no rank holds, a tensor that ranks describe in two ways.
         UnsupportedError: a tensor that the format cannot hold.
     """
-
-    #: By planner class: digest of the plan that the coordinator got last from this rank.
-    _sent: ClassVar[dict[str, bytes]] = {}
-    #: On the coordinator, by planner class: the requests of the last save by their digests, and the answer to all of them.
-    _received: ClassVar[dict[str, dict[bytes, bytes]]] = {}
-    _answered: ClassVar[dict[str, tuple[Any, Any]]] = {}
 
     def __init__(
         self,
@@ -159,6 +154,7 @@ class RsSavePlanner(DefaultSavePlanner):
         self.exclude = exclude
         self._compact = False
         self._local: _Local | None = None
+        self._items = LocalItems()
         self._digest = b""
         self._request_bytes = 0
 
@@ -171,7 +167,7 @@ class RsSavePlanner(DefaultSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Flattens the state dict, and leaves out what is not to be saved."""
-        self._compact = isinstance(storage_meta, SavedMeta) and not self._overrides(*_HOOKS)
+        self._compact = isinstance(storage_meta, SavedMeta) and not _METHODS.replaced(self, _PLANNING | _PER_ITEM)
         self._local = None
         self.mappings = {}
         if self.flatten_state_dict:
@@ -188,37 +184,40 @@ class RsSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """What this rank holds: a few bytes for each item where an :class:`RsWriter` writes, else torch's items."""
         if not self._compact:
-            return self._with_dtype(super().create_local_plan())
+            self.plan = self._with_dtype(super().create_local_plan())
+            return self.plan
         self._local = self._plan()
         data = self._local.plan.request()
         self._digest = hashlib.blake2b(data, digest_size=16).digest()
-        known = self._enable_plan_caching and self._sent.get(self._cached_plans_key) == self._digest
+        past = memory() if self._enable_plan_caching else None
+        # Forgotten until the coordinator has answered: a save that fails may have changed what it remembers.
+        known = past is not None and past.sent.pop(self._cached_plans_key, None) == self._digest
         self._request_bytes = 0 if known else len(data)
-        self.plan = SavePlan([], planner_data=_Request(self._digest, None if known else data))
+        request = _Request(self._digest, None if known else data)
+        self._items = LocalItems(planner=self, make=self._make_items, note=request)
+        paths = self.mappings if self.flatten_state_dict else None
+        self.plan = SavePlan(self._items, planner_data=paths)  # type: ignore[arg-type]  # it is as good as a list
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Assigns what the ranks hold, after checking that it fits together."""
-        requests = [plan.planner_data for plan in all_plans if isinstance(plan.planner_data, _Request)]
-        if len(requests) != len(all_plans):
-            if requests:
-                raise PlanError("some ranks plan with RsSavePlanner and RsWriter, and some do not: use the same on all")
+        if not self._compact:
             return super().create_global_plan(all_plans)
-        shares, items = self._assign(requests)
-        self.global_plan = [
-            dataclasses.replace(plan, planner_data=_Share(keep)) for plan, keep in zip(all_plans, shares, strict=True)
-        ]
+        shares, items = self._assign([_request(plan) for plan in all_plans])
+        self.global_plan = [self._answer(plan, keep) for plan, keep in zip(all_plans, shares, strict=True)]
         self.metadata = Metadata(PlannedEntries(items), planner_data={} if self.flatten_state_dict else None)
         return self.global_plan, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Takes the coordinator's answer."""
-        if not isinstance(new_plan.planner_data, _Share):
+        if not self._compact:
             return super().finish_plan(new_plan)
-        if self._enable_plan_caching:
-            self._sent[self._cached_plans_key] = self._digest
+        check_own(new_plan, self._items.token)
+        past = memory() if self._enable_plan_caching else None
+        if past is not None and planner_of(new_plan) is self:
+            past.sent[self._cached_plans_key] = self._digest
         self.plan = new_plan
-        return new_plan
+        return self.plan
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  # torch's name
         """Torch's, and the cast to ``dtype``. An error about a value names it."""
@@ -229,18 +228,15 @@ class RsSavePlanner(DefaultSavePlanner):
             return made.to(self.dtype)
         return made
 
-    def local_writes(self, plan: SavePlan) -> Writes | None:
-        """What this rank writes, where ``plan`` is one of this planner without items."""
-        share, local = plan.planner_data, self._local
-        if not isinstance(share, _Share) or local is None:
-            return None
-        entries = [local.others[i].entry() for i in local.plan.kept_others(share.keep)]
-        return Writes(local.plan, share.keep, local.tensors, entries)
+    def writes(self, plan: SavePlan) -> Writes:
+        """What this rank writes of its own plan, without items."""
+        keep, local = _kept(note_of(plan)), self._local
+        if local is None:
+            raise PlanError("the planner was not set up")
+        entries = [local.others[i].entry() for i in local.plan.kept_others(keep)]
+        return Writes(local.plan, keep, local.tensors, entries)
 
     # --- planning -------------------------------------------------------------------------------------
-
-    def _overrides(self, *names: str) -> bool:
-        return any(getattr(type(self), name) is not getattr(RsSavePlanner, name) for name in names)
 
     def _is_cast(self, dtype: torch.dtype) -> bool:
         return self.dtype is not None and dtype.is_floating_point and dtype != self.dtype
@@ -251,7 +247,8 @@ class RsSavePlanner(DefaultSavePlanner):
         plan = _core.SavePlan()
         cast = None if self.dtype is None else NAMES[self.dtype]
         rest = plan.add_plain(names, paths, values, _torch.PLAIN_TYPES, NAMES, cast=cast)
-        local = _Local(plan, values)
+        others = set(rest)
+        local = _Local(plan, values, [name for i, name in enumerate(names) if i not in others])
         layouts: Layouts = {}
         for i in rest:
             local.others += self._others(names[i], values[i], paths[i] if paths else None, layouts)
@@ -289,26 +286,44 @@ class RsSavePlanner(DefaultSavePlanner):
             others.append(_Other(fqn, tensor, path, shape, tuple(piece.offsets), dtype))
         return others
 
+    def _make_items(self, note: _Request | _Share) -> list[WriteItem]:
+        """Items of what this rank holds, or of what of it it writes, as torch's planner has them."""
+        if self._local is None:
+            raise PlanError("the planner was not set up")
+        with torch.no_grad():
+            items = self._with_dtype(create_default_local_save_plan(self.state_dict, self.is_coordinator)).items
+        return kept_items(items, self._local.planned(), _kept(note))
+
     def _assign(self, requests: list[_Request]) -> tuple[list[bytes], int]:
         key = self._cached_plans_key
-        received = self._received.get(key, {})
+        past = memory() if self._enable_plan_caching else None
+        received = {} if past is None else past.received.get(key, {})
         data = []
         for rank, request in enumerate(requests):
             known = received.get(request.digest) if request.data is None else request.data
             if known is None:
-                msg = f"rank {rank} sent the digest of a plan that the coordinator does not have; save once with enable_plan_caching=False"
+                msg = f"rank {rank} sent the digest of a plan that the coordinator does not have: save with the same function on all ranks"
                 raise PlanError(msg)
             data.append(known)
         asked = ([request.digest for request in requests], self.dedup_save_to_lowest_rank)
-        answered = self._answered.get(key)
+        answered = None if past is None else past.answered.get(key)
         if answered is not None and answered[0] == asked:
             shares, items = answered[1]
         else:
             shares, items, _ = _core.assign_saves(data, lowest_rank=self.dedup_save_to_lowest_rank)
-        if self._enable_plan_caching:
-            self._received[key] = {request.digest: known for request, known in zip(requests, data, strict=True)}
-            self._answered[key] = (asked, (shares, items))
+        if past is not None:
+            past.received[key] = {request.digest: known for request, known in zip(requests, data, strict=True)}
+            past.answered[key] = (asked, (shares, items))
         return shares, items
+
+    def _answer(self, plan: SavePlan, keep: bytes) -> SavePlan:
+        """The plan of one rank, with what of it that rank writes."""
+        items: Any = plan.items
+        if note_of(plan) is None:
+            items = [item for i, item in enumerate(items) if keep[i // 8] >> (i % 8) & 1]
+        else:
+            items = items.answered(_Share(keep))
+        return dataclasses.replace(plan, items=items)
 
     def _with_dtype(self, plan: SavePlan) -> SavePlan:
         """The plan with the dtypes that tensors are cast to."""
@@ -321,12 +336,71 @@ class RsSavePlanner(DefaultSavePlanner):
                 properties = dataclasses.replace(data.properties, dtype=self.dtype)
                 item = dataclasses.replace(item, tensor_data=dataclasses.replace(data, properties=properties))  # noqa: PLW2901
             items.append(item)
-        self.plan = dataclasses.replace(plan, items=items)
-        return self.plan
+        return dataclasses.replace(plan, items=items)
 
     def __getstate__(self) -> Mapping[str, Any]:
         # For a save in another process: what this one has set up stays here.
-        return {**self.__dict__, "_local": None, "state_dict": {}, "plan": None}
+        here: dict[str, Any] = {
+            "_local": None,
+            "state_dict": {},
+            "plan": None,
+            "_items": LocalItems(),
+            "global_plan": None,
+        }
+        return {**self.__dict__, **here}
+
+
+_METHODS = Methods(RsSavePlanner, DefaultSavePlanner)
+#: What writers call for each item, and what that calls; the rest makes plans.
+_PER_ITEM = frozenset({"resolve_data", "lookup_object", "transform_object"})
+_PLANNING = _METHODS.names - _PER_ITEM - {"set_up_planner"}
+
+
+def local_writes(plan: SavePlan, planner: SavePlanner) -> Writes | None:
+    """What is to be written for the plan, where that needs no items: none was changed, and nobody wants to be called for each."""
+    own: RsSavePlanner | None = planner_of(plan)
+    if own is None or _METHODS.replaced(own, _PER_ITEM):
+        return None
+    if planner is not own and any(getattr(planner, name, None) != getattr(own, name) for name in _PER_ITEM):
+        return None
+    return own.writes(plan)
+
+
+def stay_here(plan: SavePlan) -> SavePlan:
+    """The plan, whose paths do not go to other ranks: what goes with its items says them too."""
+    items: Any = plan.items
+    if planner_of(plan) is None or type(plan.planner_data) is not dict:
+        return plan
+    return dataclasses.replace(plan, planner_data=_PathsHere(plan.planner_data, items.token))
+
+
+class _PathsHere(dict[str, Any]):
+    """The paths of a plan, in the process where it was made; in others they are empty."""
+
+    def __init__(self, paths: dict[str, Any], token: bytes) -> None:
+        super().__init__(paths)
+        self._token = token
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _paths_of, (self._token,)
+
+
+def _paths_of(token: bytes) -> _PathsHere:
+    planner = planner_with(token)
+    return _PathsHere({} if planner is None else planner.mappings, token)
+
+
+def _kept(note: _Request | _Share | None) -> bytes | None:
+    """Which items the coordinator gave to this rank; None, as long as it has not answered: all."""
+    return note.keep if isinstance(note, _Share) else None
+
+
+def _request(plan: SavePlan) -> _Request:
+    note = note_of(plan)
+    if isinstance(note, _Request):
+        return note
+    data = request_of(plan.items, plan.planner_data)
+    return _Request(hashlib.blake2b(data, digest_size=16).digest(), data)
 
 
 def _has_nested(values: Collection[Any]) -> bool:

@@ -80,7 +80,7 @@ def _warn_unless_loadable(item: WriteItem, data: Any, planner: SavePlanner) -> N
     """Warns of a value that will not load, where the planner is one that tells which value it was."""
     if item.type != WriteItemType.BYTE_IO or not isinstance(planner, DefaultSavePlanner):
         return
-    if type(planner).lookup_object is DefaultSavePlanner.lookup_object:
+    if type(planner).lookup_object is DefaultSavePlanner.lookup_object and "lookup_object" not in vars(planner):
         objects.warn_unless_loadable(item.index.fqn, planner.lookup_object(item.index), data.getvalue())
 
 

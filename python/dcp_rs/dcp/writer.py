@@ -27,7 +27,7 @@ from dcp_rs.dcp import commits
 from dcp_rs.dcp.commits import SavedMeta, Saving
 from dcp_rs.dcp.load_report import Phases, SaveReport
 from dcp_rs.dcp.metadata import describe_saved
-from dcp_rs.dcp.save_planner import RsSavePlanner
+from dcp_rs.dcp.save_planner import local_writes, stay_here
 from dcp_rs.dcp.stock_arguments import one_of, say_ignored
 from dcp_rs.dcp.write_items import collect
 from dcp_rs.errors import CheckpointExistsError, DcpRsError, SaveInProgressError, UnsupportedError
@@ -229,6 +229,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             raise CheckpointExistsError(msg, path=self.path)
         self._generation = _core.next_generation(str(self.path))
         rank = self._own_rank()
+        plan = stay_here(plan)
         return plan if rank is None else dataclasses.replace(plan, storage_data=_Place(rank, 0))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -252,7 +253,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             "world_size": place.world_size,
             **self.options.engine(),
         }
-        writes = planner.local_writes(plan) if isinstance(planner, RsSavePlanner) else None
+        writes = local_writes(plan, planner)
         if writes is None:
             writes = collect(plan, planner)
         entries = writes.entries

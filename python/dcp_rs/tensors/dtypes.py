@@ -36,6 +36,9 @@ BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES
 #: The reverse of ``BY_NAME``.
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in BY_NAME.items()}
 
+#: The bit of a tensor's ``flags`` that says it requires grad (section 3.3 of the format).
+REQUIRES_GRAD = 1
+
 #: Dtypes whose bytes are copied as integers: not every device has a copy for them.
 _YOUNG = (
     *("uint16", "uint32", "uint64", "complex32", "bcomplex32"),

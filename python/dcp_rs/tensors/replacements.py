@@ -8,6 +8,7 @@ from weakref import WeakMethod
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
@@ -15,6 +16,8 @@ from dcp_rs import _torch
 from dcp_rs.tensors.memory import identity
 
 __all__ = ["Replacements"]
+
+_Place = tuple[MetadataIndex, tuple[int, ...], tuple[int, ...]]
 
 
 class Replacements:
@@ -38,7 +41,7 @@ class Replacements:
         self._old: dict[str, torch.Tensor] = {}
         self._new: dict[str, torch.Tensor] = {}
         self._names: dict[int, list[str] | str] = {}  # by storage of the old ones
-        self._waiting: dict[str, set[ReadItem]] = {}
+        self._waiting: dict[str, set[_Place]] = {}
         self._followers: dict[str, list[str]] = {}
 
     def dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
@@ -79,18 +82,25 @@ class Replacements:
         return self._old[name] if name in self._new else None
 
     def wait_for(self, items: Iterable[ReadItem]) -> None:
-        """Puts each tensor into the state dict when all of its items were read, and not before."""
+        """Puts each tensor into the state dict when all of these items were read, and not before."""
+        self._waiting = {}
         for item in items:
             if item.dest_index.fqn in self._new:
-                self._waiting.setdefault(item.dest_index.fqn, set()).add(item)
+                self._waiting.setdefault(item.dest_index.fqn, set()).add(_place(item))
 
     def item_is_read(self, item: ReadItem) -> None:
         """Says that an item was read, and may be said again."""
         waiting = self._waiting.get(item.dest_index.fqn)
-        if waiting is not None and item in waiting:
-            waiting.remove(item)
+        if waiting is not None and _place(item) in waiting:
+            waiting.remove(_place(item))
             if not waiting:
                 self._publish([item.dest_index.fqn, *self._followers.get(item.dest_index.fqn, ())])
+
+    def put_unfilled(self) -> None:
+        """Puts all into the state dict before they are filled, where nobody will tell when they are."""
+        for name, new in self._new.items():
+            self._show(name, new)
+        self._new = {}
 
     def put_empty(self) -> None:
         """Puts those tensors into the state dict that have nothing to be filled with."""
@@ -105,9 +115,12 @@ class Replacements:
             new = self._new.get(name)
             if new is not None and _is_filled(new):
                 del self._new[name]
-                put = self._put()
-                assert put is not None  # noqa: S101  # its planner publishes
-                put(name, new)
+                self._show(name, new)
+
+    def _show(self, name: str, new: torch.Tensor) -> None:
+        put = self._put()
+        assert put is not None  # noqa: S101  # its planner publishes
+        put(name, new)
 
     def _twin(self, name: str, old: torch.Tensor) -> str | None:
         """Another name of the same tensor."""
@@ -129,6 +142,11 @@ class Replacements:
     @cached_property
     def _default(self) -> torch.device:
         return _torch.default_device()
+
+
+def _place(item: ReadItem) -> _Place:
+    """What an item fills, wherever that is read from."""
+    return item.dest_index, tuple(item.dest_offsets), tuple(item.lengths)
 
 
 def _is_filled(tensor: torch.Tensor) -> bool:
