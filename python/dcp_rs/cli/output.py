@@ -69,7 +69,13 @@ class _Outlet(io.FileIO):
 def prepare_streams() -> None:
     """From here on a character that the terminal's encoding lacks is written out, and no error; nor is a reader that went away."""
     out = sys.stdout
-    if isinstance(out, io.TextIOWrapper) and not out.isatty() and out.fileno() == 1:
+    behind = getattr(getattr(out, "buffer", None), "raw", None)
+    if (
+        isinstance(out, io.TextIOWrapper)
+        and isinstance(behind, io.FileIO)
+        and behind.fileno() == 1
+        and not out.isatty()
+    ):
         out.flush()
         raw = _Outlet(1, "w", closefd=False)
         sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), encoding=out.encoding, errors=out.errors)
