@@ -69,7 +69,8 @@ class _Outlet(io.FileIO):
 def prepare_streams() -> None:
     """From here on a character that the terminal's encoding lacks is written out, and no error; nor is a reader that went away."""
     out = sys.stdout
-    behind = getattr(getattr(out, "buffer", None), "raw", None)
+    buffer = getattr(out, "buffer", None)
+    behind = getattr(buffer, "raw", buffer)  # there is no buffer under PYTHONUNBUFFERED
     if (
         isinstance(out, io.TextIOWrapper)
         and isinstance(behind, io.FileIO)
