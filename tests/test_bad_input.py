@@ -140,18 +140,6 @@ def test_a_file_that_is_no_checkpoint(tmp_path, way):
     assert str(path) in str(error)
 
 
-@pytest.mark.parametrize("use", [*WAYS, dcp_rs.verify, dcp_rs.index])
-@pytest.mark.parametrize("name", ["model.pt", "hf/pytorch_model.bin"])
-def test_a_file_of_torch_save_is_to_be_converted(tmp_path, use, name):
-    file = tmp_path / name
-    file.parent.mkdir(exist_ok=True)
-    torch.save({"w": torch.ones(2)}, file)
-    path = file if file.parent == tmp_path else file.parent
-    error = failure(CheckpointNotFoundError, use, path)
-    assert "dcp_rs.convert makes a checkpoint of" in str(error)
-    assert "torch.save" in str(error)
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo], ids=["folder", "pipe"])
 def test_an_index_that_is_no_file(ckpt, way, make):

@@ -58,8 +58,10 @@ def test_ls(dcp_rs_cli, world: Path) -> None:
         lines = out.splitlines()
         assert (status, err) == (0, "")
         assert lines[0].split() == ["dtype", "shape", "chunks", "size", "name"]
-        assert lines[-1] == "7 tensors, 8 values, " + output.size(10508)
-        assert "bfloat16  [8, 4]       1     64 B  model.embedding.weight" in lines
+        assert lines[-1].startswith("7 tensors, 8 values, ")
+        # Of a file of torch.save a value is a few bytes of the pickle.
+        assert name == "x.pt" or lines[-1].endswith(output.size(10508))
+        assert "bfloat16 [8, 4] 1 64 B model.embedding.weight" in [" ".join(line.split()) for line in lines]
     status, out, _ = dcp_rs_cli("ls", world / "ckpt", "model.*", "step", "--sort", "size")
     assert [line.split()[-1] for line in out.splitlines()[1:-1]] == [
         "step",
@@ -231,7 +233,6 @@ def test_convert_takes_all_options(dcp_rs_cli, world: Path, tmp_path: Path) -> N
         ["inspect", "{world}/ckpt", "model.embeding.weight"],
         ["inspect", "{world}/ckpt", "step", "--html", "x.html"],
         ["verify", "{world}/empty"],
-        ["verify", "{world}/x.pt"],
         ["diff", "{world}/ckpt", "nowhere"],
         ["convert", "{world}/ckpt", "{world}/ckpt"],
         ["convert", "{world}/ckpt", "x", "--dtype", "bf17"],
@@ -260,7 +261,7 @@ def test_a_path_with_a_scheme_is_named_as_it_was_given(dcp_rs_cli) -> None:
 
 def test_the_help_says_which_commands_read_files_of_torch_save(dcp_rs_cli) -> None:
     for command in ("ls", "inspect", "convert", "verify", "index", "bench"):
-        assert ("torch.save" in dcp_rs_cli(command, "--help")[1]) == (command in ("ls", "inspect", "convert"))
+        assert ("torch.save" in dcp_rs_cli(command, "--help")[1]) == (command != "bench")
 
 
 def test_a_copy_of_an_indexed_folder_says_what_to_do(dcp_rs_cli, world: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from support import run_ranks
@@ -62,6 +63,24 @@ def test_fsdp1_optimizer_resumes(tmp_path):
         assert got == [want] * 3
 
 
+def resume_from_torch_file(folder):
+    module = example("torch_file")
+    losses = module.main(folder)
+    path = Path(folder) / "checkpoint.pth"
+    return losses, module.by_name(path), module.doubled(path)
+
+
+def test_a_file_of_torch_save_resumes(tmp_path):
+    outcomes = run_ranks(2, resume_from_torch_file, tmp_path)
+    saved = torch.load(tmp_path / "checkpoint.pth")["model"]
+    for (want, got), by_name, doubled in outcomes:
+        assert got == [want] * 2
+        assert torch.equal(by_name["first"], saved["0.0.weight"].bfloat16())
+        assert torch.equal(by_name["model.0.0.bias"], saved["0.0.bias"])
+        assert torch.equal(by_name["model.1.bias"].cpu(), saved["1.bias"])
+        assert torch.equal(doubled, 2 * saved["1.bias"])
+
+
 @pytest.mark.parametrize("name", ["inference_bf16", "custom_planner"])
 def test_examples_without_ranks(tmp_path, name):
     with quiet():
@@ -72,7 +91,7 @@ def test_examples_without_ranks(tmp_path, name):
 @pytest.mark.skipif(
     shutil.which("torchrun") is None and not Path(sys.executable).with_name("torchrun").exists(), reason="no torchrun"
 )
-@pytest.mark.parametrize("name", ["fsdp2_restart", "fsdp1_optimizer", "titan_loop"])
+@pytest.mark.parametrize("name", ["fsdp2_restart", "fsdp1_optimizer", "titan_loop", "torch_file"])
 def test_examples_run_as_they_say(tmp_path, name):
     torchrun = str(Path(sys.executable).with_name("torchrun"))
     command = [torchrun, "--standalone", "--nproc-per-node", "2", str(EXAMPLES / f"{name}.py"), str(tmp_path)]

@@ -129,7 +129,7 @@ def load(
 
     Args:
         state_dict: tensors are filled in place, ``Stateful`` objects are loaded, other values are replaced.
-        path: a checkpoint: a folder of this package, of Hugging Face or of stock DCP, or a ``.safetensors`` file.
+        path: a checkpoint: a folder of this package, of Hugging Face, of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``.
         planner: default: :class:`RsLoadPlanner`.
         process_group, no_dist: as in ``dcp.load``.
         read_options: arguments of :class:`RsReader`.

@@ -6,7 +6,8 @@ import random
 import struct
 import tempfile
 import zipfile
-from pathlib import Path
+from collections import OrderedDict
+from pathlib import Path, PurePosixPath
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -30,6 +31,23 @@ def native(name: str, state: dict) -> None:
             put("header", f"{name}.safetensors", file.read_bytes())
             # The target gives every file the same name: generation, rank and file are in the header too, the token is not.
             put("recovery", f"{name}.safetensors", file.read_bytes())
+
+
+def torch_files() -> None:
+    """Small files of torch.save, of every kind that is read."""
+    base = torch.arange(12.0)
+    states = {
+        "plain": {"w": torch.ones(2, 3), "n": torch.zeros(0)},
+        "nested": {"m": OrderedDict(a=base[2:4], b=base.view(3, 4).t()), "l": [1, [torch.ones(1)]], "o": {0: {"s": 1.5}}},
+        "views": {"e": torch.ones(1).expand(3, 2), "t": base, "u": base, "c": torch.ones(2, dtype=torch.cfloat).conj()},
+        "values": {"x": None, "s": "text", "i": 1 << 70, "b": b"ab", "d": torch.float16, "z": torch.Size([1]), "e": [], "t": (1, {2})},
+        "others": {"s": torch.eye(2).to_sparse(), "p": torch.nn.Parameter(torch.ones(2)), "path": PurePosixPath("x")},
+    }
+    for name, state in states.items():
+        for kind, zipped in (("zip", True), ("legacy", False)):
+            buffer = io.BytesIO()
+            torch.save(state, buffer, _use_new_zipfile_serialization=zipped)
+            put("torch_file", f"{name}-{kind}", buffer.getvalue())
 
 
 def main() -> None:
@@ -56,6 +74,7 @@ def main() -> None:
             if b"_rebuild_tensor" in text and len(list((SEEDS / "archive").glob("*"))) < 12:
                 put("archive", f"{case}-{info.offset}", data)
                 put("tensor_pickle", f"{case}-{info.offset}", text)
+    torch_files()
     values = {
         "none": b"\0",
         "path": b"\7" + struct.pack("<I", 2) + b"\5" + struct.pack("<I", 5) + b"model" + b"\3" + struct.pack("<q", -1),

@@ -74,9 +74,7 @@ def compare(
         progress: called with the bytes of ``a`` compared so far, and all of them.
     """
     options = ReadOptions(threads=threads, max_inflight_bytes=_PIECE_BYTES)
-    left, right = (
-        open_source(path, options=options, weights_only=True, allow_external=allow_external) for path in (a, b)
-    )
+    left, right = (open_source(path, options=options, allow_external=allow_external) for path in (a, b))
     wanted, unwanted = globs(include), globs(exclude)
 
     def chosen(source: Source) -> dict[str, Item]:

@@ -51,7 +51,7 @@ def open(
     """Opens a checkpoint for reading by name: a mapping of FQN to tensor or value.
 
     Args:
-        path: a checkpoint: a folder of this package, of Hugging Face or of stock DCP, or a ``.safetensors`` file.
+        path: a checkpoint: a folder of this package, of Hugging Face, of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``.
         framework: ``"pt"``: tensors of torch. ``"np"``: arrays of NumPy, and torch is not imported; see :class:`dcp_rs.NumpyCheckpoint`.
         device: where tensors go. On ``"meta"`` they are a skeleton: shapes, dtypes and ``requires_grad`` as they were saved, and no tensor is read.
         weights_only: refuse values that need more than ``torch.load(weights_only=True)`` allows.

@@ -14,7 +14,6 @@ from dcp_rs.errors import CheckpointNotFoundError, UnsupportedError
 __all__ = [
     "INDEX_NAME",
     "is_rank_local",
-    "is_torch_file",
     "local_path",
     "open_index",
     "rank_index_name",
@@ -24,8 +23,6 @@ __all__ = [
 INDEX_NAME = "index.dcprs"
 #: What torch writes last of a checkpoint.
 STOCK_NAME = ".metadata"
-#: What a file of ``torch.save`` begins with, as any zip archive.
-ZIP_START = b"PK\x03\x04"
 
 #: Names of data files (section 1.1 of the format).
 _DATA_FILE = re.compile(r"g\d{8,}-[0-9a-f]{16}-r\d{5,}-f\d{5,}\.safetensors")
@@ -118,12 +115,3 @@ def is_rank_local(path: str | os.PathLike[str]) -> bool:
     if (folder / INDEX_NAME).exists() or (folder / STOCK_NAME).exists():
         return False
     return any(next(folder.glob(pattern), None) is not None for pattern in _RANK_LOCAL)
-
-
-def is_torch_file(path: str | os.PathLike[str]) -> bool:
-    """Whether the path is a file that may be ``torch.save``'s: any but a ``.safetensors`` file, that is a zip archive or is named so."""
-    file = local_path(path)
-    if not file.is_file() or file.suffix == ".safetensors":
-        return False
-    with file.open("rb") as stream:
-        return stream.read(len(ZIP_START)) == ZIP_START or file.suffix in (".pt", ".pth", ".bin", ".ckpt")

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import pickle
 import re
-import zipfile
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,23 +13,15 @@ from typing import Any, Protocol
 import torch
 
 from dcp_rs import _core
-from dcp_rs.checkpoint.locate import ZIP_START, is_torch_file, open_index
+from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.errors import (
-    CheckpointNotFoundError,
     CorruptDataError,
-    DcpRsError,
-    PlanError,
-    UnsafePickleError,
-    UnsupportedError,
 )
 from dcp_rs.options import ReadOptions
-from dcp_rs.tensors import objects, trees
-from dcp_rs.tensors.memory import identity, is_plain
-from dcp_rs.transfer.save import as_object, why_not_raw
 from dcp_rs.transfer.target import stored_dtype
 
-__all__ = ["Chunk", "IndexSource", "Item", "Request", "Source", "TorchSource", "open_source"]
+__all__ = ["Chunk", "IndexSource", "Item", "Request", "Source", "open_source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +97,8 @@ class Source(Protocol):
         """Names of tensors that are another one under a second name, and that other name."""
 
 
-def open_source(
-    path: str | os.PathLike[str], *, options: ReadOptions, weights_only: bool, allow_external: bool
-) -> Source:
-    """Opens a checkpoint of any kind, or a file that ``torch.save`` wrote."""
-    if is_torch_file(path):
-        return TorchSource(Path(path), weights_only=weights_only)
+def open_source(path: str | os.PathLike[str], *, options: ReadOptions, allow_external: bool) -> Source:
+    """Opens a checkpoint of any kind."""
     return IndexSource(open_index(path, rank=None, allow_external=allow_external), options)
 
 
@@ -136,7 +120,9 @@ class IndexSource:
         stored = self.index.chunks(number)
         path = self.index.planner_path(number)
         if is_bytes:
-            return Item(name, number, None, (), (Chunk((), (), stored[0][0]),), stored[0][2], 0, path)
+            # Of a file of torch.save a value is a part of the pickle: how long it is by itself is known once it was written.
+            nbytes = len(self._bytes(number)) if self.kind == "torch" else stored[0][2]
+            return Item(name, number, None, (), (Chunk((), (), stored[0][0]),), nbytes, 0, path)
         dtype = stored_dtype(name, dtype_name)
         nbytes = dtype.itemsize
         for size in shape:
@@ -184,8 +170,11 @@ class IndexSource:
             self.index.read_regions(regions, **self._options.engine())
 
     def value(self, item: Item) -> bytes:
-        """The stored bytes, as they are."""
-        return self.index.read_bytes([self.index.first_chunk(item.number)], **self._options.engine())[0]
+        """The stored bytes, as they are; of a file of ``torch.save``, what that writes for the value alone."""
+        return self._bytes(item.number)
+
+    def _bytes(self, number: int) -> bytes:
+        return self.index.read_bytes([self.index.first_chunk(number)], **self._options.engine())[0]
 
     def view(self, item: Item, chunk: int | None) -> torch.Tensor | None:
         """A view of a private mapping of the file, after its digests were checked where reading has to verify."""
@@ -197,160 +186,25 @@ class IndexSource:
         return view
 
     def tied(self, items: Sequence[Item]) -> dict[str, str]:
-        """Nothing: a file does not say that two tensors were one."""
-        return {}
-
-
-class TorchSource:
-    """A file that ``torch.save`` wrote: a state dict, nested or not. Its tensors stay in the file, mapped."""
-
-    kind = "torch"
-
-    def __init__(self, path: Path, *, weights_only: bool) -> None:
-        self._path = path
-        self._stat = _stat(path)
-        self.state = load_torch_file(path, weights_only=weights_only)
-        self.root: Any = {}
-        self.files = [path]
-        flat, paths = trees.flatten(self.state)
-        self._tensors: dict[int, torch.Tensor] = {}
-        self._values: dict[int, bytes] = {}
-        self.items = [self._item(i, name, value, paths[name]) for i, (name, value) in enumerate(flat.items())]
-
-    def _item(self, number: int, name: str, value: Any, path: tuple[Any, ...]) -> Item:
-        if isinstance(value, torch.Tensor):
-            refusal = why_not_raw(value)
-            if refusal is None:
-                # The flag first: a detached tensor has lost it.
-                flags = 1 if value.requires_grad else 0
-                tensor = self._tensors[number] = value.detach().resolve_conj().resolve_neg()
-                chunk = Chunk((0,) * tensor.dim(), tuple(tensor.shape))
-                return Item(name, number, tensor.dtype, chunk.sizes, (chunk,), tensor.nbytes, flags, path)
-            data = as_object(name, value, refusal)
-        else:
-            data = objects.dump(value)
-        self._values[number] = data
-        return Item(name, number, None, (), (Chunk((), ()),), len(data), 0, path)
-
-    def check(self, items: Sequence[Item]) -> None:
-        """Nothing to check: the file was opened whole."""
-
-    def check_again(self) -> None:
-        """Looks at the file."""
-        if _stat(self._path) != self._stat:
-            msg = f"{self._path} was changed while it was being read"
-            raise CorruptDataError(msg, path=self._path)
-
-    def read(self, requests: Sequence[Request]) -> None:
-        """Copies from the mapped file."""
-        self.check_again()
-        for request in requests:
-            part = self._tensors[request.item.number]
-            for dim, (offset, size) in enumerate(zip(request.offsets, request.into.shape, strict=True)):
-                part = part.narrow(dim, offset, size)
-            into = request.into
-            if into.dtype == part.dtype and part.element_size() == 1:  # older torch cannot copy its youngest dtypes
-                into, part = into.view(torch.uint8), part.view(torch.uint8)
-            into.copy_(part)
-
-    def value(self, item: Item) -> bytes:
-        """The value, saved again."""
-        return self._values[item.number]
-
-    def view(self, item: Item, chunk: int | None) -> torch.Tensor | None:
-        """The tensor itself, which is a view of the mapped file."""
-        tensor = self._tensors.get(item.number)
-        if tensor is None or item.dtype is None or not is_plain(tensor, item.dtype) or not tensor.is_contiguous():
-            return None
-        return tensor
-
-    def tied(self, items: Sequence[Item]) -> dict[str, str]:
-        """Tensors that are the same memory. The first name in the order of the state dict stays, which is that of the modules, but none of a head.
+        """Tensors that are the same bytes of a file. The first name in the order of the state dict stays, which is that of the modules, but none of a head.
 
         It is the name that ``transformers`` keeps: the weights of an output layer are those of an embedding there, not the other way round.
         """
         first: dict[Hashable, str] = {}
         tied: dict[str, str] = {}
         for item in sorted(items, key=lambda item: (_HEAD.search(item.name) is not None, item.number)):
-            tensor = self._tensors.get(item.number)
-            if tensor is None or tensor.numel() == 0:
+            if item.dtype is None or item.nbytes == 0 or len(item.chunks) != 1:
                 continue
-            kept = first.setdefault(identity(tensor), item.name)
+            kept = first.setdefault(self._place(item), item.name)
             if kept != item.name:
                 tied[item.name] = kept
         return tied
 
+    def _place(self, item: Item) -> Hashable:
+        chunk = self.index.first_chunk(item.number)
+        file, offset, *_ = self.index.chunks(item.number)[0]
+        return file, offset, item.dtype, item.shape, self.index.chunk_strides(chunk), self.index.has_signs(chunk)
+
 
 #: What ``transformers`` calls output layers that are tied to an embedding, where a state dict is not in the order of its modules.
 _HEAD = re.compile(r"(?:^|\.)lm_head(?:\.|$)")
-
-
-def _stat(path: Path) -> tuple[int, int] | None:
-    try:
-        stat = path.stat()
-    except FileNotFoundError:
-        return None
-    return stat.st_size, stat.st_mtime_ns
-
-
-def load_torch_file(path: Path, *, weights_only: bool) -> dict[str, Any]:
-    """What is in a file of ``torch.save``, with its tensors mapped.
-
-    Raises:
-        UnsafePickleError: it needs more than ``torch.load(weights_only=True)`` allows.
-        UnsupportedError: it holds something else than a state dict, or is of a torch before 1.6.
-        CorruptDataError: it is no file of ``torch.save``, or cut short.
-    """
-    try:
-        with _named_for_torch(path) as name:
-            state = torch.load(name, map_location="cpu", weights_only=weights_only, mmap=True)
-    except FileNotFoundError as error:
-        raise CheckpointNotFoundError(f"no checkpoint at {path}: there is no such path", path=path) from error
-    except pickle.UnpicklingError as error:
-        msg = (
-            f"{path} does not load under torch.load(weights_only=True): {objects.reason(error)}. "
-            "Allow its types with torch.serialization.add_safe_globals, or pass weights_only=False if you trust whoever wrote it."
-        )
-        raise UnsafePickleError(msg, path=path) from error
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
-        if (
-            isinstance(error, OSError) and error.errno != errno.EINVAL
-        ):  # torch seeks to before the file where that is cut short
-            raise
-        raise _refusal(path, error) from error
-    if not isinstance(state, Mapping):
-        msg = f"{path} holds a {type(state).__name__}, not a state dict"
-        raise UnsupportedError(msg, path=path)
-    if not all(isinstance(key, str | int) for key in state):
-        msg = f"{path}: the keys of a state dict are strings, or numbers"
-        raise PlanError(msg, path=path)
-    return dict(state)
-
-
-@contextmanager
-def _named_for_torch(path: Path) -> Iterator[str]:
-    """A name of the file that torch can open: it takes UTF-8 alone, and a name that Python could not decode is none."""
-    name = os.fspath(path)
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        with path.open("rb") as file:
-            yield f"/proc/self/fd/{file.fileno()}"
-    else:
-        yield name
-
-
-def _refusal(path: Path, error: Exception) -> DcpRsError:
-    """What is wrong with a file that torch cannot load. torch takes whatever is no zip archive for a file in its old format."""
-    with path.open("rb") as file:
-        start = file.read(4)
-    if start == ZIP_START:
-        if not zipfile.is_zipfile(path):
-            msg = f"{path} begins as a file of torch.save, and its end is missing: it was cut short"
-            return CorruptDataError(msg, path=path)
-        return CorruptDataError(f"{path} is not what torch.save writes: {error}", path=path)
-    if start[:1] == pickle.PROTO:
-        msg = f"{path} is in the format of torch before 1.6, which cannot be mapped: load it and save it again with a newer torch"
-        return UnsupportedError(msg, path=path)
-    why = "it begins as none does" if start else "it is empty"
-    return CorruptDataError(f"{path} is not a file of torch.save: {why}", path=path)

@@ -81,7 +81,7 @@ def verify(
     """Hashes all of a checkpoint and compares it with the digests in its index. Every file has to be there, and have its length.
 
     Args:
-        path: a checkpoint: a folder of this package, of Hugging Face or of stock DCP, or a ``.safetensors`` file.
+        path: a checkpoint: a folder of this package, of Hugging Face, of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``.
             Data without digests (of others) is only looked for; ``bytes_without_digest`` says how much that is.
         threads: default: the cores of this process.
         allow_external: read data files outside the folder, if the index names any. Without it such an index is refused.

@@ -47,13 +47,13 @@ def bench(
     from dcp_rs.checkpoint.locate import open_index
     from dcp_rs.checkpoint.names import globs
 
-    if path.is_file() and path.suffix != ".safetensors":
-        msg = f"{path} is a file of torch.save: there is one reader for it"
-        raise UnsupportedError(msg, path=path)
     wanted = globs(list(include) or None)
     with dcp_rs.open(path, allow_external=allow_external) as checkpoint:
         infos = [checkpoint.info(name) for name in checkpoint if wanted is None or wanted.match(name)]
         kind = checkpoint.source
+    if kind == "torch":
+        msg = f"{path} is a file of torch.save: there is one reader for it"
+        raise UnsupportedError(msg, path=path)
     index = open_index(path, rank=None, allow_external=allow_external)
     index.check_files(range(index.chunk_count))  # other readers would follow a name to anywhere
     files = index.file_paths()

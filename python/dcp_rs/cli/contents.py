@@ -1,4 +1,4 @@
-"""What a checkpoint holds, for the commands that list it. Without torch, but for files that only torch can read."""
+"""What a checkpoint holds, for the commands that list it. Without torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp_rs.checkpoint.elements import ITEMSIZES
-from dcp_rs.checkpoint.locate import is_torch_file, open_index
+from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.values import load_value
 from dcp_rs.cli.output import for_command_line, printable
 from dcp_rs.errors import DcpRsError
@@ -22,7 +22,7 @@ class Piece:
     """A stored piece of an entry: where in the tensor, and where on the disk."""
 
     file: int
-    offset: int | None
+    offset: int
     nbytes: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -62,16 +62,12 @@ class Contents:
         entries: sorted by name.
     """
 
-    def __init__(self, path: Path, *, allow_external: bool, rank: int | None, weights_only: bool = True) -> None:
+    def __init__(self, path: Path, *, allow_external: bool, rank: int | None) -> None:
         self.path = path
         self.facts: dict[str, Any] = {}
-        self._source: Any = None
-        if rank is None and is_torch_file(path):
-            self._open_torch_file(weights_only=weights_only)
-            return
         index = self._index = open_index(path, rank=rank, allow_external=allow_external)
         self.format = index.source
-        self.indexed = index.path.name.endswith("index.dcprs") and index.path.exists()
+        self.indexed = path.is_dir() and index.path.name.endswith("index.dcprs") and index.path.exists()
         self.files = [(name, nbytes) for name, nbytes, _, _ in index.files()]
         if self.indexed:
             self.facts = {
@@ -89,28 +85,6 @@ class Contents:
             return Entry(name, number, None, (), chunks, self._index.chunks(number)[0][2])
         return Entry(name, number, dtype, shape, chunks, math.prod(shape) * ITEMSIZES.get(dtype, 1))
 
-    def _open_torch_file(self, *, weights_only: bool) -> None:
-        from dcp_rs.checkpoint.source import TorchSource
-
-        self._source = TorchSource(self.path, weights_only=weights_only)
-        self.format, self.indexed = "torch", False
-        self.files = [(self.path.name, self.path.stat().st_size)]
-        self.entries = sorted(
-            (
-                Entry(
-                    item.name,
-                    item.number,
-                    None if item.dtype is None else str(item.dtype).removeprefix("torch."),
-                    item.shape,
-                    1,
-                    item.nbytes,
-                )
-                for item in self._source.items
-            ),
-            key=lambda entry: entry.name,
-        )
-        self.chunk_count = len(self.entries)
-
     @property
     def nbytes(self) -> int:
         """Of all entries."""
@@ -127,16 +101,26 @@ class Contents:
 
     def pieces(self, entry: Entry) -> list[Piece]:
         """The stored pieces of an entry."""
-        if self._source is not None:
-            return [Piece(0, None, entry.nbytes, (0,) * len(entry.shape), entry.shape)]
         return [Piece(*chunk) for chunk in self._index.chunks(entry.number)]
 
     def state_path(self, entry: Entry) -> tuple[Any, ...] | None:
         """Where in the state dict an entry was."""
-        if self._source is not None:
-            path: tuple[Any, ...] | None = self._source.items[entry.number].path
-            return path
         return self._index.planner_path(entry.number)
+
+    def sharing(self, entry: Entry) -> list[str]:
+        """The other tensors that have bytes of this one: in files of ``torch.save`` they are views of storages."""
+        if self.format != "torch" or entry.dtype is None:
+            return []
+        (own,) = self.pieces(entry)
+        others = ((other, piece) for other in self.entries if other is not entry for piece in self.pieces(other))
+        return [
+            other.name
+            for other, piece in others
+            if other.dtype is not None
+            and piece.file == own.file
+            and piece.offset < own.offset + own.nbytes
+            and own.offset < piece.offset + piece.nbytes
+        ]
 
     def value(self, entry: Entry) -> Any:
         """A value: of plain types, and arrays in place of tensors.
@@ -144,13 +128,8 @@ class Contents:
         Raises:
             UnsafePickleError: it needs more than that.
         """
-        if self._source is not None:
-            data = self._source.value(self._source.items[entry.number])
-        else:
-            first = self._index.first_chunk(entry.number)
-            (data,) = self._index.read_bytes(
-                [first], io="buffered", threads=1, verify=False, max_inflight_bytes=1 << 22
-            )
+        first = self._index.first_chunk(entry.number)
+        (data,) = self._index.read_bytes([first], io="buffered", threads=1, verify=False, max_inflight_bytes=1 << 22)
         return load_value(entry.name, data)
 
 

@@ -200,12 +200,14 @@ def inspect_entry(
         raise EntryNotFoundError(msg, path=path, tensor=name)
     pieces = contents.pieces(entry)
     state_path = contents.state_path(entry)
+    shared = contents.sharing(entry)
     if as_json:
         print_json(
             {
                 **entry.to_json(),
                 **_value_json(contents, entry),
                 "state_dict_path": None if state_path is None else list(state_path),
+                "shares_bytes_with": shared,
                 "pieces": [
                     {
                         "offsets": list(piece.offsets),
@@ -225,6 +227,8 @@ def inspect_entry(
     line(f"  {what}, {size(entry.nbytes)}, {count(len(pieces), 'chunk')} in {held}")
     if state_path is not None:
         line(("  in the state dict  ", "dim"), printable("".join(f"[{key!r}]" for key in state_path)))
+    if shared:
+        line(("  shares its bytes with  ", "dim"), printable(", ".join(shared)))
     if entry.dtype is None:
         line(("  value  ", "dim"), value_text(contents, entry, 400))
         return

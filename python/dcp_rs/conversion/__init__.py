@@ -18,6 +18,7 @@ from dcp_rs.conversion.job import ConvertReport, Job, Rename, Task, parse_dtype,
 from dcp_rs.conversion.place import Place, check_place, new_place
 from dcp_rs.errors import DcpRsError
 from dcp_rs.options import ReadOptions, WriteOptions
+from dcp_rs.tensors import objects
 
 __all__ = ["ConvertReport", "convert"]
 
@@ -73,8 +74,8 @@ def convert(
         threads: see :class:`dcp_rs.ReadOptions`.
         verify: check the source's digests on the way, where it has some: the result gets digests of its own, which would make damage look whole.
         fsync, max_inflight_bytes: see :class:`dcp_rs.WriteOptions`.
-        weights_only: refuse a file of ``torch.save``, and values on their way into one, that need more than
-            ``torch.load(weights_only=True)`` allows. Other targets take values as they are, without unpickling them.
+        weights_only: refuse values of a file of ``torch.save``, or on their way into one, that need more than
+            ``torch.load(weights_only=True)`` allows. Else values are taken as they are, without unpickling them.
         allow_external: read data files outside the source's folder, if its index names any.
 
     A source whose files change meanwhile is an error, and the result is not kept. Files are mapped: one that is cut short while a tensor of it is
@@ -107,9 +108,13 @@ def convert(
     write_options = WriteOptions(threads=threads, fsync=fsync, max_inflight_bytes=max_inflight_bytes)
     inflight = write_options.inflight_bytes(accelerator=False)
     read_options = ReadOptions(threads=threads, verify=verify, max_inflight_bytes=max(1 << 20, inflight // 4))
-    source = open_source(source_path, options=read_options, weights_only=weights_only, allow_external=allow_external)
+    source = open_source(source_path, options=read_options, allow_external=allow_external)
     check_place(source_path, source.files, target, overwrite=overwrite)
     tasks = select(source, dtype=cast_to, include=include, exclude=exclude, rename=rename)
+    if source.kind == "torch" and weights_only:
+        for task in tasks:
+            if task.dtype is None:
+                objects.check_loadable(task.item.name, source.value(task.item))
     report = ConvertReport()
     if to == "safetensors":
         tasks = refuse_unsupported(tasks, safetensors.why_not, to, report if skip_unsupported else None)

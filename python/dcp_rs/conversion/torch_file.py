@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import IO, Any, cast
 
 import torch
 
 from dcp_rs import _core, _torch
-from dcp_rs.checkpoint.source import TorchSource
 from dcp_rs.conversion.job import Job, Task
 from dcp_rs.conversion.place import Place
 from dcp_rs.conversion.scratch import to_tensors
@@ -23,8 +21,14 @@ def write(job: Job, place: Place) -> None:
     """The state dict, nested as it was. Tensors are views of the source, or of a temporary file where they are cast or put together."""
     flat: dict[str, Any] = {}
     made: list[Task] = []
+    tied = job.source.tied([task.item for task in job.tasks])
+    names = {task.item.name: task.name for task in job.tasks}
+    same: list[tuple[Task, str]] = []
     for task in job.tasks:
         flat[task.name] = None  # for the order
+        if task.item.name in tied:
+            same.append((task, names[tied[task.item.name]]))
+            continue
         if task.dtype is None:
             data = job.source.value(task.item)
             flat[task.name] = objects.load(task.item.name, data, weights_only=job.weights_only)
@@ -38,14 +42,14 @@ def write(job: Job, place: Place) -> None:
     copies = to_tensors(job, [task.region() for task in made], place.folder)
     for task, copy in zip(made, copies, strict=True):
         flat[task.name] = copy
+    for task, kept in same:
+        flat[task.name] = flat[kept].detach()
+        job.advance(task.nbytes)
     for task in job.tasks:
         if task.item.flags & 1 and isinstance(flat[task.name], torch.Tensor) and flat[task.name].is_floating_point():
             flat[task.name] = flat[task.name].detach().requires_grad_()
-    if isinstance(job.source, TorchSource) and not job.renamed:
-        nested = _rebuild(job.source.state, "", flat)
-    else:
-        nested = _torch.unflatten(flat, {task.name: task.path for task in job.tasks})
-        number_parameters(nested)
+    nested = _torch.unflatten(flat, {task.name: task.path for task in job.tasks})
+    number_parameters(nested)
     written = sum(task.nbytes for task in job.tasks) - job.done
     with place.result.open("xb") as file:
         with _torch.without_checksums():
@@ -55,21 +59,6 @@ def write(job: Job, place: Place) -> None:
         if job.options.fsync:
             os.fsync(file.fileno())
     job.report.files = 1
-
-
-def _rebuild(node: Any, prefix: str, flat: Mapping[str, Any]) -> Any:
-    """The state dict of the source with its own keys and containers, and the converted leaves that there are."""
-    pairs = list(node.items() if isinstance(node, Mapping) else enumerate(node))
-    kept = []
-    for key, value in pairs:
-        fqn = f"{prefix}{key}"
-        if fqn in flat:
-            kept.append((key, flat[fqn]))
-        elif isinstance(value, Mapping | list):
-            inner = _rebuild(value, f"{fqn}.", flat)
-            if inner or not value:
-                kept.append((key, inner))
-    return dict(kept) if isinstance(node, Mapping) else [value for _, value in kept]
 
 
 #: After so many bytes the source is looked at again.

@@ -74,7 +74,7 @@ class RsReader(StorageReader):
     """Reads a checkpoint under DCP's load protocol: ``dcp.load(state_dict, storage_reader=RsReader(path))``.
 
     Args:
-        path: a checkpoint: a folder of this package, of Hugging Face or of stock DCP, or a ``.safetensors`` file.
+        path: a checkpoint: a folder of this package, of Hugging Face, of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``.
         io, threads, verify, shared, max_inflight_bytes: see :class:`dcp_rs.ReadOptions`.
         weights_only: check that every non-tensor value loads under ``torch.load(weights_only=True)`` before a planner gets it (stock
             planners unpickle freely). ``False`` is for checkpoints you wrote yourself.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use dcp_rs_core::checkpoint::{self, gather};
 use dcp_rs_core::copy::Signs;
+use dcp_rs_core::foreign::torch_file::ValueReader;
 use dcp_rs_core::format::{self, Kind};
 use dcp_rs_core::geometry::Dims;
 use dcp_rs_core::store::PrivateMapping;
@@ -23,6 +24,8 @@ pub struct Index {
     pub inner: Arc<format::Index>,
     /// Whether names that lead out of the folder may be opened.
     pub allow_external: bool,
+    /// Of what files of `torch.save` hold.
+    pub values: ValueReader,
 }
 
 /// Name, whether it is bytes, dtype, shape, flags, number of chunks.
@@ -42,6 +45,7 @@ impl Index {
         Ok(Self {
             inner: Arc::new(inner),
             allow_external,
+            values: ValueReader::default(),
         })
     }
 
@@ -52,6 +56,7 @@ impl Index {
         Ok(Self {
             inner: Arc::new(inner),
             allow_external: true,
+            values: ValueReader::default(),
         })
     }
 
@@ -62,6 +67,7 @@ impl Index {
         Ok(Self {
             inner: Arc::new(inner),
             allow_external,
+            values: ValueReader::default(),
         })
     }
 
@@ -91,6 +97,7 @@ impl Index {
             format::SourceKind::Native => "dcp-rs",
             format::SourceKind::Safetensors => "safetensors",
             format::SourceKind::Dcp => "dcp",
+            format::SourceKind::Torch => "torch",
         }
     }
 

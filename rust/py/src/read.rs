@@ -5,6 +5,7 @@
 use std::sync::Arc;
 
 use dcp_rs_core::checkpoint::gather::{self, Gather, Memory, Source, Turns};
+use dcp_rs_core::format::{Kind, SourceKind};
 use dcp_rs_core::geometry::Dims;
 use dcp_rs_core::geometry::overlap::{self, Overlap, Region};
 use dcp_rs_core::read::{Destination, IoMode, ReadOptions, ReadStats};
@@ -142,7 +143,8 @@ impl Index {
         Ok((stats.bytes_wanted, stats.bytes_read))
     }
 
-    /// The bytes of whole chunks, as they are stored.
+    /// The bytes of whole chunks, as they are stored. A value of a file of `torch.save` is a part of that file's pickle: of one, what
+    /// `torch.save` writes for the value alone.
     #[pyo3(signature = (chunks, **options))]
     fn read_bytes<'py>(
         &self,
@@ -157,7 +159,13 @@ impl Index {
         let mut gather = Gather::new(Arc::clone(&index), self.allow_external);
         let mut buffers = Vec::with_capacity(chunks.len());
         for chunk in chunks {
-            let length = index.chunk(chunk).length;
+            let view = index.chunk(chunk);
+            if index.source() == SourceKind::Torch && index.tensor(view.tensor).kind == Kind::Bytes {
+                let value = py.detach(|| self.values.read(&index, chunk, self.allow_external));
+                buffers.push(value.into_py(py)?);
+                continue;
+            }
+            let length = view.length;
             let len = usize::try_from(length).map_err(|_| PlanError::new_err("value too large"))?;
             let mut buffer = vec![0_u8; len];
             gather

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use dcp_rs_core::foreign::torch_file::ValueReader;
 use dcp_rs_core::format::{INDEX_NAME, Index, IndexBuilder, Kind, SourceKind, Value, rank_index_name};
 use dcp_rs_core::store::{self, FileLock};
 use dcp_rs_core::write::{self, FilePlan, Part, Place, SaveInfo, SaveItem, WriteIo, WriteOptions};
@@ -374,6 +375,7 @@ fn commit_one(
     let index = index::Index {
         inner: Arc::new(index),
         allow_external: false,
+        values: ValueReader::default(),
     };
     Ok((index, left.iter().map(ToString::to_string).collect()))
 }

@@ -9,7 +9,7 @@ import typer
 
 from dcp_rs.checkpoint.locate import local_path
 from dcp_rs.cli.app import app
-from dcp_rs.cli.options import Checkpoint, Exclude, External, Include, Json, Threads, examples
+from dcp_rs.cli.options import AnyCheckpoint, Exclude, External, Include, Json, Threads, examples
 
 
 @app.command(
@@ -19,7 +19,9 @@ from dcp_rs.cli.options import Checkpoint, Exclude, External, Include, Json, Thr
         "dcp-rs verify ckpt/ --json | jq .problems",
     ),
 )
-def _verify(path: Checkpoint, allow_external: External = False, threads: Threads = None, as_json: Json = False) -> None:
+def _verify(
+    path: AnyCheckpoint, allow_external: External = False, threads: Threads = None, as_json: Json = False
+) -> None:
     """Read everything and check it against its digests. Exit status 1: something is damaged."""
     from dcp_rs.cli.work import verify
 

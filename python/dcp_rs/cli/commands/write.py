@@ -9,7 +9,7 @@ import typer
 
 from dcp_rs.checkpoint.locate import local_path
 from dcp_rs.cli.app import app
-from dcp_rs.cli.options import AnyCheckpoint, Checkpoint, Exclude, External, Include, Json, Threads, examples
+from dcp_rs.cli.options import AnyCheckpoint, Exclude, External, Include, Json, Threads, examples
 from dcp_rs.cli.output import text_argument
 
 
@@ -95,7 +95,7 @@ def _convert(
     ),
 )
 def _index(
-    path: Checkpoint,
+    path: AnyCheckpoint,
     out: Annotated[
         Path | None,
         typer.Option(

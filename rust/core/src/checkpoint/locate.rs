@@ -1,13 +1,13 @@
 //! What kind of checkpoint a path is: found out by looking.
 
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Read as _};
 use std::path::Path;
 
-use crate::foreign::Foreign;
 use crate::foreign::distcp::{METADATA_NAME, rank_metadata_name};
 use crate::foreign::models::{self, Model};
+use crate::foreign::{Foreign, torch_file};
 use crate::format::{DataFileName, INDEX_NAME, parse_rank_index_name, rank_index_name};
-use crate::store::LOCK_NAME;
+use crate::store::{self, LOCK_NAME};
 use crate::{Error, Result};
 
 /// What a path holds.
@@ -67,29 +67,48 @@ fn file(path: &Path) -> Result<Option<Foreign>> {
     }
     let dir = path.parent().unwrap_or(Path::new(""));
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    match Model::at(dir, &name)? {
-        Some(_) if path.to_str().is_none() => Err(Error::Unsupported(format!(
+    if path.to_str().is_none() {
+        return Err(Error::Unsupported(format!(
             "{}: a file name that is not UTF-8",
             path.display()
-        ))),
-        Some(model) => Ok(Some(Foreign::Safetensors {
-            dir: dir.to_owned(),
-            model,
-        })),
-        None => no(
-            path,
-            "of single files only .safetensors ones open, and .safetensors.index.json; dcp_rs.convert makes a checkpoint of a file of torch.save",
-        ),
+        )));
+    }
+    let dir = dir.to_owned();
+    if torch_file::is_torch_file(&name, &start(path)?) {
+        let model = Model::of_file(&name);
+        return Ok(Some(Foreign::Torch { dir, model }));
+    }
+    if let Some(model) = Model::at(&dir, &name, &models::SAFETENSORS)? {
+        return Ok(Some(Foreign::Safetensors { dir, model }));
+    }
+    if let Some(model) = Model::at(&dir, &name, &models::TORCH)? {
+        return Ok(Some(Foreign::Torch { dir, model }));
+    }
+    no(
+        path,
+        "of single files those of torch.save open, .safetensors ones, and the .index.json of either",
+    )
+}
+
+/// The first bytes of a file.
+fn start(path: &Path) -> Result<Vec<u8>> {
+    let file = store::open_file(path).map_err(|e| Error::io("open", path, e))?;
+    let mut start = Vec::new();
+    match file.take(16).read_to_end(&mut start) {
+        Ok(_) => Ok(start),
+        Err(e) => Err(Error::io("read", path, e)),
     }
 }
 
 fn models(path: &Path) -> Result<Foreign> {
     let names = names(path)?;
-    match models::choose(path, &names)? {
-        Some(model) => Ok(Foreign::Safetensors {
-            dir: path.to_owned(),
-            model,
-        }),
+    let dir = path.to_owned();
+    // transformers prefers safetensors too.
+    if let Some(model) = models::choose(path, &names, &models::SAFETENSORS)? {
+        return Ok(Foreign::Safetensors { dir, model });
+    }
+    match models::choose(path, &names, &models::TORCH)? {
+        Some(model) => Ok(Foreign::Torch { dir, model }),
         None => no(path, why_not(&names)),
     }
 }
@@ -134,13 +153,6 @@ fn names(dir: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Whether a file is named as those of `torch.save` are.
-fn is_torch_file(name: &str) -> bool {
-    [".pt", ".pth", ".bin", ".ckpt"]
-        .iter()
-        .any(|ending| name.ends_with(ending))
-}
-
 /// The most helpful guess at what a folder without an index is.
 fn why_not(names: &[String]) -> &'static str {
     let any = |part: &str| names.iter().any(|name| name.contains(part));
@@ -162,8 +174,8 @@ fn why_not(names: &[String]) -> &'static str {
         "it has data files but no index.dcprs: the save did not finish, or dcp_rs.index(path) rebuilds it"
     } else if names.is_empty() {
         "the folder is empty"
-    } else if names.iter().any(|name| is_torch_file(name)) {
-        "it holds files of torch.save, to judge by their names: dcp_rs.convert makes a checkpoint of one"
+    } else if names.iter().any(|name| torch_file::is_torch_file(name, &[])) {
+        "it holds files of torch.save, to judge by their names: each opens by itself"
     } else {
         "it holds no index.dcprs, no .metadata and no .safetensors file"
     }

@@ -5,7 +5,7 @@ use std::path::Path;
 use super::gather::open_index;
 use super::locate::{Found, find, find_data};
 use crate::Result;
-use crate::foreign::{Foreign, distcp, safetensors};
+use crate::foreign::{Foreign, distcp, safetensors, torch_file};
 use crate::format::{INDEX_NAME, Index, rank_index_name};
 
 /// Opens the checkpoint at `path`, whatever it is: its index file, or else an index made in memory. With `rank`, what that rank wrote for itself.
@@ -28,6 +28,7 @@ pub fn index(path: &Path, kind: &Foreign, rank: Option<u32>, threads: usize) -> 
     let (dir, bytes) = match kind {
         Foreign::Dcp => (path, distcp::index_folder(path, rank, threads)?),
         Foreign::Safetensors { dir, model } => (dir.as_path(), safetensors::index_model(dir, model, threads)?),
+        Foreign::Torch { dir, model } => (dir.as_path(), torch_file::index_model(dir, model, threads)?),
     };
     // Its names were found by looking at the folder: links there are those of whoever made the folder (a cache of downloads).
     Ok(Index::from_bytes(bytes, &dir.join(INDEX_NAME))?.following_links())

@@ -7,7 +7,10 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::gather::{explain, file_ref};
-use crate::format::{BLOCK_SIZE, FileEntry, FileView, Index, IndexBuilder, block_count, block_digest};
+use crate::foreign::torch_file;
+use crate::format::{
+    BLOCK_SIZE, FileEntry, FileView, Index, IndexBuilder, Kind, SourceKind, block_count, block_digest,
+};
 use crate::store::{FileRef, read_at};
 use crate::{Control, Error, Result, parallel};
 
@@ -97,6 +100,9 @@ pub fn verify(index: &Index, allow_external: bool, threads: usize, control: &Con
         }
     })?;
     verified.bytes = blocks.iter().map(|block| block.len).sum();
+    if index.source() == SourceKind::Torch {
+        verify_records(index, &files, threads, control, &mut verified)?;
+    }
     verified
         .problems
         .extend(problems.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner));
@@ -104,6 +110,63 @@ pub fn verify(index: &Index, allow_external: bool, threads: usize, control: &Con
         .problems
         .sort_by(|a, b| (&a.path, a.offset).cmp(&(&b.path, b.offset)));
     Ok(verified)
+}
+
+/// Compares the records of files of `torch.save` with the checksums in the files.
+fn verify_records(
+    index: &Index,
+    files: &BTreeMap<u32, FileRef>,
+    threads: usize,
+    control: &Control,
+    verified: &mut Verified,
+) -> Result<()> {
+    let mut chunks: Vec<(u32, u64, u64)> = (0..index.chunk_count())
+        .map(|number| (index.chunk(number).file, index.chunk(number).offset, number))
+        .collect();
+    chunks.sort_unstable();
+    for (&number, file_ref) in files {
+        let (records, pickle_is_checked) = torch_file::check_records(&file_ref.path, threads, control)?;
+        for record in records {
+            let first = chunks.partition_point(|&(file, offset, _)| (file, offset) < (number, record.at));
+            let within = chunks[first..]
+                .iter()
+                .take_while(|&&(file, offset, _)| file == number && offset < record.at + record.size)
+                .map(|&(.., chunk)| index.chunk(chunk));
+            let (Some(expected), Some(got)) = (record.expected, record.got) else {
+                continue;
+            };
+            verified.bytes += record.size;
+            let mut tensor = String::new();
+            for chunk in within {
+                if tensor.is_empty() {
+                    index.name(chunk.tensor).clone_into(&mut tensor);
+                }
+                if chunk.digests.is_none() {
+                    verified.bytes_without_digest -= chunk.length;
+                }
+            }
+            if got != expected {
+                verified.problems.push(Problem {
+                    path: file_ref.path.clone(),
+                    tensor,
+                    block: 0,
+                    offset: record.at,
+                    expected: format!("a record of {} bytes with CRC-32 {expected:08x}", record.size),
+                    got: format!("{got:08x}"),
+                });
+            }
+        }
+        if !pickle_is_checked {
+            continue;
+        }
+        verified.bytes_without_digest -= (0..index.tensor_count())
+            .filter(|&tensor| index.tensor(tensor).kind == Kind::Bytes)
+            .map(|tensor| index.chunk(index.tensor(tensor).chunks.start))
+            .filter(|chunk| chunk.file == number && chunk.digests.is_none())
+            .map(|chunk| chunk.length)
+            .sum::<u64>();
+    }
+    Ok(())
 }
 
 /// A file that was refused for `reason`: missing, of another length than `size`, or modified.

@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::path::Path;
 
 use super::window::{Fetched, MAX_PIECE, Source, Window};
-use super::{distcp, metadata_pickle, tensor_pickle as pickle};
+use super::{distcp, metadata_pickle, tensor_pickle as pickle, torch_file as torch};
 use crate::Control;
 use crate::checkpoint::{RecoverOptions, recover};
 use crate::format::{INDEX_NAME, Index};
@@ -48,6 +48,21 @@ pub fn archive(bytes: &[u8]) -> bool {
         }
         Err(_) => false,
     }
+}
+
+/// A file of `torch.save`.
+pub fn torch_file(bytes: &[u8]) -> bool {
+    let file = File::open("/dev/null").expect("a system has that");
+    let source = Source {
+        file: &file,
+        path: Path::new("x.pth"),
+        size: bytes.len() as u64,
+    };
+    let fetched = [Fetched {
+        at: 0,
+        bytes: bytes.to_vec(),
+    }];
+    torch::take_apart(&source, &fetched)
 }
 
 /// A data file whose index was lost.

@@ -82,6 +82,7 @@ fn allow(module: &str, name: &str) -> bool {
 const RULES: Rules = Rules {
     allow,
     persistent: false,
+    keep: false,
 };
 
 /// Takes apart the bytes of a `.metadata`. `path` is for messages.
@@ -403,24 +404,29 @@ impl<'a> Reader<'a> {
             Item::Str(span) => Value::Str(pickle.str(span).to_owned()),
             Item::Bytes(span) => Value::Bytes(pickle.bytes(span).to_vec()),
             Item::Node(id) => match pickle.node(id) {
-                Node::Tuple { .. } => Value::Tuple(self.values(pickle.as_tuple(item).unwrap_or_default(), depth)?),
-                Node::List(items) => Value::List(self.values(items, depth)?),
-                Node::Dict(pairs) => {
+                Node::List { items, .. } => Value::List(self.values(items, depth)?),
+                Node::Dict { pairs, .. } => {
                     let pairs = pairs
                         .iter()
                         .map(|(k, v)| Ok((self.value(*k, depth + 1)?, self.value(*v, depth + 1)?)));
                     Value::Dict(pairs.collect::<FaultResult<_>>()?)
                 }
-                Node::Global { .. } | Node::Object { .. } | Node::Persistent(_) => {
-                    return Err(Fault::Unsupported("planner data that is more than plain values".into()));
-                }
+                _ => match pickle.as_tuple(item) {
+                    Some(items) => Value::Tuple(self.values(items, depth)?),
+                    None => return Err(more_than_plain()),
+                },
             },
+            Item::Long(_) | Item::Surrogates(_) => return Err(more_than_plain()),
         })
     }
 
     fn values(&mut self, items: &[Item], depth: u32) -> FaultResult<Vec<Value>> {
         items.iter().map(|item| self.value(*item, depth + 1)).collect()
     }
+}
+
+fn more_than_plain() -> Fault {
+    Fault::Unsupported("planner data that is more than plain values".into())
 }
 
 fn bytes_entry(name: &str) -> TensorEntry {

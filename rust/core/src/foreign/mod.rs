@@ -14,6 +14,7 @@ pub mod safetensors;
 mod seal;
 mod sharding;
 mod tensor_pickle;
+pub mod torch_file;
 mod window;
 mod zip;
 
@@ -36,6 +37,13 @@ pub enum Foreign {
     Dcp,
     /// Safetensors files.
     Safetensors {
+        /// The folder they are in.
+        dir: PathBuf,
+        /// Which of the files there.
+        model: Model,
+    },
+    /// Files of `torch.save`.
+    Torch {
         /// The folder they are in.
         dir: PathBuf,
         /// Which of the files there.

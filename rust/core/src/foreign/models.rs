@@ -1,4 +1,4 @@
-//! Which safetensors files of a folder are one model.
+//! Which files of a folder are one model.
 //!
 //! A folder may hold several: weights and an adapter, one for each precision, a copy in another layout. transformers and diffusers go by names;
 //! what they would load is what opens here, and where neither would, a folder with more than one model is refused.
@@ -8,22 +8,48 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use super::safetensors::SUFFIX;
 use crate::format::DataFileName;
 use crate::paths::{Reach, reach};
 use crate::{Error, Result, store};
 
-/// What is between the name of a model and `.json` in the name of the file that maps its tensors to files.
-const INDEX: &str = ".safetensors.index";
-/// What loaders take, the first that is there: transformers (`SAFE_WEIGHTS_NAME`, `SAFE_WEIGHTS_INDEX_NAME` in `utils/__init__.py`,
-/// `_get_resolved_checkpoint_files` in `modeling_utils.py`, seen in 5.23), and diffusers, which looks for the index first (`from_pretrained`
-/// in `models/modeling_utils.py`, seen in 0.42).
-const LOADED: [&str; 4] = [
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "diffusion_pytorch_model.safetensors.index.json",
-    "diffusion_pytorch_model.safetensors",
-];
+/// A kind of files that models are kept in.
+#[derive(Debug)]
+pub(crate) struct Family {
+    /// What the names of files end with.
+    suffix: &'static str,
+    /// What those of a model begin with, one of these; whatever, where there are none.
+    stems: &'static [&'static str],
+    /// What is between the name of a model and `.json` in the name of the file that maps its tensors to files.
+    index: &'static str,
+    /// What loaders take, the first that is there: transformers (`SAFE_WEIGHTS_NAME`, `SAFE_WEIGHTS_INDEX_NAME` and the like in `utils/__init__.py`,
+    /// `_get_resolved_checkpoint_files` in `modeling_utils.py`, seen in 5.23), and diffusers, which looks for the index first (`from_pretrained`
+    /// in `models/modeling_utils.py`, seen in 0.42).
+    loaded: &'static [&'static str],
+}
+
+pub(crate) const SAFETENSORS: Family = Family {
+    suffix: super::safetensors::SUFFIX,
+    stems: &[],
+    index: ".safetensors.index",
+    loaded: &[
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "diffusion_pytorch_model.safetensors.index.json",
+        "diffusion_pytorch_model.safetensors",
+    ],
+};
+/// Files of `torch.save`. Of their names no more is known than what those libraries use: trainers leave other `.bin` files beside them.
+pub(crate) const TORCH: Family = Family {
+    suffix: ".bin",
+    stems: &["pytorch_model", "diffusion_pytorch_model", "adapter_model"],
+    index: ".bin.index",
+    loaded: &[
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+        "diffusion_pytorch_model.bin.index.json",
+        "diffusion_pytorch_model.bin",
+    ],
+};
 /// So many names are enough for a message.
 const SHOWN: usize = 8;
 
@@ -38,7 +64,7 @@ pub struct Model {
 
 impl Model {
     /// One file.
-    fn of_file(name: &str) -> Self {
+    pub(crate) fn of_file(name: &str) -> Self {
         Self {
             files: vec![name.to_owned()],
             ..Self::default()
@@ -62,25 +88,28 @@ impl Model {
     }
 
     /// The model that a file of the folder is, or that it indexes; nothing where it is neither.
-    pub(crate) fn at(dir: &Path, name: &str) -> Result<Option<Self>> {
-        if is_index(name) {
+    pub(crate) fn at(dir: &Path, name: &str, family: &Family) -> Result<Option<Self>> {
+        if family.is_index(name) {
             Self::of_index(dir, name).map(Some)
         } else {
-            Ok(name.ends_with(SUFFIX).then(|| Self::of_file(name)))
+            Ok(name.ends_with(family.suffix).then(|| Self::of_file(name)))
         }
     }
 }
 
-/// Whether a file of this name is somebody's model. Hidden ones are leftovers of downloads and of macOS; native data files count only where an
-/// index names them: without one they are of a save that did not finish, or that lost it.
-fn is_model_file(name: &str) -> bool {
-    name.ends_with(SUFFIX) && !name.starts_with('.') && DataFileName::parse(name).is_none()
-}
+impl Family {
+    /// Whether a file of this name is somebody's model. Hidden ones are leftovers of downloads and of macOS; native data files count only where an
+    /// index names them: without one they are of a save that did not finish, or that lost it.
+    fn is_model_file(&self, name: &str) -> bool {
+        let is_named = self.stems.is_empty() || self.stems.iter().any(|stem| name.starts_with(stem));
+        name.ends_with(self.suffix) && is_named && !name.starts_with('.') && DataFileName::parse(name).is_none()
+    }
 
-/// Whether a file of this name maps tensors to files: `model.safetensors.index.json`, or with the name of a variant before `.json`.
-fn is_index(name: &str) -> bool {
-    let rest = name.strip_suffix(".json").and_then(|stem| stem.rsplit_once(INDEX));
-    rest.is_some_and(|(_, variant)| variant.is_empty() || variant.starts_with('.'))
+    /// Whether a file of this name maps tensors to files: `model.safetensors.index.json`, or with the name of a variant before `.json`.
+    fn is_index(&self, name: &str) -> bool {
+        let rest = name.strip_suffix(".json").and_then(|stem| stem.rsplit_once(self.index));
+        rest.is_some_and(|(_, variant)| variant.is_empty() || variant.starts_with('.'))
+    }
 }
 
 /// The model of a folder with files of these names; nothing where there is none.
@@ -88,30 +117,33 @@ fn is_index(name: &str) -> bool {
 /// # Errors
 /// [`Error::Unsupported`] where there are several and no loader prefers one; [`Error::CorruptData`] where a file of a numbered series is missing;
 /// [`Error::CorruptIndex`] where the index of the model is no such file.
-pub(crate) fn choose(dir: &Path, names: &[String]) -> Result<Option<Model>> {
-    let is_model_index = |name: &str| is_index(name) && !name.starts_with('.');
-    let sorted = |wanted: fn(&str) -> bool| {
+pub(crate) fn choose(dir: &Path, names: &[String], family: &Family) -> Result<Option<Model>> {
+    let is_model_index = |name: &str| family.is_index(name) && !name.starts_with('.');
+    let sorted = |wanted: &dyn Fn(&str) -> bool| {
         let mut found: Vec<&str> = names.iter().map(String::as_str).filter(|name| wanted(name)).collect();
         found.sort_unstable();
         found
     };
-    let (files, indexes) = (sorted(is_model_file), sorted(is_model_index));
-    let series = by_series(&files);
+    let (files, indexes) = (sorted(&|name| family.is_model_file(name)), sorted(&is_model_index));
+    let series = by_series(&files, family);
     if indexes.is_empty() && series.len() <= 1 {
         return match series.into_iter().next() {
             None => Ok(None),
-            Some((key, files)) => whole(dir, &key, &files).map(Some),
+            Some((key, files)) => whole(dir, &key, &files, family).map(Some),
         };
     }
     if let Some(name) = named_by_config(dir, names)
-        && let Some(model) = Model::at(dir, &name)?
+        && let Some(model) = Model::at(dir, &name, family)?
     {
         return Ok(Some(model));
     }
-    let preferred = LOADED.iter().find(|&name| names.iter().any(|there| there == name));
+    let preferred = family
+        .loaded
+        .iter()
+        .find(|&name| names.iter().any(|there| there == name));
     match (preferred, indexes.as_slice()) {
-        (Some(name), _) | (None, [name]) => Model::at(dir, name),
-        (None, _) => Err(several(dir, &indexes, &series)),
+        (Some(name), _) | (None, [name]) => Model::at(dir, name, family),
+        (None, _) => Err(several(dir, &indexes, &series, family)),
     }
 }
 
@@ -125,25 +157,25 @@ enum Kind {
     Shards,
 }
 
-fn by_series<'a>(files: &[&'a str]) -> BTreeMap<Key<'a>, Vec<&'a str>> {
+fn by_series<'a>(files: &[&'a str], family: &Family) -> BTreeMap<Key<'a>, Vec<&'a str>> {
     let mut all: BTreeMap<Key<'a>, Vec<&'a str>> = BTreeMap::new();
     for name in files {
-        all.entry(key(name)).or_default().push(name);
+        all.entry(key(name, family)).or_default().push(name);
     }
     all
 }
 
-fn key(name: &str) -> Key<'_> {
+fn key<'a>(name: &'a str, family: &Family) -> Key<'a> {
     // torch's `HuggingFaceStorageWriter(save_distributed=True)`: of each rank a series, in which those without data for it are left out.
     let shard = name
         .strip_prefix("shard-")
         .and_then(|rest| rest.split_once('-'))
         .filter(|(rank, _)| is_number(rank));
     if let Some((_, rest)) = shard {
-        let (stem, variant) = numbered(rest).map_or((rest, ""), |part| (part.stem, part.variant));
+        let (stem, variant) = numbered(rest, family).map_or((rest, ""), |part| (part.stem, part.variant));
         return (Kind::Shards, stem, variant, 0);
     }
-    match numbered(name) {
+    match numbered(name, family) {
         Some(part) => (Kind::Series, part.stem, part.variant, part.of),
         None => (Kind::File, name, "", 0),
     }
@@ -157,8 +189,8 @@ struct Numbered<'a> {
     variant: &'a str,
 }
 
-fn numbered(name: &str) -> Option<Numbered<'_>> {
-    let (rest, of) = name.strip_suffix(SUFFIX)?.rsplit_once("-of-")?;
+fn numbered<'a>(name: &'a str, family: &Family) -> Option<Numbered<'a>> {
+    let (rest, of) = name.strip_suffix(family.suffix)?.rsplit_once("-of-")?;
     let (stem, number) = rest.rsplit_once('-')?;
     let (of, variant) = of.split_at(of.find('.').unwrap_or(of.len()));
     let parse = |digits: &str| is_number(digits).then(|| digits.parse().ok())?;
@@ -175,13 +207,16 @@ fn is_number(text: &str) -> bool {
 }
 
 /// The files as a model, if none of them is missing.
-fn whole(dir: &Path, key: &Key<'_>, files: &[&str]) -> Result<Model> {
+fn whole(dir: &Path, key: &Key<'_>, files: &[&str], family: &Family) -> Result<Model> {
     if let (Kind::Series, stem, variant, of) = *key {
-        let numbers: BTreeSet<u64> = files.iter().filter_map(|name| Some(numbered(name)?.number)).collect();
+        let numbers: BTreeSet<u64> = files
+            .iter()
+            .filter_map(|name| Some(numbered(name, family)?.number))
+            .collect();
         if numbers.len() as u64 != of {
             let missing = (1..=of).find(|number| !numbers.contains(number)).unwrap_or(of);
             return Err(Error::corrupt_file(
-                &dir.join(format!("{stem}-{missing:05}-of-{of:05}{variant}{SUFFIX}")),
+                &dir.join(format!("{stem}-{missing:05}-of-{of:05}{variant}{}", family.suffix)),
                 format!("it is missing: {} of {of} files are there", numbers.len()),
             ));
         }
@@ -204,7 +239,7 @@ fn named_by_config(dir: &Path, names: &[String]) -> Option<String> {
     config.transformers_weights.filter(|name| names.contains(name))
 }
 
-fn several(dir: &Path, indexes: &[&str], series: &BTreeMap<Key<'_>, Vec<&str>>) -> Error {
+fn several(dir: &Path, indexes: &[&str], series: &BTreeMap<Key<'_>, Vec<&str>>, family: &Family) -> Error {
     let of_series = series.values().map(|files| match files.as_slice() {
         [only] => (*only).to_owned(),
         [first, rest @ ..] => format!("{first} and {} more of its series", rest.len()),
@@ -217,9 +252,11 @@ fn several(dir: &Path, indexes: &[&str], series: &BTreeMap<Key<'_>, Vec<&str>>) 
     };
     Error::Unsupported(format!(
         "{}: several models in one folder, and no name that transformers or diffusers would choose: {}{more}; open the one you want by its file \
-         (.safetensors, or .safetensors.index.json where it has several), or make it the folder's by dcp_rs.index(file)",
+         ({}, or {}.json where it has several), or make it the folder's by dcp_rs.index(file)",
         dir.display(),
-        models[..models.len().min(SHOWN)].join(", ")
+        models[..models.len().min(SHOWN)].join(", "),
+        family.suffix,
+        family.index
     ))
 }
 
@@ -248,19 +285,24 @@ mod tests {
     use super::*;
 
     fn files(names: &[&str]) -> std::result::Result<Vec<String>, String> {
+        files_of(names, &SAFETENSORS)
+    }
+
+    fn files_of(names: &[&str], family: &Family) -> std::result::Result<Vec<String>, String> {
         let dir = tempfile::tempdir().unwrap();
         for name in names {
-            let stem = name.split_once(INDEX).map_or("", |(stem, _)| stem);
+            let stem = name.split_once(family.index).map_or("", |(stem, _)| stem);
             std::fs::write(
                 dir.path().join(name),
                 format!(
-                    r#"{{"weight_map":{{"w":"of {stem}.safetensors"}},"transformers_weights":"chosen.safetensors"}}"#
+                    r#"{{"weight_map":{{"w":"of {stem}{}"}},"transformers_weights":"chosen.safetensors"}}"#,
+                    family.suffix
                 ),
             )
             .unwrap();
         }
         let names: Vec<String> = names.iter().map(|&name| name.to_owned()).collect();
-        match choose(dir.path(), &names) {
+        match choose(dir.path(), &names, family) {
             Ok(model) => Ok(model.map(|model| model.files).unwrap_or_default()),
             Err(error) => Err(error.to_string()),
         }
@@ -332,6 +374,33 @@ mod tests {
         ] {
             assert_eq!(files(there).unwrap(), taken, "{there:?}");
         }
+    }
+
+    #[test]
+    fn of_files_of_torch_save_the_models_of_libraries_count() {
+        for (there, taken) in [
+            (
+                &["pytorch_model.bin", "training_args.bin", "optimizer.bin"][..],
+                &["pytorch_model.bin"][..],
+            ),
+            (&["pytorch_model.bin", "pytorch_model.fp16.bin"], &["pytorch_model.bin"]),
+            (
+                &["pytorch_model.bin.index.json", "adapter_model.bin"],
+                &["of pytorch_model.bin"],
+            ),
+            (
+                &["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"],
+                &["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"],
+            ),
+            (&["optimizer.bin", "checkpoint.pth", "model.pt"], &[]),
+        ] {
+            assert_eq!(files_of(there, &TORCH).unwrap(), taken, "{there:?}");
+        }
+        let error = files_of(&["pytorch_model-00001-of-00002.bin"], &TORCH).unwrap_err();
+        assert!(
+            error.contains("pytorch_model-00002-of-00002.bin") && error.contains("1 of 2"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -4,7 +4,7 @@ use super::fault::{Fault, FaultResult};
 use super::pickle::{Item, Node, Pickle, Rules};
 use crate::Dtype;
 use crate::copy::Signs;
-use crate::geometry::{Dims, element_count, strided_length};
+use crate::geometry::{Dims, element_count, row_major, strided_length};
 
 /// A plain strided tensor over one storage record.
 #[derive(Clone, Debug, PartialEq)]
@@ -21,6 +21,7 @@ pub(super) struct StoredTensor {
     pub strides: Dims,
     /// What its bytes stand for.
     pub signs: Signs,
+    pub requires_grad: bool,
 }
 
 impl StoredTensor {
@@ -37,6 +38,15 @@ impl StoredTensor {
             expected *= size;
         }
         true
+    }
+
+    /// Its strides, and those of dimensions of one element, along which nothing steps, as if it were contiguous.
+    pub(super) fn steps(&self) -> Dims {
+        let dense = row_major(&self.sizes);
+        let steps = self.sizes.iter().zip(&self.strides).zip(dense);
+        steps
+            .map(|((&size, &stride), dense)| if size == 1 { dense } else { stride })
+            .collect()
     }
 
     /// Bytes from the first element to past the last.
@@ -79,12 +89,38 @@ fn allow(module: &str, name: &str) -> bool {
 const RULES: Rules = Rules {
     allow,
     persistent: true,
+    keep: false,
 };
 
 /// Takes apart the pickle of one tensor.
 pub(super) fn parse(bytes: &[u8]) -> FaultResult<StoredTensor> {
     let pickle = Pickle::parse(bytes, &RULES)?;
-    Reader { pickle: &pickle }.tensor(pickle.top(), 0)
+    read(&pickle, pickle.top())
+}
+
+/// Takes apart a tensor within a pickle.
+pub(super) fn read(pickle: &Pickle<'_>, item: Item) -> FaultResult<StoredTensor> {
+    Reader { pickle }.tensor(item, 0)
+}
+
+/// Key and length in bytes of the storage that a persistent id stands for, where it is one.
+pub(super) fn read_storage<'a>(pickle: &'a Pickle<'_>, id: Item) -> Option<(&'a str, u64)> {
+    let storage = Reader { pickle }.storage_of(id).ok()?;
+    Some((storage.key, storage.len()?))
+}
+
+/// Whether an item is a tensor of any kind, as far as what makes it tells.
+pub(super) fn is_tensor(pickle: &Pickle<'_>, item: Item) -> bool {
+    match pickle.as_object(item) {
+        Some((("torch._utils", name), ..)) => {
+            name.starts_with("_rebuild_")
+                && ["tensor", "parameter", "subclass"]
+                    .iter()
+                    .any(|kind| name.contains(kind))
+        }
+        Some((("torch._tensor", name), ..)) => name.starts_with("_rebuild_from_type"),
+        _ => false,
+    }
 }
 
 struct Reader<'a> {
@@ -97,6 +133,13 @@ struct Storage<'a> {
     dtype: Option<Dtype>,
     /// In elements, or bytes without a type.
     count: u64,
+}
+
+impl Storage<'_> {
+    /// In bytes.
+    fn len(&self) -> Option<u64> {
+        self.count.checked_mul(self.dtype.map_or(1, Dtype::size))
+    }
 }
 
 fn odd(what: &str) -> Fault {
@@ -113,8 +156,13 @@ impl<'a> Reader<'a> {
                 self.rebuild(name, args)
             }
             // A parameter is its data; only gradients and hooks are lost, which no checkpoint holds.
-            ("torch._utils", "_rebuild_parameter" | "_rebuild_parameter_with_state", [data, ..]) if depth == 0 => {
-                self.tensor(*data, depth + 1)
+            ("torch._utils", "_rebuild_parameter" | "_rebuild_parameter_with_state", [data, requires_grad, ..])
+                if depth == 0 =>
+            {
+                Ok(StoredTensor {
+                    requires_grad: *requires_grad == Item::Bool(true),
+                    ..self.tensor(*data, depth + 1)?
+                })
             }
             // A plain tensor with Python attributes: function, type, arguments, attributes.
             ("torch._tensor", "_rebuild_from_type_v2" | "_rebuild_from_type", [function, kind, args, _]) => {
@@ -162,11 +210,7 @@ impl<'a> Reader<'a> {
         if signs.bits(dtype).is_none() {
             return Err(Fault::Unsupported(format!("stored as a lazy view of {}", dtype.name())));
         }
-        let width = storage.dtype.map_or(1, Dtype::size);
-        let storage_len = storage
-            .count
-            .checked_mul(width)
-            .ok_or_else(|| odd("a storage too long"))?;
+        let storage_len = storage.len().ok_or_else(|| odd("a storage too long"))?;
         let offset = size(*offset)
             .and_then(|n| n.checked_mul(dtype.size()))
             .ok_or_else(|| odd("its offset"))?;
@@ -182,6 +226,7 @@ impl<'a> Reader<'a> {
             sizes,
             strides,
             signs,
+            requires_grad: more.first() == Some(&Item::Bool(true)),
         };
         if offset.checked_add(tensor.length()).is_none_or(|end| end > storage_len) {
             return Err(odd("it leads out of its storage"));
@@ -197,7 +242,14 @@ impl<'a> Reader<'a> {
             },
             _ => return Err(odd("no storage")),
         };
-        let Some([tag, class, key, location, count]) = self.pickle.as_tuple(id) else {
+        self.storage_of(id)
+    }
+
+    fn storage_of(&self, id: Item) -> FaultResult<Storage<'a>> {
+        // Torch before 1.6 has a sixth part, for views of storages.
+        let Some([tag, class, key, location, count] | [tag, class, key, location, count, Item::None]) =
+            self.pickle.as_tuple(id)
+        else {
             return Err(odd("a storage of an unknown form"));
         };
         let class = self.pickle.as_global(*class);

@@ -32,6 +32,8 @@ pub(super) const DESCRIPTOR_MAGIC: [u8; 4] = *b"PK\x07\x08";
 pub(super) struct Record {
     pub name: String,
     pub size: u64,
+    /// CRC-32 of its payload; 0 where none was computed.
+    pub crc: u32,
     /// Of its entry in the directory.
     entry_at: u64,
     header_at: u64,
@@ -48,6 +50,11 @@ impl Record {
             self.header_at + 14
         };
         [self.entry_at + 16, beside]
+    }
+
+    /// Where its local header begins.
+    pub(super) fn header_at(&self) -> u64 {
+        self.header_at
     }
 
     /// Whether a descriptor follows the payload.
@@ -97,7 +104,7 @@ impl Archive {
         if !end.starts_with(b"PK\x05\x06") || u16_at(&end, 20) != 0 {
             return Err(Fault::corrupt(
                 end_at,
-                "the zip archive does not end here: no end of central directory",
+                "the zip archive does not end here, with its directory: it was cut short, or something follows it",
             ));
         }
         let mut count = u64::from(u16_at(&end, 10));
@@ -226,6 +233,7 @@ fn read_directory(directory: &[u8], directory_at: u64, count: u64) -> FaultResul
         records.push(Record {
             name: name.to_owned(),
             size,
+            crc: u32_at(fixed, 16),
             entry_at: at,
             header_at,
             method,

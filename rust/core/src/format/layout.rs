@@ -63,6 +63,8 @@ pub enum SourceKind {
     Safetensors,
     /// Files of torch's `FileSystemWriter`.
     Dcp,
+    /// Files of `torch.save`.
+    Torch,
 }
 
 impl SourceKind {
@@ -71,6 +73,7 @@ impl SourceKind {
             Self::Native => 0,
             Self::Safetensors => 1,
             Self::Dcp => 2,
+            Self::Torch => 3,
         }
     }
 
@@ -79,6 +82,7 @@ impl SourceKind {
             0 => Some(Self::Native),
             1 => Some(Self::Safetensors),
             2 => Some(Self::Dcp),
+            3 => Some(Self::Torch),
             _ => None,
         }
     }

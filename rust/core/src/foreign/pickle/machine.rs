@@ -1,213 +1,77 @@
-//! A pickle interpreter that builds plain data and can do nothing else.
+//! The interpreter of pickles.
 //!
 //! It knows the opcodes that `pickle` emits for data (protocols 2 to 5) and refuses the others. A global must be on
 //! the caller's list before it even becomes a value; calls and instances are recorded, never made. Every opcode takes a byte
-//! of the input and makes at most one node, so memory and time are linear in the input; nodes refer to each other by
-//! number, so no depth of nesting can exhaust the stack.
+//! of the input and makes at most one node, so memory and time are linear in the input.
 
+use std::borrow::Cow;
 use std::cmp::Ordering;
 
-use super::fault::{Fault, FaultResult};
+use super::{Item, Made, Node, Pickle, Rules, Span, Then};
+use crate::foreign::fault::{Fault, FaultResult};
 
-/// A value: small ones in place, the others by number. Texts are ranges of the input.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Item {
-    None,
-    Bool(bool),
-    Int(i64),
-    Float(f64),
-    Str(Span),
-    Bytes(Span),
-    /// A node, by its number.
-    Node(u32),
+/// Reads the value that `input` begins with, and says how many bytes make it.
+pub(super) fn run<'a>(input: Cow<'a, [u8]>, rules: &Rules) -> FaultResult<(Pickle<'a>, usize)> {
+    if u32::try_from(input.len()).is_err() {
+        return Err(Fault::Unsupported(format!("a pickle of {} bytes", input.len())));
+    }
+    let mut machine = Machine {
+        pickle: Pickle {
+            input,
+            nodes: Vec::new(),
+            pool: Vec::new(),
+            top: Item::None,
+        },
+        rules,
+        at: 0,
+        op_at: 0,
+        stack: Vec::new(),
+        marks: Vec::new(),
+        memo: Vec::new(),
+        empty: None,
+    };
+    machine.run()?;
+    Ok((machine.pickle, machine.at))
 }
 
-/// A range of the input.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Span {
-    at: u32,
-    len: u32,
+/// A value on the stack, and where the part of the input begins that makes it.
+#[derive(Clone, Copy)]
+struct Slot {
+    item: Item,
+    at: usize,
 }
 
-#[derive(Debug)]
-pub(super) enum Node {
-    Tuple {
-        first: u32,
-        len: u32,
-    },
-    List(Vec<Item>),
-    Dict(Vec<(Item, Item)>),
-    Global {
-        module: Span,
-        name: Span,
-    },
-    /// `callable(*args)` or `class.__new__(class, *args)`, with the state it was given afterwards.
-    /// `callable` is a global's node, `args` a tuple's.
-    Object {
-        callable: u32,
-        args: u32,
-        state: Option<Item>,
-    },
-    /// What a persistent id stands for.
-    Persistent(Item),
-}
-
-/// What a pickle may hold.
-pub(super) struct Rules {
-    /// Whether a global may be named at all.
-    pub allow: fn(module: &str, name: &str) -> bool,
-    /// Whether persistent ids may occur.
-    pub persistent: bool,
-}
-
-/// A pickle that was read whole.
-#[derive(Debug)]
-pub(super) struct Pickle<'a> {
-    input: &'a [u8],
-    nodes: Vec<Node>,
-    pool: Vec<Item>,
-    top: Item,
-}
-
-impl<'a> Pickle<'a> {
-    /// Reads the one value of `input`, which must end with it.
-    pub(super) fn parse(input: &'a [u8], rules: &Rules) -> FaultResult<Self> {
-        if u32::try_from(input.len()).is_err() {
-            return Err(Fault::Unsupported(format!("a pickle of {} bytes", input.len())));
-        }
-        let mut machine = Machine {
-            pickle: Pickle {
-                input,
-                nodes: Vec::new(),
-                pool: Vec::new(),
-                top: Item::None,
-            },
-            rules,
-            at: 0,
-            stack: Vec::new(),
-            marks: Vec::new(),
-            memo: Vec::new(),
-        };
-        machine.run()?;
-        Ok(machine.pickle)
-    }
-
-    pub(super) fn top(&self) -> Item {
-        self.top
-    }
-
-    pub(super) fn str(&self, span: Span) -> &'a str {
-        // Checked when the span was made.
-        std::str::from_utf8(self.bytes(span)).unwrap_or_default()
-    }
-
-    pub(super) fn bytes(&self, span: Span) -> &'a [u8] {
-        let at = span.at as usize;
-        &self.input[at..at + span.len as usize]
-    }
-
-    pub(super) fn node(&self, id: u32) -> &Node {
-        &self.nodes[id as usize]
-    }
-
-    pub(super) fn as_str(&self, item: Item) -> Option<&'a str> {
-        match item {
-            Item::Str(span) => Some(self.str(span)),
-            _ => None,
-        }
-    }
-
-    pub(super) fn as_tuple(&self, item: Item) -> Option<&[Item]> {
-        match item {
-            Item::Node(id) => self.tuple(id),
-            _ => None,
-        }
-    }
-
-    fn tuple(&self, id: u32) -> Option<&[Item]> {
-        match self.node(id) {
-            Node::Tuple { first, len } => {
-                let first = *first as usize;
-                Some(&self.pool[first..first + *len as usize])
-            }
-            _ => None,
-        }
-    }
-
-    pub(super) fn as_list(&self, item: Item) -> Option<&[Item]> {
-        match item {
-            Item::Node(id) => match self.node(id) {
-                Node::List(items) => Some(items),
-                _ => None,
-            },
-            _ => None,
-        }
-    }
-
-    pub(super) fn as_dict(&self, item: Item) -> Option<&[(Item, Item)]> {
-        match item {
-            Item::Node(id) => match self.node(id) {
-                Node::Dict(pairs) => Some(pairs),
-                _ => None,
-            },
-            _ => None,
-        }
-    }
-
-    pub(super) fn as_global(&self, item: Item) -> Option<(&'a str, &'a str)> {
-        match item {
-            Item::Node(id) => self.global(id),
-            _ => None,
-        }
-    }
-
-    fn global(&self, id: u32) -> Option<(&'a str, &'a str)> {
-        match self.node(id) {
-            Node::Global { module, name } => Some((self.str(*module), self.str(*name))),
-            _ => None,
-        }
-    }
-
-    /// An object, as (module and name of what made it, arguments, state).
-    #[allow(clippy::type_complexity)] // three parts that are taken apart at once
-    pub(super) fn as_object(&self, item: Item) -> Option<((&'a str, &'a str), &[Item], Option<Item>)> {
-        let Item::Node(id) = item else { return None };
-        match self.node(id) {
-            Node::Object { callable, args, state } => Some((self.global(*callable)?, self.tuple(*args)?, *state)),
-            _ => None,
-        }
-    }
-
-    /// The value of the last pair of `dict` with the key, as in Python.
-    pub(super) fn get(&self, dict: Item, key: &str) -> Option<Item> {
-        let pairs = self.as_dict(dict)?;
-        let found = pairs.iter().rev().find(|(k, _)| self.as_str(*k) == Some(key));
-        found.map(|(_, value)| *value)
-    }
+/// A mark: how high the stack was, and where it stands in the input.
+#[derive(Clone, Copy)]
+struct Mark {
+    height: usize,
+    at: usize,
 }
 
 struct Machine<'a, 'r> {
     pickle: Pickle<'a>,
     rules: &'r Rules,
+    /// The next byte.
     at: usize,
-    stack: Vec<Item>,
-    marks: Vec<usize>,
+    /// The opcode that is executed.
+    op_at: usize,
+    stack: Vec<Slot>,
+    marks: Vec<Mark>,
     memo: Vec<Item>,
+    /// The tuple of nothing, once there was one.
+    empty: Option<Item>,
 }
 
 impl Machine<'_, '_> {
     fn run(&mut self) -> FaultResult<()> {
         loop {
-            let at = self.at;
+            self.op_at = self.at;
             let op = self.take::<1>()?[0];
-            if self.step(op, at)? {
+            if self.step(op)? {
                 break;
             }
         }
-        if self.at != self.pickle.input.len() {
-            return Err(self.fault("bytes after the end of the pickle"));
-        }
-        self.pickle.top = self.pop()?;
+        self.pickle.top = self.pop()?.item;
         if self.stack.is_empty() && self.marks.is_empty() {
             Ok(())
         } else {
@@ -217,11 +81,11 @@ impl Machine<'_, '_> {
 
     /// Executes one opcode; true at the end.
     #[allow(clippy::too_many_lines)] // one line an opcode
-    fn step(&mut self, op: u8, at: usize) -> FaultResult<bool> {
+    fn step(&mut self, op: u8) -> FaultResult<bool> {
         match op {
             // PROTO
             0x80 => match self.take::<1>()?[0] {
-                2..=5 if at == 0 => {}
+                2..=5 if self.op_at == 0 => {}
                 version => return Err(Fault::Unsupported(format!("pickle protocol {version}"))),
             },
             // FRAME: its length is a hint; what it holds is checked as it is read.
@@ -232,27 +96,39 @@ impl Machine<'_, '_> {
                 }
             }
             b'.' => return Ok(true),
-            b'N' => self.stack.push(Item::None),
-            0x88 => self.stack.push(Item::Bool(true)),
-            0x89 => self.stack.push(Item::Bool(false)),
+            b'N' => self.push(Item::None),
+            0x88 => self.push(Item::Bool(true)),
+            0x89 => self.push(Item::Bool(false)),
             b'J' => {
                 let n = i32::from_le_bytes(self.take()?);
-                self.stack.push(Item::Int(n.into()));
+                self.push(Item::Int(n.into()));
             }
             b'K' => {
                 let n = self.take::<1>()?[0];
-                self.stack.push(Item::Int(n.into()));
+                self.push(Item::Int(n.into()));
             }
             b'M' => {
                 let n = u16::from_le_bytes(self.take()?);
-                self.stack.push(Item::Int(n.into()));
+                self.push(Item::Int(n.into()));
             }
-            0x8a => self.long()?,
+            0x8a => {
+                let len = self.take::<1>()?[0].into();
+                self.long(len)?;
+            }
+            0x8b => {
+                let len = u32::from_le_bytes(self.take()?).into();
+                self.long(len)?;
+            }
             b'G' => {
                 let n = f64::from_be_bytes(self.take()?);
-                self.stack.push(Item::Float(n));
+                self.push(Item::Float(n));
             }
             0x8c => {
+                let len = self.take::<1>()?[0].into();
+                self.text(len)?;
+            }
+            // SHORT_BINSTRING, of Python 2: text to whoever reads it
+            b'U' if self.rules.keep => {
                 let len = self.take::<1>()?[0].into();
                 self.text(len)?;
             }
@@ -276,25 +152,31 @@ impl Machine<'_, '_> {
                 let len = u64::from_le_bytes(self.take()?);
                 self.blob(len)?;
             }
-            b'(' => self.marks.push(self.stack.len()),
-            b')' => self.tuple(self.stack.len())?,
+            b'(' => self.marks.push(Mark {
+                height: self.stack.len(),
+                at: self.op_at,
+            }),
+            b')' => self.empty_tuple()?,
             0x85..=0x87 => {
                 let count = usize::from(op - 0x84);
                 let from = self.floor(count)?;
-                self.tuple(from)?;
+                self.tuple(from, self.stack[from].at)?;
             }
             b't' => {
-                let from = self.pop_mark()?;
-                self.tuple(from)?;
+                let mark = self.pop_mark()?;
+                self.tuple(mark.height, mark.at)?;
             }
-            b']' => self.push_node(Node::List(Vec::new()))?,
-            b'}' => self.push_node(Node::Dict(Vec::new()))?,
+            b']' => {
+                let (items, places) = (Vec::new(), Vec::new());
+                self.push_node(Node::List { items, places }, self.op_at)?;
+            }
+            b'}' => self.push_node(empty_dict(false), self.op_at)?,
             b'a' => {
                 let from = self.floor(1)?;
                 self.append(from)?;
             }
             b'e' => {
-                let from = self.pop_mark()?;
+                let from = self.pop_mark()?.height;
                 self.append(from)?;
             }
             b's' => {
@@ -302,7 +184,7 @@ impl Machine<'_, '_> {
                 self.set_items(from)?;
             }
             b'u' => {
-                let from = self.pop_mark()?;
+                let from = self.pop_mark()?.height;
                 self.set_items(from)?;
             }
             // memo
@@ -326,18 +208,24 @@ impl Machine<'_, '_> {
             // globals and what is made with them
             b'c' => {
                 let (module, name) = (self.line()?, self.line()?);
-                self.global(module, name)?;
+                self.global(module, name, self.op_at)?;
             }
-            0x93 => match (self.pop()?, self.pop()?) {
-                (Item::Str(name), Item::Str(module)) => self.global(module, name)?,
+            0x93 => match (self.pop()?.item, self.pop()?) {
+                (
+                    Item::Str(name),
+                    Slot {
+                        item: Item::Str(module),
+                        at,
+                    },
+                ) => self.global(module, name, at)?,
                 _ => return Err(self.fault("a global whose name is not text")),
             },
-            // REDUCE and NEWOBJ
-            b'R' | 0x81 => self.object()?,
+            b'R' => self.object(Made::Called)?,
+            0x81 => self.object(Made::New)?,
             b'b' => self.build()?,
             b'Q' if self.rules.persistent => {
                 let id = self.pop()?;
-                self.push_node(Node::Persistent(id))?;
+                self.push_node(Node::Persistent(id.item), id.at)?;
             }
             // INST names a global too: say which.
             b'i' => {
@@ -348,7 +236,7 @@ impl Machine<'_, '_> {
             0x82..=0x84 => return Err(Fault::Forbidden("an entry of the extension registry".into())),
             _ => {
                 return Err(Fault::corrupt(
-                    at as u64,
+                    self.op_at as u64,
                     format!("pickle opcode {op:#04x} is not allowed"),
                 ));
             }
@@ -398,14 +286,17 @@ impl Machine<'_, '_> {
 
     fn text(&mut self, len: u64) -> FaultResult<()> {
         let span = self.span(len)?;
-        let span = self.utf8(span)?;
-        self.stack.push(Item::Str(span));
+        match self.utf8(span) {
+            Ok(span) => self.push(Item::Str(span)),
+            Err(_) if self.rules.keep => self.push(Item::Surrogates(span)),
+            Err(fault) => return Err(fault),
+        }
         Ok(())
     }
 
     fn blob(&mut self, len: u64) -> FaultResult<()> {
         let span = self.span(len)?;
-        self.stack.push(Item::Bytes(span));
+        self.push(Item::Bytes(span));
         Ok(())
     }
 
@@ -420,28 +311,31 @@ impl Machine<'_, '_> {
         self.utf8(span)
     }
 
-    /// LONG1: a two's complement integer, of which 64 bits are enough for any size.
-    fn long(&mut self) -> FaultResult<()> {
-        let len = usize::from(self.take::<1>()?[0]);
-        if len > 8 {
+    /// A two's complement integer, of which 64 bits are enough for any size.
+    fn long(&mut self, len: u64) -> FaultResult<()> {
+        if len > 8 && !self.rules.keep {
             return Err(self.fault("an integer of more than 64 bits"));
         }
-        let span = self.span(len as u64)?;
+        let span = self.span(len)?;
         let bytes = self.pickle.bytes(span);
+        if bytes.len() > 8 {
+            self.push(Item::Long(span));
+            return Ok(());
+        }
         let sign = if bytes.last().is_some_and(|b| b & 0x80 != 0) {
             0xff
         } else {
             0
         };
         let mut wide = [sign; 8];
-        wide[..len].copy_from_slice(bytes);
-        self.stack.push(Item::Int(i64::from_le_bytes(wide)));
+        wide[..bytes.len()].copy_from_slice(bytes);
+        self.push(Item::Int(i64::from_le_bytes(wide)));
         Ok(())
     }
 
     /// Where the part of the stack that belongs to the innermost mark begins.
     fn base(&self) -> usize {
-        self.marks.last().copied().unwrap_or(0)
+        self.marks.last().map_or(0, |mark| mark.height)
     }
 
     fn floor(&self, count: usize) -> FaultResult<usize> {
@@ -451,39 +345,59 @@ impl Machine<'_, '_> {
         }
     }
 
-    fn pop(&mut self) -> FaultResult<Item> {
-        let from = self.floor(1)?;
-        let item = self.stack[from];
-        self.stack.truncate(from);
-        Ok(item)
+    /// Pushes what this opcode alone makes.
+    fn push(&mut self, item: Item) {
+        self.stack.push(Slot { item, at: self.op_at });
     }
 
-    fn pop_mark(&mut self) -> FaultResult<usize> {
+    fn pop(&mut self) -> FaultResult<Slot> {
+        let from = self.floor(1)?;
+        let slot = self.stack[from];
+        self.stack.truncate(from);
+        Ok(slot)
+    }
+
+    fn pop_mark(&mut self) -> FaultResult<Mark> {
         self.marks.pop().ok_or_else(|| self.fault("no mark on the stack"))
     }
 
-    fn push_node(&mut self, node: Node) -> FaultResult<()> {
+    /// Pushes a new node, which the input makes from `at` on.
+    fn push_node(&mut self, node: Node, at: usize) -> FaultResult<()> {
         let Ok(id) = u32::try_from(self.pickle.nodes.len()) else {
             return Err(self.fault("too many values"));
         };
         self.pickle.nodes.push(node);
-        self.stack.push(Item::Node(id));
+        self.stack.push(Slot {
+            item: Item::Node(id),
+            at,
+        });
         Ok(())
     }
 
-    /// Makes a tuple of the stack from `from` up.
-    fn tuple(&mut self, from: usize) -> FaultResult<()> {
+    /// The one tuple that has nothing in it: an opcode of a byte should make no node.
+    fn empty_tuple(&mut self) -> FaultResult<()> {
+        if let Some(item) = self.empty {
+            self.push(item);
+        } else {
+            self.push_node(Node::Tuple { first: 0, len: 0 }, self.op_at)?;
+            self.empty = self.stack.last().map(|slot| slot.item);
+        }
+        Ok(())
+    }
+
+    /// Makes a tuple of the stack from `from` up, which the input makes from `at` on.
+    fn tuple(&mut self, from: usize, at: usize) -> FaultResult<()> {
         let pool = &mut self.pickle.pool;
         let (Ok(first), Ok(len)) = (u32::try_from(pool.len()), u32::try_from(self.stack.len() - from)) else {
             return Err(self.fault("too many values"));
         };
-        pool.extend(self.stack.drain(from..));
-        self.push_node(Node::Tuple { first, len })
+        pool.extend(self.stack.drain(from..).map(|slot| slot.item));
+        self.push_node(Node::Tuple { first, len }, at)
     }
 
     fn container(&mut self, from: usize) -> FaultResult<u32> {
         match from.checked_sub(1) {
-            Some(below) if below >= self.base() => match self.stack[below] {
+            Some(below) if below >= self.base() => match self.stack[below].item {
                 Item::Node(id) => Ok(id),
                 _ => Err(self.fault("an item for what is not a container")),
             },
@@ -491,11 +405,26 @@ impl Machine<'_, '_> {
         }
     }
 
+    /// The part of the input that makes what is on the stack at `i`, if it is kept: up to the next value there, or this opcode.
+    fn place(&self, i: usize) -> Option<Span> {
+        let at = self.stack[i].at;
+        let end = self.stack.get(i + 1).map_or(self.op_at, |next| next.at);
+        self.rules.keep.then(|| self.span_of(at, end - at).ok())?
+    }
+
     fn append(&mut self, from: usize) -> FaultResult<()> {
         let id = self.container(from)?;
+        let new: Vec<Item> = self.stack[from..].iter().map(|slot| slot.item).collect();
+        let at: Vec<Span> = (from..self.stack.len()).filter_map(|i| self.place(i)).collect();
+        self.stack.truncate(from);
         match &mut self.pickle.nodes[id as usize] {
-            Node::List(items) => {
-                items.extend(self.stack.drain(from..));
+            Node::List { items, places } => {
+                items.extend(new);
+                places.extend(at);
+                Ok(())
+            }
+            Node::Object { then, .. } if self.rules.keep => {
+                then.push(Then::Append(new));
                 Ok(())
             }
             _ => Err(self.fault("an item for what is not a list")),
@@ -504,10 +433,22 @@ impl Machine<'_, '_> {
 
     fn set_items(&mut self, from: usize) -> FaultResult<()> {
         let id = self.container(from)?;
+        let slots = &self.stack[from..];
+        if !slots.len().is_multiple_of(2) {
+            return Err(self.fault("a pair for what is not a dict"));
+        }
+        let new: Vec<(Item, Item)> = slots.chunks_exact(2).map(|pair| (pair[0].item, pair[1].item)).collect();
+        let values = (from + 1..self.stack.len()).step_by(2);
+        let at: Vec<Span> = values.filter_map(|i| self.place(i)).collect();
+        self.stack.truncate(from);
         match &mut self.pickle.nodes[id as usize] {
-            Node::Dict(pairs) if (self.stack.len() - from).is_multiple_of(2) => {
-                pairs.extend(self.stack[from..].chunks_exact(2).map(|pair| (pair[0], pair[1])));
-                self.stack.truncate(from);
+            Node::Dict { pairs, places, .. } => {
+                pairs.extend(new);
+                places.extend(at);
+                Ok(())
+            }
+            Node::Object { then, .. } if self.rules.keep => {
+                then.push(Then::Set(new));
                 Ok(())
             }
             _ => Err(self.fault("a pair for what is not a dict")),
@@ -516,7 +457,7 @@ impl Machine<'_, '_> {
 
     /// Picklers number what they remember from 0 up, without a gap.
     fn put(&mut self, index: usize) -> FaultResult<()> {
-        let item = self.stack[self.floor(1)?];
+        let item = self.stack[self.floor(1)?].item;
         match index.cmp(&self.memo.len()) {
             Ordering::Less => self.memo[index] = item,
             Ordering::Equal => self.memo.push(item),
@@ -527,8 +468,8 @@ impl Machine<'_, '_> {
 
     fn get(&mut self, index: usize) -> FaultResult<()> {
         match self.memo.get(index) {
-            Some(item) => {
-                self.stack.push(*item);
+            Some(&item) => {
+                self.push(item);
                 Ok(())
             }
             _ => Err(self.fault("a memo index that was never set")),
@@ -539,48 +480,69 @@ impl Machine<'_, '_> {
         format!("{}.{}", self.pickle.str(module), self.pickle.str(name))
     }
 
-    fn global(&mut self, module: Span, name: Span) -> FaultResult<()> {
+    fn global(&mut self, module: Span, name: Span, at: usize) -> FaultResult<()> {
         if !(self.rules.allow)(self.pickle.str(module), self.pickle.str(name)) {
             return Err(Fault::Forbidden(self.full_name(module, name)));
         }
-        self.push_node(Node::Global { module, name })
+        self.push_node(Node::Global { module, name }, at)
     }
 
-    fn object(&mut self) -> FaultResult<()> {
-        let (args, callable) = (self.pop()?, self.pop()?);
-        let (Some(arguments), Some(global)) = (self.pickle.as_tuple(args), self.pickle.as_global(callable)) else {
-            return Err(self.fault("a call of what is not a global, or without a tuple of arguments"));
+    fn object(&mut self, how: Made) -> FaultResult<()> {
+        let (args, made_by) = (self.pop()?.item, self.pop()?);
+        let (Item::Node(callable), Item::Node(arguments)) = (made_by.item, args) else {
+            return Err(self.not_a_call());
         };
-        match (global, arguments) {
-            // Both are plain data by another name.
-            (("torch", "Size"), [sizes]) if self.pickle.as_tuple(*sizes).is_some() => {
-                let sizes = *sizes;
-                self.stack.push(sizes);
-                Ok(())
+        let is_tuple = matches!(self.pickle.node(arguments), Node::Tuple { .. });
+        let Some(global) = self.pickle.as_global(made_by.item).filter(|_| is_tuple) else {
+            return Err(self.not_a_call());
+        };
+        let is_empty = matches!(self.pickle.node(arguments), Node::Tuple { len: 0, .. });
+        let node = if global == ("collections", "OrderedDict") && is_empty {
+            empty_dict(true)
+        } else {
+            Node::Object {
+                callable,
+                args: arguments,
+                how,
+                then: Vec::new(),
             }
-            (("collections", "OrderedDict"), []) => self.push_node(Node::Dict(Vec::new())),
-            _ => match (callable, args) {
-                (Item::Node(callable), Item::Node(args)) => self.push_node(Node::Object {
-                    callable,
-                    args,
-                    state: None,
-                }),
-                _ => unreachable!("a global and a tuple are nodes"),
-            },
-        }
+        };
+        self.push_node(node, made_by.at)
+    }
+
+    fn not_a_call(&self) -> Fault {
+        self.fault("a call of what is not a global, or without a tuple of arguments")
     }
 
     fn build(&mut self) -> FaultResult<()> {
-        let given = self.pop()?;
+        let given = self.pop()?.item;
         let from = self.floor(1)?;
-        if let Item::Node(id) = self.stack[from]
-            && let Node::Object {
-                state: state @ None, ..
-            } = &mut self.pickle.nodes[id as usize]
-        {
-            *state = Some(given);
-            return Ok(());
+        if let Item::Node(id) = self.stack[from].item {
+            match &mut self.pickle.nodes[id as usize] {
+                Node::Object { then, .. } if then.is_empty() || self.rules.keep => {
+                    then.push(Then::State(given));
+                    return Ok(());
+                }
+                Node::Dict {
+                    ordered: true,
+                    state: state @ None,
+                    ..
+                } => {
+                    *state = Some(given);
+                    return Ok(());
+                }
+                _ => {}
+            }
         }
         Err(self.fault("a state for what is not a new object"))
+    }
+}
+
+fn empty_dict(ordered: bool) -> Node {
+    Node::Dict {
+        ordered,
+        pairs: Vec::new(),
+        places: Vec::new(),
+        state: None,
     }
 }

@@ -1,0 +1,285 @@
+//! Pickles as plain data: what an interpreter that can do nothing else makes of them.
+//!
+//! Nodes refer to each other by number, so no depth of nesting can exhaust the stack while one is read.
+
+mod machine;
+mod write;
+
+pub(super) use self::write::MAX_DEPTH;
+
+use std::borrow::Cow;
+
+use super::fault::{Fault, FaultResult};
+
+/// A value: small ones in place, the others by number. Texts are ranges of the input.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Item {
+    None,
+    Bool(bool),
+    Int(i64),
+    /// An integer of more than 64 bits, in two's complement.
+    Long(Span),
+    Float(f64),
+    Str(Span),
+    /// Text that is not UTF-8: Python lets half of a surrogate pair pass.
+    Surrogates(Span),
+    Bytes(Span),
+    /// A node, by its number.
+    Node(u32),
+}
+
+/// A range of the input.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Span {
+    pub at: u32,
+    pub len: u32,
+}
+
+#[derive(Debug)]
+pub(super) enum Node {
+    Tuple {
+        first: u32,
+        len: u32,
+    },
+    List {
+        items: Vec<Item>,
+        /// The part of the input that makes each item, with [`Rules::keep`].
+        places: Vec<Span>,
+    },
+    Dict {
+        ordered: bool,
+        pairs: Vec<(Item, Item)>,
+        /// The part of the input that makes each value, with [`Rules::keep`].
+        places: Vec<Span>,
+        /// Attributes, which an `OrderedDict` may have.
+        state: Option<Item>,
+    },
+    Global {
+        module: Span,
+        name: Span,
+    },
+    /// `callable(*args)` or `class.__new__(class, *args)`, and what was done with it afterwards.
+    /// `callable` is a global's node, `args` a tuple's.
+    Object {
+        callable: u32,
+        args: u32,
+        how: Made,
+        then: Vec<Then>,
+    },
+    /// What a persistent id stands for.
+    Persistent(Item),
+}
+
+/// How an object is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Made {
+    Called,
+    New,
+}
+
+/// What is done with a new object.
+#[derive(Debug)]
+pub(super) enum Then {
+    State(Item),
+    Append(Vec<Item>),
+    Set(Vec<(Item, Item)>),
+}
+
+/// What an item is.
+pub(super) enum Described {
+    Plain(&'static str),
+    /// What names it, or made it.
+    Object(String),
+}
+
+/// What a pickle may hold.
+pub(super) struct Rules {
+    /// Whether a global may be named at all.
+    pub allow: fn(module: &str, name: &str) -> bool,
+    /// Whether persistent ids may occur.
+    pub persistent: bool,
+    /// Whether all is kept that a pickle written from the nodes needs, also what means nothing here (integers of any length, objects that are
+    /// filled), and the place of every part.
+    pub keep: bool,
+}
+
+/// A pickle that was read whole.
+#[derive(Debug)]
+pub(super) struct Pickle<'a> {
+    input: Cow<'a, [u8]>,
+    nodes: Vec<Node>,
+    pool: Vec<Item>,
+    top: Item,
+}
+
+impl<'a> Pickle<'a> {
+    /// Reads the one value of `input`, which must end with it.
+    pub(super) fn parse(input: impl Into<Cow<'a, [u8]>>, rules: &Rules) -> FaultResult<Self> {
+        let input = input.into();
+        let (pickle, used) = machine::run(input, rules)?;
+        if used == pickle.len() {
+            Ok(pickle)
+        } else {
+            Err(Fault::corrupt(used as u64, "pickle: bytes after the end of the pickle"))
+        }
+    }
+
+    /// Reads the value that `input` begins with, and says how many bytes make it.
+    pub(super) fn parse_prefix(input: Vec<u8>, rules: &Rules) -> FaultResult<(Self, usize)> {
+        machine::run(input.into(), rules)
+    }
+}
+
+impl Pickle<'_> {
+    pub(super) fn top(&self) -> Item {
+        self.top
+    }
+
+    /// Bytes of input.
+    pub(super) fn len(&self) -> usize {
+        self.input.len()
+    }
+
+    pub(super) fn str(&self, span: Span) -> &str {
+        // Checked when the span was made.
+        std::str::from_utf8(self.bytes(span)).unwrap_or_default()
+    }
+
+    pub(super) fn bytes(&self, span: Span) -> &[u8] {
+        let at = span.at as usize;
+        &self.input[at..at + span.len as usize]
+    }
+
+    pub(super) fn node(&self, id: u32) -> &Node {
+        &self.nodes[id as usize]
+    }
+
+    fn node_of(&self, item: Item) -> Option<&Node> {
+        match item {
+            Item::Node(id) => Some(self.node(id)),
+            _ => None,
+        }
+    }
+
+    pub(super) fn as_str(&self, item: Item) -> Option<&str> {
+        match item {
+            Item::Str(span) => Some(self.str(span)),
+            _ => None,
+        }
+    }
+
+    /// The items of a tuple, of which `torch.Size` is one kind.
+    pub(super) fn as_tuple(&self, item: Item) -> Option<&[Item]> {
+        match self.as_object(item) {
+            Some((("torch", "Size"), [sizes], _)) => self.tuple(*sizes),
+            Some(_) => None,
+            None => self.tuple(item),
+        }
+    }
+
+    fn tuple(&self, item: Item) -> Option<&[Item]> {
+        match self.node_of(item)? {
+            Node::Tuple { first, len } => {
+                let first = *first as usize;
+                Some(&self.pool[first..first + *len as usize])
+            }
+            _ => None,
+        }
+    }
+
+    pub(super) fn as_list(&self, item: Item) -> Option<&[Item]> {
+        match self.node_of(item)? {
+            Node::List { items, .. } => Some(items),
+            _ => None,
+        }
+    }
+
+    pub(super) fn as_dict(&self, item: Item) -> Option<&[(Item, Item)]> {
+        match self.dict_of(item)? {
+            Node::Dict { pairs, .. } => Some(pairs),
+            _ => None,
+        }
+    }
+
+    /// The dict that an item is, or that a `Counter` is made of.
+    fn dict_of(&self, item: Item) -> Option<&Node> {
+        match self.as_object(item) {
+            Some((("collections", "Counter"), [dict], None)) => self.node_of(*dict),
+            _ => self.node_of(item),
+        }
+    }
+
+    pub(super) fn as_global(&self, item: Item) -> Option<(&str, &str)> {
+        match self.node_of(item)? {
+            Node::Global { module, name } => Some((self.str(*module), self.str(*name))),
+            _ => None,
+        }
+    }
+
+    /// An object, as (module and name of what made it, arguments, state); nothing where more was done with it.
+    #[allow(clippy::type_complexity)] // three parts that are taken apart at once
+    pub(super) fn as_object(&self, item: Item) -> Option<((&str, &str), &[Item], Option<Item>)> {
+        let Node::Object {
+            callable, args, then, ..
+        } = self.node_of(item)?
+        else {
+            return None;
+        };
+        let state = match then.as_slice() {
+            [] => None,
+            [Then::State(state)] => Some(*state),
+            _ => return None,
+        };
+        Some((
+            self.as_global(Item::Node(*callable))?,
+            self.tuple(Item::Node(*args))?,
+            state,
+        ))
+    }
+
+    /// All that persistent ids stand for.
+    pub(super) fn persistent(&self) -> impl Iterator<Item = Item> {
+        self.nodes.iter().filter_map(|node| match node {
+            Node::Persistent(id) => Some(*id),
+            _ => None,
+        })
+    }
+
+    /// The parts of the input that make the items of a list, or the values of a dict.
+    pub(super) fn places(&self, item: Item) -> &[Span] {
+        match self.dict_of(item) {
+            Some(Node::List { places, .. } | Node::Dict { places, .. }) => places,
+            _ => &[],
+        }
+    }
+
+    /// What an item is, for messages.
+    pub(super) fn describe(&self, item: Item) -> Described {
+        let object = |global| {
+            let (module, name) = self.as_global(Item::Node(global)).unwrap_or_default();
+            Described::Object(format!("{module}.{name}"))
+        };
+        Described::Plain(match item {
+            Item::None => "None",
+            Item::Bool(_) => "a truth value",
+            Item::Int(_) | Item::Long(_) | Item::Float(_) => "a number",
+            Item::Str(_) | Item::Surrogates(_) => "a text",
+            Item::Bytes(_) => "bytes",
+            Item::Node(id) => match self.node(id) {
+                Node::Tuple { .. } => "a tuple",
+                Node::List { .. } => "a list",
+                Node::Dict { .. } => "a dict with keys that have no simple text",
+                Node::Persistent(_) => "a storage",
+                Node::Global { .. } => return object(id),
+                Node::Object { callable, .. } => return object(*callable),
+            },
+        })
+    }
+
+    /// The value of the last pair of `dict` with the key, as in Python.
+    pub(super) fn get(&self, dict: Item, key: &str) -> Option<Item> {
+        let pairs = self.as_dict(dict)?;
+        let found = pairs.iter().rev().find(|(k, _)| self.as_str(*k) == Some(key));
+        found.map(|(_, value)| *value)
+    }
+}

@@ -1,0 +1,253 @@
+//! The parts of a file of `torch.save`: its pickle, and where its storages are.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use super::legacy;
+use super::tree::{self, Leaf};
+use crate::foreign::fault::{Fault, FaultResult};
+use crate::foreign::pickle::{Pickle, Rules};
+use crate::foreign::window::{Fetched, Source, Window};
+use crate::foreign::zip::{Archive, LOCAL_MAGIC, Record};
+use crate::foreign::{Stat, open_data_file, stat_data_file};
+use crate::{Error, Result, parallel};
+
+/// Longest directory, and longest pickle. All of one is in memory, and what is made of it takes some thirty times as much at worst.
+const LONGEST: u64 = 256 << 20;
+/// Where the end of a directory is, and all of a small one.
+const TAIL: u64 = 64 << 10;
+/// What files of torch before 1.6 begin with: a pickle of a number.
+const LEGACY_MAGIC: [u8; 14] = *b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19";
+/// A file whose name ends so is one of `torch.save`, or should be.
+const ENDINGS: [&str; 4] = [".pt", ".pth", ".bin", ".ckpt"];
+
+/// Everything may be named: nothing is made of names here, torch judges those of a value when the value is asked for.
+pub(super) const RULES: Rules = Rules {
+    allow: |_, _| true,
+    persistent: true,
+    keep: true,
+};
+
+/// A file that was looked at.
+pub(super) struct TorchFile {
+    pub path: PathBuf,
+    pub stat: Stat,
+    pub parts: Parts,
+}
+
+/// The parts of a file.
+pub(super) struct Parts {
+    pub pickle: Pickle<'static>,
+    /// Where in the file the pickle begins.
+    pub pickle_at: u64,
+    /// Whether the file has a checksum of the pickle, which was right.
+    pub pickle_is_checked: bool,
+    /// By key.
+    pub storages: HashMap<String, StorageRecord>,
+}
+
+impl Parts {
+    /// The storage of this key.
+    pub(super) fn storage(&self, key: &str) -> FaultResult<StorageRecord> {
+        let found = self.storages.get(key).copied();
+        found.ok_or_else(|| Fault::corrupt(self.pickle_at, format!("the archive has no record data/{key}")))
+    }
+}
+
+/// Where the bytes of a storage are.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct StorageRecord {
+    pub at: u64,
+    pub size: u64,
+    /// CRC-32 of them, where the file says it.
+    pub crc: Option<u32>,
+}
+
+/// Whether a file of this name, which begins so, is to be read as one of `torch.save`. (A safetensors file has a `{` where a zip archive has
+/// how its first record is compressed.)
+pub(crate) fn is_torch_file(name: &str, start: &[u8]) -> bool {
+    let is_zip = start.starts_with(&LOCAL_MAGIC) && start.get(8) != Some(&b'{');
+    is_zip || start.starts_with(&LEGACY_MAGIC) || ENDINGS.iter().any(|ending| name.ends_with(ending))
+}
+
+impl TorchFile {
+    /// Looks at a file. `threads` may be 0: as many as there are cores.
+    pub(super) fn open(path: &Path, threads: usize) -> Result<Self> {
+        let stat = stat_data_file(path)?;
+        let file = open_data_file(path)?;
+        let source = Source {
+            file: &file,
+            path,
+            size: stat.size,
+        };
+        let from = stat.size.saturating_sub(TAIL);
+        let fetched = [source.fetch(from, stat.size - from)?];
+        let parts = look_at(&source, &fetched, threads).map_err(|fault| name_fault(fault, path, ""))?;
+        let path = path.to_owned();
+        Ok(Self { path, stat, parts })
+    }
+
+    /// The entries of what was saved.
+    pub(super) fn leaves(&self) -> Result<Vec<Leaf>> {
+        tree::leaves(&self.parts.pickle).map_err(|fault| self.name_fault(shift(fault, self.parts.pickle_at), ""))
+    }
+
+    pub(super) fn name_fault(&self, fault: Fault, tensor: &str) -> Error {
+        name_fault(fault, &self.path, tensor)
+    }
+}
+
+fn name_fault(fault: Fault, path: &Path, tensor: &str) -> Error {
+    match fault {
+        Fault::Corrupt { at, reason } => Error::corrupt_data(path, tensor, at, reason),
+        Fault::Unsupported(what) if tensor.is_empty() => Error::Unsupported(format!("{}: {what}", path.display())),
+        Fault::Unsupported(what) => Error::Unsupported(format!("tensor {tensor:?} in {}: {what}", path.display())),
+        Fault::Forbidden(global) => Error::UnsafePickle {
+            path: path.to_owned(),
+            global,
+        },
+        Fault::Read(error) => error,
+    }
+}
+
+/// Takes a file apart. Nothing of its tensors is read.
+pub(super) fn look_at(source: &Source<'_>, fetched: &[Fetched], threads: usize) -> FaultResult<Parts> {
+    let window = Window {
+        source,
+        start: 0,
+        len: source.size,
+        max_piece: LONGEST,
+        fetched,
+    };
+    match kind_of(&window)? {
+        Format::Zip => look_at_archive(&window, threads),
+        Format::Legacy => legacy::look_at(source, LONGEST),
+    }
+}
+
+fn look_at_archive(window: &Window<'_>, threads: usize) -> FaultResult<Parts> {
+    let source = window.source;
+    let archive = Archive::open(window)?;
+    let records = archive.records();
+    if archive.find("constants.pkl").is_some() {
+        return Err(Fault::Unsupported(
+            "it is a TorchScript archive, of torch.jit.save: torch.jit.load it, and torch.save its state_dict()".into(),
+        ));
+    }
+    let places = parallel::map(records.len(), threads_for(records.len(), threads), |i| {
+        archive
+            .payload(window, &records[i])
+            .map_err(|fault| name_fault(fault, source.path, ""))
+    })
+    .map_err(Fault::Read)?;
+    check_apart(records, &places)?;
+    let folder = format!("{}/", archive.folder());
+    let mut by_name: HashMap<&str, usize> = HashMap::with_capacity(records.len());
+    for (i, record) in records.iter().enumerate() {
+        if let Some(name) = record.name.strip_prefix(&folder)
+            && by_name.insert(name, i).is_some()
+        {
+            let reason = format!("zip record {:?} is there twice", record.name);
+            return Err(Fault::corrupt(places[i], reason));
+        }
+    }
+    if let Some(&i) = by_name.get("byteorder") {
+        let order = window.get(places[i], records[i].size.min(16))?;
+        if *order != *b"little" {
+            let order = String::from_utf8_lossy(&order).into_owned();
+            return Err(Fault::Unsupported(format!("stored in byte order {order:?}")));
+        }
+    }
+    let Some(&of_pickle) = by_name.get("data.pkl") else {
+        return Err(Fault::corrupt(
+            0,
+            "a zip archive without data.pkl: torch.save did not write it",
+        ));
+    };
+    let bytes = window.get(places[of_pickle], records[of_pickle].size)?.into_owned();
+    // It is small, and decides what every other byte means.
+    let (crc, got) = (records[of_pickle].crc, crc32fast::hash(&bytes));
+    if crc != 0 && crc != got {
+        return Err(Fault::corrupt(
+            places[of_pickle],
+            format!("its pickle has CRC-32 {got:08x}, expected {crc:08x}"),
+        ));
+    }
+    let pickle = Pickle::parse(bytes, &RULES).map_err(|fault| shift(fault, places[of_pickle]))?;
+    let storages = by_name.iter().filter_map(|(name, &i)| {
+        let record = StorageRecord {
+            at: places[i],
+            size: records[i].size,
+            crc: Some(records[i].crc).filter(|&crc| crc != 0),
+        };
+        Some((name.strip_prefix("data/")?.to_owned(), record))
+    });
+    Ok(Parts {
+        pickle,
+        pickle_at: places[of_pickle],
+        pickle_is_checked: crc != 0,
+        storages: storages.collect(),
+    })
+}
+
+/// Looking at a record is one short read: few are not worth a thread.
+fn threads_for(records: usize, threads: usize) -> usize {
+    if records < 1000 { 1 } else { threads }
+}
+
+/// Places in a pickle as places in the file.
+fn shift(fault: Fault, by: u64) -> Fault {
+    match fault {
+        Fault::Corrupt { at, reason } => Fault::corrupt(by + at, reason),
+        other => other,
+    }
+}
+
+/// How a file is laid out.
+enum Format {
+    Zip,
+    /// As torch before 1.6 has it.
+    Legacy,
+}
+
+fn kind_of(window: &Window<'_>) -> FaultResult<Format> {
+    let start = window.get(0, window.len.min(LEGACY_MAGIC.len() as u64))?;
+    if start.starts_with(&LOCAL_MAGIC) {
+        return Ok(Format::Zip);
+    }
+    if start.starts_with(&LEGACY_MAGIC) {
+        return Ok(Format::Legacy);
+    }
+    let ustar = window.get(257, 5);
+    if ustar.is_ok_and(|magic| *magic == *b"ustar") {
+        return Err(Fault::Unsupported(
+            "it is a tar archive, as torch before 0.1.10 wrote them: torch.load it, and torch.save it again".into(),
+        ));
+    }
+    let why = if window.len == 0 {
+        "it is empty"
+    } else {
+        "it begins as none does"
+    };
+    Err(Fault::corrupt(0, format!("it is not a file of torch.save: {why}")))
+}
+
+/// Refuses records that share bytes.
+fn check_apart(records: &[Record], payloads: &[u64]) -> FaultResult<()> {
+    let mut extents: Vec<(u64, u64, &str)> = records
+        .iter()
+        .zip(payloads)
+        .map(|(record, payload)| (record.header_at(), payload + record.size, record.name.as_str()))
+        .collect();
+    extents.sort_unstable();
+    for pair in extents.windows(2) {
+        let ((_, end, one), (begin, _, other)) = (pair[0], pair[1]);
+        if begin < end {
+            return Err(Fault::corrupt(
+                begin,
+                format!("zip records {one:?} and {other:?} share bytes"),
+            ));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,100 @@
+//! Files of torch before 1.6, which are no archives.
+//!
+//! ```text
+//! pickles: a magic number, the version of the protocol, facts about the system, what was saved, the keys of the storages
+//! of each storage, in that order: the number of its elements (8 bytes), the elements
+//! ```
+
+use std::collections::HashMap;
+
+use super::archive::{Parts, RULES, StorageRecord};
+use crate::foreign::fault::{Fault, FaultResult};
+use crate::foreign::pickle::{Item, Pickle};
+use crate::foreign::tensor_pickle;
+use crate::foreign::window::Source;
+
+/// The version that all releases wrote.
+const PROTOCOL: i64 = 1001;
+/// Enough for most pickles of a model.
+const FIRST_READ: u64 = 64 << 10;
+
+/// Takes a file apart that begins with the magic number.
+pub(super) fn look_at(source: &Source<'_>, longest: u64) -> FaultResult<Parts> {
+    let mut cursor = Cursor { source, longest, at: 0 };
+    cursor.pickle()?;
+    let version = cursor.pickle()?.top();
+    if version != Item::Int(PROTOCOL) {
+        return Err(Fault::Unsupported(format!(
+            "a file of torch before 1.6, of protocol {version:?}"
+        )));
+    }
+    let system = cursor.pickle()?;
+    if system.get(system.top(), "little_endian") != Some(Item::Bool(true)) {
+        return Err(Fault::Unsupported(
+            "stored in another byte order than \"little\"".into(),
+        ));
+    }
+    let pickle_at = cursor.at;
+    let pickle = cursor.pickle()?;
+    let keys = cursor.pickle()?;
+    let lengths: HashMap<&str, u64> = pickle
+        .persistent()
+        .filter_map(|id| tensor_pickle::read_storage(&pickle, id))
+        .collect();
+    let mut storages = HashMap::new();
+    let bad = |at, what: &str| Fault::corrupt(at, format!("the storages of a file of torch before 1.6: {what}"));
+    for key in keys
+        .as_list(keys.top())
+        .ok_or_else(|| bad(cursor.at, "their keys are no list"))?
+    {
+        let key = keys
+            .as_str(*key)
+            .ok_or_else(|| bad(cursor.at, "a key that is no text"))?;
+        let &size = lengths
+            .get(key)
+            .ok_or_else(|| Fault::Unsupported(format!("storage {key:?} is of no type that can be read in place")))?;
+        let at = cursor.at + 8;
+        match at.checked_add(size) {
+            Some(end) if end <= source.size => cursor.at = end,
+            _ => return Err(bad(at, &format!("{size} bytes of {key:?} lead out of the file"))),
+        }
+        let record = StorageRecord { at, size, crc: None };
+        if storages.insert(key.to_owned(), record).is_some() {
+            return Err(bad(at, &format!("{key:?} is there twice")));
+        }
+    }
+    Ok(Parts {
+        pickle,
+        pickle_at,
+        pickle_is_checked: false,
+        storages,
+    })
+}
+
+struct Cursor<'a> {
+    source: &'a Source<'a>,
+    longest: u64,
+    at: u64,
+}
+
+impl Cursor<'_> {
+    /// The next pickle, of which only the content tells where it ends: more and more is read.
+    fn pickle(&mut self) -> FaultResult<Pickle<'static>> {
+        let most = self.source.size.saturating_sub(self.at).min(self.longest);
+        let mut len = FIRST_READ.min(most);
+        loop {
+            let fetched = self.source.fetch(self.at, len).map_err(Fault::Read)?;
+            match Pickle::parse_prefix(fetched.bytes, &RULES) {
+                Ok((pickle, used)) => {
+                    self.at += used as u64;
+                    return Ok(pickle);
+                }
+                Err(Fault::Corrupt { at, reason }) if len == most => {
+                    return Err(Fault::corrupt(self.at + at, reason));
+                }
+                Err(fault @ (Fault::Unsupported(_) | Fault::Forbidden(_) | Fault::Read(_))) => return Err(fault),
+                Err(Fault::Corrupt { .. }) => len = len.saturating_mul(8).min(most),
+            }
+        }
+    }
+}

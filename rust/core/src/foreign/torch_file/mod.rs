@@ -1,0 +1,155 @@
+//! Files of `torch.save`, indexed where they lie.
+//!
+//! Such a file is a zip archive: a pickle (`data.pkl`) of whatever was saved, and a record for each storage that the tensors in it lie in.
+//! A tensor becomes a chunk of its storage's record, strided where the tensor is a view. Any other value becomes the part of the pickle that
+//! makes it: [`ValueReader`] writes that as a file of `torch.save` of its own when it is asked for.
+
+mod archive;
+mod checksums;
+mod legacy;
+mod tree;
+mod value;
+
+use std::collections::HashMap;
+use std::path::Path;
+
+pub(crate) use self::archive::is_torch_file;
+use self::archive::{Parts, TorchFile};
+pub(crate) use self::checksums::check_records;
+use self::tree::{Content, Leaf};
+pub use self::value::ValueReader;
+use super::fault::{Fault, FaultResult};
+use super::models::Model;
+use super::tensor_pickle::StoredTensor;
+#[cfg(any(test, fuzzing))]
+use super::window::{Fetched, Source};
+use crate::copy::Signs;
+use crate::format::{ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry, Value};
+use crate::geometry::Dims;
+use crate::{Error, Result};
+
+/// Takes bytes apart as such a file, down to every tensor and value, for [`crate::fuzzing`]. Whether it is one.
+#[cfg(any(test, fuzzing))]
+pub(super) fn take_apart(source: &Source<'_>, fetched: &[Fetched]) -> bool {
+    let Ok(parts) = archive::look_at(source, fetched, 1) else {
+        return false;
+    };
+    let Ok(leaves) = tree::leaves(&parts.pickle) else {
+        return false;
+    };
+    for leaf in &leaves {
+        assert!(u64::from(leaf.place.at) + u64::from(leaf.place.len) <= parts.pickle.len() as u64);
+        match &leaf.content {
+            Content::Tensor(tensor) => {
+                let Ok(place) = place_of(&parts, tensor) else {
+                    return false;
+                };
+                assert!(place.offset + place.length <= source.size);
+            }
+            Content::Value => {
+                let _ = parts.pickle.write(leaf.item);
+            }
+        }
+    }
+    true
+}
+
+/// Indexes the files of a model in the folder `dir`. Returns the bytes of an index that is to lie there. `threads` may be 0: as many as there
+/// are cores.
+pub fn index_model(dir: &Path, model: &Model, threads: usize) -> Result<Vec<u8>> {
+    let mut builder = IndexBuilder::new(SourceKind::Torch);
+    builder.root = Value::Dict(Vec::new());
+    let mut held_by: HashMap<String, &str> = HashMap::new();
+    for name in &model.files {
+        let path = dir.join(name);
+        let file = TorchFile::open(&path, threads)?;
+        let number = builder.add_file(FileEntry {
+            name: name.clone(),
+            size: file.stat.size,
+            data_start: 0,
+            external: true,
+            head_digest: None,
+            mtime_ns: file.stat.mtime_ns,
+        })?;
+        for leaf in file.leaves()? {
+            if model.weight_map.get(&leaf.name).is_some_and(|of| of != name) {
+                continue; // a copy: the index names another file for it
+            }
+            if let Some(other) = held_by.insert(leaf.name.clone(), name) {
+                let reason = format!("two entries flatten to this name, in {other:?} and {name:?}");
+                return Err(Error::tensor_plan(Some(&path), &leaf.name, reason));
+            }
+            add(&mut builder, &file, number, leaf)?;
+        }
+    }
+    let missing = model.weight_map.iter().filter(|(name, _)| !held_by.contains_key(*name));
+    if let Some((name, of)) = missing.min() {
+        let reason = "the index of the folder names the tensor for this file, which does not hold it";
+        return Err(Error::corrupt_data(&dir.join(of), name, 0, reason));
+    }
+    builder.build()
+}
+
+fn add(builder: &mut IndexBuilder, file: &TorchFile, number: u32, leaf: Leaf) -> Result<()> {
+    let (kind, dtype, shape, flags) = match &leaf.content {
+        Content::Tensor(tensor) => (
+            Kind::Tensor,
+            Some(tensor.dtype),
+            tensor.sizes.clone(),
+            u8::from(tensor.requires_grad),
+        ),
+        Content::Value => (Kind::Bytes, None, Dims::new(), 0),
+    };
+    let place = match &leaf.content {
+        Content::Tensor(tensor) => place_of(&file.parts, tensor).map_err(|fault| file.name_fault(fault, &leaf.name))?,
+        Content::Value => Place {
+            offset: file.parts.pickle_at + u64::from(leaf.place.at),
+            length: leaf.place.len.into(),
+            strides: None,
+            signs: Signs::default(),
+        },
+    };
+    let tensor = builder.add_tensor(TensorEntry {
+        name: leaf.name,
+        kind,
+        dtype,
+        shape: shape.clone(),
+        flags,
+        path: Some(leaf.path),
+    })?;
+    builder.add_chunk(ChunkEntry {
+        tensor,
+        file: number,
+        offset: place.offset,
+        length: place.length,
+        offsets: Dims::from_elem(0, shape.len()),
+        sizes: shape,
+        strides: place.strides,
+        signs: place.signs,
+        digests: None,
+    })
+}
+
+/// Where in the file a chunk is.
+struct Place {
+    offset: u64,
+    length: u64,
+    strides: Option<Dims>,
+    signs: Signs,
+}
+
+fn place_of(file: &Parts, tensor: &StoredTensor) -> FaultResult<Place> {
+    let record = file.storage(&tensor.key)?;
+    if record.size < tensor.storage_len {
+        return Err(Fault::corrupt(
+            record.at,
+            format!("its storage has {} bytes, expected {}", record.size, tensor.storage_len),
+        ));
+    }
+    Ok(Place {
+        offset: record.at + tensor.offset,
+        length: tensor.length(),
+        strides: (!tensor.is_contiguous()).then(|| tensor.steps()),
+        signs: tensor.signs,
+    })
+}

@@ -1,0 +1,194 @@
+//! The entries of what was saved, named as DCP's flattening names them.
+//!
+//! Mappings are entered always, lists only if they hold tensors or containers that do, tuples never (`torch.distributed.checkpoint._traverse`,
+//! torch 2.4 and later). A mapping with keys that are neither text nor numbers, `True`, `False` or `None` is one value.
+
+use std::collections::HashMap;
+
+use crate::foreign::fault::{Fault, FaultResult};
+use crate::foreign::pickle::{Described, Item, MAX_DEPTH, Pickle, Span};
+use crate::foreign::tensor_pickle::{self, StoredTensor};
+use crate::format::Value;
+
+/// An entry.
+#[derive(Debug)]
+pub(super) struct Leaf {
+    /// FQN.
+    pub name: String,
+    /// Where it was in the state dict.
+    pub path: Value,
+    pub item: Item,
+    /// The part of the pickle that makes it.
+    pub place: Span,
+    pub content: Content,
+}
+
+#[derive(Debug)]
+pub(super) enum Content {
+    Tensor(StoredTensor),
+    /// Whatever is no tensor over a record of bytes: also tensors that are sparse, quantized, or of a class of their own.
+    Value,
+}
+
+/// All entries, in the order of the state dict.
+///
+/// # Errors
+/// Something else than a state dict; two entries of one name; tensors that contradict themselves; more than the pickle accounts for.
+pub(super) fn leaves(pickle: &Pickle<'_>) -> FaultResult<Vec<Leaf>> {
+    let mut walk = Walk {
+        pickle,
+        // Shared containers are entered as often as they are used: honest state dicts stay far below this.
+        budget: 64 * pickle.len() + (1 << 20),
+        inner: HashMap::new(),
+        leaves: Vec::new(),
+    };
+    let top = pickle.top();
+    if !walk.is_mapping(top) {
+        return Err(match pickle.describe(top) {
+            Described::Plain(what) => Fault::Unsupported(format!("it holds {what}, not a state dict")),
+            Described::Object(_) if tensor_pickle::is_tensor(pickle, top) => {
+                Fault::Unsupported("it holds a tensor, not a state dict".into())
+            }
+            Described::Object(class) => Fault::Forbidden(class),
+        });
+    }
+    walk.enter(top, "", &[], 0)?;
+    Ok(walk.leaves)
+}
+
+struct Walk<'a> {
+    pickle: &'a Pickle<'a>,
+    budget: usize,
+    /// Whether a list, by its number, is entered.
+    inner: HashMap<u32, bool>,
+    leaves: Vec<Leaf>,
+}
+
+impl Walk<'_> {
+    fn spend(&mut self, amount: usize) -> FaultResult<()> {
+        match self.budget.checked_sub(amount) {
+            Some(left) => {
+                self.budget = left;
+                Ok(())
+            }
+            None => Err(Fault::Unsupported("it repeats itself without measure".into())),
+        }
+    }
+
+    fn enter(&mut self, node: Item, prefix: &str, path: &[Value], depth: u32) -> FaultResult<()> {
+        if depth > MAX_DEPTH {
+            let what = format!("its containers are nested more than {MAX_DEPTH} deep, or in themselves");
+            return Err(Fault::Unsupported(what));
+        }
+        let pickle = self.pickle;
+        let places = pickle.places(node);
+        if let Some(items) = pickle.as_list(node) {
+            for ((i, item), place) in (0_i64..).zip(items).zip(places) {
+                self.visit(*item, *place, (Value::Int(i), &i.to_string()), (prefix, path), depth)?;
+            }
+            return Ok(());
+        }
+        let pairs = pickle.as_dict(node).unwrap_or_default();
+        // Of a key that is there twice, the last value counts.
+        let keys: Vec<_> = pairs
+            .iter()
+            .map(|(key, _)| (*key, self.key(*key).unwrap_or_default()))
+            .collect();
+        let same = |(key, text): &(Item, String)| (matches!(key, Item::Str(_)), text.clone());
+        let last: HashMap<_, _> = keys.iter().map(same).zip(0..).collect();
+        for (i, ((_, value), place)) in pairs.iter().zip(places).enumerate() {
+            if last[&same(&keys[i])] == i {
+                let key = &keys[i].1;
+                self.visit(*value, *place, (Value::Str(key.clone()), key), (prefix, path), depth)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn visit(
+        &mut self,
+        item: Item,
+        place: Span,
+        (part, text): (Value, &str),
+        (prefix, path): (&str, &[Value]),
+        depth: u32,
+    ) -> FaultResult<()> {
+        let name = if path.is_empty() {
+            text.to_owned()
+        } else {
+            format!("{prefix}.{text}")
+        };
+        // The name stands in the path once more.
+        self.spend(2 * name.len() + 16)?;
+        let mut path = path.to_vec();
+        path.push(part);
+        if self.is_mapping(item) || self.is_inner_list(item, depth)? {
+            return self.enter(item, &name, &path, depth + 1);
+        }
+        let content = if tensor_pickle::is_tensor(self.pickle, item) {
+            match tensor_pickle::read(self.pickle, item) {
+                Ok(tensor) => Content::Tensor(tensor),
+                Err(Fault::Unsupported(_)) => Content::Value,
+                Err(fault) => return Err(name_it(fault, &name, place)),
+            }
+        } else {
+            Content::Value
+        };
+        self.leaves.push(Leaf {
+            name,
+            path: Value::Tuple(path),
+            item,
+            place,
+            content,
+        });
+        Ok(())
+    }
+
+    /// A key as DCP writes it; nothing where it has no simple text.
+    fn key(&self, key: Item) -> Option<String> {
+        match key {
+            Item::Str(span) => Some(self.pickle.str(span).to_owned()),
+            Item::Int(n) => Some(n.to_string()),
+            Item::None => Some("None".into()),
+            Item::Bool(true) => Some("True".into()),
+            Item::Bool(false) => Some("False".into()),
+            _ => None,
+        }
+    }
+
+    fn is_mapping(&self, item: Item) -> bool {
+        let pairs = self.pickle.as_dict(item);
+        pairs.is_some_and(|pairs| pairs.iter().all(|(key, _)| self.key(*key).is_some()))
+    }
+
+    fn is_inner_list(&mut self, item: Item, depth: u32) -> FaultResult<bool> {
+        let (Item::Node(id), Some(items)) = (item, self.pickle.as_list(item)) else {
+            return Ok(false);
+        };
+        if let Some(&known) = self.inner.get(&id) {
+            return Ok(known);
+        }
+        if depth > MAX_DEPTH {
+            let what = format!("its lists are nested more than {MAX_DEPTH} deep");
+            return Err(Fault::Unsupported(what));
+        }
+        self.inner.insert(id, false); // a list within itself adds nothing
+        for item in items {
+            if self.is_mapping(*item)
+                || tensor_pickle::is_tensor(self.pickle, *item)
+                || self.is_inner_list(*item, depth + 1)?
+            {
+                self.inner.insert(id, true);
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+}
+
+fn name_it(fault: Fault, name: &str, place: Span) -> Fault {
+    match fault {
+        Fault::Corrupt { reason, .. } => Fault::corrupt(place.at.into(), format!("tensor {name:?}: {reason}")),
+        other => other,
+    }
+}

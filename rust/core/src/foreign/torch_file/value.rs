@@ -1,0 +1,135 @@
+//! A value within a file of `torch.save`, as a file of `torch.save` of its own.
+
+use std::collections::{HashMap, HashSet};
+use std::fs::File;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::archive::TorchFile;
+use crate::checkpoint::gather::file_ref;
+use crate::foreign::fault::{Fault, FaultResult};
+use crate::foreign::pickle::Item;
+use crate::format::Index;
+use crate::store::read_at;
+use crate::{Error, Result};
+
+/// Reads values; keeps the pickles of the files that it has seen.
+#[derive(Default)]
+pub struct ValueReader {
+    files: Mutex<HashMap<u32, Arc<Known>>>,
+}
+
+/// A file, and what is at each place of its pickle that is an entry.
+struct Known {
+    file: TorchFile,
+    items: HashMap<u64, Item>,
+}
+
+impl ValueReader {
+    /// What `torch.save` writes for the value that `chunk` names: bytes to be loaded as those that DCP's planners make.
+    ///
+    /// # Errors
+    /// [`Error::CorruptData`]: the file is another one than was indexed. [`Error::Unsupported`]: a value that cannot be written by itself.
+    pub fn read(&self, index: &Index, chunk: u64, allow_external: bool) -> Result<Vec<u8>> {
+        let view = index.chunk(chunk);
+        let name = index.name(view.tensor);
+        let opened = file_ref(index, view.file, allow_external)?;
+        let file = opened.open(false)?;
+        let known = self.known(view.file, &opened.path)?;
+        let item = known.items.get(&view.offset).ok_or_else(|| {
+            let reason = "no value begins here: the file is another one than was indexed";
+            Error::corrupt_data(&opened.path, name, view.offset, reason)
+        })?;
+        archive_of(&known.file, &file, *item).map_err(|fault| known.file.name_fault(fault, name))
+    }
+
+    fn known(&self, number: u32, path: &Path) -> Result<Arc<Known>> {
+        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = files.get(&number) {
+            return Ok(Arc::clone(known));
+        }
+        let file = TorchFile::open(path, 0)?;
+        let items = file
+            .leaves()?
+            .iter()
+            .map(|leaf| (file.parts.pickle_at + u64::from(leaf.place.at), leaf.item))
+            .collect();
+        let known = Arc::new(Known { file, items });
+        files.insert(number, Arc::clone(&known));
+        Ok(known)
+    }
+}
+
+/// An archive of the item and the storages in it.
+fn archive_of(torch: &TorchFile, file: &File, item: Item) -> FaultResult<Vec<u8>> {
+    let pickle = &torch.parts.pickle;
+    let (bytes, persistent) = pickle.write(item)?;
+    let mut archive = Writer::default();
+    archive.record("data.pkl", &bytes)?;
+    archive.record("byteorder", b"little")?;
+    let mut seen = HashSet::new();
+    for id in persistent {
+        let key = pickle.as_tuple(id).and_then(|parts| pickle.as_str(*parts.get(2)?));
+        let Some(key) = key.filter(|&key| seen.insert(key)) else {
+            continue; // torch has the words for what is no storage
+        };
+        let record = torch.parts.storage(key)?;
+        let mut storage = vec![0; usize::try_from(record.size).map_err(|_| too_large())?];
+        read_at(file, &mut storage, record.at).map_err(|error| Fault::Read(Error::io("read", &torch.path, error)))?;
+        archive.record(&format!("data/{key}"), &storage)?;
+    }
+    archive.record("version", b"3\n")?;
+    archive.finish()
+}
+
+fn too_large() -> Fault {
+    Fault::Unsupported("a value of over 4 GiB".into())
+}
+
+/// Writes a zip archive of records that are stored, without what archives over 4 GiB need.
+#[derive(Default)]
+struct Writer {
+    out: Vec<u8>,
+    directory: Vec<u8>,
+    count: u16,
+}
+
+impl Writer {
+    fn record(&mut self, name: &str, bytes: &[u8]) -> FaultResult<()> {
+        let name = format!("archive/{name}");
+        let at = u32::try_from(self.out.len()).map_err(|_| too_large())?;
+        let len = u32::try_from(bytes.len()).map_err(|_| too_large())?;
+        // Version, flags, method, time, date; CRC-32, both sizes; lengths of the name and of what follows it.
+        let mut common = [0_u8; 26];
+        common[10..14].copy_from_slice(&crc32fast::hash(bytes).to_le_bytes());
+        common[14..18].copy_from_slice(&len.to_le_bytes());
+        common[18..22].copy_from_slice(&len.to_le_bytes());
+        let name_len = u16::try_from(name.len()).map_err(|_| too_large())?;
+        common[22..24].copy_from_slice(&name_len.to_le_bytes());
+        self.out.extend(b"PK\x03\x04");
+        self.out.extend(common);
+        self.out.extend(name.as_bytes());
+        self.out.extend(bytes);
+        // Made by; comment, disk, attributes; where the record is.
+        self.directory.extend(b"PK\x01\x02\0\0");
+        self.directory.extend(common);
+        self.directory.extend([0; 10]);
+        self.directory.extend(at.to_le_bytes());
+        self.directory.extend(name.as_bytes());
+        self.count = self.count.checked_add(1).ok_or_else(too_large)?;
+        Ok(())
+    }
+
+    fn finish(mut self) -> FaultResult<Vec<u8>> {
+        let at = u32::try_from(self.out.len()).map_err(|_| too_large())?;
+        let len = u32::try_from(self.directory.len()).map_err(|_| too_large())?;
+        self.out.append(&mut self.directory);
+        self.out.extend(b"PK\x05\x06\0\0\0\0");
+        self.out.extend(self.count.to_le_bytes());
+        self.out.extend(self.count.to_le_bytes());
+        self.out.extend(len.to_le_bytes());
+        self.out.extend(at.to_le_bytes());
+        self.out.extend([0, 0]);
+        Ok(self.out)
+    }
+}
