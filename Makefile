@@ -12,6 +12,8 @@ ARGS   ?=
 FUZZ_SECONDS ?= 60
 # How long the soak runs.
 SECONDS ?= 600
+# How many steps the soak of the checkpoint manager saves, on each number of ranks.
+STEPS  ?= 10000
 
 BIN  := $(VENV)/bin
 PY   := $(BIN)/python
@@ -28,7 +30,7 @@ export UV_SYSTEM_CERTS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help build demo test test-rust test-python test-slow test-oldest check check-rust check-python \
-	fmt bench crash soak fuzz dist clean
+	fmt bench crash soak soak-steps fuzz dist clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -104,6 +106,9 @@ crash: $(VENV)/.built  ## Kill 2,000 saves, fail every write, cut the power at e
 
 soak: $(VENV)/.built  ## Saves and loads for SECONDS, with memory and open files watched
 	$(PY) tests/soak.py $(SECONDS)
+
+soak-steps: $(VENV)/.built  ## Save, prune, kill and resume STEPS steps on 1 and on 4 ranks
+	$(PY) tests/soak_steps.py $(STEPS) $(ARGS)
 
 # Found inputs go to rust/fuzz/corpus (ignored), on top of the seeds. No parser needs 64 MiB at once for inputs of this size.
 fuzz:  ## Every fuzz target for FUZZ_SECONDS each (needs nightly Rust and cargo-fuzz)

@@ -3,10 +3,8 @@
 torchrun --nproc-per-node 4 examples/titan_loop.py /tmp/titan
 """
 
-import shutil
+import signal
 import sys
-from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import dcp_rs
-from dcp_rs.optim import PerRank, RngState, load_training_state, training_state
+from dcp_rs import CheckpointManager
+from dcp_rs.optim import PerRank, RngState, training_state
 
 KEEP = 2
 INTERVAL = 2
@@ -55,38 +53,6 @@ class Loader:
         self.at = state["at"]
 
 
-class Checkpointer:
-    """Saves every ``INTERVAL`` steps in the background, and finds the newest checkpoint to start from."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.pending: Future[Any] | None = None
-        # Saves in the background talk among themselves, next to the training's own collectives.
-        self.group = dist.new_group(backend="gloo")
-
-    def newest(self) -> Path | None:
-        """The newest checkpoint that is whole: only such have an index."""
-        steps = [int(p.parent.name[5:]) for p in self.folder.glob("step-*/index.dcprs")]
-        return self.folder / f"step-{max(steps)}" if steps else None
-
-    def save(self, step: int, *state: Any) -> None:
-        """Waits for the save before, and begins this one. Training may go on as soon as it returns."""
-        self.wait()
-        values = training_state(*state)
-        self.pending = dcp_rs.async_save(values, self.folder / f"step-{step}", process_group=self.group)
-
-    def wait(self) -> None:
-        """Until the save is done; raises if it failed. Then what is older than the newest ``KEEP`` goes."""
-        if self.pending is not None:
-            self.pending.result()
-            self.pending = None
-        if dist.get_rank() == 0:
-            steps = sorted(int(p.name[5:]) for p in self.folder.glob("step-*"))
-            for step in steps[:-KEEP]:
-                shutil.rmtree(self.folder / f"step-{step}")
-        dist.barrier()
-
-
 def main(folder: str, steps: int = 6) -> list[float]:
     """Trains up to ``steps``; returns the losses of the steps made now."""
     size = dist.get_world_size()
@@ -102,24 +68,22 @@ def main(folder: str, steps: int = 6) -> list[float]:
     loader = Loader(mesh["dp"].get_local_rank())
     extra = {"scheduler": scheduler, "loader": PerRank(loader), "rng": RngState(), "step": 0}
 
-    checkpointer = Checkpointer(Path(folder))
-    newest = checkpointer.newest()
-    dist.barrier()  # every rank has looked before one may save
-    if newest is not None:
-        load_training_state(newest, model, optimizer, extra)
     losses = []
-    for step in range(extra["step"], steps):
-        x = loader.next()
-        loss = (model(x) - x.mean(1, keepdim=True)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        losses.append(loss.item())
-        extra["step"] = step + 1
-        if (step + 1) % INTERVAL == 0:
-            checkpointer.save(step + 1, model, optimizer, extra)
-    checkpointer.wait()
+    with CheckpointManager(folder, save_every=INTERVAL, keep_last=KEEP, preemption=signal.SIGTERM) as manager:
+        manager.load_training_state(model, optimizer, extra)  # the newest that is whole, if there is one
+        for step in range(extra["step"] + 1, steps + 1):
+            x = loader.next()
+            loss = (model(x) - x.mean(1, keepdim=True)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            losses.append(loss.item())
+            extra["step"] = step
+            if manager.should_save(step):
+                manager.async_save(step, training_state(model, optimizer, extra), metrics={"loss": losses[-1]})
+            if manager.preempted:
+                break
     return losses
 
 

@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from dcp_rs.dcp.writer import RsWriter
     from dcp_rs.integrations.install import install, installed, uninstall
     from dcp_rs.options import ReadOptions, WriteOptions
+    from dcp_rs.steps.manager import CheckpointManager
     from dcp_rs.transfer.blocks import release_pinned_memory
 
 # Not ``open``: `from dcp_rs import *` is not to hide Python's.
 __all__ = [
     "Checkpoint",
+    "CheckpointManager",
     "CleanReport",
     "ConvertReport",
     "Leftover",
@@ -71,6 +73,7 @@ _MODULES = {
     "dcp.reader": ("RsReader",),
     "dcp.save_planner": ("RsSavePlanner",),
     "transfer.blocks": ("release_pinned_memory",),
+    "steps.manager": ("CheckpointManager",),
     "checkpoint.verify": ("VerifyReport", "index", "verify"),
     "dcp.writer": ("RsWriter",),
 }

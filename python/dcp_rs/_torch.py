@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import _get_fqns  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.utils import find_tensor_shard  # 2.8, 2.11, 2.15
-from torch.distributed.distributed_c10d import _get_default_group  # 2.8, 2.11, 2.15
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_store  # 2.8, 2.11, 2.15
 from torch.distributed.remote_device import _remote_device  # 2.8, 2.11, 2.15
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # 2.8, 2.11, 2.15
@@ -49,14 +50,17 @@ __all__ = [
     "empty_like",
     "file_system_classes",
     "find_shard",
+    "first_to_say",
     "flatten_as_2_3",
     "flatten_sharded_tensors",
     "fqns",
     "group_devices",
+    "group_name",
     "has_gds",
     "has_memory",
     "host_copy_of_sharded",
     "inner_tensors",
+    "is_gloo",
     "is_strided_shard",
     "is_wrapper_subclass",
     "load_state_dict",
@@ -70,6 +74,7 @@ __all__ = [
     "spec_of",
     "storage_id",
     "storage_writer_for",
+    "timeout_of",
     "unflatten",
     "wait_tensor",
     "with_dim",
@@ -113,6 +118,34 @@ def has_memory(tensor: torch.Tensor) -> bool:
 def load_state_dict(state_dict: dict[str, Any], storage_reader: Any, **kwargs: Any) -> None:
     """DCP's load protocol, without the deprecation warning of its public name."""
     _load_state_dict(state_dict, storage_reader, **kwargs)
+
+
+def is_gloo(group: dist.ProcessGroup | None) -> bool:
+    """Whether a process group sends host memory by gloo, and is not one that torch wraps for debugging."""
+    group = group or _get_default_group()
+    if torch.device("cpu") not in group._device_types:
+        return False
+    return isinstance(group._get_backend(torch.device("cpu")), getattr(dist, "ProcessGroupGloo", ()))
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
+    """How long the ranks of a group wait for each other."""
+    group = group or _get_default_group()
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
+
+
+def group_name(group: dist.ProcessGroup | None) -> str:
+    """A name that all ranks of the group have for it."""
+    return str((group or _get_default_group()).group_name)
+
+
+def first_to_say(key: str, value: str) -> str:
+    """What the first of all ranks said under ``key``, in the store that they met at; ``value`` where that is gone."""
+    try:
+        return bytes(_get_default_store().compare_set(key, "", value)).decode()
+    except Exception:  # noqa: BLE001  # whatever is wrong with it: it may have been the lost rank's
+        return value
 
 
 def save_state_dict(state_dict: dict[str, Any], storage_writer: Any, **kwargs: Any) -> Metadata:

@@ -14,6 +14,7 @@ __all__ = [
     "EntryNotFoundError",
     "InternalError",
     "PlanError",
+    "RankLostError",
     "SaveInProgressError",
     "UnsafePickleError",
     "UnsupportedError",
@@ -81,6 +82,21 @@ class UnsafePickleError(DcpRsError):
 
 class PlanError(DcpRsError, ValueError):
     """The state dict and the checkpoint do not fit: a missing key, another shape, a dtype that policy refuses."""
+
+
+class RankLostError(DcpRsError):
+    """A rank is gone: its process was killed, or cannot be reached. Nothing can be done together with it, nor over its process group, any more.
+
+    What was being loaded may be partly filled. What was being saved may have been committed or not: the checkpoint at the path is the new one or
+    the one before, and whole.
+
+    Attributes:
+        ranks: who is gone, as they are called among all ranks; empty where the process group does not tell.
+    """
+
+    def __init__(self, *args: Any, ranks: tuple[int, ...] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.ranks = ranks
 
 
 class SaveInProgressError(DcpRsError):

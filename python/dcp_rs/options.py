@@ -79,6 +79,7 @@ class WriterArguments(TypedDict, total=False):
     sync_files: bool | None
     single_file_per_rank: bool
     per_thread_copy_ahead: int
+    save_id: str | None
 
 
 @dataclass(frozen=True, kw_only=True)

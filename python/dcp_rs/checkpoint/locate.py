@@ -13,6 +13,7 @@ from dcp_rs.errors import CheckpointNotFoundError, UnsupportedError
 
 __all__ = [
     "INDEX_NAME",
+    "is_data_file",
     "is_rank_local",
     "local_path",
     "open_index",
@@ -103,10 +104,15 @@ def warn_of_a_foreign_model(folder: Path) -> None:
 
 def _is_foreign(name: str) -> bool:
     if name.endswith(".safetensors"):
-        return _DATA_FILE.fullmatch(name) is None
+        return not is_data_file(name)
     if name.startswith(("pytorch_model", "adapter_model")):
         return name.endswith((".bin", ".bin.index.json"))
     return name == STOCK_NAME or name.endswith(".safetensors.index.json")
+
+
+def is_data_file(name: str) -> bool:
+    """Whether a file with this name is a data file of this package."""
+    return _DATA_FILE.fullmatch(name) is not None
 
 
 def is_rank_local(path: str | os.PathLike[str]) -> bool:

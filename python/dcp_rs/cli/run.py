@@ -17,7 +17,7 @@ from dcp_rs.errors import DcpRsError
 __all__ = ["main"]
 
 # In the order of the help.
-for _commands in ("look", "check", "write", "measure"):
+for _commands in ("look", "check", "runs", "write", "measure"):
     import_module(f"dcp_rs.cli.commands.{_commands}")
 
 

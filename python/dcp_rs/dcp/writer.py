@@ -85,6 +85,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         path: the folder; it is created where it does not exist.
         threads, fsync, io, max_inflight_bytes: see :class:`dcp_rs.WriteOptions`.
         overwrite: ``False`` refuses to replace a checkpoint.
+        save_id: what is to identify the first save with this writer, as 32 hexadecimal digits; the coordinator's counts. Default: a random one.
         cache_staged_state_dict: keep the host memory that ``dcp.async_save`` stages to for the next save with this writer.
         thread_count, sync_files: ``threads`` and ``fsync``, as torch's ``FileSystemWriter`` calls them. Its other arguments are taken, in its
             order: ``single_file_per_rank`` and ``per_thread_copy_ahead`` change nothing here, which is warned of once, nor does
@@ -94,7 +95,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         report: what the last save through this writer took on this rank (:class:`dcp_rs.SaveReport`); None before it. The log ``dcp_rs`` has it as a line.
 
     Raises:
-        ValueError: an option that is none, or one option under two names.
+        ValueError: an option that is none, one option under two names, or a ``save_id`` of another form.
         UnsupportedError: ``_extensions``: they change what is stored.
 
     Raises (from a save, on every rank):
@@ -120,6 +121,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         fsync: bool | None = None,
         io: Literal["auto", "direct", "buffered"] = "auto",
         max_inflight_bytes: int | None = None,
+        save_id: str | None = None,
     ) -> None:
         super().__init__()
         if _extensions:
@@ -140,7 +142,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             threads=threads, fsync=True if fsync is None else fsync, io=io, max_inflight_bytes=max_inflight_bytes
         )
         self.overwrite = overwrite
-        self.save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4() if save_id is None else uuid.UUID(save_id))
         self._rank: int | None = None
         self._use_collectives = True
         self._generation = 1

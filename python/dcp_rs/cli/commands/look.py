@@ -43,9 +43,13 @@ def _ls(
     rank: Rank = None,
     as_json: Json = False,
 ) -> None:
-    """List what a checkpoint holds: dtype, shape, chunks, size, name."""
+    """List what a checkpoint holds: dtype, shape, chunks, size, name. Of the folder of a run, its steps."""
     from dcp_rs.cli.listing import ls
+    from dcp_rs.cli.steps import is_root, steps
 
+    if is_root(path):
+        steps(path, as_json=as_json)
+        return
     ls(path, chosen(patterns, include, exclude), sort=sort, values=values, as_json=as_json, rank=rank)
 
 
@@ -107,8 +111,11 @@ def _inspect(
 ) -> None:
     """Show how a checkpoint, or one entry of it, is made up. The map of an entry shows which file holds what."""
     from dcp_rs.cli import listing
+    from dcp_rs.cli.steps import is_root, steps
 
-    if html is not None:
+    if name is None and html is None and is_root(path):
+        steps(path, as_json=as_json)
+    elif html is not None:
         if name is not None:
             raise typer.BadParameter("--html shows the whole checkpoint, not one entry")
         listing.write_page(path, html, as_json=as_json, rank=rank)

@@ -172,10 +172,11 @@ fn of_saves(dir: &Path, older_than: Option<Duration>, lock: Option<&FolderLock>)
         let Some(meta) = look(&path)?.filter(Metadata::is_file) else {
             continue;
         };
-        let verdict = if data.is_some_and(|data| whole.contains(&data)) {
-            Verdict::Whole
-        } else {
-            judge(claims.of(data)?, age(&meta), older_than)
+        let verdict = match judge(claims.of(data)?, age(&meta), older_than) {
+            // Whole, too, is a save whose commit is about to come.
+            Verdict::InUse => Verdict::InUse,
+            _ if data.is_some_and(|data| whole.contains(&data)) => Verdict::Whole,
+            verdict => verdict,
         };
         found.push(Leftover {
             bytes: meta.len(),

@@ -1,0 +1,336 @@
+"""The ranks of one call: what one of them cannot do, all of them raise, and nobody waits for one that has failed."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Generic, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dcp_rs import _torch
+from dcp_rs.errors import DcpRsError, RankLostError, UnsupportedError
+
+__all__ = ["Ranks", "portable"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+#: Of messages that nobody takes: they find out who is there, and end the connections of those who wait.
+_TAG = 0xDC9
+#: As many ranks are named in a message.
+_NAMED = 8
+
+
+class Ranks:
+    """The ranks of a process group, in step.
+
+    Each method is a *step*, which every rank takes, with work of its own. A step ends on all ranks in the same way: where the work of some ranks
+    failed, a rank of these raises its own error, and every other one that of the first of them. Notes say which ranks raised it. What does not
+    pickle comes to the others as a :class:`DcpRsError` with its text.
+
+    A rank may also take part in a step of the others by failing, without knowing which one they are at: an error between two steps, raised in the
+    next :meth:`together` or :meth:`all`, meets the others there. Steps within the work of a step are steps of all ranks, too.
+
+    Args:
+        process_group: default: all ranks. What ranks tell each other goes as objects over its backend, as torch's own do.
+        no_dist: this rank is alone, whatever groups there are.
+        coordinator: the rank in the group that decides for all.
+
+    Attributes:
+        rank: of this process, in the group.
+        size: how many ranks there are.
+        is_coordinator: whether this is the one.
+        failures: the errors of the step that failed, by rank in the group; the same ranks are in it everywhere. Empty while all is well.
+
+    Raises (from every step):
+        RankLostError: a rank is gone. The connections of a gloo group are ended then: its other ranks would wait for each other in vain.
+        ValueError: this process is not in the group.
+    """
+
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, *, no_dist: bool = False, coordinator: int = 0
+    ) -> None:
+        together = not no_dist and dist.is_available() and dist.is_initialized()
+        self.process_group = process_group
+        self.rank = dist.get_rank(process_group) if together else 0
+        self.size = dist.get_world_size(process_group) if together else 1
+        if self.rank < 0:
+            msg = "this process is not in the process group that it was called with"
+            raise ValueError(msg)
+        self.is_coordinator = self.rank == coordinator or not together
+        self.failures: dict[int, BaseException] = {}
+        self._coordinator = self.global_rank(coordinator) if together else 0
+        self._is_single = not together
+        #: What this rank raised, and all know of: an outer step raises it, and says nothing.
+        self._met: BaseException | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody else."""
+        return self.size == 1
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; None where there is none, or no need of it."""
+        return None if self._is_single else self.process_group or dist.group.WORLD
+
+    def global_rank(self, rank: int) -> int:
+        """What a rank of the group is called among all."""
+        return rank if self.process_group is None else dist.get_global_rank(self.process_group, rank)
+
+    # --- steps ----------------------------------------------------------------------------------------
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Every rank does its part. Returns what this one's gave."""
+        mine = self._do(work)
+        if not self.is_alone:
+            self._meet(_failed(self._all_gather(mine.failure)), mine)
+        return mine.value
+
+    def all(self, work: Callable[[], T]) -> list[T]:
+        """Every rank does its part. Returns what all of them gave, by rank."""
+        mine = self._do(work)
+        if self.is_alone:
+            return [mine.value]
+        said = self._all_gather(mine.told())
+        self._meet(_failed(said), mine)
+        return [pickle.loads(value) for value in said]  # noqa: S301  # of a rank of this job
+
+    def told_by_first(self, work: Callable[[], T]) -> T:
+        """The coordinator does it. Returns on all ranks what it gave."""
+        mine = self._do(work) if self.is_coordinator else _Done[T]()
+        if self.is_alone:
+            return mine.value
+        if not self.is_coordinator:
+            told: T = self._take(self._broadcast(None), mine)
+            return told
+        said = mine.told()
+        self._meet(self._broadcast({self.rank: said} if isinstance(said, _Failure) else said), mine)
+        return mine.value
+
+    def divided(self, work: Callable[[], T], divide: Callable[[list[T]], Sequence[R]]) -> R:
+        """Every rank does its part, and the coordinator makes something for each of them out of what all gave. Returns this one's."""
+        mine = self._do(work)
+        if self.is_alone:
+            return self._do(lambda: divide([mine.value])[0]).value
+        said, parts = self._gather(mine.told()), None
+        if said is not None:
+            whole = self._conclude(said, mine, lambda values: [pickle.dumps(part) for part in divide(values)])
+            parts = [whole] * self.size if isinstance(whole, dict) else whole
+        part: R = self._take(self._scatter(parts), mine)
+        return part
+
+    def joined(self, work: Callable[[], T], join: Callable[[list[T]], R]) -> R:
+        """Every rank does its part, and the coordinator makes one thing out of what all gave. Returns that on all ranks."""
+        mine = self._do(work)
+        if self.is_alone:
+            return self._do(lambda: join([mine.value])).value
+        said = self._gather(mine.told())
+        if said is None:
+            told: R = self._take(self._broadcast(None), mine)
+            return told
+        made: list[R] = []
+
+        def make(values: list[T]) -> bytes:
+            made.append(join(values))
+            return pickle.dumps(made[0])
+
+        self._meet(self._broadcast(self._conclude(said, mine, make)), mine)
+        return made[0]
+
+    @contextmanager
+    def talking(self) -> Iterator[None]:
+        """Around what sends and receives over the group: an error there is that a rank is lost.
+
+        Raises:
+            RankLostError: in place of any other.
+        """
+        if isinstance(self._met, RankLostError):
+            raise self._met
+        try:
+            yield
+        except Exception as error:
+            self._met = self._give_up(error)
+            raise self._met from error
+
+    # --- what a step is made of -----------------------------------------------------------------------
+
+    def _do(self, work: Callable[[], T]) -> _Done[T]:
+        try:
+            return _Done(work())
+        except BaseException as error:
+            if self.is_alone:
+                self.failures = {self.rank: error}
+            if self.is_alone or error is self._met:
+                raise
+            return _Done(error=error)
+
+    def _meet(self, said: Any, mine: _Done[Any]) -> None:
+        """Raises if there are failures, on every rank: each knows the same."""
+        if not isinstance(said, dict) or not said:
+            return
+        errors = {rank: failure.error() for rank, failure in said.items()}
+        if mine.error is not None:
+            errors[self.rank] = mine.error
+        for rank, error in errors.items():
+            if rank != self.rank and not isinstance(error, DcpRsError):
+                error.add_note(f"there:\n{said[rank].trace}")
+        self.raise_failures(errors)
+
+    def raise_failures(self, errors: dict[int, BaseException]) -> NoReturn:
+        """Raises what some ranks raised, of which all of them know."""
+        self.failures = errors
+        rank = self.rank if self.rank in errors else min(errors)
+        self._met = errors[rank]
+        self._met.add_note(self._note(sorted(errors), rank))
+        raise self._met
+
+    def _note(self, ranks: list[int], rank: int) -> str:
+        named = [str(self.global_rank(r)) for r in ranks]
+        if len(named) == 1:
+            return f"raised on rank {named[0]}"
+        which = ", ".join(named[:_NAMED]) + (f" and {len(named) - _NAMED} more" if named[_NAMED:] else "")
+        return f"raised on ranks {which}; this is rank {self.global_rank(rank)}'s"
+
+    def _conclude(self, said: list[Any], mine: _Done[Any], work: Callable[[list[Any]], T]) -> T | dict[int, _Failure]:
+        """What the coordinator makes of what all gave, or who failed, itself among them."""
+        failures = _failed(said)
+        if not failures:
+            whole = self._do(lambda: work([pickle.loads(value) for value in said]))  # noqa: S301  # of a rank of this job
+            if whole.error is None:
+                return whole.value
+            mine.error = whole.error
+            failures = {self.rank: _Failure.of(whole.error)}
+        return failures
+
+    def _take(self, said: Any, mine: _Done[Any]) -> Any:
+        self._meet(said, mine)
+        return pickle.loads(said)  # noqa: S301  # of the coordinator
+
+    # --- the group ------------------------------------------------------------------------------------
+
+    def _all_gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        with self.talking():
+            dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def _gather(self, value: Any) -> list[Any] | None:
+        values: list[Any] | None = [None] * self.size if self.is_coordinator else None
+        with self.talking():
+            dist.gather_object(value, values, dst=self._coordinator, group=self.process_group)
+        return values
+
+    def _scatter(self, values: list[Any] | None) -> Any:
+        own: list[Any] = [None]
+        with self.talking():
+            dist.scatter_object_list(own, values, src=self._coordinator, group=self.process_group)
+        return own[0]
+
+    def _broadcast(self, value: Any) -> Any:
+        values = [value]
+        with self.talking():
+            dist.broadcast_object_list(values, src=self._coordinator, group=self.process_group)
+        return values[0]
+
+    def _give_up(self, error: Exception) -> RankLostError:
+        """Ends the connections to the ranks that are there, so that they find out as well. Returns the error to raise."""
+        gone = [rank for rank in range(self.size) if rank != self.rank and not self._is_there(rank)]
+        ranks = tuple(map(self.global_rank, gone))
+        if _torch.is_gloo(self.process_group):
+            # Whoever sees a rank go writes down its name before it leaves: others see both go.
+            first = _torch.first_to_say(
+                f"dcp_rs.lost.{_torch.group_name(self.process_group)}", ",".join(map(str, ranks))
+            )
+            named = tuple(int(rank) for rank in first.split(",") if rank.isdecimal())
+            ranks = named if named and set(named) <= set(ranks) else ranks
+            there = next((rank for rank in range(self.size) if rank != self.rank and rank not in gone), None)
+            if there is not None:
+                with suppress(Exception):  # gloo closes all connections of a group in which one waited too long
+                    message = torch.empty(1, dtype=torch.uint8)
+                    work = dist.irecv(message, self.global_rank(there), self.process_group, tag=_TAG)
+                    work.wait(timedelta(milliseconds=1))  # type: ignore[union-attr]  # this process is in the group
+        reason = str(error).partition("\n")[0]
+        who = (
+            f"rank {ranks[0]} is"
+            if len(ranks) == 1
+            else f"ranks {', '.join(map(str, ranks))} are"
+            if ranks
+            else "a rank is"
+        )
+        return RankLostError(f"{who} gone: killed, or not to be reached any more ({reason})", ranks=ranks)
+
+    def _is_there(self, rank: int) -> bool:
+        """Whether the connection to a rank holds, as far as gloo knows by now."""
+        if not _torch.is_gloo(self.process_group):
+            return True
+        try:
+            dist.isend(torch.empty(1, dtype=torch.uint8), self.global_rank(rank), self.process_group, tag=_TAG)
+        except RuntimeError:
+            return False
+        return True
+
+
+def portable(error: BaseException) -> BaseException:
+    """The error as other ranks get it."""
+    return _Failure.of(error).error()
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An error on its way to other ranks."""
+
+    text: str
+    trace: str
+    pickled: bytes | None
+
+    @classmethod
+    def of(cls, error: BaseException) -> _Failure:
+        text = traceback.format_exception_only(error)[-1].strip()
+        trace = "".join(traceback.format_exception(error))
+        pickled = None
+        if isinstance(error, Exception):  # not an exit, nor Ctrl-C: those are this process's
+            with suppress(Exception):
+                pickled = pickle.dumps(error)
+                if type(pickle.loads(pickled)) is not type(error):  # noqa: S301  # pickled above
+                    pickled = None
+        return cls(text, trace, pickled)
+
+    def error(self) -> BaseException:
+        if self.pickled is not None:
+            with suppress(Exception):
+                error: BaseException = pickle.loads(self.pickled)  # noqa: S301  # of a rank of this job
+                return error
+        return DcpRsError(self.text)
+
+
+class _Done(Generic[T]):
+    """What this rank's work came to."""
+
+    def __init__(self, value: Any = None, error: BaseException | None = None) -> None:
+        self.value: T = value
+        self.error = error
+
+    @property
+    def failure(self) -> _Failure | None:
+        """The error, for the others."""
+        return None if self.error is None else _Failure.of(self.error)
+
+    def told(self) -> bytes | _Failure:
+        """The value or the error, for the others."""
+        if self.error is None:
+            try:
+                return pickle.dumps(self.value)
+            except Exception as reason:  # noqa: BLE001  # whatever it is that does not pickle
+                self.error = UnsupportedError(f"what the ranks tell each other does not pickle: {reason}")
+        return _Failure.of(self.error)
+
+
+def _failed(said: list[Any]) -> dict[int, _Failure]:
+    return {rank: value for rank, value in enumerate(said) if isinstance(value, _Failure)}

@@ -1,0 +1,179 @@
+"""What one rank does for all: it makes the folder of a step, removes what is not kept, and chooses what to resume from."""
+
+from __future__ import annotations
+
+import errno
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from dcp_rs.errors import CheckpointExistsError, CheckpointNotFoundError, DcpRsError, SaveInProgressError
+from dcp_rs.steps.policies import Policies
+from dcp_rs.steps.pruning import expendable, prune
+from dcp_rs.steps.root import PassedOver, Root, Step
+
+__all__ = ["Keeper"]
+
+#: What is passed over without further ado: there never was a checkpoint.
+_NEVER_WHOLE = ("unfinished", "in use")
+
+
+class Keeper:
+    """The steps under a root, for the rank that keeps them in order.
+
+    Args:
+        root: where.
+        policies: what to keep.
+        verify: remove nothing unless a step that stays is verified.
+
+    Attributes:
+        resumed: a step that stays, since this run began with it.
+    """
+
+    def __init__(self, root: Root, policies: Policies, *, verify: bool) -> None:
+        self.resumed: int | None = None
+        self._root = root
+        self._policies = policies
+        self._verify = verify
+        self._problems: list[str] = []
+
+    def folder(self, step: int) -> Path:
+        """Where a step is, or would be."""
+        return self._root.folder(step)
+
+    def prepare(self, step: int, metrics: Mapping[str, float], *, force: bool) -> str:
+        """Makes the folder of a step that is about to be saved. Returns the id that the save is to have.
+
+        Raises:
+            ValueError: no number of a step, or metrics that are no numbers.
+            CheckpointExistsError, SaveInProgressError: the step is there, and ``force`` is not set.
+            OSError: the folder cannot be made.
+        """
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            msg = f"step {step!r}: an integer from 0 on"
+            raise ValueError(msg)
+        numbers = {str(name): _number(name, value) for name, value in metrics.items()}
+        self._make_way(step, force=force)
+        latest = None if self._policies.max_bytes is None else self._root.latest()
+        if latest is not None:
+            self._prune(step, room=latest.nbytes)
+        save_id = uuid.uuid4().hex
+        self._root.begin(step, save_id, numbers)
+        return save_id
+
+    def _make_way(self, step: int, *, force: bool) -> None:
+        found = self._root.look_at(step)
+        if found is None:
+            return
+        if isinstance(found, Step):
+            # It is replaced by the save, and stays whole until then.
+            if not force:
+                msg = f"there is a step {step} in {self._root.path} already: force=True replaces it"
+                raise CheckpointExistsError(msg, path=found.path)
+            return
+        if not force and found.kind in ("in use", "foreign", "no index"):
+            msg = f"step {step} cannot be saved to {found.path}: {found.why} (force=True removes what is there)"
+            raise (SaveInProgressError if found.kind == "in use" else CheckpointExistsError)(msg, path=found.path)
+        self._root.remove(step)
+
+    def committed(self, step: int, save_id: str) -> None:
+        """Removes, once a step is durable, what is not kept. It never fails: what cannot be removed is a problem to be told."""
+        try:
+            self._root.settle(step, save_id)
+        except OSError as error:
+            self._problems.append(f"what was noted of step {step} could not be renamed: {error}")
+        self._prune(step)
+
+    def _prune(self, step: int, room: int | None = None) -> None:
+        try:
+            done = prune(self._root, self._policies, protected=self._protected(step), room=room, verify=self._verify)
+        except (DcpRsError, OSError) as error:
+            self._problems.append(f"what the policies do not keep is still there: {error}")
+        else:
+            self._problems += done.problems
+
+    def _protected(self, *steps: int) -> set[int]:
+        """What stays, besides the latest and the best."""
+        return {*steps} if self.resumed is None else {*steps, self.resumed}
+
+    def take_problems(self) -> list[str]:
+        """What could not be removed since this was last called, in words."""
+        problems, self._problems = self._problems, []
+        return problems
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Adds to the error of a full disk what could be removed."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                error.add_note(self._what_could_go())
+            raise
+
+    def _what_could_go(self) -> str:
+        try:
+            steps = expendable(self._root.look().steps, self._policies, self._protected())
+        except OSError as error:
+            return f"{self._root.path} cannot be looked at: {error}"
+        if not steps:
+            return f"{self._root.path} has no step that could be removed"
+        sizes = ", ".join(f"{step.number} ({step.nbytes:,} bytes)" for step in steps)
+        return f"of {self._root.path} these steps could be removed: {sizes}"
+
+    def choose(self, step: int | None, damaged: Mapping[int, str]) -> tuple[int | None, list[PassedOver]]:
+        """The step to load, and what was passed over for it.
+
+        Args:
+            step: default: the newest that is whole.
+            damaged: steps that turned out not to be, and why.
+
+        Raises:
+            CheckpointNotFoundError: there is no such step; or there are some, and none is whole.
+        """
+        if step is not None:
+            found = self._root.look_at(step)
+            if not isinstance(found, Step):
+                raise self._none(step, found)
+            return step, []
+        passed: list[PassedOver] = []
+        for found in self._root.newest():
+            if isinstance(found, PassedOver):
+                passed.append(found)
+            elif found.number in damaged:
+                why = damaged[found.number]
+                passed.append(PassedOver(number=found.number, path=found.path, why=why, kind="damaged"))
+            else:
+                return found.number, passed
+        lost = [found for found in passed if found.kind not in _NEVER_WHOLE]
+        if lost:
+            msg = f"{self._root.path} has steps, and none can be resumed from: {'; '.join(map(str, lost))}"
+            raise CheckpointNotFoundError(msg, path=self._root.path)
+        return None, passed
+
+    def delete(self, step: int) -> None:
+        """Removes a step.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+        """
+        if self._root.look_at(step) is None:
+            raise self._none(step)
+        self._root.remove(step)
+
+    def _none(self, step: int, found: PassedOver | None = None) -> CheckpointNotFoundError:
+        numbers = [str(each.number) for each in self._root.look().steps]
+        there = f"it has {', '.join(numbers)}" if numbers else "it has none"
+        why = "" if found is None else f" ({found.why})"
+        msg = f"there is no step {step} in {self._root.path}{why}: {there}"
+        return CheckpointNotFoundError(msg, path=self._root.folder(step))
+
+
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, str):
+        with suppress(TypeError, ValueError):
+            return float(value)
+    msg = f"metrics[{name!r}] is {value!r}: a number"
+    raise ValueError(msg)

@@ -1,0 +1,412 @@
+"""``CheckpointManager``: saves steps, keeps those that are wanted, and resumes from the newest that is whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+
+from dcp_rs import api, optim
+from dcp_rs._warnings import warn_caller
+from dcp_rs.errors import DcpRsError
+from dcp_rs.options import WriteOptions
+from dcp_rs.steps.keeper import Keeper
+from dcp_rs.steps.policies import Policies, check_positive
+from dcp_rs.steps.preemption import Preemption
+from dcp_rs.steps.resuming import resume
+from dcp_rs.steps.root import PassedOver, Root, Step
+from dcp_rs.steps.team import Team
+
+__all__ = ["CheckpointManager"]
+
+
+class CheckpointManager:
+    """The checkpoints of a training run: a folder ``step-N`` for each step, under one root.
+
+    Every rank makes one, and makes the same calls in the same order; those that only look (:meth:`steps`, :meth:`latest_step`, :meth:`best_step`) are
+    each rank's own affair. ::
+
+        with CheckpointManager("run/", save_every=500, keep_last=3, preemption=signal.SIGTERM) as manager:
+            first = manager.load(state)
+            for step in range((first or 0) + 1, steps + 1):
+                train_one_step()
+                if manager.should_save(step):
+                    manager.async_save(step, state, metrics={"loss": loss})
+                if manager.preempted:
+                    break
+
+    The latest step is the newest that is committed and whole. Nothing points to it: it is found by looking. What the policies do not keep is removed
+    once a newer step is durable; never the latest, the best, the one this run resumed from, or one that is being saved.
+
+    Args:
+        root: the folder; it is created by the first save.
+        save_every: :meth:`should_save` wants the multiples of this.
+        keep_last: keep so many of the newest steps.
+        keep_every: keep the first step at or after each multiple of this.
+        keep_within: keep what was saved within this time (a ``timedelta``, or seconds) of the newest.
+        keep_best: keep so many of the best by ``metric``. A step is kept if any of the ``keep_*`` keeps it; all are where none is given.
+        max_bytes: all steps together take no more: the oldest are removed, whatever else would keep them, and that before a save that is as large
+            as the latest. What is never removed may exceed it.
+        metric: the name of the metric that tells the best.
+        mode: whether the lowest (``"min"``) or the highest (``"max"``) is best.
+        preemption: a signal (its handler is replaced until :meth:`close`), or a function without arguments: whether this process is to stop. Ranks agree
+            on it in :meth:`should_save`.
+        verify_before_prune: remove nothing unless a step that stays was read and matched its digests; where none was, one is read for it.
+        process_group: of the ranks that save and load together; default: all. The manager makes gloo groups of its own of these ranks.
+        no_dist: this process saves and loads by itself.
+        write_options: see :class:`dcp_rs.WriteOptions`.
+
+    Attributes:
+        passed_over: what the last :meth:`load` passed over, newer than what it loaded, and why.
+        resumed: the step that the last :meth:`load` loaded, or None.
+        preempted: whether the ranks agreed in the last :meth:`should_save` that some rank is to stop.
+
+    Raises:
+        ValueError: an argument that does not make sense.
+        UnsupportedError: a root with a scheme: it is a path of the file system.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        save_every: int | None = None,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_within: timedelta | float | None = None,
+        keep_best: int | None = None,
+        max_bytes: int | None = None,
+        metric: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        preemption: signal.Signals | Callable[[], bool] | None = None,
+        verify_before_prune: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        no_dist: bool = False,
+        **write_options: Any,
+    ) -> None:
+        check_positive("save_every", save_every)
+        self._root = Root(root)
+        self._policies = Policies(
+            keep_last=keep_last,
+            keep_every=keep_every,
+            keep_within=keep_within,
+            keep_best=keep_best,
+            max_bytes=max_bytes,
+            metric=metric,
+            mode=mode,
+        )
+        self._keeper = Keeper(self._root, self._policies, verify=verify_before_prune)
+        WriteOptions(**write_options)  # a bad one is an error here, and not at the first save
+        self._write_options = write_options
+        self._save_every = save_every
+        self.resumed: int | None = None
+        self.preempted = False
+        self.passed_over: list[PassedOver] = []
+        self._closed = False
+        self._done: int | None = None  # the step that was saved or loaded last
+        self._team = Team(process_group, no_dist=no_dist)
+        self._preemption = Preemption(preemption)
+
+    def __repr__(self) -> str:
+        return f"CheckpointManager({os.fspath(self.root)!r})"
+
+    # --- what there is ---------------------------------------------------------------------------------
+
+    @property
+    def root(self) -> Path:
+        """The folder of the run."""
+        return self._root.path
+
+    def path(self, step: int) -> Path:
+        """The folder of a step, whether it is there or not."""
+        return self._root.folder(step)
+
+    def steps(self) -> list[Step]:
+        """The steps that are committed and whole, oldest first, as this rank sees them now."""
+        return self._root.look().steps
+
+    def latest_step(self) -> int | None:
+        """The newest step that is committed and whole, if there is one."""
+        latest = self._root.latest()
+        return None if latest is None else latest.number
+
+    def best_step(self) -> int | None:
+        """The best step by ``metric``, if one has it.
+
+        Raises:
+            ValueError: the manager was made without ``metric``.
+        """
+        if self._policies.metric is None:
+            msg = "best_step() needs metric=, the name of what is best"
+            raise ValueError(msg)
+        return self._policies.best(self.steps())
+
+    # --- saves -----------------------------------------------------------------------------------------
+
+    def should_save(self, step: int) -> bool:
+        """Whether to save this step: a multiple of ``save_every``, or a rank is about to be stopped. Not one that was just saved or loaded.
+
+        The ranks agree, in a small message a call, on whether one of them was told to stop (with ``preemption``), and on whether the save in the
+        background failed (while there is one).
+
+        Raises (on every rank):
+            As the save that failed in the background.
+        """
+        self._check_open()
+        if self._preemption.is_set_up or self._team.pending is not None:
+            told, failed = self._team.agree(self._preemption.noticed())
+            self.preempted = self.preempted or told
+            if failed:
+                self._settle()
+        due = self._save_every is not None and step % self._save_every == 0
+        return step != self._done and (due or self.preempted)
+
+    def save(
+        self,
+        step: int,
+        state_dict: dict[str, Any],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        force: bool = False,
+        planner: SavePlanner | None = None,
+    ) -> Metadata:
+        """Saves a step, and then removes what the policies do not keep.
+
+        Args:
+            step: its number; the same on all ranks.
+            state_dict: as for :func:`dcp_rs.save`.
+            metrics: numbers to remember with it; those of the first rank count.
+            force: replace a checkpoint that is there. It stays whole until the new one is. (What cannot be resumed from, of a save that was killed or
+                that is damaged, is replaced in any case.)
+            planner: as for :func:`dcp_rs.save`.
+
+        Raises (on every rank):
+            CheckpointExistsError: there is one already.
+            SaveInProgressError: another process is saving it.
+            PlanError: the ranks save different steps.
+            ValueError: a step that is no number from 0 on, or metrics that are not numbers.
+            As :func:`dcp_rs.save`, and as a save in the background that failed before this.
+        """
+        save_id = self._begin(step, metrics, force=force)
+        with self._keeper.explaining():
+            metadata = api.save(
+                state_dict,
+                self.path(step),
+                planner=planner,
+                save_id=save_id,
+                **self._write_options,
+                **self._team.options,
+            )
+        self._done = step
+        if self._team.leads:
+            self._keeper.committed(step, save_id)
+        self._warn()
+        return metadata
+
+    def async_save(
+        self,
+        step: int,
+        state_dict: dict[str, Any],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        force: bool = False,
+        planner: SavePlanner | None = None,
+        executor: Literal["thread", "process"] = "thread",
+    ) -> Future[Metadata]:
+        """Saves a step in the background, once the one before is saved. Training may change the state as soon as this returns.
+
+        Args:
+            step, state_dict, metrics, force, planner: as for :meth:`save`.
+            executor: as for :func:`dcp_rs.async_save`.
+
+        Returns:
+            What :meth:`save` would have returned, once the step is durable and what the policies do not keep is gone. Whoever does not look at it
+            hears of a failure all the same, on every rank: from the next call that saves, loads, waits or closes, or from :meth:`should_save`.
+
+        Raises (on every rank):
+            As :meth:`save`, as far as it is known before the state is copied.
+        """
+        save_id = self._begin(step, metrics, force=force)
+        done: Future[Metadata] = Future()
+        self._team.pending = done
+        self._done = step
+        try:
+            saving = api.async_save(
+                state_dict,
+                self.path(step),
+                planner=planner,
+                executor=executor,
+                save_id=save_id,
+                **self._write_options,
+                **self._team.options,
+            )
+        except Exception as error:  # noqa: BLE001  # it may be this rank's alone: the next call raises it on all
+            done.set_exception(error)
+        else:
+            # In the thread that saved, before it turns to another save.
+            saving.add_done_callback(partial(self._finish, step, save_id, done))
+        return done
+
+    def wait(self) -> None:
+        """Returns once the save in the background is over, if there is one.
+
+        Raises (on every rank):
+            As the save, where it failed.
+        """
+        self._settle()
+
+    def delete(self, step: int) -> None:
+        """Removes a step, whatever the policies say.
+
+        Raises (on every rank):
+            CheckpointNotFoundError: there is no such step.
+            PlanError: the ranks name different steps.
+            OSError: it cannot be removed.
+        """
+        self._settle()
+
+        self._team.decide(step, self._keeper.delete)
+
+    # --- loads -----------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        state_dict: dict[str, Any],
+        step: int | None = None,
+        *,
+        planner: LoadPlanner | None = None,
+        **read_options: Any,
+    ) -> int | None:
+        """Loads a step into ``state_dict``.
+
+        Args:
+            state_dict: as for :func:`dcp_rs.load`.
+            step: default: the newest that is committed and whole. One that turns out to be damaged is passed over too (every byte is looked at with
+                ``verify=True``). What was passed over is warned of, and in ``passed_over``.
+            planner, read_options: as for :func:`dcp_rs.load`.
+
+        Returns:
+            The step that was loaded; None where no step was ever saved, and ``state_dict`` is as it was.
+
+        Raises (on every rank):
+            CheckpointNotFoundError: the root has no such step; or, without ``step``, it has steps, and none can be loaded.
+            As :func:`dcp_rs.load`.
+        """
+        return self._load(
+            step,
+            lambda path: api.load(state_dict, path, planner=planner, **self._team.options, **read_options),
+        )
+
+    def load_training_state(
+        self,
+        model: torch.nn.Module,
+        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
+        extra: dict[str, Any] | None = None,
+        step: int | None = None,
+        **options: Any,
+    ) -> int | None:
+        """As :meth:`load`, of a step that was saved with :func:`dcp_rs.optim.training_state`.
+
+        Args:
+            model, optimizers, extra, options: as for :func:`dcp_rs.optim.load_training_state`.
+            step: as for :meth:`load`.
+        """
+        optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+        return self._load(
+            step,
+            lambda path: optim.load_training_state(path, model, optimizers, extra, **self._team.options, **options),
+        )
+
+    def _load(self, step: int | None, load: Callable[[Path], object]) -> int | None:
+        self._settle()
+        number, self.passed_over = resume(self._team, self._keeper, step, load)
+        if self._team.leads:
+            for passed in self.passed_over:
+                warn_caller(f"not resumed from {passed}")
+        self.resumed = self._done = number
+        return number
+
+    # --- the end ---------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Waits for the save in the background, and puts signal handlers back. A second time it does nothing.
+
+        Raises (on every rank):
+            As the save, where it failed.
+        """
+        if self._closed:
+            return
+        try:
+            self._settle()
+        finally:
+            self._let_go()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif not self._closed:
+            # The other ranks may not come here: nothing that they would have a part in.
+            if self._team.pending is not None:
+                failure = self._team.pending.exception()
+                if failure is not None:
+                    error.add_note(f"besides, the save in the background failed: {failure}")
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._closed = True
+        self._preemption.close()
+        self._team.let_go()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            msg = f"the checkpoint manager of {self.root} is closed"
+            raise DcpRsError(msg, path=self.root)
+
+    # --- in the background -----------------------------------------------------------------------------
+
+    def _begin(self, step: int, metrics: Mapping[str, float] | None, *, force: bool) -> str:
+        """Waits for the save before, and makes the folder. Returns the id of the save."""
+        self._settle()
+        with self._keeper.explaining():
+            return self._team.decide(step, lambda step: self._keeper.prepare(step, metrics or {}, force=force))
+
+    def _finish(self, step: int, save_id: str, done: Future[Metadata], saving: Future[Metadata]) -> None:
+        """In the thread that saved."""
+        error = saving.exception()
+        if error is not None:
+            done.set_exception(error)
+            return
+        if self._team.leads:
+            self._keeper.committed(step, save_id)
+        done.set_result(saving.result())
+
+    def _settle(self) -> None:
+        """Waits for the save in the background, and raises on every rank where it failed on one."""
+        self._check_open()
+        try:
+            with self._keeper.explaining():
+                self._team.settle()
+        except BaseException:
+            self._done = None
+            raise
+        self._warn()
+
+    def _warn(self) -> None:
+        for problem in self._keeper.take_problems():
+            warn_caller(f"{self.root}: {problem}")

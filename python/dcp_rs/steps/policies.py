@@ -1,0 +1,159 @@
+"""Which steps stay: pure functions over what steps there are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal, Protocol
+
+__all__ = ["Policies", "best", "beyond", "check_positive", "keep_best", "keep_every", "keep_last", "keep_within"]
+
+
+class Saved(Protocol):
+    """What a policy looks at.
+
+    Attributes:
+        number: of the step.
+        saved: when its save began, in seconds since 1970.
+        nbytes: on the disk.
+        metrics: by name.
+    """
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def saved(self) -> float: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+
+def keep_last(steps: Iterable[Saved], count: int) -> set[int]:
+    """The ``count`` newest."""
+    return set(sorted(step.number for step in steps)[-count:])
+
+
+def keep_every(steps: Iterable[Saved], interval: int) -> set[int]:
+    """The first at or after each multiple of ``interval``, from ``interval`` on: the multiples, where those are saved."""
+    firsts: dict[int, int] = {}
+    for number in sorted(step.number for step in steps):
+        firsts.setdefault(number // interval, number)
+    return {number for multiple, number in firsts.items() if multiple > 0}
+
+
+def keep_within(steps: Iterable[Saved], seconds: float) -> set[int]:
+    """Those saved within ``seconds`` of the newest: a run that rested for a week has them all when it goes on."""
+    steps = sorted(steps, key=lambda step: step.number)
+    return {step.number for step in steps if step.saved >= steps[-1].saved - seconds}
+
+
+def keep_best(steps: Iterable[Saved], count: int, metric: str, mode: Literal["min", "max"]) -> set[int]:
+    """The ``count`` best by a metric; of equal ones the newer. Those that lack it, or have NaN, are not among them."""
+    sign = 1 if mode == "min" else -1
+    rated = [(sign * step.metrics[metric], -step.number) for step in steps if _has(step, metric)]
+    return {-number for _, number in sorted(rated)[:count]}
+
+
+def best(steps: Iterable[Saved], metric: str, mode: Literal["min", "max"]) -> int | None:
+    """The best of all by a metric, if any step has it."""
+    return next(iter(keep_best(steps, 1, metric, mode)), None)
+
+
+def _has(step: Saved, metric: str) -> bool:
+    return not math.isnan(step.metrics.get(metric, math.nan))
+
+
+def beyond(steps: Iterable[Saved], max_bytes: int, protected: Collection[int]) -> set[int]:
+    """What has to go, the oldest first, until the rest has no more than ``max_bytes``, or is protected."""
+    steps = sorted(steps, key=lambda step: step.number)
+    rest = sum(step.nbytes for step in steps)
+    gone = set()
+    for step in steps:
+        if rest <= max_bytes:
+            break
+        if step.number not in protected:
+            gone.add(step.number)
+            rest -= step.nbytes
+    return gone
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raises ``ValueError`` unless it is a positive integer, or None."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
+        msg = f"{name}={value!r}: a positive integer"
+        raise ValueError(msg)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policies:
+    """Which steps stay: each that one of the ``keep_*`` keeps, or all where none is set. What stays is bounded by ``max_bytes``.
+
+    Attributes:
+        keep_last: so many of the newest.
+        keep_every: the first at or after each multiple of this number of steps.
+        keep_within: those saved within this time, or this number of seconds, of the newest.
+        keep_best: so many of the best by ``metric``.
+        max_bytes: all of them together have no more; the oldest go first, whatever else would keep them.
+        metric: the name of what ``keep_best`` goes by.
+        mode: whether the lowest (``"min"``) or the highest (``"max"``) of it is best.
+
+    Raises:
+        ValueError: a number that is not positive; ``keep_best`` without ``metric``; another mode.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_within: timedelta | float | None = None
+    keep_best: int | None = None
+    max_bytes: int | None = None
+    metric: str | None = None
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        for name in ("keep_last", "keep_every", "keep_best", "max_bytes"):
+            check_positive(name, getattr(self, name))
+        if self.keep_within is not None and not 0 < self._seconds < math.inf:
+            msg = f"keep_within={self.keep_within!r}: a positive time, as a timedelta or in seconds"
+            raise ValueError(msg)
+        if self.mode not in ("min", "max"):
+            msg = f"mode={self.mode!r}: one of 'min', 'max'"
+            raise ValueError(msg)
+        if self.keep_best is not None and self.metric is None:
+            msg = "keep_best= needs metric=, the name of what is best"
+            raise ValueError(msg)
+
+    @property
+    def _seconds(self) -> float:
+        within = self.keep_within
+        return within.total_seconds() if isinstance(within, timedelta) else float(within or 0)
+
+    def kept(self, steps: Sequence[Saved]) -> set[int]:
+        """What the ``keep_*`` keep of ``steps``."""
+        if not any((self.keep_last, self.keep_every, self.keep_within, self.keep_best)):
+            return {step.number for step in steps}
+        kept: set[int] = set()
+        if self.keep_last is not None:
+            kept |= keep_last(steps, self.keep_last)
+        if self.keep_every is not None:
+            kept |= keep_every(steps, self.keep_every)
+        if self.keep_within is not None:
+            kept |= keep_within(steps, self._seconds)
+        if self.keep_best is not None and self.metric is not None:
+            kept |= keep_best(steps, self.keep_best, self.metric, self.mode)
+        return kept
+
+    def best(self, steps: Iterable[Saved]) -> int | None:
+        """The best of ``steps``, if there is a metric to tell by."""
+        return None if self.metric is None else best(steps, self.metric, self.mode)
+
+    def unneeded(self, steps: Sequence[Saved], protected: Collection[int]) -> set[int]:
+        """What may go: all that is neither kept nor protected, and what is beyond ``max_bytes`` of the rest."""
+        gone = {step.number for step in steps} - self.kept(steps) - set(protected)
+        return gone | self.too_much([step for step in steps if step.number not in gone], protected, room=0)
+
+    def too_much(self, steps: Sequence[Saved], protected: Collection[int], *, room: int) -> set[int]:
+        """What has to go so that there are ``room`` bytes left of ``max_bytes``."""
+        return set() if self.max_bytes is None else beyond(steps, self.max_bytes - room, protected)

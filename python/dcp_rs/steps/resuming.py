@@ -1,0 +1,42 @@
+"""Loading a step on all ranks: the newest that is whole, if no other is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, CorruptIndexError
+from dcp_rs.steps.keeper import Keeper
+from dcp_rs.steps.root import PassedOver
+from dcp_rs.steps.team import Team
+
+__all__ = ["resume"]
+
+#: A load of the latest step that fails with one of these goes on with the step before.
+_DAMAGED = (CorruptDataError, CorruptIndexError, CheckpointNotFoundError)
+
+
+def resume(
+    team: Team, keeper: Keeper, step: int | None, load: Callable[[Path], object]
+) -> tuple[int | None, list[PassedOver]]:
+    """Loads ``step``, or the newest that is whole and does not turn out to be damaged. Returns which, and what was passed over."""
+
+    def attempt(number: int) -> str | None:
+        try:
+            load(keeper.folder(number))
+        except _DAMAGED as error:
+            if step is not None:
+                raise
+            return str(error)
+        return None
+
+    damaged: dict[int, str] = {}
+    while True:
+        number, passed = team.decide(step, lambda step: keeper.choose(step, damaged))
+        # What one rank finds damaged, none has.
+        reasons = [] if number is None else [why for why in team.all(partial(attempt, number)) if why is not None]
+        if number is None or not reasons:
+            keeper.resumed = number
+            return number, passed
+        damaged[number] = reasons[0]

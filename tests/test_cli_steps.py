@@ -1,0 +1,123 @@
+"""``dcp-rs steps`` and ``prune``, and ``ls`` and ``inspect`` of the folder of a run."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+
+from dcp_rs import CheckpointManager
+from dcp_rs.cli import main
+
+
+@pytest.fixture
+def run(tmp_path):
+    with CheckpointManager(tmp_path / "run") as manager:
+        for step, loss in ((100, 2.0), (200, 1.0), (300, 3.0)):
+            manager.save(step, {"w": torch.ones(1000)}, metrics={"loss": loss, "lr": 0.1})
+        manager.save(400, {"w": torch.ones(1000)})
+        (manager.path(400) / "index.dcprs").unlink()
+        manager._root.begin(150, "0" * 32, {})  # killed at once
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def dcp_rs_does(capfd, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    def does(*arguments, status=0):
+        with pytest.raises(SystemExit) as ended:
+            main([*map(str, arguments)])
+        said = capfd.readouterr()
+        assert ended.value.code == status, said
+        return said.out
+
+    return does
+
+
+def folders(run):
+    return sorted(int(path.name.removeprefix("step-")) for path in run.iterdir())
+
+
+@pytest.mark.parametrize("command", ["steps", "ls", "inspect"])
+def test_the_steps_of_a_run(dcp_rs_does, run, command):
+    out = dcp_rs_does(command, run).splitlines()
+    assert out[0].split() == ["step", "age", "size", "verified", "metrics"]
+    assert [line.split()[0] for line in out[1:4]] == ["100", "200", "300"]
+    assert out[1].endswith("loss=2 lr=0.1")
+    assert out[4] == "passed over  step-150: its save did not finish"
+    assert out[5].startswith("passed over  step-400: it is complete, but its index.dcprs is gone: dcp-rs index")
+    assert out[6].startswith("3 steps, ")
+
+
+def test_the_steps_of_a_run_for_programs(dcp_rs_does, run):
+    found = json.loads(dcp_rs_does("steps", run, "--json"))
+    assert found["latest"] == 300
+    assert [(step["step"], step["metrics"]) for step in found["steps"]] == [
+        (100, {"loss": 2.0, "lr": 0.1}),
+        (200, {"loss": 1.0, "lr": 0.1}),
+        (300, {"loss": 3.0, "lr": 0.1}),
+    ]
+    assert [(step["step"], step["kind"]) for step in found["passed_over"]] == [(150, "unfinished"), (400, "no index")]
+    assert found["bytes"] == sum(step["bytes"] for step in found["steps"])
+
+
+def test_a_checkpoint_is_no_run(dcp_rs_does, run, tmp_path):
+    assert "float32  [1000]" in dcp_rs_does("ls", run / "step-100")
+    dcp_rs_does("steps", run / "step-100", status=2)
+    dcp_rs_does("steps", tmp_path / "nowhere", status=2)
+    dcp_rs_does("prune", tmp_path / "nowhere", status=2)
+    dcp_rs_does("ls", tmp_path, status=2)
+
+
+def test_pruning_first_says_what_would_go(dcp_rs_does, run):
+    out = dcp_rs_does("prune", run, "--keep-last", 1, "--keep-best", 1, "--metric", "loss")
+    assert "to go    step-100" in out
+    assert "to go    step-150  its save did not finish" in out
+    assert "kept     step-200" in out
+    assert "2 steps, " in out
+    assert folders(run) == [100, 150, 200, 300, 400]
+    out = dcp_rs_does("prune", run, "--keep-last", 1, "--keep-best", 1, "--metric", "loss", "--yes")
+    assert "removed  step-100" in out
+    assert folders(run) == [200, 300, 400]
+    assert dcp_rs_does("prune", run, "--keep-last", 2, "--yes").endswith("nothing to remove\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ((), [100, 200, 300]),
+        (("--keep-every", 200), [200, 300]),
+        (("--keep-within", "1h"), [100, 200, 300]),
+        (("--max-bytes", "20kB"), [200, 300]),
+        (("--max-bytes", "1"), [300]),  # never the latest
+        (("--keep-best", 1, "--metric", "loss", "--mode", "max"), [300]),
+        (("--keep-best", 1, "--metric", "loss", "--verify"), [200, 300]),
+    ],
+)
+def test_pruning_by_every_policy(dcp_rs_does, run, options, left):
+    found = json.loads(dcp_rs_does("prune", run, *options, "--yes", "--json"))
+    assert [step["step"] for step in found["kept"]] == left
+    assert [step["step"] for step in found["unfinished"]] == [150]
+    assert folders(run) == [*left, 400]
+
+
+def test_what_is_not_removed_is_a_finding(dcp_rs_does, run):
+    for step in (200, 300):
+        data = next((run / f"step-{step}").glob("g*"))
+        with data.open("r+b") as file:
+            file.seek(-10, os.SEEK_END)
+            file.write(b"x")
+    out = dcp_rs_does("prune", run, "--keep-last", 2, "--verify", "--yes", status=1)
+    assert "problem  step 300 is damaged" in out
+    assert "nothing was removed" in out
+    assert folders(run) == [100, 200, 300, 400]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [("--keep-within", "soon"), ("--max-bytes", "5XB"), ("--keep-last", "0"), ("--keep-best", "1"), ("--mode", "best")],
+)
+def test_what_makes_no_sense_is_said(dcp_rs_does, run, wrong):
+    dcp_rs_does("prune", run, *wrong, status=2)

@@ -1,0 +1,501 @@
+"""The checkpoint manager on one rank."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+
+import dcp_rs
+from dcp_rs import CheckpointManager, RsSavePlanner
+from dcp_rs.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    DcpRsError,
+    PlanError,
+    SaveInProgressError,
+    UnsupportedError,
+)
+from dcp_rs.optim import training_state
+
+
+@pytest.fixture
+def run(tmp_path):
+    return tmp_path / "run"
+
+
+def state_of(step):
+    return {"w": torch.full((1000,), float(step)), "at": {"step": step}}
+
+
+def bad_state(step):
+    return state_of(step) | {"bad": torch.empty(1, device="meta")}
+
+
+def numbers(manager):
+    return [step.number for step in manager.steps()]
+
+
+def loaded(manager, step=None, **options):
+    state = {"w": torch.zeros(1000), "at": {"step": -1}}
+    found = manager.load(state, step, **options)
+    if found is not None:
+        assert state["w"].eq(float(found)).all()
+        assert state["at"] == {"step": found}
+    return found
+
+
+def data_file(manager, step):
+    return next(manager.path(step).glob("g*.safetensors"))
+
+
+def flip(manager, step):
+    with data_file(manager, step).open("r+b") as file:
+        file.seek(-10, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+# --- saves and loads -----------------------------------------------------------------------------------
+
+
+def test_a_run_begins_and_goes_on(run):
+    with CheckpointManager(run, save_every=10, keep_last=2) as manager:
+        assert loaded(manager) is None
+        assert manager.resumed is None
+        for step in range(1, 36):
+            if manager.should_save(step):
+                manager.save(step, state_of(step))
+    assert sorted(p.name for p in run.iterdir()) == ["step-20", "step-30"]
+    with CheckpointManager(run, save_every=10, keep_last=2) as manager:
+        assert loaded(manager) == 30
+        assert manager.resumed == 30
+        assert manager.passed_over == []
+        assert not manager.should_save(30)  # it is there
+        assert loaded(manager, 20) == 20
+        with pytest.raises(CheckpointNotFoundError, match=r"there is no step 10 in .*: it has 20, 30"):
+            manager.load({}, 10)
+
+
+def test_saves_in_the_background_follow_each_other(run):
+    with CheckpointManager(run, keep_last=3, fsync=False) as manager:
+        state = state_of(0)
+        for step in range(1, 8):
+            state["w"].fill_(step)
+            state["at"]["step"] = step
+            future = manager.async_save(step, state, metrics={"loss": 10.0 - step})
+            assert len(numbers(manager)) <= 4
+        metadata = future.result(60)
+        assert numbers(manager) == [5, 6, 7]  # what goes is gone when the future is done
+        assert metadata.state_dict_metadata.keys() == {"w", "at.step"}
+        assert loaded(manager) == 7
+        assert [step.metrics for step in manager.steps()] == [{"loss": 5.0}, {"loss": 4.0}, {"loss": 3.0}]
+        assert all(dcp_rs.verify(step.path).leftovers == [] for step in manager.steps())
+
+
+def test_a_step_that_is_there_is_not_replaced_unless_that_is_asked_for(run):
+    with CheckpointManager(run) as manager:
+        manager.save(5, state_of(5), metrics={"loss": 1})
+        for save in (manager.save, manager.async_save):
+            with pytest.raises(CheckpointExistsError, match=r"a step 5 in .* already: force=True replaces it"):
+                save(5, state_of(6))
+        assert loaded(manager) == 5
+        with pytest.raises(UnsupportedError):
+            manager.save(5, bad_state(6), metrics={"loss": 2}, force=True)
+        assert loaded(manager) == 5
+        assert manager.steps()[0].metrics == {"loss": 1}
+        manager.save(5, {"w": torch.ones(3)}, metrics={"loss": 3}, force=True)
+        assert manager.steps()[0].metrics == {"loss": 3}
+        assert dcp_rs.open(manager.path(5))["w"].tolist() == [1, 1, 1]
+
+
+def test_training_state_is_saved_and_resumed(run):
+    def job(seed):
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(4, 2)
+        return model, torch.optim.AdamW(model.parameters()), {"step": 0}
+
+    model, optimizer, extra = job(0)
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    with CheckpointManager(run) as manager:
+        assert manager.load_training_state(*job(1)) is None
+        manager.async_save(7, training_state(model, optimizer, extra | {"step": 7}))
+        other, other_optimizer, extra = job(1)
+        assert manager.load_training_state(other, other_optimizer, extra) == 7
+    assert extra == {"step": 7}
+    assert torch.equal(other.weight, model.weight)
+    moments = other_optimizer.state_dict()["state"][0]["exp_avg"]
+    assert torch.equal(moments, optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, "3", True])
+def test_what_is_no_step_is_refused(run, step):
+    with CheckpointManager(run) as manager, pytest.raises(ValueError, match="an integer from 0 on"):
+        manager.save(step, state_of(0))
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("loss", ["1.0", None, [1]])
+def test_what_is_no_metric_is_refused(run, loss):
+    with CheckpointManager(run) as manager, pytest.raises(ValueError, match=r"metrics\['loss'\]"):
+        manager.save(1, state_of(1), metrics={"loss": loss})
+    assert not run.exists()
+
+
+def test_tensors_are_metrics_and_nan_is_never_best(run):
+    with CheckpointManager(run, metric="loss", keep_last=1) as manager:
+        assert manager.best_step() is None
+        for step, loss in ((1, torch.tensor(2.0)), (2, float("nan")), (3, torch.tensor(3))):
+            manager.save(step, state_of(step), metrics={"loss": loss})
+        assert manager.best_step() == 1
+        assert numbers(manager) == [1, 3]
+    with CheckpointManager(run) as manager, pytest.raises(ValueError, match="needs metric="):
+        manager.best_step()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"save_every": 0}, {"keep_last": -1}, {"keep_best": 1}, {"io": "fast"}, {"preemption": signal.SIGKILL}],
+)
+def test_arguments_that_make_no_sense_are_refused_at_once(run, wrong):
+    with pytest.raises(ValueError, match=r"save_every|keep_last|metric|io|SIGKILL"):
+        CheckpointManager(run, **wrong)
+
+
+# --- what is resumed from --------------------------------------------------------------------------------
+
+
+def killed(manager, step):
+    """What a save leaves that is killed before its commit."""
+    manager._root.begin(step, f"{step:032x}", {})
+    dcp_rs.save(state_of(step), manager.path(step), save_id=f"{step:032x}", no_dist=True)
+    (manager.path(step) / "index.dcprs").unlink()
+
+
+def test_a_run_that_never_saved_begins_anew_beside_what_a_kill_left(run):
+    with CheckpointManager(run) as manager:
+        killed(manager, 5)
+        with pytest.warns(UserWarning, match="not resumed from step-5: its save did not finish"):
+            assert loaded(manager) is None
+        assert [(passed.number, passed.kind) for passed in manager.passed_over] == [(5, "unfinished")]
+        manager.save(5, state_of(5))  # in its place
+        assert loaded(manager) == 5
+        assert len(list(manager.path(5).glob("g*"))) == 1
+
+
+def test_what_cannot_be_resumed_from_is_passed_over_and_named(run):
+    with CheckpointManager(run, keep_last=1) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step))
+    with CheckpointManager(run, keep_last=10) as manager:
+        for step in (3, 4):
+            manager.save(step, state_of(step))
+        os.truncate(data_file(manager, 3), 10)
+        (manager.path(4) / "index.dcprs").unlink()
+        killed(manager, 5)
+        with pytest.warns(UserWarning, match="not resumed from") as said:
+            assert loaded(manager) == 2
+        kinds = [(passed.number, passed.kind) for passed in manager.passed_over]
+        assert kinds == [(5, "unfinished"), (4, "no index"), (3, "damaged")]
+        assert len(said) == 3
+        assert manager.latest_step() == 2
+        # The run goes on over what was damaged or not finished, and stops before what may be whole.
+        manager.save(3, state_of(3))
+        with pytest.raises(CheckpointExistsError, match=r"dcp_rs\.index"):
+            manager.save(4, state_of(4))
+        manager.save(4, state_of(4), force=True)
+        manager.save(5, state_of(5))
+        assert numbers(manager) == [2, 3, 4, 5]
+        assert loaded(manager) == 5
+
+
+def test_damage_that_only_reading_finds_is_passed_over_too(run):
+    with CheckpointManager(run) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step))
+        flip(manager, 3)
+        flip(manager, 2)
+        with pytest.warns(UserWarning, match="not resumed from step-[23]: corrupt data"):
+            assert loaded(manager, verify=True) == 1
+        assert [passed.number for passed in manager.passed_over] == [3, 2]
+        with pytest.raises(dcp_rs.errors.CorruptDataError):
+            loaded(manager, 3, verify=True)
+        flip(manager, 1)
+        with pytest.raises(
+            CheckpointNotFoundError, match=r"none can be resumed from: step-3: corrupt.*step-1: corrupt"
+        ):
+            loaded(manager, verify=True)
+
+
+def test_a_run_does_not_begin_anew_beside_checkpoints_that_it_cannot_take(run):
+    with CheckpointManager(run) as manager:
+        torch.distributed.checkpoint.save(state_of(3), checkpoint_id=manager.path(3), no_dist=True)
+        with pytest.raises(CheckpointNotFoundError, match=r"none can be resumed from: step-3: .*dcp_rs\.index"):
+            loaded(manager)
+        with pytest.raises(CheckpointNotFoundError, match=r"no step 3 .*dcp_rs\.index.*it has none"):
+            loaded(manager, 3)
+        dcp_rs.index(manager.path(3))
+        assert loaded(manager) == 3
+
+
+def test_a_state_dict_that_does_not_fit_is_no_damage(run):
+    with CheckpointManager(run) as manager:
+        manager.save(1, state_of(1))
+        manager.save(2, {"w": torch.ones(3)})
+        with pytest.raises(PlanError):
+            loaded(manager)
+
+
+# --- what goes -------------------------------------------------------------------------------------------
+
+
+def test_what_the_run_resumed_from_and_the_best_stay(run):
+    with CheckpointManager(run) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step), metrics={"loss": step})
+    with CheckpointManager(run, keep_last=1, metric="loss") as manager:
+        assert loaded(manager, 2) == 2
+        for step in (4, 5):
+            manager.save(step, state_of(step), metrics={"loss": step})
+        assert numbers(manager) == [1, 2, 5]
+
+
+def test_max_bytes_makes_room_before_a_save(run):
+    seen = []
+
+    class Looking(RsSavePlanner):
+        def finish_plan(self, new_plan):
+            seen.append(numbers(manager))
+            return super().finish_plan(new_plan)
+
+    with CheckpointManager(run) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step))
+        one = manager.steps()[0].nbytes
+    with CheckpointManager(run, max_bytes=3 * one + one // 2) as manager:
+        manager.save(4, state_of(4), planner=Looking())
+        assert seen == [[2, 3]]
+        assert numbers(manager) == [2, 3, 4]
+    with CheckpointManager(run, max_bytes=1) as manager:
+        manager.save(5, state_of(5), planner=Looking())
+        assert seen == [[2, 3], [4]]  # never the latest, before the new one is there
+        assert numbers(manager) == [5]
+
+
+def test_nothing_goes_before_what_stays_is_verified(run):
+    with CheckpointManager(run, keep_last=1, verify_before_prune=True) as manager:
+        manager.save(1, state_of(1))
+        manager.save(2, state_of(2))
+        assert [(step.number, step.verified) for step in manager.steps()] == [(2, True)]
+
+
+def test_what_cannot_be_removed_is_warned_of_and_no_error(run):
+    with CheckpointManager(run, keep_last=1) as manager:
+        manager.save(1, state_of(1))
+        (run / ".removing-step-1").write_text("in the way")
+        with pytest.warns(UserWarning, match="step 1 could not be removed|killed saves left is still there") as said:
+            manager.save(2, state_of(2))
+        assert len(said) == 2
+        manager.async_save(3, state_of(3)).result(60)
+        with pytest.warns(UserWarning, match="step [12] could not be removed|killed saves left is still there"):
+            manager.wait()
+        (run / ".removing-step-1").unlink()
+        manager.save(4, state_of(4))
+        assert numbers(manager) == [4]
+
+
+def test_steps_are_deleted_on_request(run):
+    with CheckpointManager(run) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step))
+        manager.delete(2)
+        assert numbers(manager) == [1]
+        with pytest.raises(CheckpointNotFoundError, match=r"there is no step 2 in .*: it has 1"):
+            manager.delete(2)
+
+
+def save_and_wait(manager, step, state, *, background):
+    (manager.async_save if background else manager.save)(step, state)
+    manager.wait()
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="mounting needs root")
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_names_what_could_go_and_the_run_goes_on(tmp_path, background):
+    place = tmp_path / "small"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", place], check=False).returncode:
+        pytest.skip("no right to mount a small file system")
+    try:
+        with CheckpointManager(place / "run", keep_last=5) as manager:
+            state = {"w": torch.ones(550_000)}
+            for step in (1, 2, 3):
+                manager.save(step, state)
+            with pytest.raises(OSError, match="No space left") as failed:
+                save_and_wait(manager, 4, state, background=background)
+            assert failed.value.errno == errno.ENOSPC
+            notes = "\n".join(failed.value.__notes__)
+            assert f"of {manager.root} these steps could be removed: 1 (2,2" in notes
+            assert "bytes), 2 (2,2" in notes
+            assert "3 (2,2" not in notes
+            assert numbers(manager) == [1, 2, 3]
+            manager.delete(1)
+            manager.save(4, state)
+            assert numbers(manager) == [2, 3, 4]
+    finally:
+        subprocess.run(["umount", "--lazy", place], check=True)
+
+
+# --- a save in the background that fails -----------------------------------------------------------------
+
+
+def fail_at(call, manager):
+    if call == "save":
+        manager.save(9, state_of(9))
+    elif call == "async_save":
+        manager.async_save(9, state_of(9))
+    elif call == "load":
+        loaded(manager)
+    elif call == "delete":
+        manager.delete(1)
+    elif call == "should_save":
+        while not manager.should_save(9):
+            threading.Event().wait(0.01)
+    else:
+        getattr(manager, call)()
+
+
+@pytest.mark.parametrize("call", ["save", "async_save", "load", "delete", "should_save", "wait", "close"])
+def test_a_failure_in_the_background_is_raised_once_by_the_next_call(run, call):
+    manager = CheckpointManager(run, keep_last=1)
+    manager.save(1, state_of(1))
+    future = manager.async_save(2, bad_state(2))
+    with pytest.raises(UnsupportedError, match="meta device"):
+        fail_at(call, manager)
+    assert isinstance(future.exception(), UnsupportedError)
+    assert numbers(manager) == [1]  # nothing was removed, nor saved
+    if call == "close":
+        with pytest.raises(DcpRsError, match="is closed"):
+            manager.wait()
+    else:
+        manager.async_save(2, state_of(2))
+    manager.close()
+    assert numbers(manager) == ([1] if call == "close" else [2])
+
+
+def test_the_end_of_a_block_raises_what_failed_in_the_background(run):
+    with pytest.raises(UnsupportedError, match="meta device"), CheckpointManager(run) as manager:
+        manager.async_save(2, bad_state(2))
+
+
+def fail_in_a_block(manager, state):
+    with manager:
+        manager.async_save(2, state)
+        raise KeyError("the loop's own")
+
+
+def test_an_error_in_a_block_is_not_hidden_by_one_in_the_background(run):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyError) as raised:
+        fail_in_a_block(CheckpointManager(run, preemption=signal.SIGTERM), bad_state(2))
+    assert "the save in the background failed" in raised.value.__notes__[0]
+    assert signal.getsignal(signal.SIGTERM) == before
+    manager = CheckpointManager(run)
+    with pytest.raises(KeyError):
+        fail_in_a_block(manager, state_of(2))
+    assert numbers(manager) == [2]
+
+
+def test_a_step_that_another_process_saves_is_refused(run):
+    claim = """
+import sys, torch, dcp_rs
+class Paused(dcp_rs.RsWriter):
+    def finish(self, metadata, results):
+        print("written", flush=True)
+        sys.stdin.read()
+        super().finish(metadata, results)
+torch.distributed.checkpoint.save({"w": torch.ones(3)}, storage_writer=Paused(sys.argv[1]), no_dist=True)
+"""
+    with CheckpointManager(run) as manager:
+        command = [sys.executable, "-c", claim, manager.path(4)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+            assert other.stdout.readline() == b"written\n"
+            with pytest.raises(SaveInProgressError, match="a process is saving it"):
+                manager.save(4, state_of(4))
+            other.stdin.close()
+        assert numbers(manager) == [4]
+
+
+# --- preemption ------------------------------------------------------------------------------------------
+
+
+def test_a_signal_is_a_reason_to_save(run):
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("before"))
+    try:
+        with CheckpointManager(run, save_every=100, preemption=signal.SIGTERM) as manager:
+            assert not manager.should_save(1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not manager.preempted  # the ranks have not agreed
+            assert manager.should_save(2)
+            assert manager.preempted
+            manager.save(2, state_of(2))
+            assert not manager.should_save(2)
+            assert manager.should_save(3)
+        assert heard == ["before"]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == ["before", "before"]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_function_is_asked(run):
+    answers = iter([False, True])
+    with CheckpointManager(run, preemption=lambda: next(answers)) as manager:
+        assert not manager.should_save(1)
+        assert manager.should_save(2)
+        assert manager.should_save(3)  # it is not asked again
+
+
+def test_a_handler_that_somebody_put_in_its_place_stays(run):
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        manager = CheckpointManager(run, preemption=signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        manager.close()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_needs_the_main_thread(run):
+    errors = []
+
+    def make():
+        try:
+            CheckpointManager(run, preemption=signal.SIGTERM)
+        except ValueError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert errors == ["preemption= takes a signal in the main thread only; elsewhere, give it a function"]
+
+
+def test_a_manager_that_only_looks_changes_nothing(run):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with CheckpointManager(run, keep_last=1) as manager:
+            assert manager.latest_step() is None
+            assert repr(manager) == f"CheckpointManager({str(run)!r})"
+        manager.close()
+    assert not run.exists()

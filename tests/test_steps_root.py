@@ -1,0 +1,341 @@
+"""What steps a root has, found out by looking; and what a removal that is cut short leaves."""
+
+import json
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import dcp_rs
+from dcp_rs import RsWriter
+from dcp_rs.errors import UnsupportedError
+from dcp_rs.steps.policies import Policies
+from dcp_rs.steps.pruning import prune
+from dcp_rs.steps.root import PassedOver, Root, Step
+
+
+@pytest.fixture
+def root(tmp_path):
+    return Root(tmp_path / "run")
+
+
+def save(root, number, metrics=None, *, settle=True):
+    save_id = f"{number:032x}"
+    root.begin(number, save_id, metrics or {})
+    dcp_rs.save({"w": torch.full((1000,), float(number))}, root.folder(number), save_id=save_id, no_dist=True)
+    if settle:
+        root.settle(number, save_id)
+    return root.folder(number)
+
+
+def numbers(root):
+    return [step.number for step in root.look().steps]
+
+
+def only_passed_over(root):
+    listing = root.look()
+    assert listing.steps == []
+    assert root.latest() is None
+    (passed,) = listing.passed_over
+    return passed
+
+
+def data_file(folder):
+    return next(folder.glob("g*.safetensors"))
+
+
+def test_a_root_that_is_not_there_has_no_steps(root):
+    assert root.look().steps == root.look().passed_over == []
+    assert root.latest() is None
+    assert root.sweep() == []
+
+
+def test_steps_are_folders_with_an_index(root):
+    for number in (20, 3, 100):
+        save(root, number, {"loss": number / 2})
+    (root.path / "step-5").write_text("a file")
+    (root.path / "latest").symlink_to("step-3")
+    (root.path / "logs").mkdir()
+    assert numbers(root) == [3, 20, 100]
+    assert root.latest().number == 100
+    step = root.look().steps[1]
+    assert step == Step(
+        number=20,
+        path=root.folder(20),
+        save_id=f"{20:032x}",
+        saved=step.saved,
+        nbytes=sum(f.stat().st_size for f in root.folder(20).iterdir() if f.suffix in (".safetensors", ".dcprs")),
+        metrics={"loss": 10.0},
+    )
+    assert dcp_rs.open(step.path).save_id == step.save_id
+
+
+def test_a_step_that_is_a_link_is_a_step_and_its_removal_that_of_the_link(root, tmp_path):
+    save(root, 1)
+    elsewhere = tmp_path / "elsewhere"
+    root.folder(1).rename(elsewhere)
+    root.folder(1).symlink_to(elsewhere)
+    assert numbers(root) == [1]
+    root.remove(1)
+    assert numbers(root) == []
+    assert dcp_rs.verify(elsewhere).ok
+
+
+def without_index(folder):
+    (folder / "index.dcprs").unlink()
+
+
+def cut_data(folder):
+    os.truncate(data_file(folder), 100)
+
+
+def remove_data(folder):
+    data_file(folder).unlink()
+
+
+def flip_index(folder):
+    data = bytearray((folder / "index.dcprs").read_bytes())
+    data[200] ^= 1
+    (folder / "index.dcprs").write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("harm", "kind", "why"),
+    [
+        (without_index, "no index", "dcp_rs.index"),
+        (cut_data, "damaged", "has 100 bytes, and should have"),
+        (remove_data, "damaged", "is gone"),
+        (flip_index, "damaged", "corrupt index"),
+    ],
+)
+def test_what_was_whole_and_is_not_is_passed_over_and_never_removed(root, harm, kind, why):
+    harm(save(root, 10))
+    passed = only_passed_over(root)
+    assert passed.number == 10
+    assert passed.kind == kind
+    assert why in str(passed)
+    save(root, 20)
+    assert root.sweep() == []
+    assert prune(root, Policies(keep_last=1)).removed == []
+    assert root.folder(10).is_dir()
+
+
+def test_a_lost_index_can_be_made_anew(root):
+    without_index(save(root, 10))
+    dcp_rs.index(root.folder(10))
+    assert numbers(root) == [10]
+
+
+@pytest.mark.parametrize("left", ["all its data", "some of its data", "a temporary index", "no data"])
+def test_what_a_killed_save_leaves_goes_once_a_newer_step_is_there(root, left):
+    folder = save(root, 10, settle=False)
+    if left == "a temporary index":
+        (folder / "index.dcprs").rename(folder / "index.dcprs.0123456789abcdef.tmp")
+    else:
+        without_index(folder)
+    if left == "some of its data":
+        cut_data(folder)
+    elif left == "no data":
+        remove_data(folder)
+    (folder / f"saving-{0:032x}.json.0123456789abcdef.tmp").write_text("{")
+    passed = only_passed_over(root)
+    assert passed.kind == "unfinished"
+    assert str(passed) == "step-10: its save did not finish"
+    save(root, 5)
+    assert root.sweep() == []  # it may be under way
+    save(root, 20)
+    assert [found.number for found in root.sweep()] == [10]
+    assert sorted(p.name for p in root.path.iterdir()) == ["step-20", "step-5"]
+
+
+class Paused(RsWriter):
+    """Waits with what it wrote, before the commit."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.written, self.go = threading.Event(), threading.Event()
+
+    def finish(self, metadata, results):
+        self.written.set()
+        assert self.go.wait(60)
+        super().finish(metadata, results)
+
+
+def test_a_save_that_goes_on_is_left_alone(root):
+    root.begin(10, f"{10:032x}", {})
+    writer = Paused(root.folder(10))
+    thread = threading.Thread(
+        target=dcp.save, args=({"w": torch.ones(2)},), kwargs={"storage_writer": writer, "no_dist": True}
+    )
+    thread.start()
+    try:
+        assert writer.written.wait(60)
+        save(root, 20)
+        passed = root.look_at(10)
+        swept = root.sweep()
+    finally:
+        writer.go.set()
+        thread.join()
+    assert isinstance(passed, PassedOver)
+    assert passed.kind == "in use"
+    assert swept == []
+    assert numbers(root) == [10, 20]
+
+
+def test_what_others_saved_is_named_and_left_alone(root):
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=root.folder(10), no_dist=True)
+    passed = only_passed_over(root)
+    assert passed.kind == "foreign"
+    assert "dcp_rs.index" in passed.why
+    save(root, 20)
+    assert root.sweep() == []
+    dcp_rs.index(root.folder(10))
+    assert numbers(root) == [10, 20]
+
+
+def test_a_name_in_another_form_is_no_step(root):
+    save(root, 7)
+    root.folder(7).rename(root.path / "step-007")
+    passed = only_passed_over(root)
+    assert (passed.number, passed.kind, passed.path.name) == (7, "foreign", "step-007")
+    save(root, 7)
+    assert numbers(root) == [7]
+    assert len(root.look().passed_over) == 1
+
+
+# --- what is noted of a save ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "notes", ["", "{", "[]", '{"saved": "x", "metrics": {}}', '{"saved": 1, "metrics": {"a": []}}']
+)
+def test_notes_need_not_be_right(root, notes):
+    folder = save(root, 10, {"loss": 1.0})
+    (folder / f"saved-{10:032x}.json").write_text(notes)
+    step = root.latest()
+    assert step.metrics == {}
+    assert step.saved == (folder / "index.dcprs").stat().st_mtime
+
+
+def test_notes_of_another_save_are_not_believed(root):
+    folder = save(root, 10, {"loss": 1.0})
+    # Begun, and killed before its commit: the old one is there.
+    root.begin(10, f"{11:032x}", {"loss": 0.0})
+    assert root.latest().metrics == {"loss": 1.0}
+    root.verify(root.latest())
+    assert root.latest().verified
+    dcp_rs.save({"w": torch.ones(3)}, folder, save_id=f"{11:032x}", no_dist=True)
+    assert root.latest().metrics == {"loss": 0.0}
+    assert not root.latest().verified
+    root.settle(10, f"{11:032x}")
+    assert root.latest().metrics == {"loss": 0.0}
+    assert [p.name for p in folder.glob("saved-*")] == [f"saved-{11:032x}.json"]
+    assert list(folder.glob("verified-*")) == []
+
+
+def test_notes_are_plain_json(root):
+    folder = save(root, 10, {"loss": 0.5})
+    notes = json.loads((folder / f"saved-{10:032x}.json").read_text())
+    assert notes["step"] == 10
+    assert notes["metrics"] == {"loss": 0.5}
+
+
+def test_only_what_was_read_and_is_right_is_verified(root):
+    folder = save(root, 10)
+    assert root.verify(root.latest()).ok
+    assert root.latest().verified
+    folder = save(root, 20)
+    with data_file(folder).open("r+b") as file:
+        file.seek(-10, os.SEEK_END)
+        file.write(b"x")
+    assert not root.verify(root.latest()).ok
+    assert not root.latest().verified
+
+
+# --- removal ---------------------------------------------------------------------------------------------
+
+
+def test_a_removal_that_was_cut_short_leaves_no_step(root):
+    save(root, 10)
+    save(root, 20)
+    doomed = root.path / ".removing-step-10"
+    root.folder(10).rename(doomed)
+    remove_data(doomed)
+    assert numbers(root) == [20]
+    assert root.look().passed_over == []
+    save(root, 10)  # again
+    root.remove(10)
+    assert sorted(p.name for p in root.path.iterdir()) == ["step-20"]
+    save(root, 30).rename(root.path / ".removing-step-30")
+    (root.path / ".removing-step-x").mkdir()  # of somebody else
+    root.sweep()
+    assert sorted(p.name for p in root.path.iterdir()) == [".removing-step-x", "step-20"]
+
+
+def test_a_step_that_is_gone_is_removed(root):
+    root.path.mkdir()
+    root.remove(10)
+    assert root.look_at(10) is None
+
+
+def test_pruning_keeps_the_latest_the_best_and_what_is_protected(root):
+    for number, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 5.0), (5, 4.0)):
+        save(root, number, {"loss": loss})
+    done = prune(root, Policies(keep_last=1, metric="loss"), protected={3})
+    assert [step.number for step in done.removed] == [1, 4]
+    assert done.problems == []
+    assert numbers(root) == [2, 3, 5]
+
+
+def test_pruning_counts_only_what_is_whole(root):
+    for number in (1, 2, 3):
+        save(root, number)
+    cut_data(root.folder(2))
+    prune(root, Policies(keep_last=2))
+    assert numbers(root) == [1, 3]
+
+
+def test_nothing_goes_before_what_stays_is_verified(root):
+    for number in (1, 2, 3):
+        save(root, number)
+    policies = Policies(keep_last=1)
+    with data_file(root.folder(3)).open("r+b") as file:
+        file.seek(-10, os.SEEK_END)
+        file.write(b"x")
+    done = prune(root, policies, verify=True)
+    assert done.removed == []
+    assert "step 3 is damaged" in done.problems[0]
+    assert "nothing was removed" in done.problems[1]
+    save(root, 4)
+    done = prune(root, policies, verify=True)
+    assert [step.number for step in done.removed] == [1, 2, 3]
+    assert [(step.number, step.verified) for step in root.look().steps] == [(4, True)]
+
+
+def test_a_damaged_newest_step_is_no_reason_to_keep_all_where_another_one_stays(root):
+    for number in (1, 2, 3):
+        save(root, number)
+    with data_file(root.folder(3)).open("r+b") as file:
+        file.seek(-10, os.SEEK_END)
+        file.write(b"x")
+    done = prune(root, Policies(keep_last=2), verify=True)
+    assert [step.number for step in done.removed] == [1]
+    assert len(done.problems) == 1
+    assert [(step.number, step.verified) for step in root.look().steps] == [(2, True), (3, False)]
+
+
+def test_what_cannot_be_removed_is_said(root):
+    for number in (1, 2):
+        save(root, number)
+    root.path.joinpath(".removing-step-1").write_text("")  # not a folder: nothing can be put in its place
+    done = prune(root, Policies(keep_last=1))
+    assert done.removed == []
+    assert len(done.problems) == 2
+    assert numbers(root) == [1, 2]
+
+
+def test_a_root_with_a_scheme_is_refused():
+    with pytest.raises(UnsupportedError, match="s3://"):
+        Root("s3://bucket/run")
