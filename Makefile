@@ -12,6 +12,8 @@ ARGS   ?=
 FUZZ_SECONDS ?= 60
 # How long the soak runs.
 SECONDS ?= 600
+# What wheels are built for.
+WHEEL_TARGETS ?= x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu x86_64-unknown-linux-musl aarch64-unknown-linux-musl
 # How many steps the soak of the checkpoint manager saves, on each number of ranks.
 STEPS  ?= 10000
 
@@ -30,7 +32,7 @@ export UV_SYSTEM_CERTS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help build demo test test-rust test-python test-slow test-oldest check check-rust check-python \
-	fmt bench crash soak soak-steps fuzz dist clean
+	fmt bench crash soak soak-steps fuzz wheels dist clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -120,6 +122,19 @@ fuzz:  ## Every fuzz target for FUZZ_SECONDS each (needs nightly Rust and cargo-
 		cargo +nightly fuzz run --fuzz-dir rust/fuzz $$target rust/fuzz/corpus/$$target rust/fuzz/seeds/$$target -- \
 			-max_total_time=$(FUZZ_SECONDS) -max_len=65536 -malloc_limit_mb=64 -timeout=10 -print_final_stats=1; \
 	done
+
+# Wheels for other platforms are linked by zig, which comes from PyPI. glibc 2.28 and musl 1.2 are as old as torch's own wheels ask for.
+wheels: $(VENV)/.wheel-tools  ## A wheel for each of WHEEL_TARGETS, in dist/, checked by auditwheel
+	@set -e; for target in $(WHEEL_TARGETS); do \
+		rustup target add --toolchain "$$(rustup show active-toolchain | cut -d' ' -f1)" $$target; \
+		case $$target in *-musl) policy=musllinux_1_2;; *) policy=manylinux_2_28;; esac; \
+		PATH="$(abspath $(BIN)):$$PATH" maturin build --release --zig --target $$target --compatibility $$policy --out dist; \
+	done
+	@for wheel in dist/*linux*.whl; do $(BIN)/auditwheel show $$wheel; done
+
+$(VENV)/.wheel-tools: $(VENV)/.deps
+	$(UV) pip install --quiet --python $(PY) ziglang auditwheel
+	@touch $@
 
 dist: $(VENV)/.deps  ## The sdist, and the wheel built from it, in dist/
 	rm -rf dist
