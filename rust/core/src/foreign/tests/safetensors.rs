@@ -178,7 +178,12 @@ fn kinds_are_found_by_looking() {
     assert!(refused(&missing, "no such path").to_string().contains("nothing"));
     refused(dir.path(), "the folder is empty");
     fs::write(dir.path().join("model.pt"), "PK").unwrap();
-    refused(&dir.path().join("model.pt"), "only .safetensors");
+    refused(&dir.path().join("model.pt"), "not a file of torch.save");
+    fs::write(dir.path().join("model.txt"), "PK").unwrap();
+    refused(
+        &dir.path().join("model.txt"),
+        "of single files those of torch.save open",
+    );
     fs::write(dir.path().join("__0_0.distcp"), "x").unwrap();
     refused(dir.path(), "the save did not finish");
 }

@@ -121,7 +121,7 @@ pub(super) fn look_at(source: &Source<'_>, fetched: &[Fetched], threads: usize) 
     };
     match kind_of(&window)? {
         Format::Zip => look_at_archive(&window, threads),
-        Format::Legacy => legacy::look_at(source, LONGEST),
+        Format::Legacy => legacy::look_at(&window),
     }
 }
 

@@ -11,7 +11,7 @@ use super::archive::{Parts, RULES, StorageRecord};
 use crate::foreign::fault::{Fault, FaultResult};
 use crate::foreign::pickle::{Item, Pickle};
 use crate::foreign::tensor_pickle;
-use crate::foreign::window::Source;
+use crate::foreign::window::Window;
 
 /// The version that all releases wrote.
 const PROTOCOL: i64 = 1001;
@@ -19,8 +19,8 @@ const PROTOCOL: i64 = 1001;
 const FIRST_READ: u64 = 64 << 10;
 
 /// Takes a file apart that begins with the magic number.
-pub(super) fn look_at(source: &Source<'_>, longest: u64) -> FaultResult<Parts> {
-    let mut cursor = Cursor { source, longest, at: 0 };
+pub(super) fn look_at(window: &Window<'_>) -> FaultResult<Parts> {
+    let mut cursor = Cursor { window, at: 0 };
     cursor.pickle()?;
     let version = cursor.pickle()?.top();
     if version != Item::Int(PROTOCOL) {
@@ -55,7 +55,7 @@ pub(super) fn look_at(source: &Source<'_>, longest: u64) -> FaultResult<Parts> {
             .ok_or_else(|| Fault::Unsupported(format!("storage {key:?} is of no type that can be read in place")))?;
         let at = cursor.at + 8;
         match at.checked_add(size) {
-            Some(end) if end <= source.size => cursor.at = end,
+            Some(end) if end <= window.len => cursor.at = end,
             _ => return Err(bad(at, &format!("{size} bytes of {key:?} lead out of the file"))),
         }
         let record = StorageRecord { at, size, crc: None };
@@ -72,19 +72,18 @@ pub(super) fn look_at(source: &Source<'_>, longest: u64) -> FaultResult<Parts> {
 }
 
 struct Cursor<'a> {
-    source: &'a Source<'a>,
-    longest: u64,
+    window: &'a Window<'a>,
     at: u64,
 }
 
 impl Cursor<'_> {
     /// The next pickle, of which only the content tells where it ends: more and more is read.
     fn pickle(&mut self) -> FaultResult<Pickle<'static>> {
-        let most = self.source.size.saturating_sub(self.at).min(self.longest);
+        let most = self.window.len.saturating_sub(self.at).min(self.window.max_piece);
         let mut len = FIRST_READ.min(most);
         loop {
-            let fetched = self.source.fetch(self.at, len).map_err(Fault::Read)?;
-            match Pickle::parse_prefix(fetched.bytes, &RULES) {
+            let bytes = self.window.get(self.at, len)?.into_owned();
+            match Pickle::parse_prefix(bytes, &RULES) {
                 Ok((pickle, used)) => {
                     self.at += used as u64;
                     return Ok(pickle);
