@@ -63,6 +63,10 @@ def test_every_command_prints_what_the_page_shows(tmp_path, monkeypatch, capfd):
             subprocess.run(["bash", "-c", command], check=True, timeout=60)
         said = capfd.readouterr()
         assert stable(command, said.out + said.err) == stable(command, printed), command
+    snippets = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert snippets
+    for snippet in snippets:
+        exec(compile(snippet, PAGE.name, "exec"), {})
 
 
 def test_its_links_lead_somewhere():

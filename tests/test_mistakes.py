@@ -92,7 +92,7 @@ MISTAKES: list[Mistake] = [
     # the command line
     ("a name to inspect", lambda w: command("inspect", w / "named", "epohc"), "did you mean 'epoch'?"),
     ("a command", lambda w: command("verfy", w / "bare"), "Did you mean 'verify'?"),
-    ("a folder above, to list", lambda w: command("ls", w / "run"), "checkpoints are in it: 'step-10'"),
+    ("a folder above, to draw", lambda w: command("tree", w / "run"), "checkpoints are in it: 'step-10'"),
 ]  # fmt: skip
 
 

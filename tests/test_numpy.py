@@ -1,8 +1,12 @@
 """`dcp_rs.open(framework="np")`: the arrays are what torch has, of every kind of checkpoint, and torch is not imported."""
 
+import io
+import pickle
 import subprocess
 import sys
 import warnings
+import zipfile
+from collections import Counter, OrderedDict
 
 import numpy as np
 import pytest
@@ -13,6 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_rs
 from dcp_rs.checkpoint import elements
+from dcp_rs.checkpoint.values import load_value
 from dcp_rs.errors import CorruptDataError, DcpRsError, EntryNotFoundError, UnsafePickleError
 from support import dtypes_state, nested_state, run_ranks, shapes_state
 from support.both import save_rs, save_stock
@@ -122,6 +127,7 @@ def test_types_that_numpy_lacks(ckpt, monkeypatch):
 def test_values_need_no_torch(ckpt):
     state = {
         "plain": {"a": [1, 2.5, None, True, "ü"], "b": (b"\x00\xff", {1, 2}, 3j)},
+        "more": (bytearray(b"\x80a"), Counter("aab"), OrderedDict(z=1, a=2)),
         "size": (torch.Size([2, 3]), torch.bfloat16, torch.device("cuda", 1)),
         "tensor": (torch.arange(6).reshape(2, 3).t(), torch.ones(2, dtype=torch.bfloat16)),
         "rng": dcp_rs.optim.RngState().state_dict(),
@@ -132,6 +138,7 @@ def test_values_need_no_torch(ckpt):
         if name in tensors:
             assert arrays[name] == tensors[name]
     assert arrays["plain.b"] == (b"\x00\xff", {1, 2}, 3j)
+    assert arrays["more"] == (bytearray(b"\x80a"), Counter("aab"), OrderedDict(z=1, a=2))
     assert arrays["size"] == ((2, 3), "torch.bfloat16", "cuda:1")
     assert arrays["tensor"][0].tolist() == [[0, 3], [1, 4], [2, 5]]
     assert np.array_equal(arrays["rng.torch"], tensors["rng.torch"].numpy())
@@ -146,6 +153,31 @@ def test_a_pickle_of_something_else_is_refused_by_name(ckpt):
         save_rs({"odd": Other()}, ckpt)
     with pytest.raises(UnsafePickleError, match=r"'odd' holds a .*Other, which is not read without torch"):
         dcp_rs.open(ckpt, framework="np")["odd"]
+
+
+def in_an_archive(data):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("archive/data.pkl", data)
+    return buffer.getvalue()
+
+
+def test_no_pickle_changes_anything_outside_of_itself():
+    before = dict(vars(Counter)), load_value("v", in_an_archive(pickle.dumps(Counter("ab"), 2)))
+    # Sets an attribute of the class itself: Counter.update = 1.
+    with pytest.raises(CorruptDataError):
+        load_value("v", in_an_archive(b"\x80\x02ccollections\nCounter\n(N}X\x06\x00\x00\x00updateK\x01stb."))
+    assert (dict(vars(Counter)), load_value("v", in_an_archive(pickle.dumps(Counter("ab"), 2)))) == before
+    for code in (
+        b"cos\nsystem\n(X\x04\x00\x00\x00truetR.",
+        b"cbuiltins\neval\n(X\x01\x00\x00\x001tR.",
+        b"c__builtin__\ngetattr\n.",
+    ):
+        with pytest.raises(UnsafePickleError):
+            load_value("v", in_an_archive(b"\x80\x02" + code))
+    for damaged in (b"", b"\x80\x02.", b"\x80\x02}", in_an_archive(b"")[:-9]):
+        with pytest.raises(CorruptDataError):
+            load_value("v", in_an_archive(damaged) if not damaged.startswith(b"PK") else damaged)
 
 
 def test_errors_are_those_of_torchs_checkpoint(ckpt):

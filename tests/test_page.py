@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from dcp_rs.checkpoint.locate import open_index
+from dcp_rs.checkpoint.stats import stats
 from dcp_rs.cli import page
 from dcp_rs.cli.contents import Entry, Piece, open_contents
 from support import nested_state
@@ -70,6 +72,38 @@ def test_a_browser_shows_it(tmp_path: Path) -> None:
     document = in_a_browser(tmp_path / "page.html", "#q=Embedding%20exp_avg_sq")
     assert rows(document) == ["optimizer.state.embedding.weight.exp_avg_sq"]
     assert "<svg" in document  # the only entry found is shown open
+
+
+def test_statistics_and_values_are_shown_with_their_entry(tmp_path: Path) -> None:
+    save_rs({"m.2.w": torch.tensor([1.0, 3.0, float("nan")]), "m.10.w": torch.ones(2), "lr": 0.125}, tmp_path / "ckpt")
+    index = open_index(tmp_path / "ckpt", rank=None, allow_external=False)
+    tensors = [number for number in range(index.tensor_count) if not index.tensor(number)[1]]
+    found = {one.name: one for one in stats(index, tensors)}
+    page.write(open_contents(tmp_path / "ckpt"), tmp_path / "page.html", found)
+    document = in_a_browser(tmp_path / "page.html")
+    assert rows(document) == ["lr", "m.2.w", "m.10.w"]  # as a person counts
+    document = in_a_browser(tmp_path / "page.html", "#q=m.2.w")
+    assert "<b>2</b>mean" in document
+    assert '<div class="bad"><b>1</b>NaN' in document
+    assert '<div class="mono">0.125</div>' in in_a_browser(tmp_path / "page.html", "#q=lr")
+
+
+def test_colours_are_the_same_on_every_page(tmp_path: Path) -> None:
+    """A module, and a type, keep theirs where there are others beside them."""
+    save_rs({"model.w": torch.ones(2), "optim.m": torch.ones(3)}, tmp_path / "one")
+    save_rs(
+        {"model.w": torch.ones(2), "optim.m": torch.ones(3, dtype=torch.int8), "a": torch.ones(2)}, tmp_path / "two"
+    )
+    colours = []
+    for name in ("one", "two"):
+        page.write(open_contents(tmp_path / name), tmp_path / f"{name}.html")
+        document = in_a_browser(tmp_path / f"{name}.html")
+        colours.append(
+            {label: colour for colour, label in re.findall(r'background: ([^;"]+);?"></span>([\w.]+)<', document)}
+        )
+    assert {"model", "optim"} <= set(colours[0])
+    assert colours[0].items() <= colours[1].items()
+    assert re.findall(r'<option value="(\w+)"', document) == ["module", "type", "rank", "file"]
 
 
 def test_a_hundred_thousand_tensors(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from dcp_rs import _core
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.whereabouts import suggestion
-from dcp_rs.errors import CheckpointNotFoundError, UnsupportedError
+from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, UnsupportedError
 
 __all__ = [
     "INDEX_NAME",
@@ -62,8 +62,9 @@ def open_index(
     """
     try:
         index = _core.Index.open(os.fspath(local_path(path)), rank, allow_external)
-    except CheckpointNotFoundError as error:
-        error.args = (f"{error}{suggestion(Path(path))}",)
+    except (CheckpointNotFoundError, CorruptDataError) as error:
+        if isinstance(error, CheckpointNotFoundError) or Path(path).suffix == ".distcp":
+            error.args = (f"{error}{suggestion(Path(path))}",)
         raise
     if verify and index.chunk_count and not index.has_digests():
         warn_caller(

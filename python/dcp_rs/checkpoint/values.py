@@ -7,6 +7,7 @@ import pickle
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from dcp_rs.checkpoint.elements import ITEMSIZES, bits_dtype, numpy_dtype
@@ -84,7 +85,9 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and name in ITEMSIZES:
             return full  # a dtype
         if full in _GLOBALS:
-            return _GLOBALS[full]
+            found = _GLOBALS[full]
+            # A pickle can set attributes of what it was given: it gets an object of its own.
+            return found if isinstance(found, str) else partial(found)
         msg = (
             f"value {self._fqn!r} holds a {full}, which is not read without torch: "
             "open the checkpoint without framework='np'"
@@ -125,6 +128,12 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> 
 
 def _text(encoded: str, encoding: str = "latin1") -> bytes:
     return str(encoded).encode("latin1" if encoding in ("latin1", "latin-1") else "ascii")
+
+
+def _bytearray(*arguments: Any) -> bytearray:
+    return bytearray(
+        _text(*arguments) if arguments and isinstance(arguments[0], str) else _plain(bytes, bytes)(*arguments)
+    )
 
 
 def _plain(make: Callable[..., Any], *kinds: type) -> Callable[..., Any]:
@@ -168,7 +177,7 @@ _STORAGES = {
 _GLOBALS: dict[str, Any] = {
     "builtins.set": _plain(set, list, tuple),
     "builtins.frozenset": _plain(frozenset, list, tuple),
-    "builtins.bytearray": _plain(bytearray, bytes),
+    "builtins.bytearray": _bytearray,
     "builtins.bytes": _plain(bytes, bytes),
     "builtins.complex": lambda real, imaginary: complex(float(real), float(imaginary)),
     "_codecs.encode": _text,

@@ -11,8 +11,10 @@ from typing import Any
 from dcp_rs.checkpoint.elements import ITEMSIZES
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.values import load_value
+from dcp_rs.cli.output import for_command_line, printable
+from dcp_rs.errors import DcpRsError
 
-__all__ = ["Contents", "Entry", "Piece", "open_contents"]
+__all__ = ["Contents", "Entry", "Piece", "open_contents", "value_text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,3 +136,14 @@ class Contents:
 def open_contents(path: str | os.PathLike[str], *, rank: int | None = None, allow_external: bool = False) -> Contents:
     """Opens whatever is at ``path`` to look at it. No data is read."""
     return Contents(Path(path), allow_external=allow_external, rank=rank)
+
+
+def value_text(contents: Contents, entry: Entry, most: int) -> str:
+    """What a value is, in one line; nothing for a tensor. One that cannot be told is said to be so."""
+    if entry.dtype is not None:
+        return ""
+    try:
+        text = printable(repr(contents.value(entry)))
+    except DcpRsError as error:
+        return f"({printable(for_command_line(str(error)))})"
+    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from dcp_rs.checkpoint.clean import seen_beside
+from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import hint, natural
 from dcp_rs.cli import cutmap
 from dcp_rs.cli.cleaning import mention
-from dcp_rs.cli.contents import Contents, Entry, Piece, open_contents
+from dcp_rs.cli.contents import Contents, Entry, Piece, open_contents, value_text
 from dcp_rs.cli.output import (
     bar,
     count,
@@ -22,6 +23,7 @@ from dcp_rs.cli.output import (
     line,
     print_json,
     printable,
+    progress_bar,
     show_shape,
     size,
     table,
@@ -71,7 +73,7 @@ def ls(
         return
     rows = [_row(entry) for entry in entries]
     if values:
-        rows = [[*row, _value_text(contents, entry, 60)] for row, entry in zip(rows, entries, strict=True)]
+        rows = [[*row, value_text(contents, entry, 60)] for row, entry in zip(rows, entries, strict=True)]
     headings = ["dtype", "shape", "chunks", "size", "name", *(["value"] if values else [])]
     table(headings, ["<", "<", ">", ">", "<", "<"][: len(headings)], rows)
     of = "" if len(entries) == len(contents.entries) else f" of {len(contents.entries):,} entries"
@@ -228,20 +230,9 @@ def inspect_entry(
     if shared:
         line(("  shares its bytes with  ", "dim"), printable(", ".join(shared)))
     if entry.dtype is None:
-        line(("  value  ", "dim"), _value_text(contents, entry, 400))
+        line(("  value  ", "dim"), value_text(contents, entry, 400))
         return
     _show_map(contents, entry, pieces, show_all=show_all)
-
-
-def _value_text(contents: Contents, entry: Entry, most: int) -> str:
-    """What a value is, in one line; nothing for a tensor. One that cannot be told is said to be so."""
-    if entry.dtype is not None:
-        return ""
-    try:
-        text = printable(repr(contents.value(entry)))
-    except DcpRsError as error:
-        return f"({printable(for_command_line(str(error)))})"
-    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
 
 
 def _value_json(contents: Contents, entry: Entry) -> dict[str, Any]:
@@ -308,17 +299,26 @@ def _coloured(row: str) -> list[tuple[str, str]]:
     return runs
 
 
-def write_page(path: Path, out: Path, *, as_json: bool, rank: int | None = None) -> None:
+def write_page(
+    path: Path, out: Path, *, with_stats: bool, as_json: bool, rank: int | None = None, allow_external: bool = False
+) -> None:
     """All of it as one page of HTML; ``-`` is standard output."""
+    from dcp_rs.checkpoint.stats import stats
     from dcp_rs.cli import page
 
-    contents = open_contents(path, rank=rank)
+    contents = open_contents(path, rank=rank, allow_external=allow_external)
+    statistics = {}
+    if with_stats:
+        index = open_index(path, rank=rank, allow_external=allow_external)
+        with progress_bar("reading") as progress:
+            tensors = [number for number in index.file_order() if not index.tensor(number)[1]]
+            statistics = {one.name: one for one in stats(index, tensors, progress=progress)}
     if str(out) == "-":
         if as_json:
             raise PlanError("--html - and --json: there is one standard output")
-        sys.stdout.write(page.render(contents))
+        sys.stdout.write(page.render(contents, statistics))
         return
-    nbytes = page.write(contents, out)
+    nbytes = page.write(contents, out, statistics)
     if as_json:
         print_json({"path": str(path), "html": str(out), "bytes": nbytes})
     else:

@@ -69,7 +69,14 @@ class _Outlet(io.FileIO):
 def prepare_streams() -> None:
     """From here on a character that the terminal's encoding lacks is written out, and no error; nor is a reader that went away."""
     out = sys.stdout
-    if isinstance(out, io.TextIOWrapper) and not out.isatty() and out.fileno() == 1:
+    buffer = getattr(out, "buffer", None)
+    behind = getattr(buffer, "raw", buffer)  # there is no buffer under PYTHONUNBUFFERED
+    if (
+        isinstance(out, io.TextIOWrapper)
+        and isinstance(behind, io.FileIO)
+        and behind.fileno() == 1
+        and not out.isatty()
+    ):
         out.flush()
         raw = _Outlet(1, "w", closefd=False)
         sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), encoding=out.encoding, errors=out.errors)

@@ -48,7 +48,7 @@ def verify(path: Path, *, allow_external: bool, threads: int | None, as_json: bo
     if report.lost:
         shown = ", ".join(map(printable, report.lost[:_SOME]))
         rest = f" and {len(report.lost) - _SOME:,} more (--json)" if len(report.lost) > _SOME else ""
-        line(("lost     ", "red"), f"{entries(len(report.lost))} of {entries(opened.tensor_count)}: {shown}{rest}")
+        line(("lost     ", "red"), f"{len(report.lost):,} of {entries(opened.tensor_count)}: {shown}{rest}")
     mention(report.leftovers)
     without = report.bytes_without_digest
     if without:

@@ -104,6 +104,9 @@ def _inspect(
             parser=local_path,
         ),
     ] = None,
+    with_stats: Annotated[
+        bool, typer.Option("--stats", help="With --html: read the tensors, and show what they hold.")
+    ] = False,
     show_all: Annotated[bool, typer.Option("--all", help="Lists to their end.")] = False,
     rank: Rank = None,
     allow_external: External = False,
@@ -118,7 +121,7 @@ def _inspect(
     elif html is not None:
         if name is not None:
             raise typer.BadParameter("--html shows the whole checkpoint, not one entry")
-        listing.write_page(path, html, as_json=as_json, rank=rank)
+        listing.write_page(path, html, with_stats=with_stats, as_json=as_json, rank=rank, allow_external=allow_external)
     elif name is not None:
         listing.inspect_entry(path, name, show_all=show_all, as_json=as_json, rank=rank, allow_external=allow_external)
     else:

@@ -1,0 +1,86 @@
+"""Damage says which file is what, and which tensors are lost; warnings are of the caller's line."""
+
+import json
+import warnings
+
+import pytest
+import torch
+
+import dcp_rs
+from dcp_rs.cli import main
+from dcp_rs.errors import CorruptIndexError
+from support.both import save_rs, save_stock
+
+STATE = {"large": torch.arange(1 << 19), "small": torch.ones(3), "step": 4}
+
+
+def flip(file, at):
+    data = bytearray(file.read_bytes())
+    data[at] ^= 0xFF
+    file.write_bytes(data)
+
+
+def test_a_damaged_block_loses_its_tensor(ckpt, capfd, monkeypatch):
+    save_rs(STATE, ckpt)
+    (file,) = ckpt.glob("*.safetensors")
+    place = dcp_rs.open(ckpt).chunks("large")[0]
+    flip(file, place.offset + (3 << 20) + 5)
+    report = dcp_rs.verify(ckpt)
+    assert not report
+    assert report.lost == ["large"]
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", str(ckpt)])
+    assert ended.value.code == 1
+    assert "lost     1 of 3 entries: large\n" in capfd.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["verify", str(ckpt), "--json"])
+    assert json.loads(capfd.readouterr().out)["lost"] == ["large"]
+
+
+def test_a_file_that_is_gone_loses_all_that_is_in_it(ckpt):
+    save_rs(STATE, ckpt)
+    (file,) = ckpt.glob("*.safetensors")
+    file.unlink()
+    assert dcp_rs.verify(ckpt).lost == ["large", "small", "step"]
+
+
+def test_a_damaged_header_loses_nothing(ckpt):
+    """What is read is found by the index."""
+    save_rs(STATE, ckpt)
+    (file,) = ckpt.glob("*.safetensors")
+    flip(file, 40)
+    report = dcp_rs.verify(ckpt)
+    assert not report
+    assert report.lost == []
+    assert torch.equal(dcp_rs.open(ckpt)["small"], STATE["small"])
+
+
+def test_what_is_corrupt_is_called_what_it_is(ckpt, tmp_path):
+    save_rs(STATE, ckpt)
+    dcp_rs.convert(ckpt, tmp_path / "hf", to="safetensors", skip_unsupported=True)
+    flip(tmp_path / "hf" / "model.safetensors", 9)
+    with pytest.raises(CorruptIndexError, match=r"corrupt header of the data file .*model\.safetensors"):
+        dcp_rs.open(tmp_path / "hf")
+    flip(ckpt / "index.dcprs", 100)
+    with pytest.raises(CorruptIndexError, match=r"corrupt index .*index\.dcprs"):
+        dcp_rs.open(ckpt)
+
+
+def test_warnings_are_of_the_callers_line(ckpt, tmp_path):
+    save_stock(STATE, ckpt)
+    (tmp_path / "both").mkdir()
+    save_rs(STATE, tmp_path / "both")
+    (tmp_path / "both" / ".metadata").write_bytes(b"")
+    for make, said in (
+        (lambda: dcp_rs.open(ckpt, verify=True), "checks nothing"),
+        (lambda: dcp_rs.open(tmp_path / "both"), "holds two checkpoints"),
+        (lambda: dcp_rs.RsWriter(ckpt, per_thread_copy_ahead=1), "has no use for"),
+        (lambda: dcp_rs.load({"small": torch.zeros(3).double()}, ckpt, no_dist=True), "are cast on loading"),
+        (lambda: dcp_rs.save({"odd": ckpt}, tmp_path / "odd", no_dist=True), "will not load under weights_only=True"),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make()
+        (warning,) = [warning for warning in caught if said in str(warning.message)]
+        assert warning.filename == __file__, said
