@@ -18,7 +18,7 @@ from support.simulated import install
 if TYPE_CHECKING:
     from datetime import timedelta
 
-__all__ = ["register"]
+__all__ = ["register", "sent"]
 
 
 class _Work(dist.Work):
@@ -39,7 +39,13 @@ class _Work(dist.Work):
         return self._event is None or self._event.query()
 
 
+#: Tensors that were sent from rank to rank by ``simccl``, by this process.
+sent: list[int] = [0]
+
+
 class _Simccl(Backend):
+    supports_coalescing = False  # the binding's own property asks the Python object, which asks the property
+
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._simulated = install()
@@ -59,6 +65,7 @@ class _Simccl(Backend):
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> _Work:
         (tensor,) = tensors
+        sent[0] += 1
         stream, thread = self._lane("to", dst, tensor.device)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         with stream:
