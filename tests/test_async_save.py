@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -262,6 +263,31 @@ def test_a_writer_that_still_saves_is_not_sent_elsewhere(tmp_path):
     dcp.async_save(state, checkpoint_id=tmp_path / "second", storage_writer=writer).result(60)
     assert dcp_rs.open(tmp_path / "first")["w"].eq(1).all()
     assert dcp_rs.open(tmp_path / "second")["w"].eq(2).all()
+
+
+def send_to_torchs_process(path):
+    """Sharded tensors, two of which lie in one block, and save after save, each right after the one before."""
+    process = AsyncCheckpointerType.PROCESS
+    for cache in (True, False):
+        writer = RsWriter(path, cache_staged_state_dict=cache, fsync=False)
+        for seed in range(3):
+            state = sharded_state(seed)
+            state["more"] = sharded_state(seed)
+            if not cache:
+                writer = RsWriter(path, fsync=False)
+            metadata = dcp.async_save(state, storage_writer=writer, async_checkpointer_type=process).result(90)
+            assert len(metadata.state_dict_metadata) == 86
+        dist.barrier()
+        got = {**sharded_state(9), "more": sharded_state(9)}
+        dcp_rs.load(got, path, verify=True)
+        assert_state_equal(got, {**sharded_state(2), "more": sharded_state(2)})
+        dist.barrier()
+    return True
+
+
+def test_torchs_checkpoint_process_gets_what_is_staged(ckpt):
+    """E5: it ended with SIGSEGV as soon as two DTensors lay in one block. E4: the next save was refused while the thread of the last one ended."""
+    assert run_ranks(2, send_to_torchs_process, ckpt, fresh=True) == [True, True]
 
 
 # --- failures leave nothing behind -----------------------------------------------------------------------

@@ -155,7 +155,9 @@ def test_plans_of_two_saves_are_refused(tmp_path):
         reader = RsReader(tmp_path / name)
         reader.read_metadata()
         plans.append(reader.prepare_local_plan(dcp.LoadPlan([])))
-    assert reader.prepare_global_plan(plans[:1] * 3) == plans[:1] * 3
+    joined = reader.prepare_global_plan(plans[:1] * 3)
+    assert [plan.storage_data.save_id for plan in joined] == [plans[0].storage_data.save_id] * 3
+    assert [plan.storage_data.ranks for plan in joined] == [3, 3, 3]
     with pytest.raises(CheckpointReplacedError):
         reader.prepare_global_plan(plans)
 

@@ -125,7 +125,6 @@ def test_a_save_that_fails_at_the_commit_leaves_the_old_checkpoint(ckpt, monkeyp
     with pytest.raises(OSError, match="disk full") as raised:
         dcp_rs.save({"w": torch.zeros(1)}, ckpt)
     assert raised.value.errno == 28
-    assert isinstance(raised.value.__cause__, CheckpointException)
     monkeypatch.undo()
     assert data_files(ckpt) == before
     assert load_rs({"w": torch.zeros(1)}, ckpt)["w"] == 1

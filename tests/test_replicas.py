@@ -6,13 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader
-from dcp_rs.errors import CorruptDataError
-from dcp_rs.transfer.replicas import _cut
+from dcp_rs.errors import CorruptDataError, PlanError, UnsafePickleError
+from dcp_rs.optim import load_training_state, save_training_state
+from dcp_rs.transfer.exchange import _cut
 from support import assert_state_equal, rank_outcomes, run_ranks
 
 MIB = 1 << 20
@@ -149,9 +152,121 @@ def test_damage_that_one_rank_finds_is_raised_on_all(ckpt):
     with data.open("r+b") as file:
         file.seek(data.stat().st_size // 2)
         file.write(b"\xff\xfe\xfd")
-    for outcome in rank_outcomes(4, load_damaged, ckpt, timeout=30):
+    for outcome in rank_outcomes(4, load_damaged, ckpt, timeout=60):
         assert isinstance(outcome.error, CorruptDataError), outcome
         assert "big" in str(outcome.error)
+
+
+# --- who takes part, and who fails -----------------------------------------------------------------------
+
+
+def load_in_a_group_by_path(path):
+    """Ranks 1 and 2 of 3 load: rank 0 is not waited for, and its place in the group is another than among all."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return
+    got = ddp(empty=True)
+    planner = RsLoadPlanner(dtype_policy="cast")
+    dcp_rs.load(got, path / "whole", process_group=group, replicas="all", planner=planner)
+    assert_state_equal(got, ddp(empty=False))
+    model = torch.nn.Linear(30, 20)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.5)
+    options = {"replicas": "all", "process_group": group}
+    load_training_state(path / "training", model, optimizer, {"seen": torch.zeros(10)}, **options)
+    assert model.weight.eq(2).all()
+    with pytest.raises(CheckpointException) as raised:
+        dcp.load(ddp(empty=True), storage_reader=RsReader(path / "whole", replicas="all"), process_group=group)
+    assert all("has to be told the process_group" in str(error) for error, _ in raised.value.failures.values())
+
+
+def test_some_ranks_share_who_were_told_by_the_load_alone(tmp_path):
+    """H1: the reader took all ranks for those of the load."""
+    save_whole(tmp_path / "whole")
+    model = torch.nn.Linear(30, 20)
+    torch.nn.init.constant_(model.weight, 2)
+    extra = {"seen": torch.ones(10)}
+    save_training_state(
+        tmp_path / "training", model, torch.optim.SGD(model.parameters(), momentum=0.5), extra, fsync=False
+    )
+    run_ranks(3, load_in_a_group_by_path, tmp_path, timeout=80)
+
+
+def load_alone(path):
+    if dist.get_rank() == 0:
+        for load in ("ours", "torch's"):
+            got = {"big": torch.zeros(700, 1000)}
+            if load == "ours":
+                dcp_rs.load(got, path, no_dist=True, replicas="all")
+            else:
+                dcp.load(got, storage_reader=RsReader(path, replicas="all"), planner=RsLoadPlanner(), no_dist=True)
+            assert torch.equal(got["big"], numbered((700, 1000)))
+    dist.barrier()
+
+
+def test_a_rank_that_loads_alone_waits_for_nobody(ckpt):
+    """H2: `no_dist=True` with `replicas` waited for ranks that were not there."""
+    save_whole(ckpt)
+    run_ranks(2, load_alone, ckpt, timeout=60)
+
+
+def load_bad_value(path, as_torch_does):
+    state = {"big": torch.zeros(700, 1000)} | ({"bad": None} if dist.get_rank() == 1 else {})
+    if as_torch_does:
+        dcp.load(state, storage_reader=RsReader(path, replicas="all"), planner=RsLoadPlanner())
+    else:
+        dcp_rs.load(state, path, replicas="all")
+
+
+@pytest.mark.parametrize("as_torch_does", [False, True])
+@pytest.mark.filterwarnings("ignore:value 'bad'")
+def test_a_value_that_one_rank_cannot_load(ckpt, as_torch_does):
+    """H3: it raised before the exchange, and the others waited in it."""
+    dcp_rs.save({"big": numbered((700, 1000)), "bad": Path("x")}, ckpt)
+    for outcome in rank_outcomes(3, load_bad_value, ckpt, as_torch_does, timeout=60):
+        error = outcome.error.failures[1][0] if as_torch_does else outcome.error
+        assert type(error) is UnsafePickleError, outcome
+        assert error.tensor == "bad"
+        assert "raised on rank 1" in error.__notes__
+
+
+class FailsToFinish(RsLoadPlanner):
+    def finish_plan(self, new_plan):
+        if dist.get_rank() == 1:
+            raise PlanError("not this one")
+        return super().finish_plan(new_plan)
+
+
+def load_and_fail_before(path):
+    dcp_rs.load({"big": torch.zeros(700, 1000)}, path, replicas="all", planner=FailsToFinish())
+
+
+def test_a_rank_that_fails_before_it_comes_to_the_exchange(ckpt):
+    save_whole(ckpt)
+    for outcome in rank_outcomes(3, load_and_fail_before, ckpt, timeout=60):
+        assert type(outcome.error) is PlanError, outcome
+        assert outcome.error.__notes__ == ["raised on rank 1"]
+
+
+def load_in_pairs(path):
+    """Ranks 0 and 1 share "a", ranks 1 and 2 share "b", ranks 2 and 0 share "c"."""
+    names = ("ac", "ab", "bc")[dist.get_rank()]
+    dcp_rs.load(
+        {name: torch.zeros(500_000) for name in names}, path, replicas="all", verify=True, max_inflight_bytes=1 << 18
+    )
+
+
+def test_an_error_in_one_group_of_ranks_keeps_nobody_waiting_in_another(ckpt):
+    """H4: a rank that failed with some ranks went on to raise, and those of its next group waited for it."""
+    dcp_rs.save({name: torch.arange(500_000.0) for name in "abc"}, ckpt)
+    (data,) = ckpt.glob("*.safetensors")
+    index = dcp_rs.open(ckpt)
+    assert index["a"][0] == 0
+    whole = data.read_bytes()
+    at = whole.index(torch.arange(100.0, 200.0).numpy().tobytes())  # in the first of the three
+    data.write_bytes(whole[:at] + b"\xff" + whole[at + 1 :])
+    for outcome in rank_outcomes(3, load_in_pairs, ckpt, timeout=60):
+        assert isinstance(outcome.error, CorruptDataError), outcome
+        assert "raised on rank" in outcome.error.__notes__[-1]
 
 
 @pytest.mark.parametrize(("sizes", "limit"), [((), 8), ((5, 7), 28), ((5, 7), 9), ((3, 4, 5), 100), ((10,), 4)])

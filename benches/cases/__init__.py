@@ -11,6 +11,7 @@ FAMILIES = {
     "memory": "anonymous memory while loading",
     "views": "opening a checkpoint and touching every name",
     "foreign": "checkpoints of others, in place",
+    "torch_file": "files of torch.save",
     "peers": "other loaders",
 }
 

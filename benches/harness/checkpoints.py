@@ -55,6 +55,13 @@ def remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
+def torch_file(folder: Path, pattern: Pattern) -> Path:
+    return ensure(
+        folder / "checkpoint.pth",
+        lambda path: torch.save({name: tensor.clone() for name, tensor in pattern.state().items()}, path),
+    )
+
+
 def native(folder: Path, pattern: Pattern) -> Path:
     return ensure(folder / "dcp-rs", lambda path: dcp_rs.save(pattern.state(), path))
 

@@ -27,8 +27,6 @@ from torch.distributed.checkpoint._traverse import set_element  # 2.8, 2.11, 2.1
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.state_dict import _get_fqns  # 2.8, 2.11, 2.15
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # 2.8, 2.11, 2.15
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.utils import find_tensor_shard  # 2.8, 2.11, 2.15
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store  # 2.8, 2.11, 2.15
 from torch.distributed.remote_device import _remote_device  # 2.8, 2.11, 2.15
@@ -38,9 +36,12 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard  #
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # 2.8, 2.11, 2.15
 from torch.utils.serialization import config
 
+from dcp_rs.errors import UnsupportedError
+
 __all__ = [
     "PLAIN_TYPES",
     "async_executors",
+    "check_process_group_of_process",
     "chunk_list",
     "copy_place_in_whole",
     "default_device",
@@ -48,6 +49,7 @@ __all__ = [
     "dtensor_offsets",
     "empty_host_cache",
     "empty_like",
+    "end_checkpoint_process",
     "file_system_classes",
     "find_shard",
     "first_to_say",
@@ -63,13 +65,11 @@ __all__ = [
     "is_gloo",
     "is_strided_shard",
     "is_wrapper_subclass",
-    "load_state_dict",
     "modules_that_name",
     "place_in_whole",
     "process_group_info",
     "require_cpu_backend",
     "save_in_process",
-    "save_state_dict",
     "set_element",
     "spec_of",
     "storage_id",
@@ -115,11 +115,6 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return tensor.numel() == 0 or tensor.data_ptr() != 0
 
 
-def load_state_dict(state_dict: dict[str, Any], storage_reader: Any, **kwargs: Any) -> None:
-    """DCP's load protocol, without the deprecation warning of its public name."""
-    _load_state_dict(state_dict, storage_reader, **kwargs)
-
-
 def is_gloo(group: dist.ProcessGroup | None) -> bool:
     """Whether a process group sends host memory by gloo, and is not one that torch wraps for debugging."""
     group = group or _get_default_group()
@@ -148,11 +143,6 @@ def first_to_say(key: str, value: str) -> str:
         return value
 
 
-def save_state_dict(state_dict: dict[str, Any], storage_writer: Any, **kwargs: Any) -> Metadata:
-    """DCP's save protocol, without what its public name does for every top-level key."""
-    return _save_state_dict(state_dict, storage_writer, **kwargs)
-
-
 def require_cpu_backend(group: dist.ProcessGroup | None) -> None:
     """Raises where the group cannot carry what a save in the background sends."""
     if torch.device("cpu") not in (group or _get_default_group())._device_types:
@@ -168,6 +158,28 @@ def process_group_info(group: dist.ProcessGroup | None) -> Any:
     return _async_process_executor._ProcessGroupInitInfo(group)
 
 
+#: The ranks for which torch's checkpoint process was started.
+_process_ranks: list[int] | None = None
+
+
+def check_process_group_of_process(group: dist.ProcessGroup | None) -> None:
+    """Raises where torch's checkpoint process was started for another group: it would save as if it were this one."""
+    if _async_process_executor._CHECKPOINT_PROCESS is not None and _process_ranks != dist.get_process_group_ranks(
+        group
+    ):
+        raise UnsupportedError(
+            "torch's checkpoint process was started for another process group, and serves that one only: save with executor='thread'"
+        )
+
+
+def end_checkpoint_process() -> None:
+    """Ends torch's checkpoint process, and with it its connections to those of other ranks."""
+    process, _async_process_executor._CHECKPOINT_PROCESS = _async_process_executor._CHECKPOINT_PROCESS, None
+    if process is not None:
+        process._save_process.kill()
+        process._save_process.join()
+
+
 _execute_save = _async_process_executor._ProcessBasedAsyncCheckpointExecutor._execute_save_impl
 #: ``staged_state_dict`` (2.8) or ``staging_future_or_state_dict`` (2.11, 2.15).
 _STAGED = next(name for name in inspect.signature(_execute_save).parameters if name.endswith("_state_dict"))
@@ -177,6 +189,9 @@ def save_in_process(
     state_dict: dict[str, Any], writer: Any, planner: Any, group: dist.ProcessGroup | None, info: Any
 ) -> Metadata:
     """Saves in torch's checkpoint process, which is started if need be, and waits for it."""
+    global _process_ranks  # noqa: PLW0603
+    if _async_process_executor._CHECKPOINT_PROCESS is None:
+        _process_ranks = dist.get_process_group_ranks(group)
     staged: dict[str, Any] = {_STAGED: state_dict}
     return _execute_save(pg_init_info=info, storage_writer=writer, planner=planner, process_group=group, **staged)
 
@@ -273,9 +288,9 @@ def with_dim(placement: Placement, dim: int) -> Placement:
     return type(placement)(dim)  # type: ignore[call-arg]  # Shard
 
 
-def group_devices(group: dist.ProcessGroup) -> list[torch.device]:
+def group_devices(group: dist.ProcessGroup | None) -> list[torch.device]:
     """The kinds of devices whose memory a process group can send."""
-    return list(group._device_types)
+    return list((group or _get_default_group())._device_types)
 
 
 def default_device() -> torch.device:

@@ -3,80 +3,54 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any, Literal, NoReturn, Unpack
+from typing import Any, Literal, Unpack
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_rs import _torch
 from dcp_rs.checkpoint.values import unwrap_in
-from dcp_rs.dcp import plan_cache
+from dcp_rs.dcp import plan_cache, protocol
 from dcp_rs.dcp.arguments import check_options, check_state_dict
+from dcp_rs.dcp.checkpoint_process import save_in_process
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.load_report import LoadReport
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.save_planner import RsSavePlanner
+from dcp_rs.dcp.together import Ranks, portable
 from dcp_rs.dcp.writer import RsWriter
-from dcp_rs.errors import CheckpointReplacedError, DcpRsError
+from dcp_rs.errors import CheckpointReplacedError
 from dcp_rs.options import ReaderArguments, WriterArguments
 from dcp_rs.tensors.trees import is_stateful, stateful_values
 from dcp_rs.transfer.stage import HostStager
 
 __all__ = ["async_save", "load", "load_state_dict", "save"]
 
-
-@contextmanager
-def _typed_errors() -> Iterator[None]:
-    """Raises the error of this package, or of the system, that made DCP fail, with its rank, in place of DCP's collection of errors.
-
-    DCP's own exception stays as the cause. It is left alone when any rank failed with something else, or several and one of them with an
-    error of the system.
-    """
-    with warnings.catch_warnings():
-        # The caller said `no_dist`, or has no process group: that is not worth a warning.
-        warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
-        try:
-            yield
-        except CheckpointException as failure:
-            _raise_typed(failure)
-
-
-def _raise_typed(failure: CheckpointException) -> NoReturn:
-    errors = {rank: wrapped[0] for rank, wrapped in sorted(failure.failures.items())}
-    one_of_the_system = len(errors) == 1 and all(isinstance(error, OSError) for error in errors.values())
-    if not one_of_the_system and not all(isinstance(error, DcpRsError) for error in errors.values()):
-        raise failure
-    rank, error = next(iter(errors.items()))
-    ranks = ", ".join(map(str, errors))
-    error.add_note(f"raised on rank {rank}" if len(errors) == 1 else f"raised on ranks {ranks}; this is rank {rank}'s")
-    raise error from failure
-
-
 #: A load that finds the checkpoint replaced under it begins again, so often.
 _ATTEMPTS = 10
 
+#: What a save needs, and a load: made in a step, so that what fails there fails on all ranks.
+BeginLoad = Callable[[], tuple[dict[str, Any], StorageReader, LoadPlanner]]
+BeginSave = Callable[[], tuple[dict[str, Any], RsWriter, SavePlanner]]
 
-def _load(load: Callable[[], None]) -> None:
-    """Loads, and begins again with the new checkpoint where another save replaced the one that was being read.
 
-    Every rank sees the same failures, so all of them begin again, or none.
-    """
-    with _typed_errors():
-        for _ in range(_ATTEMPTS - 1):
-            try:
-                return load()
-            except CheckpointException as failure:
-                errors = [wrapped[0] for wrapped in failure.failures.values()]
-                if not any(isinstance(error, CheckpointReplacedError) for error in errors):
-                    raise
-        return load()
+def _load(ranks: Ranks, begin: BeginLoad) -> None:
+    """Loads, and begins again with the new checkpoint where another save replaced the one that was being read."""
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            protocol.load(ranks, begin)
+        except BaseException:
+            # Every rank knows the same failures, so all of them begin again, or none.
+            if not any(isinstance(error, CheckpointReplacedError) for error in ranks.failures.values()):
+                raise
+        else:
+            return
+    protocol.load(ranks, begin)
 
 
 def load_state_dict(
@@ -95,24 +69,17 @@ def load_state_dict(
         What the load found and took on this rank, if the reader is an :class:`RsReader`.
 
     Raises:
-        DcpRsError: one of :mod:`dcp_rs.errors`, on every rank, when a rank failed with it.
-        OSError: on every rank, when one rank failed with it, and only that rank failed.
-        CheckpointException: torch's own, when a rank failed with something else, or several failed with errors of the system.
+        Exception: on every rank, what a rank raised: one of :mod:`dcp_rs.errors`, an :class:`OSError`, or what a planner or a reader of your own
+            did. A note says on which rank.
+        RankLostError: a rank is gone.
     """
-    check_state_dict(state_dict)
 
-    def load() -> None:
+    def begin() -> tuple[dict[str, Any], StorageReader, LoadPlanner]:
+        check_state_dict(state_dict)
         storage_reader.reset()
-        _torch.load_state_dict(
-            state_dict,
-            _deferring(storage_reader),
-            process_group=process_group,
-            coordinator_rank=coordinator_rank,
-            no_dist=no_dist or not dist.is_initialized(),
-            planner=planner,
-        )
+        return state_dict, storage_reader, DefaultLoadPlanner() if planner is None else planner
 
-    _load(load)
+    _load(Ranks(process_group, no_dist=no_dist, coordinator=coordinator_rank), begin)
     return storage_reader.report if isinstance(storage_reader, RsReader) else None
 
 
@@ -140,29 +107,33 @@ def load(
     Raises:
         As :func:`load_state_dict`.
     """
-    check_state_dict(state_dict, path)
-    check_options("load", read_options, RsReader)
-    stateful = stateful_values(state_dict)
-    values = {key: stateful[key].state_dict() if key in stateful else state_dict[key] for key in sorted(state_dict)}
-    reader = RsReader(path, **read_options)
+    ranks = Ranks(process_group, no_dist=no_dist)
+    reader: RsReader | None = None
+    stateful: dict[str, Any] = {}
+    values: dict[str, Any] = {}
 
-    def load() -> None:
+    def begin() -> tuple[dict[str, Any], StorageReader, LoadPlanner]:
+        nonlocal reader
+        if reader is None:
+            check_state_dict(state_dict, path)
+            check_options("load", read_options, RsReader)
+            stateful.update(stateful_values(state_dict))
+            for key in sorted(state_dict):
+                values[key] = stateful[key].state_dict() if key in stateful else state_dict[key]
+            reader = RsReader(path, **read_options)
         reader.reset()
-        _torch.load_state_dict(
-            values,
-            _deferring(reader),
-            process_group=process_group,
-            no_dist=no_dist or not dist.is_initialized(),
-            planner=RsLoadPlanner() if planner is None else planner,
-        )
+        return values, reader, RsLoadPlanner() if planner is None else planner
 
-    _load(load)
-    for key, value in unwrap_in(values).items():
-        if key in stateful:
-            stateful[key].load_state_dict(value)
-        else:
-            state_dict[key] = value
-    return reader.report or LoadReport()
+    def hand_over() -> None:
+        for key, value in unwrap_in(values).items():
+            if key in stateful:
+                stateful[key].load_state_dict(value)
+            else:
+                state_dict[key] = value
+
+    _load(ranks, begin)
+    ranks.together(hand_over)
+    return (reader.report if reader is not None else None) or LoadReport()
 
 
 def save(
@@ -187,37 +158,39 @@ def save(
         What ``dcp.save`` does. What the save took is in the log ``dcp_rs``; an object of it is :attr:`RsWriter.report`, after ``dcp.save``.
 
     Raises:
-        As :func:`load_state_dict`. Then no rank has left data files behind, and the checkpoint that was there is whole.
+        As :func:`load_state_dict`. Then no rank has left data files behind, and the checkpoint that was there is whole. Only after a
+        :class:`RankLostError` files may be left, for :func:`dcp_rs.clean`, and the new checkpoint may be there.
     """
-    check_state_dict(state_dict, path)
-    check_options("save", write_options, RsWriter)
-    with _typed_errors():
-        return _save(_without_stateful(state_dict), RsWriter(path, **write_options), planner, process_group, no_dist)
+
+    def begin() -> tuple[dict[str, Any], RsWriter, SavePlanner]:
+        check_state_dict(state_dict, path)
+        check_options("save", write_options, RsWriter)
+        writer = RsWriter(path, **write_options)
+        return _without_stateful(state_dict), writer, RsSavePlanner() if planner is None else planner
+
+    return _save(Ranks(process_group, no_dist=no_dist), begin)
 
 
-def _save(
-    state_dict: dict[str, Any],
-    writer: RsWriter,
-    planner: SavePlanner | None,
-    process_group: dist.ProcessGroup | None,
-    no_dist: bool,
-) -> Metadata:
-    no_dist = no_dist or not dist.is_initialized()
+def _save(ranks: Ranks, begin: BeginSave) -> Metadata:
+    writer: RsWriter | None = None
+
+    def begin_here() -> tuple[dict[str, Any], RsWriter, SavePlanner]:
+        nonlocal writer
+        state_dict, writer, planner = begin()
+        return state_dict, writer, planner
+
     try:
-        with plan_cache.saving_in(None if no_dist else process_group or dist.group.WORLD):
-            return _torch.save_state_dict(
-                state_dict,
-                writer,
-                process_group=process_group,
-                no_dist=no_dist,
-                planner=RsSavePlanner() if planner is None else planner,
-            )
-    except CheckpointException:
-        # Every rank gets this one, so nobody commits. After any other error the coordinator still may.
-        writer.discard()
+        with plan_cache.saving_in(ranks.group):
+            return protocol.save(ranks, begin_here)
+    except BaseException:
+        if writer is not None and ranks.failures:
+            writer.discard()  # all ranks know that it failed, so nobody commits
+        elif writer is not None:
+            writer.leave()
         raise
     finally:
-        writer.close()
+        if writer is not None:
+            writer.close()
 
 
 def _without_stateful(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -238,7 +211,7 @@ def async_save(
     """Saves in the background. Returns once ``state_dict`` has been copied to host memory: training may go on and change it.
 
     Saves of one process follow each other, in the order of the calls, so that their collectives do not mix. A save to a path that
-    another one has not finished with is refused.
+    another one has not finished with is refused. What fails on one rank before this returns is raised there; on the other ranks the future raises it.
 
     Args:
         state_dict, path, planner, process_group, no_dist, write_options: as for :func:`save`. A process group needs a CPU backend, and is
@@ -253,9 +226,8 @@ def async_save(
 
     Raises:
         SaveInProgressError: another save to ``path`` is not over.
+        Exception: whatever else prevents the copy.
     """
-    check_state_dict(state_dict, path)
-    check_options("async_save", write_options, RsWriter)
     if executor not in ("thread", "process"):
         msg = f"executor={executor!r}: one of 'thread', 'process'"
         raise ValueError(msg)
@@ -265,48 +237,24 @@ def async_save(
     elif executor == "process":
         msg = "executor='process' needs an initialised process group: torch sets up one like it in the other process"
         raise ValueError(msg)
-    writer = RsWriter(path, **write_options)
-    writer.stage_with(stager or HostStager(shared=executor == "process"))
-    planner = RsSavePlanner() if planner is None else planner
+    ranks = Ranks(process_group, no_dist=no_dist)
+    save_staged = _save if executor == "thread" else save_in_process
+    writer: RsWriter | None = None
     try:
+        check_state_dict(state_dict, path)
+        check_options("async_save", write_options, RsWriter)
+        writer = RsWriter(path, **write_options)
+        writer.stage_with(stager or HostStager(shared=executor == "process"))
+        planner = RsSavePlanner() if planner is None else planner
         staged = writer.stage(_without_stateful(state_dict), queued=True)
-        save_staged = _save_there if executor == "process" else _save_staged
-        info = _torch.process_group_info(process_group) if executor == "process" else None
-        return _background().submit(save_staged, staged, writer, planner, process_group, not is_dist, info)
-    except BaseException:
-        writer.close()
+        return _background().submit(save_staged, ranks, _giving((staged, writer, planner)))
+    except BaseException as error:
+        if writer is not None:
+            writer.close()
+        if not ranks.is_alone:
+            # The others save: there they are told.
+            _background().submit(save_staged, ranks, _raising(portable(error)))
         raise
-
-
-def _save_staged(
-    state_dict: dict[str, Any],
-    writer: RsWriter,
-    planner: SavePlanner,
-    process_group: dist.ProcessGroup | None,
-    no_dist: bool,
-    _info: None,
-) -> Metadata:
-    try:
-        return _save(state_dict, writer, planner, process_group, no_dist)
-    except CheckpointException as failure:
-        _raise_typed(failure)
-
-
-def _save_there(
-    state_dict: dict[str, Any],
-    writer: RsWriter,
-    planner: SavePlanner,
-    process_group: dist.ProcessGroup | None,
-    _no_dist: bool,
-    info: Any,
-) -> Metadata:
-    """As ``_save_staged``, in torch's checkpoint process."""
-    try:
-        return _torch.save_in_process(state_dict, writer, planner, process_group, info)
-    except CheckpointException as failure:
-        _raise_typed(failure)
-    finally:
-        writer.close()
 
 
 _executor: ThreadPoolExecutor | None = None
@@ -326,8 +274,14 @@ def _forget_background() -> None:
     _executor = None
 
 
-def _deferring(reader: StorageReader) -> StorageReader:
-    """The reader, set to raise what goes wrong in ``read_metadata`` one call later, where torch does not swallow it."""
-    if isinstance(reader, RsReader):
-        reader.defer_errors = True
-    return reader
+def _giving(values: tuple[dict[str, Any], RsWriter, SavePlanner]) -> BeginSave:
+    """Gives them once: what was staged is not kept any longer than the save takes."""
+    held = [values]
+    return held.pop
+
+
+def _raising(error: BaseException) -> BeginSave:
+    def begin() -> tuple[dict[str, Any], RsWriter, SavePlanner]:
+        raise error
+
+    return begin

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import pickle
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +17,8 @@ from dcp_rs.api import load_state_dict, save
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.load_report import LoadReport
 from dcp_rs.dcp.reader import RsReader
-from dcp_rs.errors import DcpRsError, PlanError
+from dcp_rs.dcp.together import Ranks
+from dcp_rs.errors import PlanError
 from dcp_rs.tensors.trees import is_stateful
 from dcp_rs.training.extra import PerRank, RngState, merge, rank_key, state_of, unpack
 from dcp_rs.training.optimizers import SavedOptimizers, nest, optimizer_state, stored_paths
@@ -53,13 +52,22 @@ def training_state(
     Raises:
         PlanError: an optimizer has a parameter that is not in the model.
     """
-    state: dict[str, Any] = {MODEL: get_model_state_dict(model)}
-    optimizers = _several(optimizers)
-    if optimizers:
-        state[OPTIM] = optimizer_state(model, optimizers, process_group)
-    if extra:
-        state[EXTRA] = {name: state_of(value) for name, value in extra.items()}
-    return state
+    return _training_state(model, optimizers, extra, Ranks(process_group))
+
+
+def _training_state(
+    model: torch.nn.Module, optimizers: Optimizers, extra: Mapping[str, Any] | None, ranks: Ranks
+) -> dict[str, Any]:
+    def make() -> dict[str, Any]:
+        state: dict[str, Any] = {MODEL: get_model_state_dict(model)}
+        several = _several(optimizers)
+        if several:
+            state[OPTIM] = optimizer_state(model, several, ranks)
+        if extra:
+            state[EXTRA] = {name: state_of(value) for name, value in extra.items()}
+        return state
+
+    return ranks.together(make)
 
 
 def save_training_state(
@@ -92,8 +100,7 @@ def save_training_state(
         PlanError: an optimizer has a parameter that is not in the model.
         DcpRsError: as :func:`dcp_rs.save`.
     """
-    with _together(process_group, no_dist=no_dist):
-        state = training_state(model, optimizers, extra, process_group=process_group)
+    state = _training_state(model, optimizers, extra, Ranks(process_group, no_dist=no_dist))
     return save(state, path, planner=planner, process_group=process_group, no_dist=no_dist, **write_options)
 
 
@@ -132,20 +139,23 @@ def load_training_state(
         DcpRsError: as :func:`dcp_rs.load`.
     """
     optimizers, extra = _several(optimizers), {} if extra is None else extra
-    reader = RsReader(path, **read_options)
     planner = RsLoadPlanner(allow_partial_load=not strict) if planner is None else planner
-    with _together(process_group, no_dist=no_dist):
-        metadata = reader.read_metadata()
-    with _together(process_group, no_dist=no_dist):
-        state: dict[str, Any] = {MODEL: get_model_state_dict(model)}
+    ranks = Ranks(process_group, no_dist=no_dist)
+    reader, metadata = ranks.together(lambda: _opened(path, read_options))
+    state: dict[str, Any] = {}
+    extras: dict[str, tuple[bool, dict[str, Any], dict[str, tuple[Any, ...]]]] = {}
+
+    def begin() -> SavedOptimizers | None:
+        state[MODEL] = get_model_state_dict(model)
         saved = _saved_optimizers(reader, metadata, OPTIM, strict=strict) if optimizers else None
         if saved is not None:
             state.update(saved.template(model, optimizers, strict=strict))
-        extras = {name: _extra_template(metadata, name, value, strict=strict) for name, value in extra.items()}
-        for _, template, _ in extras.values():
-            state.update(template)
-    load_state_dict(state, reader, process_group=process_group, planner=planner, no_dist=no_dist)
-    with _together(process_group, no_dist=no_dist):
+        for name, value in extra.items():
+            extras[name] = _extra_template(metadata, name, value, strict=strict)
+            state.update(extras[name][1])
+        return saved
+
+    def end() -> None:
         if saved is not None:
             saved.fill(state)
             saved.apply(model, optimizers, strict=strict)
@@ -154,6 +164,10 @@ def load_training_state(
             if found:
                 loaded = unpack(nest({path: state[key] for key, path in paths.items()}) if template else {})
                 _put_extra(extra, name, loaded)
+
+    saved = ranks.together(begin)
+    load_state_dict(state, reader, process_group=process_group, planner=planner, no_dist=no_dist)
+    ranks.together(end)
     if not isinstance(planner, RsLoadPlanner):
         return None
     if optimizers:
@@ -204,18 +218,27 @@ def load_optim_state_dict(
         PlanError: there is no optimizer state under ``key``, or it is of other parameters.
         DcpRsError: as :func:`dcp_rs.load`.
     """
-    reader = RsReader(path, **read_options)
     planner = RsLoadPlanner() if planner is None else planner
-    with _together(process_group, no_dist=no_dist):
-        metadata = reader.read_metadata()
-    with _together(process_group, no_dist=no_dist):
+    ranks = Ranks(process_group, no_dist=no_dist)
+    reader, metadata = ranks.together(lambda: _opened(path, read_options))
+
+    def begin() -> tuple[SavedOptimizers, dict[str, Any]]:
         saved = _saved_optimizers(reader, metadata, key, strict=True)
         assert saved is not None  # noqa: S101  # strict
-        state = saved.template(model, (optimizer,), strict=strict)
-    load_state_dict(state, reader, process_group=process_group, planner=planner, no_dist=no_dist)
-    with _together(process_group, no_dist=no_dist):
+        return saved, saved.template(model, (optimizer,), strict=strict)
+
+    def end() -> None:
         saved.fill(state)
         saved.apply(model, (optimizer,), strict=strict)
+
+    saved, state = ranks.together(begin)
+    load_state_dict(state, reader, process_group=process_group, planner=planner, no_dist=no_dist)
+    ranks.together(end)
+
+
+def _opened(path: str | os.PathLike[str], read_options: dict[str, Any]) -> tuple[RsReader, Metadata]:
+    reader = RsReader(path, **read_options)
+    return reader, reader.read_metadata()
 
 
 def _several(optimizers: Optimizers) -> tuple[Optimizer, ...]:
@@ -298,35 +321,3 @@ def _put_extra(extra: dict[str, Any], name: str, loaded: Any) -> None:
 
 def _join(key: str, name: str) -> str:
     return f"{key}.{name}" if key else name
-
-
-@contextmanager
-def _together(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> Iterator[None]:
-    """What fails inside on one rank fails on all: they would wait for that rank in the next collective."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as reason:  # noqa: BLE001  # raised below, on all ranks
-        error = reason
-    if no_dist or not dist.is_initialized() or dist.get_world_size(process_group) == 1:
-        if error is not None:
-            raise error
-        return
-    errors: list[Any] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(errors, None if error is None else _portable(error), group=process_group)
-    ranks = [rank for rank, other in enumerate(errors) if other is not None]
-    if error is not None:
-        error.add_note(f"raised on rank {dist.get_rank(process_group)}")
-        raise error
-    if ranks:
-        first: Exception = errors[ranks[0]]
-        first.add_note(f"raised on rank {', '.join(map(str, ranks))}")
-        raise first
-
-
-def _portable(error: Exception) -> Exception:
-    try:
-        pickle.loads(pickle.dumps(error))  # noqa: S301  # our own
-    except Exception:  # noqa: BLE001  # whatever it is that does not pickle
-        return DcpRsError(f"{type(error).__name__}: {error}")
-    return error

@@ -102,6 +102,13 @@ def begin(path: Any, writer: Any, *, queued: bool = False) -> Saving:
     return saving
 
 
+def sent(saving: Saving) -> None:
+    """Another process saves, and this thread waits for it: with the metadata of the checkpoint it learns of the commit."""
+    saving.thread = threading.current_thread()
+    saving.written = True  # not here: what is left to do here is to wait
+    _current.saving = saving
+
+
 def writing(saving: Saving, claim: _core.Save) -> None:
     """Makes it the one whose commit this thread will learn of. Until then it claims what it wrote."""
     saving.claim = claim

@@ -24,19 +24,21 @@ from torch.futures import Future
 from dcp_rs import _core
 from dcp_rs._shown import call
 from dcp_rs._torch import PLAIN_TYPES
-from dcp_rs.checkpoint.locate import is_rank_local, local_path, open_index
+from dcp_rs.checkpoint.locate import local_path, open_index
 from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.dcp.load_planner import LocalReads, RsLoadPlanner, local_reads
 from dcp_rs.dcp.load_report import LoadReport, Phases
 from dcp_rs.dcp.local_items import planner_of
 from dcp_rs.dcp.metadata import make_metadata
 from dcp_rs.dcp.stock_arguments import one_of, say_ignored
+from dcp_rs.dcp.together import Ranks
 from dcp_rs.errors import CheckpointReplacedError, PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.memory import is_opaque
+from dcp_rs.transfer.exchange import read_shared
 from dcp_rs.transfer.load import Counts, Load
-from dcp_rs.transfer.replicas import read_shared, share, whole_targets
+from dcp_rs.transfer.replicas import Offer, is_shared, offer, share, whole_targets
 from dcp_rs.transfer.target import Target, stored_dtype
 
 __all__ = ["RsReader"]
@@ -44,6 +46,25 @@ __all__ = ["RsReader"]
 #: A batch of destinations is resolved, filled and committed together. Planners that make a new tensor for every
 #: item (and copy it when it is committed) hold at most this many bytes of them.
 BATCH_BYTES = 256 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opened:
+    """What a rank's plan says of the load: which save it opened, and, once all plans have met, how many ranks take part."""
+
+    save_id: str
+    ranks: int = 0
+
+
+@dataclasses.dataclass
+class _Local:
+    """What a rank reads without items: where it goes, in how many turns, the values, and what others may need as well."""
+
+    reads: LocalReads
+    load: Load
+    turns: int
+    values: dict[str, Any]
+    offer: Offer
 
 
 _ReadData = Callable[["RsReader", LoadPlan, LoadPlanner], Future[None]]
@@ -82,7 +103,7 @@ class RsReader(StorageReader):
         replicas: who reads what several ranks need (all of the model under DDP, a shard under HSDP): ``"each"`` rank for itself; the ranks
             of a ``"node"`` together (``LOCAL_WORLD_SIZE`` of them); or ``"all"``. Together, every rank reads a part and sends it to
             the others, in pieces that ``max_inflight_bytes`` bounds. It takes effect in loads with :class:`dcp_rs.RsLoadPlanner`.
-        process_group: that of the load, for ``replicas``.
+        process_group: that of the load, for ``replicas`` under torch's ``dcp.load``: nothing else tells a reader. ``dcp_rs.load`` does.
         thread_count: ``threads``, as torch's ``HuggingFaceStorageReader`` calls it. ``FileSystemReader``'s ``_extension_registry`` is taken and
             has no use here, which is warned of once.
 
@@ -134,9 +155,6 @@ class RsReader(StorageReader):
         self.report: LoadReport | None = None
         self._process_group = process_group
         self.load_id = _new_id()
-        #: torch replaces any error of `read_metadata` by an AssertionError. Where this is set, the error is raised by what is
-        #: returned instead, when it is first looked at.
-        self.defer_errors = False
         # Each thread that loads through this reader reads the index that its own `read_metadata` opened.
         self._local = threading.local()
 
@@ -159,13 +177,7 @@ class RsReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Opens the index. With ``rank=r`` it is that rank's own index of a rank-local save (``use_collectives=False``)."""
         self._local.clock = Phases()
-        rank = kwargs.get("rank")
-        try:
-            index = self._open(rank)
-        except Exception as error:
-            if not self.defer_errors or (rank is None and is_rank_local(self.path)):
-                raise
-            return _Failed(error)  # type: ignore[return-value]  # nobody gets to see it
+        index = self._open(kwargs.get("rank"))
         self._local.index = index
         self._local.clock.end("metadata")
         return make_metadata(index, checkpoint_id=os.fspath(self.path), load_id=self.load_id)
@@ -177,28 +189,57 @@ class RsReader(StorageReader):
             self._local.index = index
         self._local.of_all_ranks = kwargs.get("use_collectives", True)
 
+    def read_with(self, ranks: Ranks) -> None:
+        """Says who takes part in the load that begins, until :meth:`reset`. torch's own driver does not: there ``process_group`` tells."""
+        self._local.ranks = ranks
+
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Notes in the plan which save it is for, but for rank-local ones: there each rank has a save of its own."""
         of_all_ranks = getattr(self._local, "of_all_ranks", True)
-        return dataclasses.replace(plan, storage_data=self._index().save_id if of_all_ranks else None)
+        return dataclasses.replace(plan, storage_data=_Opened(self._index().save_id) if of_all_ranks else None)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Raises unless all ranks opened the same save: one that is committed meanwhile must not be mixed with the one before."""
-        if len({plan.storage_data for plan in plans if plan.storage_data is not None}) > 1:
+        """Raises unless all ranks opened the same save: one that is committed meanwhile must not be mixed with the one before.
+
+        Raises:
+            CheckpointReplacedError: they did not.
+            PlanError: ``replicas`` among other ranks than those of the load.
+        """
+        opened = {plan.storage_data for plan in plans if isinstance(plan.storage_data, _Opened)}
+        if len(opened) > 1:
             msg = f"the checkpoint was replaced by another save while the ranks were opening it: {self.path}"
             raise CheckpointReplacedError(msg, path=self.path)
-        return plans
+        if opened and self.replicas != "each" and len(plans) > 1 and self._ranks(len(plans)).size != len(plans):
+            msg = f"RsReader(replicas={self.replicas!r}) has to be told the process_group of the load, of {len(plans)} ranks"
+            raise PlanError(msg, path=self.path)
+        return [
+            dataclasses.replace(plan, storage_data=dataclasses.replace(plan.storage_data, ranks=len(plans)))
+            if isinstance(plan.storage_data, _Opened)
+            else plan
+            for plan in plans
+        ]
 
     @_reported
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fills what ``planner`` resolves for the items of ``plan``, and commits it. The future is done when this returns."""
-        reads = local_reads(plan, planner)
-        values = {} if reads is None else self._read_local(reads)
-        if reads is None:
+        local: _Local | None = None
+        is_whole = True
+
+        def begin() -> Any:
+            nonlocal local
+            reads = local_reads(plan, planner)
+            local = None if reads is None else self._begin_local(reads, ranks)
+            return Offer().told() if local is None else local.offer.told()
+
+        ranks = self._ranks(plan.storage_data.ranks if isinstance(plan.storage_data, _Opened) else 1)
+        offers = ranks.all(begin)
+        if local is None:
             self._read_items(self._index(), plan, planner)
+        else:
+            is_whole = self._read_local(local, ranks, offers)
         own = planner_of(plan)
-        if own is not None:
-            own.finish_reads(values)
+        if own is not None and is_whole:
+            own.finish_reads({} if local is None else local.values)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -236,8 +277,15 @@ class RsReader(StorageReader):
             self._local.index = index
         return index
 
-    def _read_local(self, reads: LocalReads) -> dict[str, Any]:
-        """Fills tensors, and returns the values that are not tensors. They are the planner's to put anywhere."""
+    def _ranks(self, count: int) -> Ranks:
+        """Who reads together, of the ``count`` ranks of the load."""
+        told: Ranks | None = getattr(self._local, "ranks", None)
+        if self.replicas == "each" or count == 1:
+            return Ranks(no_dist=True)
+        return Ranks(self._process_group) if told is None else told
+
+    def _begin_local(self, reads: LocalReads, ranks: Ranks) -> _Local:
+        """Does what can fail before the first tensor is filled."""
         index = reads.index
         load = Load(index, self.options, reads.whole, self._local.counts)
         load.add(reads.targets)
@@ -248,27 +296,30 @@ class RsReader(StorageReader):
             fqn: objects.load(fqn, data, weights_only=self.weights_only)
             for (_, fqn), data in zip(reads.values, stored, strict=True)
         }
-        self.bytes_read = 0
-        with _changing(reads.tensors()):
-            if self.replicas != "each" and dist.is_initialized() and dist.get_world_size(self._process_group) > 1:
-                self._read_together(index, reads, load)
-            for turn in range(turns):
-                self.bytes_read += load.run(turn)
-        return values
+        return _Local(reads, load, turns, values, Offer() if ranks.is_alone else self._offer(reads, load, ranks))
 
-    def _read_together(self, index: _core.Index, reads: LocalReads, load: Load) -> None:
-        names, tensors, others = reads.plain
-        at_once = set(load.at_once())
+    def _offer(self, reads: LocalReads, load: Load, ranks: Ranks) -> Offer:
+        index, at_once = reads.index, set(load.at_once())
         targets = [
             target
-            for target in (*reads.targets, *whole_targets(index, names, tensors, others))
+            for target in (*reads.targets, *whole_targets(index, *reads.plain))
             if target.place in at_once and not target.of_chunk and not is_opaque(target.tensor)
         ]
         shapes = [index.tensor(target.index)[3] for target in targets]
-        shared = share(targets, shapes, "node" if self.replicas == "node" else "all", self._process_group)
-        for ranks, group in shared.groups:
-            self.bytes_read += read_shared(index, ranks, group, self.options, self._process_group)
-        load.leave_out(target.place for _, group in shared.groups for target in group)
+        return offer(targets, shapes, "node" if self.replicas == "node" else "all", ranks.process_group)
+
+    def _read_local(self, local: _Local, ranks: Ranks, offers: list[Any]) -> bool:
+        """Fills tensors, first what is shared with other ranks. Returns whether all are: not where another rank failed."""
+        load, is_whole = local.load, True
+        self.bytes_read = 0
+        with _changing(local.reads.tensors()):
+            if is_shared(offers):
+                shared = share(local.offer, offers, ranks.process_group)
+                self.bytes_read, is_whole = read_shared(local.reads.index, shared, self.options, ranks)
+                load.leave_out(target.place for reads in shared for target in reads.targets)
+            for turn in range(local.turns if is_whole else 0):
+                self.bytes_read += load.run(turn)
+        return is_whole
 
     def _read_tensors(self, index: _core.Index, items: list[tuple[int, ReadItem]], planner: LoadPlanner) -> None:
         batch: list[tuple[ReadItem, torch.Tensor]] = []
@@ -373,19 +424,6 @@ def _changing(tensors: list[torch.Tensor]) -> Iterator[None]:
         yield
     finally:  # what failed may have filled some
         torch.autograd.graph.increment_version(tensors)
-
-
-class _Failed:
-    """In place of metadata that could not be read: raises the reason as soon as anyone looks at it."""
-
-    def __init__(self, error: Exception) -> None:
-        self.__error = error
-
-    def __bool__(self) -> bool:
-        raise self.__error
-
-    def __getattr__(self, name: str) -> Any:
-        raise self.__error
 
 
 def _new_id() -> str:

@@ -340,6 +340,10 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if written.saving is not None:
             written.saving.let_go()
 
+    def leave(self) -> None:
+        """Leaves what this rank wrote: whether the save was committed is not known here. :func:`dcp_rs.clean` removes it if not."""
+        self._written = None
+
     def close(self) -> None:
         """Says that the save through this writer is over, well or not."""
         self._end()
@@ -357,7 +361,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     def __getstate__(self) -> dict[str, Any]:
         # For a save in another process: it begins anew there, and is under way here for as long as this thread waits for it.
         if self._saving is not None and self._saving.thread is None:
-            self._saving.thread = threading.current_thread()
+            commits.sent(self._saving)
         return {**self.__dict__, "_saving": None, "_written": None, "_stager": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

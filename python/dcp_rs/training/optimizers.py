@@ -24,6 +24,7 @@ from torch.distributed.optim.named_optimizer import _NamedOptimizer
 from torch.optim import Optimizer
 
 from dcp_rs import _torch
+from dcp_rs.dcp.together import Ranks
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.shards import global_shape
 
@@ -34,9 +35,7 @@ _WHO = ("params", "param_names")
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)  # noqa: SLF001  # as torch names it
 
 
-def optimizer_state(
-    model: torch.nn.Module, optimizers: Sequence[Optimizer], process_group: dist.ProcessGroup | None
-) -> dict[str, Any]:
+def optimizer_state(model: torch.nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks) -> dict[str, Any]:
     """``{"state": {fqn: {name: value}}, "param_groups": [...]}``, as ``get_optimizer_state_dict`` has it, of all optimizers together.
 
     Unlike that, it takes no step: an optimizer that has no state is saved without state. (torch steps it with gradients of zero, which
@@ -55,7 +54,7 @@ def optimizer_state(
             raise PlanError(msg, tensor=twice)
         state.update(osd["state"])
         groups += osd["param_groups"]
-    return {"state": state, "param_groups": _of_all_ranks(groups, process_group)}
+    return {"state": state, "param_groups": _of_all_ranks(groups, ranks)}
 
 
 def _named_state(model: torch.nn.Module, optimizer: Optimizer, number: int) -> dict[str, Any]:
@@ -391,17 +390,12 @@ def sharded_state_dicts(model: torch.nn.Module) -> Iterator[None]:
 # --- ranks ---------------------------------------------------------------------------------------------
 
 
-def _of_all_ranks(groups: list[dict[str, Any]], process_group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
+def _of_all_ranks(groups: list[dict[str, Any]], ranks: Ranks) -> list[dict[str, Any]]:
     """The parameter groups of all ranks. DCP keeps one rank's value of a name, which with pipelines would lose the others'."""
-    if not dist.is_initialized() or dist.get_world_size(process_group) == 1:
-        return groups
-    digest = hashlib.blake2b(_text(groups), digest_size=16).digest()
-    digests: list[Any] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(digests, digest, group=process_group)
+    digests = ranks.all(lambda: hashlib.blake2b(_text(groups), digest_size=16).digest())
     if len(set(digests)) == 1:
         return groups
-    gathered: list[Any] = [None] * len(digests)
-    dist.all_gather_object(gathered, groups, group=process_group)
+    gathered = ranks.all(lambda: groups)
     union: dict[bytes, dict[str, Any]] = {}
     for group in itertools.chain.from_iterable(gathered):
         union.setdefault(_text(group), group)

@@ -71,6 +71,15 @@ class Block:
             with contextlib.suppress(RuntimeError):
                 torch.empty(1, device=device).zero_()
 
+    def shared_memory(self) -> torch.Tensor:
+        """The memory such that it can be sent to another process: itself, or a copy."""
+        if self.memory.is_shared():  # type: ignore[no-untyped-call]
+            return self.memory
+        copied = torch.empty(self.nbytes, dtype=torch.uint8)
+        copied.share_memory_()  # type: ignore[no-untyped-call]
+        copied.copy_(self.memory)
+        return copied
+
     def lend(self, back: Callable[[Block], None]) -> torch.Tensor:
         """The memory as a 1-d uint8 tensor; ``back`` is called with the block when no tensor of its storage is left."""
         loan = (ctypes.c_char * self.nbytes).from_address(self.memory.data_ptr())

@@ -17,7 +17,7 @@ from dcp_rs.tensors.memory import identity
 from dcp_rs.transfer.blocks import BLOCK_BYTES, Block, Blocks, pinned_blocks
 from dcp_rs.transfer.lanes import synchronize
 
-__all__ = ["HostStager"]
+__all__ = ["HostStager", "by_place"]
 
 _ALIGN = 64
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -31,8 +31,8 @@ class HostStager:
 
     Args:
         cache: keep the blocks for the next state dict.
-        shared: make the blocks such that another process can map them, so that the copy travels there without being copied again. They
-            are pinned where the device can pin memory that is there already (CUDA and ROCm).
+        shared: make the blocks such that another process can map them, so that the copy travels there without being copied again, as it
+            otherwise is. They are pinned where the device can pin memory that is there already (CUDA and ROCm).
     """
 
     def __init__(self, *, cache: bool = False, shared: bool = False) -> None:
@@ -65,7 +65,7 @@ class HostStager:
                 synchronize(device)
         for key, value in state_dict.items():
             staged[key] = _rebuilt(value, made)
-        return _Shared(staged, [block for block, _ in blocks], found, made) if self.shared else staged
+        return _Staged(staged, [block for block, _ in blocks])
 
     def release(self) -> None:
         """Lets go of the memory that is kept and not in use."""
@@ -214,34 +214,54 @@ class _At:
     spec: Any  # of a DTensor, else None
 
 
-class _Shared(dict[str, Any]):
-    """A staged state dict that pickles as the blocks, mapped by the other process, and places in them."""
+class _Staged(dict[str, Any]):
+    """A staged state dict that pickles as its blocks, mapped by the other process, and places in them.
 
-    def __init__(
-        self, staged: dict[str, Any], blocks: list[Block], found: _Found, made: dict[int, torch.Tensor]
-    ) -> None:
+    torch would share the memory of each tensor as it comes to it, and where two tensors lie in one storage it ends with SIGSEGV (2.15): its Python
+    object is that of other memory by then.
+    """
+
+    def __init__(self, staged: dict[str, Any], blocks: list[Block]) -> None:
         super().__init__(staged)
         self._blocks = blocks
-        self._places = {}
-        for key, (value, source, at) in found.places.items():
-            copied = made[key]
-            spec = _torch.spec_of(value) if isinstance(value, DTensor) else None
-            shape, attributes = tuple(source.shape), _torch.place_in_whole(value)
-            place = _At(*found.place(at), source.dtype, shape, value.requires_grad, attributes, spec)
-            self._places[id(copied)] = place
 
     def __reduce__(self) -> tuple[Any, ...]:
-        placed = {key: self._placed(value) for key, value in self.items()}
-        return _from_blocks, ([block.memory for block in self._blocks], placed)
+        return _from_blocks, ([block.shared_memory() for block in self._blocks], self.placed())
+
+    def placed(self) -> dict[str, Any]:
+        """The state dict with places in the blocks for its tensors."""
+        return {key: self._placed(value) for key, value in self.items()}
 
     def _placed(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._places.get(id(value), value)
+            return self._place(value) or value
         if type(value) is dict:
             return {key: self._placed(entry) for key, entry in value.items()}
         if type(value) in (list, tuple):
             return type(value)(self._placed(entry) for entry in value)
         return value
+
+    def _place(self, tensor: torch.Tensor) -> _At | None:
+        """Where it lies in which block; None: it was not copied to one."""
+        spec = _torch.spec_of(tensor) if isinstance(tensor, DTensor) else None
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if type(local) not in _torch.PLAIN_TYPES or local.layout != torch.strided or local.device.type != "cpu":
+            return None
+        number, at = 0, 0
+        if local.numel():
+            starts = [local.data_ptr() - block.memory.data_ptr() for block in self._blocks]
+            within = [number for number, start in enumerate(starts) if 0 <= start < self._blocks[number].nbytes]
+            if not within:
+                return None
+            number, at = within[0], starts[within[0]]
+        return _At(
+            number, at, local.dtype, tuple(local.shape), tensor.requires_grad, _torch.place_in_whole(tensor), spec
+        )
+
+
+def by_place(staged: dict[str, Any]) -> dict[str, Any]:
+    """What a staged state dict pickles as, without its blocks. Empty where another stager than :class:`HostStager` made it."""
+    return staged.placed() if isinstance(staged, _Staged) else {}
 
 
 def _from_blocks(blocks: list[torch.Tensor], placed: dict[str, Any]) -> dict[str, Any]:

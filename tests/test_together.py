@@ -1,0 +1,193 @@
+"""Steps of ranks: whoever fails, all raise, and the group is of use afterwards. A rank that is killed is missed by all."""
+
+import os
+import pickle
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dcp_rs.dcp.together import Ranks
+from dcp_rs.errors import DcpRsError, PlanError, RankLostError, UnsupportedError
+from support import RankDiedError, rank_outcomes, run_ranks
+
+
+class TwoArgumentsError(Exception):
+    """Pickles, and does not unpickle."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def fail(error):
+    raise error
+
+
+def fails(step, error=DcpRsError):
+    """The error that a step ends with."""
+    with pytest.raises(error) as raised:
+        step()
+    return raised.value
+
+
+def on(rank, error):
+    """Work that fails on one rank, and gives the rank's number on the others."""
+    return lambda: fail(error) if dist.get_rank() == rank else dist.get_rank()
+
+
+def steps(ranks):
+    """Each kind of step, of work."""
+    return {
+        "together": ranks.together,
+        "all": ranks.all,
+        "divided": lambda work: ranks.divided(work, lambda values: [value * 10 for value in values]),
+        "joined": lambda work: ranks.joined(work, sum),
+    }
+
+
+def do_well():
+    ranks, me = Ranks(), dist.get_rank()
+    given = {name: step(lambda: me) for name, step in steps(ranks).items()}
+    assert given == {"together": me, "all": [0, 1, 2], "divided": me * 10, "joined": 3}
+    assert ranks.told_by_first(lambda: f"of rank {me}") == "of rank 0"
+    assert Ranks(coordinator=2).told_by_first(lambda: f"of rank {me}") == "of rank 2"
+    assert ranks.failures == {}
+
+
+def test_steps_that_go_well():
+    run_ranks(3, do_well)
+
+
+def fail_on_one():
+    me = dist.get_rank()
+    for culprit in (0, 2):
+        for name, step in steps(Ranks()).items():
+            error = fails(lambda: step(on(culprit, PlanError("no", tensor="w"))), PlanError)  # noqa: B023
+            assert error.tensor == "w", name
+            assert error.__notes__ == [f"raised on rank {culprit}"], name
+            # An error of the user's is itself where it was raised, and elsewhere too, with where that was.
+            error = fails(lambda: step(on(culprit, KeyError("mine"))), KeyError)  # noqa: B023
+            assert error.__notes__[-1] == f"raised on rank {culprit}", name
+            assert len(error.__notes__) == (1 if me == culprit else 2), name
+            # What does not travel arrives as text.
+            kind = TwoArgumentsError if me == culprit else DcpRsError
+            error = fails(lambda: step(on(culprit, TwoArgumentsError("one", "two"))), kind)  # noqa: B023
+            assert "one and two" in str(error), name
+            assert me == culprit or "TwoArgumentsError" in str(error)
+            kind = KeyboardInterrupt if me == culprit else DcpRsError
+            fails(lambda: step(on(culprit, KeyboardInterrupt())), kind)  # noqa: B023
+    assert type(fails(lambda: Ranks().told_by_first(lambda: fail(PlanError("first"))))) is PlanError
+    do_well()
+
+
+def test_an_error_of_one_rank_is_that_of_all():
+    run_ranks(3, fail_on_one)
+
+
+def fail_on_two():
+    me = dist.get_rank()
+    ranks = Ranks()
+    error = fails(lambda: ranks.together(lambda: fail(PlanError(f"of {me}")) if me else None))
+    first = me or 1
+    assert str(error) == f"of {first}"
+    assert error.__notes__ == [f"raised on ranks 1, 2; this is rank {first}'s"]
+    assert {rank: str(error) for rank, error in ranks.failures.items()} == {1: "of 1", 2: "of 2"}
+    do_well()
+
+
+def test_ranks_that_fail_together():
+    run_ranks(3, fail_on_two)
+
+
+def fail_elsewhere():
+    """What goes wrong where the coordinator alone is at work, and between steps."""
+    me, ranks = dist.get_rank(), Ranks()
+    assert fails(lambda: ranks.joined(lambda: me, lambda _: fail(PlanError("join")))).__notes__ == ["raised on rank 0"]
+    assert str(fails(lambda: ranks.divided(lambda: me, lambda _: fail(PlanError("divide"))))) == "divide"
+    unfit = (lambda: None) if me == 1 else None  # it does not pickle
+    assert fails(lambda: ranks.all(lambda: unfit), UnsupportedError).__notes__ == ["raised on rank 1"]
+    assert fails(lambda: ranks.joined(lambda: unfit, len), UnsupportedError).__notes__ == ["raised on rank 1"]
+
+    def outer():
+        """Rank 1 does not come to the inner steps, and the others have not heard of it."""
+        if me == 1:
+            raise PlanError("early")
+        return ranks.all(lambda: ranks.together(lambda: me))
+
+    error = fails(lambda: ranks.together(outer), PlanError)
+    assert error.__notes__ == ["raised on rank 1"]
+    do_well()
+
+
+def test_an_error_meets_the_others_wherever_they_are():
+    run_ranks(3, fail_elsewhere)
+
+
+def some_ranks():
+    me = dist.get_rank()
+    group = dist.new_group([0, 2])
+    alone = Ranks(no_dist=True)
+    assert (alone.rank, alone.size, alone.all(lambda: me)) == (0, 1, [me])
+    fails(lambda: alone.together(lambda: fail(PlanError("mine"))), PlanError)
+    if me == 1:
+        with pytest.raises(ValueError, match="process group"):
+            Ranks(group)
+        return
+    ranks = Ranks(group)
+    assert (ranks.rank, ranks.size, ranks.all(lambda: me)) == (me // 2, 2, [0, 2])
+    assert fails(lambda: ranks.together(on(2, PlanError("no")))).__notes__ == ["raised on rank 2"]
+    assert list(ranks.failures) == [1]
+
+
+def test_ranks_outside_of_the_group_are_left_alone():
+    run_ranks(3, some_ranks)
+
+
+def test_without_a_process_group_it_is_this_process():
+    ranks = Ranks()
+    assert ranks.is_alone
+    assert ranks.is_coordinator
+    assert [step(lambda: 5) for step in steps(ranks).values()] == [5, [5], 50, 5]
+    error = fails(lambda: ranks.joined(lambda: fail(KeyError("k")), sum), KeyError)
+    assert ranks.failures == {0: error}
+    assert not hasattr(error, "__notes__")
+
+
+def lose_one(step, culprit):
+    """The others stay, and do not end: who is not beside the lost one hears of it from those who are."""
+    steps(Ranks())[step](lambda: os.kill(os.getpid(), signal.SIGKILL) if dist.get_rank() == culprit else 1)
+
+
+@pytest.mark.parametrize(("step", "culprit"), [("together", 3), ("divided", 3), ("joined", 0)])
+def test_a_rank_that_is_killed_is_missed_by_all(step, culprit):
+    outcomes = rank_outcomes(4, lose_one, step, culprit, timeout=60)
+    assert isinstance(outcomes.pop(culprit).error, RankDiedError)
+    for outcome in outcomes:
+        assert type(outcome.error) is RankLostError, outcome
+        assert outcome.error.ranks == (culprit,), outcome
+        assert f"rank {culprit} is gone" in str(outcome.error)
+
+
+def test_a_lost_rank_pickles():
+    error = pickle.loads(pickle.dumps(RankLostError("gone", ranks=(3,), path="/a")))
+    assert (str(error), error.ranks, error.path) == ("gone", (3,), "/a")
+    assert RankLostError("gone").ranks == ()
+
+
+def lose_one_while_sending(culprit):
+    """It is gone in the midst of a message to each of the others."""
+    ranks, me = Ranks(), dist.get_rank()
+    if me == culprit:
+        ranks.together(lambda: None)
+        os.kill(os.getpid(), signal.SIGKILL)
+    ranks.together(lambda: None)
+    message = torch.zeros(1 << 20)
+    with ranks.talking():
+        dist.recv(message, culprit)
+
+
+def test_a_rank_that_is_killed_is_missed_by_those_who_wait_for_a_message():
+    *outcomes, last = rank_outcomes(3, lose_one_while_sending, 2, timeout=60)
+    assert isinstance(last.error, RankDiedError)
+    assert all(type(outcome.error) is RankLostError and outcome.error.ranks == (2,) for outcome in outcomes), outcomes
