@@ -10,7 +10,7 @@ TORCH  ?=
 ARGS   ?=
 # How long each fuzz target runs.
 FUZZ_SECONDS ?= 60
-# How long the soak runs.
+# How long the soak and the differential test run.
 SECONDS ?= 600
 # What wheels are built for.
 WHEEL_TARGETS ?= x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu x86_64-unknown-linux-musl aarch64-unknown-linux-musl
@@ -32,7 +32,7 @@ export UV_SYSTEM_CERTS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help build demo test test-rust test-python test-slow test-oldest check check-rust check-python \
-	fmt bench crash soak soak-steps fuzz wheels dist clean
+	fmt bench crash soak soak-steps differential fuzz wheels dist clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -108,6 +108,9 @@ crash: $(VENV)/.built  ## Kill 2,000 saves, fail every write, cut the power at e
 
 soak: $(VENV)/.built  ## Saves and loads for SECONDS, with memory and open files watched
 	$(PY) tests/soak.py $(SECONDS)
+
+differential: $(VENV)/.built  ## Saves and loads by stock DCP and dcp-rs of whatever hypothesis draws, compared, for SECONDS
+	PYTHONPATH=tests nice $(PY) -m differential --seconds $(SECONDS) $(ARGS)
 
 soak-steps: $(VENV)/.built  ## Save, prune, kill and resume STEPS steps on 1 and on 4 ranks
 	$(PY) tests/soak_steps.py $(STEPS) $(ARGS)

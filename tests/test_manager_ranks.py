@@ -108,6 +108,11 @@ def test_what_the_first_rank_refuses_all_refuse(tmp_path):
     assert run_ranks(2, save_over, tmp_path / "run") == [1, 1]
 
 
+class NotCopied:
+    def __deepcopy__(self, memo):
+        raise UnsupportedError("no copy for the meta device")
+
+
 def meet(manager, call):
     if call == "should_save":
         while not manager.should_save(3):
@@ -134,9 +139,20 @@ def fail_in_background(root, call, bad):
     return found
 
 
-@pytest.mark.parametrize("call", ["save", "should_save", "wait", "close"])
-def test_a_failure_of_one_rank_in_the_background_is_raised_on_all(tmp_path, call):
-    found = run_ranks(3, fail_in_background, tmp_path / "run", call, torch.empty(1, device="meta"))
+@pytest.mark.parametrize(
+    ("call", "bad"),
+    [
+        ("save", "meta"),
+        ("should_save", "meta"),
+        ("wait", "meta"),
+        ("close", "meta"),
+        ("wait", "staging"),
+        ("save", "staging"),
+    ],
+)
+def test_a_failure_of_one_rank_in_the_background_is_raised_on_all(tmp_path, call, bad):
+    value = NotCopied() if bad == "staging" else torch.empty(1, device="meta")
+    found = run_ranks(3, fail_in_background, tmp_path / "run", call, value)
     assert found == [None if call == "close" else ([3], 3)] * 3
 
 

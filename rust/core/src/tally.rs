@@ -320,7 +320,7 @@ mod tests {
         let data: Vec<u8> = [u64::MAX, u64::MAX - 1].iter().flat_map(|n| n.to_le_bytes()).collect();
         assert_eq!(
             one(&data, "uint64").exact,
-            Some((u64::MAX as i128 - 1, u64::MAX as i128))
+            Some((i128::from(u64::MAX) - 1, i128::from(u64::MAX)))
         );
         assert_eq!(one(&data, "int64").exact, Some((-2, -1)));
     }

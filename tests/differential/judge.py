@@ -1,0 +1,123 @@
+"""Hands cases to rank processes, and judges what came back: the same as stock, or one of the differences that are documented."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from differential.cases import Case, Load, Save
+from differential.ranks import Result, load_step, save_step
+from support.ranks import shared_pool
+
+__all__ = ["ALLOWED", "Difference", "DisagreementError", "judge", "tally"]
+
+#: How long one step of a case may take, on a machine that is busy.
+WATCHDOG = 60.0  # seconds
+
+
+class DisagreementError(AssertionError):
+    """Stock and dcp-rs did not do the same."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference from stock that is meant.
+
+    Attributes:
+        name: what it is called in the tally.
+        applies: whether it explains this step's result.
+        why: the reason.
+        documented: the page that says so.
+    """
+
+    name: str
+    applies: Callable[[Case, Save | Load, Result, Result], bool]
+    why: str
+    documented: str
+
+
+def _is_pending(case: Case, step: Save | Load, stock: Result, ours: Result) -> bool:
+    return ours.errors == ("PlanError",) and "pending reductions" in ours.message
+
+
+ALLOWED = [
+    Difference(
+        "a pending sum is refused",
+        _is_pending,
+        "torch stores one rank's share of the sum, which is not the tensor",
+        "docs/differences.md",
+    ),
+]
+
+#: How often each outcome was seen in this process.
+tally: Counter[str] = Counter()
+
+
+def judge(case: Case) -> None:
+    """Runs the case.
+
+    Raises:
+        DisagreementError: with all that is known of it.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="dcp-rs-differential-"))
+    try:
+        _run(case, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    tally["cases"] += 1
+
+
+def _run(case: Case, folder: Path) -> None:
+    has_stock = has_ours = False
+    for number, step in enumerate(case.steps):
+        if isinstance(step, Save):
+            outcomes = _ranks(case, step, save_step, step, case.state, folder, 10 * number)
+            has_stock, has_ours = _judge_save(case, step, outcomes)
+            if not has_stock:
+                return
+        else:
+            for results in _ranks(case, step, load_step, step, case.state, folder, has_ours=has_ours):
+                for result in results[1:]:
+                    _compare(case, step, results[0], result)
+
+
+def _ranks(case: Case, step: Save | Load, function: Any, *args: Any, has_ours: bool | None = None) -> list[Any]:
+    function_args = args if has_ours is None else (*args, has_ours)
+    outcomes = shared_pool().outcomes(step.ranks.size, function, *function_args, timeout=WATCHDOG)
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise DisagreementError(
+                f"rank {outcome.rank}: {outcome.error!r}\n{outcome.traceback}\n{_shown(case, step)}"
+            )
+    return [outcome.value for outcome in outcomes]
+
+
+def _judge_save(case: Case, step: Save, ranks: list[list[Result]]) -> tuple[bool, bool]:
+    for stock, ours in ranks:
+        _compare(case, step, stock, ours)
+    return all(not stock.errors for stock, _ in ranks), all(not ours.errors for _, ours in ranks)
+
+
+def _compare(case: Case, step: Save | Load, stock: Result, ours: Result) -> None:
+    kind = type(step).__name__.lower()
+    if stock.errors:
+        tally[f"{kind}: stock refuses" + ("" if ours.errors else ", dcp-rs does it")] += 1
+        return
+    if not ours.errors and not ours.differences:
+        tally[f"{kind}: the same"] += 1
+        return
+    for difference in ALLOWED:
+        if difference.applies(case, step, stock, ours):
+            tally[f"{kind}: {difference.name}"] += 1
+            return
+    lines = "\n".join(ours.differences)
+    raise DisagreementError(f"{ours.who}: {ours.errors} {ours.message}\n{lines}\n{_shown(case, step)}")
+
+
+def _shown(case: Case, step: Save | Load) -> str:
+    return f"at {step}\nin {case}"
