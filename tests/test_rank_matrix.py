@@ -209,24 +209,16 @@ def die(folder, culprit, entry, step):
 
 
 DEATHS = [
-    ("load", "state_dict", 2),
-    ("all", "finish_plan", 0),
-    ("save", "finish_plan", 2),
-    ("async_save", "set_up_planner", 0),
-]
-MORE = [
     (entry, step, culprit)
     for entry in ("load", "all", "save", "async_save")
     for step in ("state_dict", "set_up_planner", "finish_plan")
     for culprit in (0, 2)
-    if (entry, step, culprit) not in DEATHS
 ]
 
 
 @pytest.mark.filterwarnings("ignore:value 'bad'")
-@pytest.mark.parametrize(
-    ("entry", "step", "culprit"), [*DEATHS, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in MORE)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("entry", "step", "culprit"), DEATHS)
 def test_a_rank_that_is_killed_is_missed_by_all(tmp_path, entry, step, culprit):
     prepare(tmp_path)
     outcomes = rank_outcomes(SIZE, die, tmp_path, culprit, entry, step, timeout=60)
