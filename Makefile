@@ -6,7 +6,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?=
-# Arguments for pytest (make test ARGS='-k golden'), the demo or the benchmarks.
+# Arguments for pytest (make test ARGS='-k compat'), the demo or the benchmarks.
 ARGS   ?=
 # How long each fuzz target runs.
 FUZZ_SECONDS ?= 60

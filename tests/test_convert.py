@@ -334,7 +334,7 @@ def test_numbers_for_keys_survive_from_torch_to_torch(tmp_path: Path) -> None:
     got = torch.load(tmp_path / "y.pt", weights_only=True)
     del state["model"]["bias"]
     assert_state_equal(got["optimizer"], state["optimizer"])
-    assert_state_equal(got["model"], dict(state["model"]))
+    assert_state_equal(got["model"], state["model"])
 
 
 def test_tied_weights(tmp_path: Path) -> None:

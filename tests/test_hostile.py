@@ -37,6 +37,10 @@ FLAT = {
 }
 
 
+#: Planner data, and nesting: none of both.
+NOTHING = b"\0\0"
+
+
 @pytest.fixture
 def saved(ckpt):
     save_rs(STATE, ckpt)
@@ -286,16 +290,16 @@ def test_names_that_share_bytes_are_refused(saved):
     strings = b"a" * (1 << 19)
     count = 10_000
     tensors = b"".join(tensor_record((0, len(strings) - count + i)) for i in range(count))
-    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", b"", b"", strings, b"\0"]))
+    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", b"", b"", strings, NOTHING]))
     refused_at_once(saved, "share bytes")
 
 
 def test_paths_that_share_bytes_are_refused(saved):
     header = (saved / INDEX).read_bytes()
     long = 1 << 17
-    planner = b"\0" + b"\7" + struct.pack("<I", long) + b"\5\0\0\0\0" * long
+    planner = NOTHING + b"\7" + struct.pack("<I", long) + b"\5\0\0\0\0" * long
     names = b"".join(b"%08d" % i for i in range(4000))
-    tensors = b"".join(tensor_record((8 * i, 8), path=(1, len(planner) - 1)) for i in range(4000))
+    tensors = b"".join(tensor_record((8 * i, 8), path=(2, len(planner) - 2)) for i in range(4000))
     (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", b"", b"", names, planner]))
     refused_at_once(saved, "share bytes")
 
@@ -310,7 +314,7 @@ def test_chunks_that_share_bytes_are_refused(saved):
     dims = struct.pack("<Q", count * each) + b"".join(struct.pack("<QQ", i * each, each) for i in range(count))
     chunks = b"".join(struct.pack("<IIQQQQII", 0, 0, 4096, each, 1 + 2 * i, 0, 0, 0) for i in range(count))
     tensors = tensor_record((0, 1), shape=0, chunks=(0, count), dtype=2, ndim=1)
-    (saved / INDEX).write_bytes(rebuild(header, [bytes(file), tensors, chunks, dims, b"", b"wfile", b"\0"]))
+    (saved / INDEX).write_bytes(rebuild(header, [bytes(file), tensors, chunks, dims, b"", b"wfile", NOTHING]))
     (saved / "file").write_bytes(bytes((1 << 20) + 4096))
     refused_at_once(saved, "share bytes")
 
@@ -325,7 +329,7 @@ def test_elements_that_share_bytes_are_refused(saved):
     chunks = struct.pack("<IIQQQQII", 0, 0, 4096, 1, 1, 0, 1, 0)
     tensors = tensor_record((0, 1), shape=0, chunks=(0, 1), dtype=2, ndim=1)
     adopted = [(80, 1)]
-    sections = [bytes(file), tensors, chunks, dims, b"", b"wfile", b"\0"]
+    sections = [bytes(file), tensors, chunks, dims, b"", b"wfile", NOTHING]
     (saved / INDEX).write_bytes(rebuild(header, sections, patch=adopted))
     (saved / "file").write_bytes(bytes(4097))
     refused_at_once(saved, "share bytes")
@@ -336,7 +340,7 @@ def test_a_shape_that_torch_cannot_multiply_is_refused(saved, shape):
     header = (saved / INDEX).read_bytes()
     dims = struct.pack(f"<{len(shape)}Q", *shape)
     tensors = tensor_record((0, 1), ndim=len(shape))
-    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", dims, b"", b"w", b"\0"]))
+    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", dims, b"", b"w", NOTHING]))
     refused_at_once(saved, "shape is too large")
 
 
@@ -344,7 +348,7 @@ def test_the_largest_shape_that_holds_nothing_is_read(saved):
     header = (saved / INDEX).read_bytes()
     tensors = tensor_record((0, 1), ndim=2)
     dims = struct.pack("<QQ", (1 << 61) - 1, 0)
-    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", dims, b"", b"w", b"\0"]))
+    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", dims, b"", b"w", NOTHING]))
     assert read_all(saved)["w"].shape == ((1 << 61) - 1, 0)
 
 
@@ -360,7 +364,7 @@ BYTES = b"\6" + struct.pack("<I", 1) + b"w"
 @pytest.mark.parametrize("key", [encoded(8), encoded(9), encoded(7, INTEGER, encoded(8))])
 def test_a_key_that_python_cannot_hash_is_refused(saved, key):
     header = (saved / INDEX).read_bytes()
-    (saved / INDEX).write_bytes(rebuild(header, [b""] * 6 + [encoded(9, key, b"\0")]))
+    (saved / INDEX).write_bytes(rebuild(header, [b""] * 6 + [encoded(9, key, b"\0") + b"\0"]))
     refused_at_once(saved, "a key of a dict")
     with pytest.raises(CorruptIndexError):
         RsReader(saved).read_metadata()
@@ -369,7 +373,7 @@ def test_a_key_that_python_cannot_hash_is_refused(saved, key):
 @pytest.mark.parametrize("key", [b"\0", b"\2", INTEGER, BYTES, encoded(7), encoded(7, TEXT, encoded(7, BYTES))])
 def test_every_other_key_is_read(saved, key):
     header = (saved / INDEX).read_bytes()
-    (saved / INDEX).write_bytes(rebuild(header, [b""] * 6 + [encoded(9, key, INTEGER)]))
+    (saved / INDEX).write_bytes(rebuild(header, [b""] * 6 + [encoded(9, key, INTEGER) + b"\0"]))
     assert list(RsReader(saved).read_metadata().planner_data.values()) == [0]
     assert dcp_rs.open(saved).state_dict() == {}
 
@@ -377,8 +381,8 @@ def test_every_other_key_is_read(saved, key):
 def test_the_path_of_a_tensor_comes_before_what_the_root_says_of_it(saved):
     header = (saved / INDEX).read_bytes()
     root, path = encoded(9, TEXT, INTEGER, BYTES, INTEGER), encoded(7, INTEGER, TEXT)
-    tensors = tensor_record((0, 1), path=(len(root), len(path)))
-    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", b"", b"", b"w", root + path]))
+    tensors = tensor_record((0, 1), path=(len(root) + 1, len(path)))
+    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", b"", b"", b"w", root + b"\0" + path]))
     paths = RsReader(saved).read_metadata().planner_data
     assert dict(paths) == {"w": (0, "w"), b"w": 0}
     assert len(paths) == 2
@@ -391,12 +395,67 @@ def test_the_path_of_a_tensor_comes_before_what_the_root_says_of_it(saved):
 def test_a_path_of_other_than_strings_and_integers_is_refused(saved, path):
     header = (saved / INDEX).read_bytes()
     for planner, match in ((path, "path is not"), (encoded(7, TEXT, INTEGER), None)):
-        tensors = tensor_record((0, 1), path=(1, len(planner)))
-        (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", b"", b"", b"w", b"\0" + planner]))
+        tensors = tensor_record((0, 1), path=(2, len(planner)))
+        (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", b"", b"", b"w", NOTHING + planner]))
         if match is None:
             assert dcp_rs.open(saved).info("w").shape == ()
         else:
             refused_at_once(saved, match)
+
+
+def container(position, path, kind=TEXT):
+    return encoded(7, b"\3" + struct.pack("<q", position), path, kind)
+
+
+@pytest.mark.parametrize(
+    "nesting",
+    [
+        b"",
+        b"\1",
+        encoded(8, TEXT),
+        encoded(8, container(0, TEXT)),
+        encoded(8, container(-1, encoded(7))),
+        encoded(8, container(1 << 32, encoded(7))),
+        encoded(8, container(0, encoded(7, b"\0"))),
+        encoded(8, container(0, encoded(7), INTEGER)),
+    ],
+)
+def test_nesting_of_another_form_is_refused(saved, nesting):
+    header = (saved / INDEX).read_bytes()
+    (saved / INDEX).write_bytes(rebuild(header, [b""] * 6 + [b"\0" + nesting]))
+    refused_at_once(saved, "nesting")
+
+
+def part(index):
+    return b"\3" + struct.pack("<q", index)
+
+
+@pytest.mark.parametrize(
+    ("paths", "match"),
+    [
+        ([encoded(7, TEXT), encoded(7, TEXT, TEXT)], "contradict"),
+        ([encoded(7, TEXT, TEXT), encoded(7, TEXT)], "contradict"),
+        ([encoded(7, TEXT, TEXT), encoded(7, TEXT, part(0))], "contradict"),
+        ([encoded(7, TEXT), encoded(7, TEXT)], "contradict"),
+        ([encoded(7, TEXT, part(-1)), encoded(7, TEXT, part(0))], "contradict"),
+        ([encoded(7, TEXT, part(1 << 40)), encoded(7, TEXT, part(0))], "most are empty"),
+        ([encoded(7, *[TEXT] * 100_000), encoded(7, b"\5\1\0\0\0v")], None),
+    ],
+)
+def test_paths_that_make_no_state_dict(saved, paths, match):
+    header = (saved / INDEX).read_bytes()
+    planner, tensors = b"\0" + encoded(8), b""
+    dims = struct.pack("<Q", 0)
+    for number, path in enumerate(paths):
+        tensors += tensor_record((number, 1), path=(len(planner), len(path)), ndim=1)
+        planner += path
+    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", dims, b"", b"vw", planner]))
+    with dcp_rs.open(saved) as checkpoint:
+        if match is None:
+            assert set(checkpoint.state_dict()) == {"v", "w"}
+        else:
+            with pytest.raises(PlanError, match=match):
+                checkpoint.state_dict()
 
 
 def test_a_memory_format_without_a_meaning_is_refused(saved):
@@ -404,10 +463,10 @@ def test_a_memory_format_without_a_meaning_is_refused(saved):
     tensors = bytearray(tensor_record((0, 1)))
     for flags in (0b1100, 0b1111):
         tensors[15] = flags
-        (saved / INDEX).write_bytes(rebuild(header, [b"", bytes(tensors), b"", b"", b"", b"w", b"\0"]))
+        (saved / INDEX).write_bytes(rebuild(header, [b"", bytes(tensors), b"", b"", b"", b"w", NOTHING]))
         refused_at_once(saved, "memory format")
     tensors[15] = 0b11111011
-    (saved / INDEX).write_bytes(rebuild(header, [b"", bytes(tensors), b"", b"", b"", b"w", b"\0"]))
+    (saved / INDEX).write_bytes(rebuild(header, [b"", bytes(tensors), b"", b"", b"", b"w", NOTHING]))
     assert dcp_rs.open(saved).info("w").shape == ()
 
 
@@ -428,7 +487,7 @@ def test_strides_are_those_of_adopted_tensors(saved, source, kind, stride, match
     dims = struct.pack("<QQQQ", 1, 0, 1, stride)
     chunks = struct.pack("<IIQQQQII", 0, 0, 4096, 1, 1, 0, 1, 0)
     tensors = tensor_record((0, 1), chunks=(0, 1), kind=kind, dtype=0 if kind else 2, ndim=0 if kind else 1)
-    sections = [bytes(file), tensors, chunks, dims, b"", b"wfile", b"\0"]
+    sections = [bytes(file), tensors, chunks, dims, b"", b"wfile", NOTHING]
     (saved / INDEX).write_bytes(rebuild(header, sections, patch=[(80, source)]))
     (saved / "file").write_bytes(bytes(4097))
     if match is None:
@@ -457,7 +516,7 @@ def test_signs_are_those_of_adopted_tensors(saved, source, incompat, code, flags
     length = 4 if code == 12 else 8
     chunks = struct.pack("<IIQQQQII", 0, 0, 4096, length, 0, 0, flags, 0)
     tensors = tensor_record((0, 1), chunks=(0, 1), dtype=code)
-    sections = [bytes(file), tensors, chunks, b"", b"", b"wfile", b"\0"]
+    sections = [bytes(file), tensors, chunks, b"", b"", b"wfile", NOTHING]
     (saved / INDEX).write_bytes(rebuild(header, sections, patch=[(80, source), (24, incompat)]))
     (saved / "file").write_bytes(bytes(4096) + struct.pack("<ff", 1, 2))
     want = {8: 1 - 2j, 24: -1 + 2j, 16: -1}
@@ -469,7 +528,7 @@ def test_signs_are_those_of_adopted_tensors(saved, source, incompat, code, flags
 
 def test_an_index_of_the_future_is_refused(saved):
     header = (saved / INDEX).read_bytes()
-    sections = [b""] * 6 + [b"\0"]
+    sections = [b""] * 6 + [NOTHING]
     (saved / INDEX).write_bytes(rebuild(header, sections, patch=[(24, 6)]))
     with pytest.raises(UnsupportedError, match="0x6"):
         dcp_rs.open(saved)
@@ -487,7 +546,7 @@ def test_a_shape_that_no_chunk_holds_takes_no_memory(saved):
     header = (saved / INDEX).read_bytes()
     dims = struct.pack("<Q", 1 << 60)
     tensors = tensor_record((0, 1), shape=0, chunks=(0, 0), dtype=2, ndim=1)
-    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", dims, b"", b"w", b"\0"]))
+    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", dims, b"", b"w", NOTHING]))
     checkpoint = dcp_rs.open(saved)
     assert checkpoint.info("w").shape == (1 << 60,)
     with pytest.raises(PlanError, match="does not hold"):

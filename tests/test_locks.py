@@ -268,9 +268,11 @@ def test_a_child_does_not_wait_for_the_threads_of_a_load(ckpt):
 
 def test_a_child_cannot_write_to_the_save_of_its_parent(ckpt):
     tensor = torch.ones(10)
-    item = ("w", "float32", (10,), 0, None, (0,), (10,), 40)
+    item = ("w", "float32", (10,), 0, None, None, (0,), (10,), 40)
     options = {"threads": 1, "fsync": False, "io": "buffered", "max_inflight_bytes": 1 << 20}
-    made = _core.Save.create(str(ckpt), [item], generation=1, token=1, rank=0, world_size=1, **options)
+    made = _core.Save.create(
+        str(ckpt), [item], save_id=bytes(16), generation=1, token=1, rank=0, world_size=1, **options
+    )
 
     def child():
         for call in (lambda: made.write([(0, 0, tensor.data_ptr(), 40)]), made.finish):

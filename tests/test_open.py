@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import threading
+import uuid
 from collections import OrderedDict
 from collections.abc import Mapping
 
@@ -124,7 +125,7 @@ def test_the_nesting_is_rebuilt(ckpt):
         assert_state_equal(checkpoint.state_dict(), want)
         assert checkpoint["step"] == 12
         assert checkpoint["optimizer.param_groups.0.betas"] == (0.9, 0.95)
-        assert len(checkpoint.save_id) == 32
+        assert str(uuid.UUID(checkpoint.save_id)) == checkpoint.save_id
         assert checkpoint.save_id == RsReader(ckpt).read_metadata().storage_meta.save_id
         assert str(ckpt) in repr(checkpoint)
 

@@ -182,4 +182,4 @@ def test_the_metadata_that_save_returns(ckpt):
     metadata = dcp.save(nested_state(), storage_writer=RsWriter(ckpt), no_dist=True)
     read = RsReader(ckpt).read_metadata()
     assert set(metadata.state_dict_metadata) == set(read.state_dict_metadata)
-    assert metadata.storage_meta.save_id.replace("-", "") == read.storage_meta.save_id
+    assert metadata.storage_meta.save_id == read.storage_meta.save_id

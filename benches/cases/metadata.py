@@ -43,11 +43,13 @@ def write_native(path: Path, fqns: int, ranks: int) -> None:
     for rank in range(ranks):
         shape = (ROWS * ranks, COLUMNS)
         items = [
-            (name, "float32", shape, 0, None, (ROWS * rank, 0), (ROWS, COLUMNS), payload.nbytes) for name in names(fqns)
+            (name, "float32", shape, 0, None, None, (ROWS * rank, 0), (ROWS, COLUMNS), payload.nbytes)
+            for name in names(fqns)
         ]
         save = _core.Save.create(
             str(path),
             items,
+            save_id=bytes(16),
             generation=1,
             token=rank,
             rank=rank,

@@ -50,7 +50,7 @@ class Index:
     @property
     def path(self) -> Path: ...
     @property
-    def save_id(self) -> str: ...
+    def save_id(self) -> str | None: ...
     @property
     def generation(self) -> int: ...
     @property
@@ -83,6 +83,10 @@ class Index:
         """Where the data files are, in the order of ``files``."""
     def planner_path(self, tensor: int) -> tuple[Any, ...] | None: ...
     def planner_root(self) -> Any: ...
+    def nesting(self) -> list[tuple[int, tuple[Any, ...], str]] | None:
+        """The containers (position, path, kind) that paths do not tell; None where it is not known which there were."""
+    def positions(self) -> list[int | None]:
+        """The place of each entry among those of the state dict, in the order of ``names``."""
     def locate(self, wanted: Sequence[tuple[str, _Extent | None, int | None]]) -> list[int]:
         """The chunk for each (fqn, offset, hint)."""
     def map_file(self, file: int) -> FileMapping: ...
@@ -177,12 +181,16 @@ class SavePlan:
         types: tuple[type, ...],
         dtypes: dict[Any, str],
         *,
+        positions: list[int | None] | None = None,
         cast: str | None = None,
         shapes: list[Any] | None = None,
     ) -> list[int]:
         """Adds those that are plain; returns the places of the others."""
     def add(
-        self, items: Sequence[tuple[str, str | None, _Extent, int, tuple[Any, ...] | None, _Extent, _Extent, int]]
+        self,
+        items: Sequence[
+            tuple[str, str | None, _Extent, int, tuple[Any, ...] | None, int | None, _Extent, _Extent, int]
+        ],
     ) -> None:
         """Items as for ``Save.create``."""
     def request(self) -> bytes:
@@ -195,6 +203,7 @@ class SavePlan:
         keep: bytes | None,
         lengths: Sequence[int],
         *,
+        save_id: bytes,
         generation: int,
         token: int,
         rank: int,
@@ -287,8 +296,11 @@ class Save:
     @staticmethod
     def create(
         folder: str,
-        items: Sequence[tuple[str, str | None, _Extent, int, tuple[Any, ...] | None, _Extent, _Extent, int]],
+        items: Sequence[
+            tuple[str, str | None, _Extent, int, tuple[Any, ...] | None, int | None, _Extent, _Extent, int]
+        ],
         *,
+        save_id: builtins.bytes,
         generation: int,
         token: int,
         rank: int,
@@ -298,7 +310,7 @@ class Save:
         io: str,
         max_inflight_bytes: int,
     ) -> Save:
-        """Items are (fqn, dtype or None for bytes, shape, flags, path, offsets, sizes, bytes)."""
+        """Items are (fqn, dtype or None for bytes, shape, flags, path, position, offsets, sizes, bytes)."""
     @staticmethod
     def create_files(
         folder: str,
@@ -321,8 +333,8 @@ class Save:
     def plain_count(self) -> int: ...
     @property
     def bytes(self) -> int: ...
-    def finish(self, save_id: builtins.bytes | None = None) -> builtins.bytes:
-        """Completes the files and returns an index over them. They stay claimed."""
+    def finish(self, nesting: list[tuple[int, tuple[Any, ...], str]] | None = None) -> builtins.bytes:
+        """Completes the files and returns an index over them, with containers as those of ``Index.nesting``. They stay claimed."""
     def let_go(self) -> None:
         """Ends the claim on the files."""
     def abort(self) -> None:
@@ -332,7 +344,7 @@ def recover(
     folder: str,
     *,
     generation: int | None,
-    tokens: Sequence[int],
+    save_id: bytes | None,
     threads: int,
     progress: Callable[[int], object] | None = None,
 ) -> bytes: ...

@@ -6,7 +6,7 @@ import copy
 import inspect
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -21,9 +21,8 @@ from torch.distributed.checkpoint import (
     _version,  # 2.8, 2.11, 2.15
     filesystem,
 )
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict  # 2.8, 2.11, 2.15
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors  # 2.8, 2.11, 2.15
-from torch.distributed.checkpoint._traverse import set_element  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.state_dict import _get_fqns  # 2.8, 2.11, 2.15
@@ -70,12 +69,10 @@ __all__ = [
     "process_group_info",
     "require_cpu_backend",
     "save_in_process",
-    "set_element",
     "spec_of",
     "storage_id",
     "storage_writer_for",
     "timeout_of",
-    "unflatten",
     "wait_tensor",
     "with_dim",
     "without_checksums",
@@ -230,12 +227,6 @@ def host_copy_of_sharded(tensor: ShardedTensor) -> ShardedTensor:
     """A copy of a ShardedTensor in host memory."""
     copied: ShardedTensor = tensor.to("cpu", copy=True)
     return copied
-
-
-def unflatten(flat: dict[str, Any], paths: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """A flat state dict, nested again along ``paths``."""
-    nested: dict[str, Any] = unflatten_state_dict(flat, dict(paths))
-    return nested
 
 
 def flatten_as_2_3(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -26,7 +26,8 @@ from dcp_rs.dcp.together import Ranks
 from dcp_rs.dcp.writer import RsWriter
 from dcp_rs.errors import CheckpointReplacedError
 from dcp_rs.options import ReaderArguments, WriterArguments
-from dcp_rs.tensors.trees import is_stateful, stateful_values
+from dcp_rs.tensors.nesting import like
+from dcp_rs.tensors.trees import stateful_values
 from dcp_rs.transfer.stage import HostStager
 
 __all__ = ["async_save", "load", "load_state_dict", "save"]
@@ -118,7 +119,7 @@ def load(
             check_state_dict(state_dict, path)
             check_options("load", read_options, RsReader)
             stateful.update(stateful_values(state_dict))
-            for key in sorted(state_dict):
+            for key in sorted(state_dict, key=str):
                 values[key] = stateful[key].state_dict() if key in stateful else state_dict[key]
             reader = RsReader(path, **read_options)
         reader.reset()
@@ -194,7 +195,11 @@ def _save(ranks: Ranks, begin: BeginSave) -> Metadata:
 
 
 def _without_stateful(state_dict: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.state_dict() if is_stateful(value) else value for key, value in state_dict.items()}
+    stateful = stateful_values(state_dict)
+    return like(
+        state_dict,
+        ((key, stateful[key].state_dict() if key in stateful else value) for key, value in state_dict.items()),
+    )
 
 
 def async_save(

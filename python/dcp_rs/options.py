@@ -75,6 +75,7 @@ class WriterArguments(TypedDict, total=False):
     max_inflight_bytes: int | None
     overwrite: bool
     cache_staged_state_dict: bool
+    strict_values: bool
     thread_count: int | None
     sync_files: bool | None
     single_file_per_rank: bool

@@ -28,7 +28,8 @@ def save_with_hole(path: Path) -> None:
     generation = _core.next_generation(str(path))
     save = _core.Save.create(
         str(path),
-        [("w", "float32", (8, 1), 0, ("w",), (0, 0), (4, 1), 16)],
+        [("w", "float32", (8, 1), 0, ("w",), 0, (0, 0), (4, 1), 16)],
+        save_id=bytes(range(16)),
         generation=generation,
         token=1,
         rank=0,

@@ -8,6 +8,8 @@ import itertools
 import json
 import math
 import struct
+import uuid
+from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -184,6 +186,36 @@ def is_key(value):
     return not isinstance(value, (list, dict)) and (not isinstance(value, tuple) or all(map(is_key, value)))
 
 
+def is_other_key(key):
+    """Whether a key of a mapping that is no text may be this."""
+    if type(key) is tuple:
+        return all(type(item) is str or is_other_key(item) for item in key)
+    return key is None or type(key) in (bool, int) or (type(key) is float and math.isfinite(key))
+
+
+def is_part(part):
+    """Whether a part of a path may be this."""
+    return type(part) in (str, int) or (type(part) is tuple and len(part) == 1 and is_other_key(part[0]))
+
+
+def check_nesting(nesting):
+    check(nesting is None or isinstance(nesting, list), "nesting is none or a list")
+    for container in nesting or []:
+        check(type(container) is tuple and len(container) == 3, "a container is three values")
+        position, path, kind = container
+        check(type(position) is int and 0 <= position < 1 << 32, "a position")
+        check(type(path) is tuple and all(map(is_part, path)), "a path, that may be empty")
+        check(type(kind) is str, "a kind")
+
+
+def path_of_json(part):
+    return (key_of_json(part[0]),) if isinstance(part, list) and len(part) == 1 else part
+
+
+def key_of_json(key):
+    return tuple(map(key_of_json, key)) if isinstance(key, list) else key
+
+
 def decode_at(data, at, depth=0):
     check(depth <= 64, "a value lies in at most 64 others")
     check(at < len(data), "a value within its range")
@@ -243,6 +275,7 @@ class Tensor:
     flags: int
     path: tuple | None
     split_dim: int | None
+    position: int | None
     chunks: list
 
 
@@ -256,6 +289,7 @@ class SecondReader:
     files: list = field(default_factory=list)
     tensors: dict = field(default_factory=dict)
     root: object = None
+    nesting: list | None = None
     is_rank_local: bool = False
 
     @classmethod
@@ -300,7 +334,9 @@ class SecondReader:
         for at in range(0, len(section["files"]), 64):
             self.files.append(self._parse_file(section["files"], at))
         chunks = [self._parse_chunk_record(section["chunks"], at) for at in range(0, len(section["chunks"]), 48)]
-        self.root, _ = decode_at(section["planner"], 0)
+        self.root, end = decode_at(section["planner"], 0)
+        self.nesting, _ = decode_at(section["planner"], end)
+        check_nesting(self.nesting)
         next_chunk, last_name = 0, None
         for number, at in enumerate(range(0, len(section["tensors"]), 64)):
             record = section["tensors"]
@@ -308,7 +344,7 @@ class SecondReader:
             check(last_name is None or last_name.encode() < name.encode(), "sorted, no FQN twice")
             last_name = name
             kind, code, ndim, flags = record[at + 12 : at + 16]
-            shape_at, first, count, path_at, path_len, split = struct.unpack_from("<QQQQII", record, at + 16)
+            shape_at, first, count, path_at, path_len, split, position = struct.unpack_from("<QQQQIII", record, at + 16)
             check(kind in (0, 1) and ndim <= 64, "kind and ndim")
             check(first == next_chunk, "chunks stand in the order of the tensors")
             next_chunk += count
@@ -327,7 +363,7 @@ class SecondReader:
                 check(path_at + path_len <= len(planner), "path within planner")
                 path = decode_value(planner[path_at : path_at + path_len])
                 check(isinstance(path, tuple) and path, "a path is a tuple, and not empty")
-                check(all(type(part) in (str, int) for part in path), "of strings and integers")
+                check(all(map(is_part, path)), "of keys and places")
             tensor = Tensor(
                 name,
                 kind == 1,
@@ -337,6 +373,7 @@ class SecondReader:
                 flags,
                 path,
                 None if split == 0xFFFFFFFF else split,
+                None if position == 0xFFFFFFFF else position,
                 [],
             )
             for owner, file, offset, length, dims_at, digest_at, chunk_flags in chunks[first : first + count]:
@@ -440,6 +477,7 @@ class SecondReader:
         sharding = json.loads(metadata["DCP_SHARDING_INFO"])
         own = json.loads(metadata["DCPRS"])
         check(own["version"] == 1 and own["generation"] == self.generation, "DCPRS")
+        check(own["save_id"] == str(uuid.UUID(bytes=bytes(self.save_id))), "save_id")
         check(own["rank"] < own["world_size"] or own["world_size"] == 0, "rank and world_size")
         check((own["world_size"] == 0) == self.is_rank_local, "world_size of a rank-local save")
         check(own["file"] < own["files"], "file and files")
@@ -482,7 +520,8 @@ class SecondReader:
             return
         check(told["kind"] == "tensor" and told["dtype"] == tensor.dtype, "kind and dtype")
         check(tuple(told["shape"]) == tensor.shape and told["flags"] == tensor.flags, "shape, flags")
-        check(tuple(told["path"]) == tensor.path if "path" in told else tensor.path is None, "path")
+        path = tuple(map(path_of_json, told["path"])) if "path" in told else None
+        check(repr(path) == repr(tensor.path), "path")
 
     # --- reading -----------------------------------------------------------------------------------
 
@@ -511,6 +550,39 @@ class SecondReader:
             place_rectangle(out, raw, tensor.shape, chunk.offsets, chunk.sizes, tensor.itemsize)
         check(covered == len(out), "the chunks hold the whole tensor")
         return tensor.dtype, tensor.shape, bytes(out)
+
+    def state_dict(self):
+        """Everything nested as it was saved, with (dtype name, shape, bytes) and bytes for leaves; only where that is known (`nesting`)."""
+        makers = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+        kinds = {path: kind for _, path, kind in self.nesting}
+        entries = [(position, 0, path, None) for position, path, _ in self.nesting]
+        for tensor in self.tensors.values():
+            where = tensor.path or self.paths().get(tensor.name, (tensor.name,))
+            entries.append((math.inf if tensor.position is None else tensor.position, 1, where, self.read(tensor.name)))
+
+        def container(path):
+            kind = kinds.get(path, "dict")
+            return defaultdict() if kind.startswith("defaultdict") else makers.get(kind, dict)()
+
+        root = container(())
+        for _, is_leaf, path, value in sorted(entries, key=lambda entry: entry[:2]):
+            at = root
+            for depth, part in enumerate(path):
+                key = part[0] if type(part) is tuple else part
+                is_last = depth + 1 == len(path)
+                is_there = key < len(at) if isinstance(at, list) else key in at
+                if is_last and is_leaf:
+                    made = value
+                elif is_there:
+                    at = at[key]
+                    continue
+                else:
+                    made = [] if not is_last and type(path[depth + 1]) is int else container(path[: depth + 1])
+                if isinstance(at, list):
+                    at.extend([None] * (key + 1 - len(at)))
+                at[key] = made
+                at = made
+        return root
 
     def paths(self):
         """FQN to path, those of the root and, before them, tensors' own."""

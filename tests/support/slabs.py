@@ -88,6 +88,7 @@ def save_shards(path, whole, ranks):
         begun = _core.Save.create(
             str(path),
             [entry.item() for entry in entries],
+            save_id=bytes(16),
             generation=1,
             token=rank,
             rank=rank,

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from dcp_rs.checkpoint.blocks import rectangles
-from dcp_rs.checkpoint.names import globs
+from dcp_rs.checkpoint.names import globs, selector
 from dcp_rs.checkpoint.source import Item, Request, Source, open_source
 from dcp_rs.errors import DcpRsError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
+from dcp_rs.tensors.nesting import TreePath, name_of, remaining, shown
 
 __all__ = ["Comparison", "Difference", "compare"]
 
@@ -29,14 +31,14 @@ class Difference:
 
     Attributes:
         name: FQN.
-        kind: what differs.
-        a, b: what it is in each: a shape, a dtype; empty for values of elements.
+        kind: what differs; ``"path"``: keys that look the same are of other types, as 0 and "0".
+        a, b: what it is in each: a shape, a dtype, a path; empty for values of elements.
         elements: how many elements differ in at least one bit; None where they were not compared.
         max_abs: the largest absolute difference of two elements; NaN where one is and the other is not.
     """
 
     name: str
-    kind: Literal["only in a", "only in b", "kind", "shape", "dtype", "elements", "value"]
+    kind: Literal["only in a", "only in b", "kind", "path", "shape", "dtype", "elements", "value"]
     a: str = ""
     b: str = ""
     elements: int | None = None
@@ -98,7 +100,51 @@ def compare(
         done += one.nbytes
         if progress is not None:
             progress(done, total)
-    return Comparison(sorted(differences, key=lambda d: d.name), len({**in_a, **in_b}), done)
+    mappings_a, mappings_b = (
+        _mappings(left, in_a, selector(include, exclude)),
+        _mappings(right, in_b, selector(include, exclude)),
+    )
+    if mappings_a is not None and mappings_b is not None:
+        differences += [
+            Difference(one.name, "path", shown(one.path or ()), shown(other.path or ()))
+            for one, other in pairs
+            if not _same(one.path, other.path)
+        ]
+        differences += _unlike(mappings_a, mappings_b)
+        names = {**in_a, **in_b, **mappings_a, **mappings_b}
+    else:
+        names = {**in_a, **in_b}
+    return Comparison(sorted(differences, key=lambda d: d.name), len(names), done)
+
+
+def _mappings(
+    source: Source, chosen: dict[str, Item], passes: Callable[[str], bool] | None
+) -> dict[str, tuple[TreePath, str]] | None:
+    """The mappings that entries do not tell, by name: path and kind. None where the checkpoint does not know, as those of stock DCP."""
+    if source.containers is None:
+        return None
+    leaves = [item.path for item in chosen.values() if item.path is not None]
+    kept = remaining(source.containers, leaves, passes or (lambda _: True))
+    holding = {path[:depth] for path in leaves for depth in range(len(path))}
+    return {
+        name_of(c.path): (c.path, c.kind if c.path in holding else f"empty {c.kind}")
+        for c in kept
+        if c.path or c.kind != "dict"
+    }
+
+
+def _unlike(a: dict[str, tuple[TreePath, str]], b: dict[str, tuple[TreePath, str]]) -> Iterator[Difference]:
+    for name in {**a, **b}:
+        (path_a, kind_a), (path_b, kind_b) = a.get(name, ((), "")), b.get(name, ((), ""))
+        if not kind_a.startswith("empty ") and not kind_b.startswith("empty "):
+            if kind_a != kind_b:
+                yield Difference(name, "kind", kind_a or "dict", kind_b or "dict")
+        elif not kind_a or not kind_b:
+            yield Difference(name, "only in a" if kind_a else "only in b", kind_a, kind_b)
+        elif kind_a != kind_b or not _same(path_a, path_b):
+            yield Difference(
+                name, "kind" if kind_a != kind_b else "path", f"{kind_a} {shown(path_a)}", f"{kind_b} {shown(path_b)}"
+            )
 
 
 def _what(item: Item) -> str:
@@ -130,10 +176,35 @@ def _value_differs(name: str, one: bytes, other: bytes) -> Difference | None:
     try:
         # One value has many pickles.
         values = [objects.load(name, data, weights_only=True) for data in (one, other)]
-        same = bool(values[0] == values[1])
+        same = _same(values[0], values[1])
     except (DcpRsError, RuntimeError, ValueError, TypeError):
         return Difference(name, "value", f"{len(one)} bytes", f"{len(other)} bytes")
     return None if same else Difference(name, "value", _short(values[0]), _short(values[1]))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are equal and of the same types, all through."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return len(one) == len(other) and all(
+            _same(*keys) and _same(one[keys[0]], other[keys[1]])
+            for keys in zip(_sorted(one), _sorted(other), strict=True)
+        )
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, torch.Tensor):
+        same_kind = one.dtype == other.dtype and one.shape == other.shape
+        return same_kind and torch.equal(
+            one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+        )
+    if isinstance(one, io.BytesIO):
+        return bool(one.getvalue() == other.getvalue())
+    return bool(one == other) or (isinstance(one, float) and one != one and other != other)  # noqa: PLR0124  # NaN
+
+
+def _sorted(mapping: Mapping[Any, Any]) -> list[Any]:
+    return sorted(mapping, key=repr)
 
 
 def _short(value: Any) -> str:

@@ -74,8 +74,8 @@ class OpenCheckpoint(Mapping[str, Any]):
         return self._index.source
 
     @property
-    def save_id(self) -> str:
-        """32 hexadecimal digits that identify the save."""
+    def save_id(self) -> str | None:
+        """The UUID of the save, where it has one: checkpoints of Hugging Face have none."""
         return self._index.save_id
 
     def info(self, fqn: str) -> TensorInfo:
@@ -136,7 +136,7 @@ class OpenCheckpoint(Mapping[str, Any]):
 
     def _identity(self) -> str:
         """What tells this checkpoint from another one at its path: of others' the whole index, which names lengths and places."""
-        if self.source == "dcp-rs":
+        if self.source == "dcp-rs" and self.save_id is not None:
             return self.save_id
         return hashlib.blake2b(self._index.to_bytes(), digest_size=16).hexdigest()
 

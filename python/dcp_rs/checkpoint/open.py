@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from dcp_rs import _core, _torch
+from dcp_rs import _core
 from dcp_rs.checkpoint.mapping import OpenCheckpoint, TensorInfo
 from dcp_rs.checkpoint.stream import stream
 from dcp_rs.checkpoint.values import unwrap
@@ -16,11 +16,12 @@ from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.boxes import selection
 from dcp_rs.tensors.dtypes import REQUIRES_GRAD
+from dcp_rs.tensors.nesting import Container, TreePath, nest
 from dcp_rs.tensors.trees import number_parameters
 from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.target import Target, stored_dtype
 
-__all__ = ["Checkpoint", "TensorSlice"]
+__all__ = ["Checkpoint", "TensorSlice", "containers_of"]
 
 
 class Checkpoint(OpenCheckpoint):
@@ -74,17 +75,26 @@ class Checkpoint(OpenCheckpoint):
         return TensorInfo(name, None if dtype is None else stored_dtype(name, dtype), torch.Size(shape), chunks, nbytes)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, nested as it was saved. Keys are text, as DCP keeps them; those of an optimizer's state are its numbers again."""
+        """Everything, nested as it was saved.
+
+        What DCP itself saved has text for keys, as DCP keeps them, but for the numbers in an optimizer's state, and lacks empty dicts. Of mappings, ``dict``,
+        ``OrderedDict``, ``Counter`` and ``defaultdict`` come back as what they were, others as a ``dict``.
+
+        Raises:
+            PlanError: the paths in the checkpoint contradict each other.
+        """
         if self._device.type in ("cpu", "meta"):
             flat = {name: self[name] for name in self}
         else:  # one load for all, and not one for each
             streamed = dict(self.stream())
             flat = {name: streamed[name] for name in self}
-        root = self._index.planner_root()
+        index = self._index
+        root, containers, positions = index.planner_root(), containers_of(index), index.positions()
         rest = root if isinstance(root, dict) else {}
-        paths = {name: self._index.planner_path(i) or rest.get(name) or (name,) for i, name in enumerate(flat)}
-        nested = _torch.unflatten(flat, paths)
-        number_parameters(nested)
+        paths = [index.planner_path(i) or _path_in(rest, name) or (name,) for i, name in enumerate(flat)]
+        nested = nest(zip(positions, paths, flat.values(), strict=True), containers or ())
+        if containers is None:
+            number_parameters(nested)
         return nested
 
     def stream(self, device: torch.device | str | None = None) -> Iterator[tuple[str, Any]]:
@@ -181,3 +191,14 @@ class TensorSlice:
             view: torch.Tensor = checkpoint[self._name]
             return view[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))][local]
         return checkpoint._read(self._tensor, self._name, self.dtype, offsets, tuple(sizes))[local]
+
+
+def containers_of(index: _core.Index) -> list[Container] | None:
+    """The containers that an index knows of beside paths; None where it does not know which there were."""
+    nesting = index.nesting()
+    return None if nesting is None else [Container(*container) for container in nesting]
+
+
+def _path_in(root: Mapping[str, Any], name: str) -> TreePath | None:
+    path = root.get(name)
+    return path if isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path) else None

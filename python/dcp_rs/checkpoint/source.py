@@ -14,11 +14,12 @@ import torch
 
 from dcp_rs import _core
 from dcp_rs.checkpoint.locate import open_index
-from dcp_rs.checkpoint.open import Checkpoint
+from dcp_rs.checkpoint.open import Checkpoint, containers_of
 from dcp_rs.errors import (
     CorruptDataError,
 )
 from dcp_rs.options import ReadOptions
+from dcp_rs.tensors.nesting import Container, TreePath
 from dcp_rs.transfer.target import stored_dtype
 
 __all__ = ["Chunk", "IndexSource", "Item", "Request", "Source", "open_source"]
@@ -44,7 +45,7 @@ class Item:
         chunks: at least one, but for a tensor that is stored nowhere (an empty one may be).
         nbytes: of the tensor, or of the value as ``torch.save`` writes it.
         flags: section 3.3 of the format.
-        path: in the state dict, where it is known.
+        path, position: in the state dict, where they are known.
     """
 
     name: str
@@ -54,7 +55,8 @@ class Item:
     chunks: tuple[Chunk, ...]
     nbytes: int
     flags: int = 0
-    path: tuple[Any, ...] | None = None
+    path: TreePath | None = None
+    position: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ class Source(Protocol):
     kind: str
     #: Planner data that belongs to no entry.
     root: Any
+    #: The containers that paths do not tell; None where it is not known which there were.
+    containers: list[Container] | None
     #: The entries, in the order in which they are best read.
     items: list[Item]
     #: The files that hold them.
@@ -108,6 +112,8 @@ class IndexSource:
     def __init__(self, index: _core.Index, options: ReadOptions) -> None:
         self.kind = index.source
         self.root = index.planner_root()
+        self.containers = containers_of(index)
+        self._positions = index.positions()
         self.index = index
         self.files = index.file_paths()
         self._options = options
@@ -122,13 +128,14 @@ class IndexSource:
         if is_bytes:
             # Of a file of torch.save a value is a part of the pickle: how long it is by itself is known once it was written.
             nbytes = len(self._bytes(number)) if self.kind == "torch" else stored[0][2]
-            return Item(name, number, None, (), (Chunk((), (), stored[0][0]),), nbytes, 0, path)
+            chunk = Chunk((), (), stored[0][0])
+            return Item(name, number, None, (), (chunk,), nbytes, 0, path, self._positions[number])
         dtype = stored_dtype(name, dtype_name)
         nbytes = dtype.itemsize
         for size in shape:
             nbytes *= size
         chunks = tuple(Chunk(offsets, sizes, file) for file, _, _, offsets, sizes in stored)
-        return Item(name, number, dtype, shape, chunks, nbytes, flags, path)
+        return Item(name, number, dtype, shape, chunks, nbytes, flags, path, self._positions[number])
 
     def check(self, items: Sequence[Item]) -> None:
         """Raises unless the files are there and as long as they should be, and the chunks of every tensor hold all of it."""

@@ -183,6 +183,7 @@ _GLOBALS: dict[str, Any] = {
     "_codecs.encode": _text,
     "collections.OrderedDict": OrderedDict,
     "collections.Counter": Counter,
+    "_io.BytesIO": io.BytesIO,
     "torch.Size": _size,
     "torch.device": _device,
     "torch.storage.UntypedStorage": "uint8",

@@ -118,7 +118,7 @@ def index(
     out: str | os.PathLike[str] | None = None,
     digests: bool = False,
     generation: int | None = None,
-    tokens: Sequence[str] = (),
+    save_id: str | None = None,
     overwrite: bool = False,
     threads: int | None = None,
     progress: Callable[[int], Any] | None = None,
@@ -126,7 +126,7 @@ def index(
     """Writes an index over data that is there already, and touches none of it. Returns the path of the index.
 
     For a checkpoint that others wrote (stock DCP, safetensors) it makes the next open instant. For a folder of this package whose index is lost
-    it rebuilds that, and hashes all data for it; planner data other than paths is not recovered.
+    it rebuilds that, and hashes all data for it; planner data other than paths is not recovered: empty dicts, and what kinds of dicts there were.
 
     Args:
         src: a checkpoint folder, a ``.safetensors`` file, a ``.safetensors.index.json``, or a native folder without its index. Of a folder with
@@ -134,8 +134,8 @@ def index(
         out: a folder to put the index in; default: beside the data. An index elsewhere names its data by absolute paths, and is opened with
             ``allow_external=True``.
         digests: hash the data of others too, so that it can be verified later.
-        generation, tokens: which save to recover, where there are several (parts of the names of its data files). A token decides for
-            the rank that chose it.
+        generation, save_id: which save to recover, where there are several: the generation is in the names of its data files, the id in their
+            headers, and in the error that asks for it.
         overwrite: replace an index that is there.
         threads: that hash; default: the cores of this process.
         progress: called now and then with the bytes hashed so far, and at the end with all of them.
@@ -157,12 +157,11 @@ def index(
     if (target / INDEX_NAME).exists() and not overwrite:
         msg = f"there is an index at {target / INDEX_NAME}; pass overwrite=True to replace it"
         raise CheckpointExistsError(msg, path=target / INDEX_NAME)
-    save_id = uuid.uuid4().bytes
     count = threads or 0
     prefix = None if out is None else os.fspath(folder.absolute())
     if _is_lost(source):
-        numbers = [int(token, 16) for token in tokens]
-        data = _core.recover(os.fspath(source), generation=generation, tokens=numbers, threads=count, progress=progress)
+        wanted = None if save_id is None else uuid.UUID(save_id).bytes
+        data = _core.recover(os.fspath(source), generation=generation, save_id=wanted, threads=count, progress=progress)
         found = _core.Index.from_bytes(data, os.fspath(folder / INDEX_NAME), False)
     else:
         # An index that is being replaced is no source: the data is.
@@ -170,7 +169,9 @@ def index(
     if out is None and (link := found.find_link_outside()) is not None:
         msg = f"{link} is a link to something outside its folder: with this index beside it, opening it takes allow_external=True"
         warn_caller(msg)
-    data = found.copy(prefix=prefix, digests=digests, save_id=save_id, threads=count, progress=progress)
+    # The id of the save that wrote the data, where it has one.
+    own = uuid.uuid4() if found.save_id is None else uuid.UUID(found.save_id)
+    data = found.copy(prefix=prefix, digests=digests, save_id=own.bytes, threads=count, progress=progress)
     _core.create_folder(os.fspath(target))
     _core.replace_index(os.fspath(target), data, True)
     return target / INDEX_NAME

@@ -29,6 +29,7 @@ from dcp_rs.cli.output import (
     table,
 )
 from dcp_rs.errors import DcpRsError, EntryNotFoundError, PlanError
+from dcp_rs.tensors.nesting import shown
 
 __all__ = ["inspect", "inspect_entry", "ls", "write_page"]
 
@@ -226,7 +227,7 @@ def inspect_entry(
     held = count(len({piece.file for piece in pieces}), "file")
     line(f"  {what}, {size(entry.nbytes)}, {count(len(pieces), 'chunk')} in {held}")
     if state_path is not None:
-        line(("  in the state dict  ", "dim"), printable("".join(f"[{key!r}]" for key in state_path)))
+        line(("  in the state dict  ", "dim"), printable(shown(state_path)))
     if shared:
         line(("  shares its bytes with  ", "dim"), printable(", ".join(shared)))
     if entry.dtype is None:

@@ -14,7 +14,16 @@ import torch
 from dcp_rs.checkpoint.locate import local_path
 from dcp_rs.checkpoint.source import open_source
 from dcp_rs.conversion import native, safetensors, stock, torch_file
-from dcp_rs.conversion.job import ConvertReport, Job, Rename, Task, parse_dtype, refuse_unsupported, select
+from dcp_rs.conversion.job import (
+    ConvertReport,
+    Job,
+    Rename,
+    Task,
+    parse_dtype,
+    refuse_unsupported,
+    select,
+    select_containers,
+)
 from dcp_rs.conversion.place import Place, check_place, new_place
 from dcp_rs.errors import DcpRsError
 from dcp_rs.options import ReadOptions, WriteOptions
@@ -89,8 +98,9 @@ def convert(
         ValueError: an option, or ``dst`` is the source.
         OSError: the disk is full, or fails.
 
-    DCP names entries by text, so numbers for keys come back as text from every format but ``torch``. An optimizer's
-    ``state_dict()["state"]`` gets its numbers back in a file of ``torch.save`` whatever it came from.
+    Nesting is kept by ``"dcp-rs"`` and ``"torch"``. DCP has text for keys, so that ``"dcp"`` cannot hold other keys (but for the numbers in an
+    optimizer's ``state_dict()["state"]``, which this package gives back), empty dicts and Counters; an ``OrderedDict`` or ``defaultdict`` becomes
+    a ``dict`` there. ``"safetensors"`` has names, and no nesting. A checkpoint of stock DCP is nested as DCP says, with the numbers of an optimizer.
     """
     begin = time.perf_counter()
     if to not in _WRITERS:
@@ -111,6 +121,7 @@ def convert(
     source = open_source(source_path, options=read_options, allow_external=allow_external)
     check_place(source_path, source.files, target, overwrite=overwrite)
     tasks = select(source, dtype=cast_to, include=include, exclude=exclude, rename=rename)
+    containers = select_containers(source, tasks, include=include, exclude=exclude, rename=rename)
     if source.kind == "torch" and weights_only:
         for task in tasks:
             if task.dtype is None:
@@ -121,6 +132,8 @@ def convert(
         tasks = _without_tied(source.tied([task.item for task in tasks]), tasks, report)
         if as_file:
             shards = 1
+    if to == "dcp":
+        stock.check_nesting(tasks, containers, report if skip_unsupported else None)
     source.check([task.item for task in tasks])
     job = Job(
         source,
@@ -128,6 +141,7 @@ def convert(
         shards,
         write_options,
         report,
+        containers,
         progress,
         weights_only=weights_only,
         renamed=any(task.name != task.item.name for task in tasks),

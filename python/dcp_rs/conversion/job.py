@@ -12,13 +12,14 @@ import torch
 
 from dcp_rs._shown import Shown
 from dcp_rs.checkpoint.blocks import Region, Slabs, blocks
-from dcp_rs.checkpoint.names import globs
+from dcp_rs.checkpoint.names import globs, selector
 from dcp_rs.checkpoint.source import Item, Source
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.options import WriteOptions
 from dcp_rs.tensors.dtypes import BY_NAME
+from dcp_rs.tensors.nesting import Container, name_of, remaining
 
-__all__ = ["ConvertReport", "Job", "Rename", "Task", "parse_dtype", "select", "split"]
+__all__ = ["ConvertReport", "Job", "Rename", "Task", "parse_dtype", "select", "select_containers", "split"]
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 
@@ -89,6 +90,7 @@ class Job:
     shards: int | None
     options: WriteOptions
     report: ConvertReport
+    containers: list[Container] | None = None
     progress: Callable[[int, int], Any] | None = None
     weights_only: bool = True
     renamed: bool = False
@@ -182,6 +184,34 @@ def select(
     return tasks
 
 
+def select_containers(
+    source: Source,
+    tasks: Sequence[Task],
+    *,
+    include: str | Iterable[str] | None,
+    exclude: str | Iterable[str] | None,
+    rename: Rename,
+) -> list[Container] | None:
+    """The containers that are left of the source's. An empty one has a name, as entries have; what holds renamed entries does not any more."""
+    if source.containers is None:
+        return None
+    leaves = [task.item.path for task in tasks if task.item.path is not None]
+    kept = remaining(source.containers, leaves, selector(include, exclude) or (lambda _: True))
+    if rename is None:
+        return kept
+    new_name = _renamer(rename)
+    holding = {path[:depth] for path in leaves for depth in range(len(path))}
+    containers = []
+    for container in kept:
+        name = name_of(container.path)
+        new = new_name(name) if container.path else name
+        if new == name:
+            containers.append(container)
+        elif container.path not in holding:
+            containers.append(Container(container.position, (new,), container.kind))
+    return containers
+
+
 def _cast(stored: torch.dtype | None, dtype: torch.dtype | None) -> torch.dtype | None:
     """What elements become. Types of 8 bits and fewer stay: their scales are elsewhere."""
     if dtype is None or stored is None or not stored.is_floating_point or stored.itemsize < 2:
@@ -237,10 +267,10 @@ def split(tasks: Sequence[Task], count: int) -> list[list[Task]]:
     runs: list[list[Task]] = []
     left = sum(task.nbytes for task in tasks)
     at = 0
-    for remaining in range(count, 0, -1):
+    for runs_left in range(count, 0, -1):
         run: list[Task] = []
-        aim, nbytes = left / remaining, 0
-        while at < len(tasks) - (remaining - 1) and (remaining == 1 or not run or nbytes + tasks[at].nbytes / 2 <= aim):
+        aim, nbytes = left / runs_left, 0
+        while at < len(tasks) - (runs_left - 1) and (runs_left == 1 or not run or nbytes + tasks[at].nbytes / 2 <= aim):
             nbytes += tasks[at].nbytes
             run.append(tasks[at])
             at += 1

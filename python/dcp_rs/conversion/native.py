@@ -21,15 +21,17 @@ __all__ = ["write"]
 def write(job: Job, place: Place) -> None:
     """One rank a shard."""
     runs = split(job.tasks, job.shards or 1)
-    indexes = [_write_rank(job, run, rank, len(runs), place) for rank, run in enumerate(runs)]
     root = job.source.root
     if isinstance(root, dict) and (job.renamed or job.filtered):
         root = {}
+    nesting = None if job.containers is None else [(c.position, c.path, c.kind) for c in job.containers]
+    save_id = uuid.uuid4().bytes
+    indexes = [_write_rank(job, run, save_id, nesting, rank, len(runs), place) for rank, run in enumerate(runs)]
     index, _ = _core.commit_indexes(
         os.fspath(place.folder),
         None,
         indexes,
-        save_id=uuid.uuid4().bytes,
+        save_id=save_id,
         generation=1,
         planner_data=root,
         items=None,
@@ -39,7 +41,9 @@ def write(job: Job, place: Place) -> None:
     job.report.files = len(index.files())
 
 
-def _write_rank(job: Job, tasks: list[Task], rank: int, world_size: int, place: Place) -> bytes:
+def _write_rank(
+    job: Job, tasks: list[Task], save_id: bytes, nesting: list[Any] | None, rank: int, world_size: int, place: Place
+) -> bytes:
     items: list[Any] = []
     regions: list[Region] = []
     numbers: list[int] = []
@@ -50,7 +54,7 @@ def _write_rank(job: Job, tasks: list[Task], rank: int, world_size: int, place: 
         path = task.path if with_paths else None
         if task.dtype is None:
             values.append((len(items), task))
-            items.append((task.name, None, (), 0, path, (), (), task.item.nbytes))
+            items.append((task.name, None, (), 0, path, task.item.position, (), (), task.item.nbytes))
             continue
         for number, chunk in enumerate(task.item.chunks):
             region = task.region(number)
@@ -64,6 +68,7 @@ def _write_rank(job: Job, tasks: list[Task], rank: int, world_size: int, place: 
                     task.item.shape,
                     task.item.flags,
                     path,
+                    task.item.position,
                     chunk.offsets,
                     chunk.sizes,
                     region.nbytes,
@@ -72,6 +77,7 @@ def _write_rank(job: Job, tasks: list[Task], rank: int, world_size: int, place: 
     save = _core.Save.create(
         os.fspath(place.folder),
         items,
+        save_id=save_id,
         generation=1,
         token=secrets.randbits(64),
         rank=rank,
@@ -82,7 +88,7 @@ def _write_rank(job: Job, tasks: list[Task], rank: int, world_size: int, place: 
         for number, task in values:
             write_value(job, save, number, task)
         job.write(save, regions, numbers)
-        return save.finish()
+        return save.finish(nesting)
     except BaseException:
         save.abort()
         raise

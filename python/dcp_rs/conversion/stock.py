@@ -6,6 +6,7 @@ import dataclasses
 import io
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,12 +23,14 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_rs import _core, _torch
-from dcp_rs.conversion.job import Job, Task, split
+from dcp_rs.conversion.job import ConvertReport, Job, Task, split
 from dcp_rs.conversion.place import Place
 from dcp_rs.conversion.scratch import in_memory, to_tensors
 from dcp_rs.dcp.metadata import tensor_properties
+from dcp_rs.errors import UnsupportedError
+from dcp_rs.tensors.nesting import Container, TreePath, name_of, text_path
 
-__all__ = ["write"]
+__all__ = ["check_nesting", "write"]
 
 #: Up to this many bytes a chunk is put together in memory, beyond in a file.
 _IN_MEMORY = 4 << 20
@@ -55,6 +58,38 @@ def write(job: Job, place: Place) -> None:
     job.report.files = sum(1 for _ in place.folder.glob("*.distcp"))
 
 
+def check_nesting(tasks: Sequence[Task], containers: Sequence[Container] | None, report: ConvertReport | None) -> None:
+    """Finds keys and containers that DCP cannot hold, and says in ``report`` that they are lost.
+
+    Raises:
+        UnsupportedError: there are some, and there is no ``report``.
+    """
+    groups = {task.path[:at] for task in tasks for at, part in enumerate(task.path) if part == "param_groups"}
+
+    def is_number(path: TreePath, at: int) -> bool:
+        """Whether it is the number of a parameter in the state of an optimizer."""
+        return type(path[at][0]) is int and path[at - 1 : at] == ("state",) and path[: at - 1] in groups
+
+    lost: dict[str, str] = {}
+    for task in tasks:
+        for at, part in enumerate(task.path):
+            if type(part) is tuple and not is_number(task.path, at):
+                lost[task.name] = f"the key {part[0]!r}, which is no text"
+    holding = {task.path[:depth] for task in tasks for depth in range(len(task.path))}
+    for container in containers or ():
+        if container.path and container.path not in holding:
+            lost[name_of(container.path)] = "an empty dict"
+        elif container.kind == "Counter":
+            lost[name_of(container.path)] = "a Counter"
+    if report is not None:
+        report.skipped.update(lost)
+        return
+    for name, what in lost.items():
+        more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+        msg = f"{name!r}: DCP cannot hold {what}{more}; skip_unsupported=True converts without it"
+        raise UnsupportedError(msg, tensor=name)
+
+
 def _complete(job: Job, place: Place, results: list[WriteResult]) -> None:
     """Adds the checksums that the writer left out, and syncs the files."""
     archives: dict[str, list[tuple[int, int]]] = {}
@@ -75,7 +110,7 @@ def _planner_data(job: Job) -> Any:
     root = job.source.root
     if root is not None and not isinstance(root, dict):
         return root  # of a planner of the user's own
-    paths = {task.name: task.path for task in job.tasks}
+    paths = {task.name: text_path(task.path) for task in job.tasks}
     return paths if job.renamed or job.filtered else {**(root or {}), **paths}
 
 

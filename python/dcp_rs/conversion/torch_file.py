@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from typing import IO, Any, cast
 
 import torch
@@ -11,14 +12,22 @@ from dcp_rs import _core, _torch
 from dcp_rs.conversion.job import Job, Task
 from dcp_rs.conversion.place import Place
 from dcp_rs.conversion.scratch import to_tensors
+from dcp_rs.errors import UnsafePickleError
 from dcp_rs.tensors import objects
+from dcp_rs.tensors.nesting import Container, name_of, nest, shown
 from dcp_rs.tensors.trees import number_parameters
 
 __all__ = ["write"]
 
 
 def write(job: Job, place: Place) -> None:
-    """The state dict, nested as it was. Tensors are views of the source, or of a temporary file where they are cast or put together."""
+    """The state dict, nested as it was. Tensors are views of the source, or of a temporary file where they are cast or put together.
+
+    Raises:
+        UnsafePickleError: a ``defaultdict``, where ``weights_only`` is set: ``torch.load(weights_only=True)`` refuses it.
+    """
+    if job.weights_only:
+        _check_kinds(job.containers or ())
     flat: dict[str, Any] = {}
     made: list[Task] = []
     tied = job.source.tied([task.item for task in job.tasks])
@@ -48,8 +57,7 @@ def write(job: Job, place: Place) -> None:
     for task in job.tasks:
         if task.item.flags & 1 and isinstance(flat[task.name], torch.Tensor) and flat[task.name].is_floating_point():
             flat[task.name] = flat[task.name].detach().requires_grad_()
-    nested = _torch.unflatten(flat, {task.name: task.path for task in job.tasks})
-    number_parameters(nested)
+    nested = _state_dict(job, flat)
     written = sum(task.nbytes for task in job.tasks) - job.done
     with place.result.open("xb") as file:
         with _torch.without_checksums():
@@ -59,6 +67,21 @@ def write(job: Job, place: Place) -> None:
         if job.options.fsync:
             os.fsync(file.fileno())
     job.report.files = 1
+
+
+def _check_kinds(containers: Iterable[Container]) -> None:
+    for container in containers:
+        if container.kind.startswith("defaultdict"):
+            where = shown(container.path) or "the state dict"
+            msg = f"{where} is a {container.kind}, which does not load under torch.load(weights_only=True); pass weights_only=False to write it all the same"
+            raise UnsafePickleError(msg, tensor=name_of(container.path))
+
+
+def _state_dict(job: Job, flat: Mapping[str, Any]) -> dict[Any, Any]:
+    nested = nest(((task.item.position, task.path, flat[task.name]) for task in job.tasks), job.containers or ())
+    if job.containers is None:
+        number_parameters(nested)
+    return nested
 
 
 #: After so many bytes the source is looked at again.

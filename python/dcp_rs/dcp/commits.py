@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from dcp_rs import _core
 from dcp_rs.errors import SaveInProgressError
 
-__all__ = ["SavedMeta", "Saving", "begin", "writing"]
+__all__ = ["Place", "SavedMeta", "Saving", "arrived", "await_place", "begin", "writing"]
 
 #: A save whose bytes are written, and which only waits for the other ranks, is waited for this long.
 _PATIENCE = 5.0  # seconds
@@ -39,6 +39,41 @@ class SavedMeta(StorageMeta):
         if saving is not None and saving.path == _key(self.checkpoint_id):
             saving.committed = True
             saving.let_go()
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the coordinator of a save tells each rank, in its plan: which one it is, and of which save.
+
+    A planner that keeps plans from one save to the next (``enable_plan_caching``) has the writer write by an older one. What counts is what arrived
+    on this rank since its part of the save began: :func:`arrived`.
+
+    Attributes:
+        rank: which one this is.
+        world_size: of how many; 0: it saves for itself alone.
+        save_id: of all ranks.
+        generation: section 1.1 of the format.
+    """
+
+    rank: int
+    world_size: int
+    save_id: bytes
+    generation: int
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _current.place = self
+
+
+def await_place() -> None:
+    """This thread's part of a save begins: no place has arrived."""
+    _current.place = None
+
+
+def arrived() -> Place | None:
+    """The place that arrived in this thread since then, from another process or by way of a collective."""
+    place: Place | None = getattr(_current, "place", None)
+    return place
 
 
 @dataclass(eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,7 @@ from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.boxes import narrow
 from dcp_rs.tensors.dtypes import NAMES as DTYPE_NAMES
 from dcp_rs.tensors.memory import twins
+from dcp_rs.tensors.nesting import TreePath
 from dcp_rs.tensors.replacements import Replacements
 from dcp_rs.tensors.shards import Layouts, global_shape, local_pieces
 from dcp_rs.tensors.trees import flatten, get_at, holds_only_tensors, is_plain_state_dict, set_at
@@ -117,6 +119,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         self._exclude = globs(exclude)
         self._checkpoint_path = checkpoint
         self.metadata: Metadata | None = None
+        self._paths: dict[str, TreePath] = {}  # with keys as they are, where `mappings` has text
         self._new = Replacements(self.dtype, self.device, self.set_value)
         self._reads: LocalReads | None = None
         self._items = LocalItems()
@@ -145,7 +148,8 @@ class RsLoadPlanner(DefaultLoadPlanner):
         if self.flatten_sharded_tensors and not is_plain_state_dict(state_dict):
             state_dict = _torch.flatten_sharded_tensors(state_dict)
         if self.flatten_state_dict:
-            self.state_dict, self.mappings = flatten(state_dict)
+            flat = flatten(state_dict)
+            self.state_dict, self.mappings, self._paths = flat.values, flat.text_paths(), flat.paths
         else:
             self.state_dict = state_dict
 
@@ -181,6 +185,10 @@ class RsLoadPlanner(DefaultLoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Counts what was read: a new tensor goes into the state dict with its last item."""
         self._new.item_is_read(read_item)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Torch's, for keys that are no text, too."""
+        self.set_value(read_item.dest_index.fqn, torch.load(value, weights_only=False))
 
     def finish_reads(self, values: Mapping[str, Any]) -> None:
         """Puts what was read for this planner's own plan into the state dict: non-tensor values, and new tensors."""
@@ -258,7 +266,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         )
 
     def _path(self, fqn: str) -> tuple[Any, ...]:
-        return self.mappings[fqn] if self.flatten_state_dict else (fqn,)
+        return self._paths[fqn] if self.flatten_state_dict else (fqn,)
 
     def _match(self, wanted: dict[str, str]) -> dict[str, Stored]:
         """What the checkpoint has for some names of the state dict; what it lacks goes into the report."""
@@ -273,6 +281,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
             if extra:
                 # Saved before torch 2.4, which flattened less.
                 self.state_dict, self.mappings = older
+                self._paths = self.mappings
                 renamed = {fqn: self._stored_name(fqn) for fqn in [*wanted, *extra] if fqn in older[0]}
                 found = self._look_up(renamed)
                 missing = [fqn for fqn, stored in found.items() if stored is None]

@@ -22,6 +22,7 @@ from dcp_rs import _core
 from dcp_rs.checkpoint.locate import INDEX_NAME
 from dcp_rs.errors import CheckpointNotFoundError, UnsupportedError
 from dcp_rs.tensors.dtypes import BY_NAME, REQUIRES_GRAD
+from dcp_rs.tensors.nesting import text_path
 
 __all__ = [
     "Entries",
@@ -83,12 +84,12 @@ class _Handle:
             self._index = index
         return self._index
 
-    def __getstate__(self) -> tuple[str, str, bytes | None]:
+    def __getstate__(self) -> tuple[str, str | None, bytes | None]:
         # Indexes over data of others were made in memory: there is no file to open again.
         in_memory = self._index is not None and not self._path.endswith(INDEX_NAME)
         return self._path, self._save_id, self.index.to_bytes() if in_memory else None
 
-    def __setstate__(self, state: tuple[str, str, bytes | None]) -> None:
+    def __setstate__(self, state: tuple[str, str | None, bytes | None]) -> None:
         self._path, self._save_id, data = state
         self._index = None if data is None else _core.Index.from_bytes(data, self._path, False)
 
@@ -157,7 +158,9 @@ class PlannerPaths(Mapping[str, Any]):
         """The path that stands with an entry itself: it comes before one of the root."""
         tensor = self._handle.index.find(fqn) if isinstance(fqn, str) else None
         path = None if tensor is None else self._handle.index.planner_path(tensor)
-        return (fqn,) if path is None and tensor is not None and self._flat else path
+        if path is None:
+            return (fqn,) if tensor is not None and self._flat else None
+        return text_path(path)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ BATCH_BYTES = 256 << 20
 class _Opened:
     """What a rank's plan says of the load: which save it opened, and, once all plans have met, how many ranks take part."""
 
-    save_id: str
+    save_id: str | None
     ranks: int = 0
 
 

@@ -24,7 +24,7 @@ from dcp_rs.dcp.hooks import Methods
 from dcp_rs.dcp.local_items import LocalItems, check_own, note_of, planner_of, planner_with
 from dcp_rs.dcp.plan_cache import memory
 from dcp_rs.dcp.save_requests import Planned, kept_items, request_of
-from dcp_rs.dcp.write_items import Writes
+from dcp_rs.dcp.write_items import Nesting, Writes
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.dtypes import NAMES
@@ -33,7 +33,7 @@ from dcp_rs.tensors.trees import flatten
 from dcp_rs.transfer.entry import Entry
 from dcp_rs.transfer.save import dump, refuse_meta, why_not_raw
 
-__all__ = ["PlannedEntries", "RsSavePlanner", "local_writes", "stay_here"]
+__all__ = ["PlannedEntries", "RsSavePlanner", "local_writes", "nesting_of", "stay_here"]
 
 
 @dataclass(frozen=True)
@@ -81,21 +81,23 @@ class _Other:
     fqn: str
     value: Any
     path: tuple[Any, ...] | None
+    position: int | None
     shape: tuple[int, ...] = ()
     offsets: tuple[int, ...] = ()
     dtype: torch.dtype | None = None  # what it is stored as; None for values
 
     def item(self) -> tuple[Any, ...]:
         if self.dtype is None:
-            return self.fqn, None, (), 0, self.path, (), (), 0
+            return self.fqn, None, (), 0, self.path, self.position, (), (), 0
         flags = 1 if self.value.requires_grad else 0
         nbytes = self.value.numel() * self.dtype.itemsize
-        return self.fqn, NAMES[self.dtype], self.shape, flags, self.path, self.offsets, tuple(self.value.shape), nbytes
+        place = self.offsets, tuple(self.value.shape)
+        return self.fqn, NAMES[self.dtype], self.shape, flags, self.path, self.position, *place, nbytes
 
-    def entry(self) -> Entry:
+    def entry(self, *, strict: bool) -> Entry:
         if self.dtype is not None:
             return Entry(self.fqn, self.value.detach(), dtype=self.dtype)
-        return Entry(self.fqn, dump(self.fqn, self.value))
+        return Entry(self.fqn, dump(self.fqn, self.value, strict=strict))
 
 
 class RsSavePlanner(DefaultSavePlanner):
@@ -155,6 +157,7 @@ class RsSavePlanner(DefaultSavePlanner):
         self._compact = False
         self._local: _Local | None = None
         self._items = LocalItems()
+        self._nesting: Nesting | None = None
         self._digest = b""
         self._request_bytes = 0
 
@@ -168,15 +171,19 @@ class RsSavePlanner(DefaultSavePlanner):
     ) -> None:
         """Flattens the state dict, and leaves out what is not to be saved."""
         self._compact = isinstance(storage_meta, SavedMeta) and not _METHODS.replaced(self, _PLANNING | _PER_ITEM)
-        self._local = None
+        self._local, self._nesting = None, None
         self.mappings = {}
         if self.flatten_state_dict:
-            state_dict, self.mappings = flatten(state_dict)
+            flat = flatten(state_dict)
+            state_dict, self.mappings = flat.values, flat.text_paths()
+            self._nesting = Nesting.of(flat)
         if self.flatten_sharded_tensors and _has_nested(state_dict.values()):
             state_dict = _torch.flatten_sharded_tensors(state_dict)
         passes = selector(self.include, self.exclude)
         if passes is not None:
             state_dict = {fqn: value for fqn, value in state_dict.items() if passes(fqn)}
+            if self._nesting is not None:
+                self._nesting = self._nesting.only(state_dict.keys() & self.mappings.keys(), passes)
             self.mappings = {fqn: path for fqn, path in self.mappings.items() if passes(fqn)}
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
@@ -228,13 +235,17 @@ class RsSavePlanner(DefaultSavePlanner):
             return made.to(self.dtype)
         return made
 
-    def writes(self, plan: SavePlan) -> Writes:
-        """What this rank writes of its own plan, without items."""
+    def writes(self, plan: SavePlan, *, strict: bool) -> Writes:
+        """What this rank writes of its own plan, without items. With ``strict``, values that would not load back are refused."""
         keep, local = _kept(note_of(plan)), self._local
         if local is None:
             raise PlanError("the planner was not set up")
-        entries = [local.others[i].entry() for i in local.plan.kept_others(keep)]
-        return Writes(local.plan, keep, local.tensors, entries)
+        entries = [local.others[i].entry(strict=strict) for i in local.plan.kept_others(keep)]
+        return Writes(local.plan, keep, local.tensors, entries, self._nesting)
+
+    def nesting(self, paths: Any) -> Nesting | None:
+        """The nesting of the state dict, if ``paths`` are still those that this planner gave it."""
+        return self._nesting if paths == self.mappings else None
 
     # --- planning -------------------------------------------------------------------------------------
 
@@ -243,27 +254,31 @@ class RsSavePlanner(DefaultSavePlanner):
 
     def _plan(self) -> _Local:
         names, values = list(self.state_dict), list(self.state_dict.values())
-        paths = list(map(self.mappings.get, names)) if self.mappings else None
+        nested = self._nesting
+        paths = None if nested is None else [nested.paths.get(name) for name in names]
+        positions = [None if nested is None else nested.positions.get(name) for name in names]
         plan = _core.SavePlan()
         cast = None if self.dtype is None else NAMES[self.dtype]
-        rest = plan.add_plain(names, paths, values, _torch.PLAIN_TYPES, NAMES, cast=cast)
+        rest = plan.add_plain(names, paths, values, _torch.PLAIN_TYPES, NAMES, positions=positions, cast=cast)
         others = set(rest)
         local = _Local(plan, values, [name for i, name in enumerate(names) if i not in others])
         layouts: Layouts = {}
         for i in rest:
-            local.others += self._others(names[i], values[i], paths[i] if paths else None, layouts)
+            local.others += self._others(names[i], values[i], paths[i] if paths else None, positions[i], layouts)
         plan.add([other.item() for other in local.others])
         return local
 
-    def _others(self, fqn: str, value: Any, path: tuple[Any, ...] | None, layouts: Layouts) -> list[_Other]:
+    def _others(
+        self, fqn: str, value: Any, path: tuple[Any, ...] | None, position: int | None, layouts: Layouts
+    ) -> list[_Other]:
         if not isinstance(value, torch.Tensor):
-            return [_Other(fqn, value, path)]
+            return [_Other(fqn, value, path, position)]
         is_sharded = isinstance(value, (DTensor, ShardedTensor)) or hasattr(value, "global_shape")
         if not is_sharded:
             value = _torch.wait_tensor(value)
             refuse_meta(fqn, value)
             if why_not_raw(value) is not None:
-                return [_Other(fqn, value, path)]
+                return [_Other(fqn, value, path, position)]
         try:
             pieces = local_pieces(fqn, value, layouts)
         except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -283,7 +298,7 @@ class RsSavePlanner(DefaultSavePlanner):
                 dtype = self.dtype
             if value.requires_grad and not tensor.requires_grad and tensor.is_floating_point():
                 tensor = tensor.detach().requires_grad_()
-            others.append(_Other(fqn, tensor, path, shape, tuple(piece.offsets), dtype))
+            others.append(_Other(fqn, tensor, path, position, shape, tuple(piece.offsets), dtype))
         return others
 
     def _make_items(self, note: _Request | _Share) -> list[WriteItem]:
@@ -342,6 +357,7 @@ class RsSavePlanner(DefaultSavePlanner):
         # For a save in another process: what this one has set up stays here.
         here: dict[str, Any] = {
             "_local": None,
+            "_nesting": None,
             "state_dict": {},
             "plan": None,
             "_items": LocalItems(),
@@ -356,14 +372,19 @@ _PER_ITEM = frozenset({"resolve_data", "lookup_object", "transform_object"})
 _PLANNING = _METHODS.names - _PER_ITEM - {"set_up_planner"}
 
 
-def local_writes(plan: SavePlan, planner: SavePlanner) -> Writes | None:
+def local_writes(plan: SavePlan, planner: SavePlanner, *, strict: bool) -> Writes | None:
     """What is to be written for the plan, where that needs no items: none was changed, and nobody wants to be called for each."""
     own: RsSavePlanner | None = planner_of(plan)
     if own is None or _METHODS.replaced(own, _PER_ITEM):
         return None
     if planner is not own and any(getattr(planner, name, None) != getattr(own, name) for name in _PER_ITEM):
         return None
-    return own.writes(plan)
+    return own.writes(plan, strict=strict)
+
+
+def nesting_of(plan: SavePlan, planner: SavePlanner) -> Nesting | None:
+    """How the state dict was nested, where the planner knows it, and nobody changed the plan's paths."""
+    return planner.nesting(plan.planner_data) if isinstance(planner, RsSavePlanner) else None
 
 
 def stay_here(plan: SavePlan) -> SavePlan:

@@ -37,7 +37,7 @@ def _described(item: WriteItem, path: Any) -> tuple[Any, ...]:
     path = path if isinstance(path, tuple) else None
     is_raw = item.type != WriteItemType.BYTE_IO and data is not None and _is_raw(data.properties)
     if not is_raw or data is None:
-        return fqn, None, (), 0, path, (), (), 0
+        return fqn, None, (), 0, path, None, (), (), 0
     dtype, sizes = data.properties.dtype, tuple(data.chunk.sizes)
     nbytes = torch.Size(sizes).numel() * dtype.itemsize
     return (
@@ -46,6 +46,7 @@ def _described(item: WriteItem, path: Any) -> tuple[Any, ...]:
         tuple(data.size),
         tensor_flags(data.properties),
         path,
+        None,
         tuple(data.chunk.offsets),
         sizes,
         nbytes,

@@ -24,13 +24,13 @@ from dcp_rs._shown import call
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.locate import INDEX_NAME, local_path, rank_index_name, warn_of_a_foreign_model
 from dcp_rs.dcp import commits
-from dcp_rs.dcp.commits import SavedMeta, Saving
+from dcp_rs.dcp.commits import Place, SavedMeta, Saving
 from dcp_rs.dcp.load_report import Phases, SaveReport
 from dcp_rs.dcp.metadata import describe_saved
-from dcp_rs.dcp.save_planner import local_writes, stay_here
+from dcp_rs.dcp.save_planner import local_writes, nesting_of, stay_here
 from dcp_rs.dcp.stock_arguments import one_of, say_ignored
 from dcp_rs.dcp.write_items import collect
-from dcp_rs.errors import CheckpointExistsError, DcpRsError, SaveInProgressError, UnsupportedError
+from dcp_rs.errors import CheckpointExistsError, DcpRsError, PlanError, SaveInProgressError, UnsupportedError
 from dcp_rs.options import WriteOptions
 from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.transfer.save import write_entries
@@ -45,22 +45,12 @@ _INDEX_MAGIC = b"\x89DCPRS"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """Which of how many ranks (0: it saves for itself alone) a plan is for.
-
-    It outlives a save where plans are cached, so nothing of one save is in it.
-    """
-
-    rank: int
-    world_size: int
-
-
-@dataclasses.dataclass(frozen=True)
 class _Written:
     """What this rank wrote, and where: the writer may be given another path, or another save, before it is known to be committed."""
 
     folder: str
     rank: int | None
+    generation: int
     index: bytes
     saving: Saving | None
     process: int
@@ -85,7 +75,9 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         path: the folder; it is created where it does not exist.
         threads, fsync, io, max_inflight_bytes: see :class:`dcp_rs.WriteOptions`.
         overwrite: ``False`` refuses to replace a checkpoint.
-        save_id: what is to identify the first save with this writer, as 32 hexadecimal digits; the coordinator's counts. Default: a random one.
+        strict_values: refuse values that would not load back under ``weights_only=True``, and keys that come back as text; without it they are saved,
+            with a warning.
+        save_id: what is to identify the first save with this writer, as a UUID; the coordinator's counts. Default: a random one.
         cache_staged_state_dict: keep the host memory that ``dcp.async_save`` stages to for the next save with this writer.
         thread_count, sync_files: ``threads`` and ``fsync``, as torch's ``FileSystemWriter`` calls them. Its other arguments are taken, in its
             order: ``single_file_per_rank`` and ``per_thread_copy_ahead`` change nothing here, which is warned of once, nor does
@@ -101,7 +93,8 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     Raises (from a save, on every rank):
         CheckpointExistsError: with ``overwrite=False``.
         SaveInProgressError: another save to the path is not over in this process, or one that this writer staged.
-        UnsupportedError: a value that the format cannot hold.
+        UnsupportedError: a value that the format cannot hold; with ``strict_values`` also a key.
+        UnsafePickleError: with ``strict_values``, a value that would not load back.
         OSError: a write failed; the files of this save have been removed.
     """
 
@@ -121,6 +114,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         fsync: bool | None = None,
         io: Literal["auto", "direct", "buffered"] = "auto",
         max_inflight_bytes: int | None = None,
+        strict_values: bool = False,
         save_id: str | None = None,
     ) -> None:
         super().__init__()
@@ -142,10 +136,12 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             threads=threads, fsync=True if fsync is None else fsync, io=io, max_inflight_bytes=max_inflight_bytes
         )
         self.overwrite = overwrite
+        self.strict_values = strict_values
         self.save_id = str(uuid.uuid4() if save_id is None else uuid.UUID(save_id))
         self._rank: int | None = None
         self._use_collectives = True
-        self._generation = 1
+        self._chosen: Place | None = None
+        self._is_used = False  # whether something was written under this save id
         self._commits = True
         self._clock = Phases()
         self.report: SaveReport | None = None
@@ -162,7 +158,10 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             self.discard()
         if checkpoint_id:
             self.path = local_path(checkpoint_id)
-        self.save_id = str(uuid.uuid4())
+        self._take_new_id()
+
+    def _take_new_id(self) -> None:
+        self.save_id, self._is_used = str(uuid.uuid4()), False
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -200,6 +199,8 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Takes the rank, and whether this save is rank-local (``use_collectives=False``), from newer torch."""
+        if self._is_used:  # nothing said that this is another save with the same writer
+            self._take_new_id()
         self._rank = kwargs.get("rank")
         self._use_collectives = kwargs.get("use_collectives", True)
         staged = self._saving is not None and self._saving.thread is None and not self._saving.ended
@@ -219,7 +220,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             warn_of_a_foreign_model(self.path)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Creates the folder. All ranks look at it before any of them writes, so they agree on the generation."""
+        """Creates the folder, and looks at what is in it."""
         _core.create_folder(os.fspath(self.path))
         name = INDEX_NAME if self._use_collectives else rank_index_name(self._rank or 0)
         if (self.path / name).exists() and not self.overwrite:
@@ -229,42 +230,59 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             # Readers would go on to find the old one: no rank may replace it for all.
             msg = f"{self.path} holds a checkpoint of all ranks, which a rank-local save (use_collectives=False) cannot replace"
             raise CheckpointExistsError(msg, path=self.path)
-        self._generation = _core.next_generation(str(self.path))
-        rank = self._own_rank()
-        plan = stay_here(plan)
-        return plan if rank is None else dataclasses.replace(plan, storage_data=_Place(rank, 0))
+        self._chosen = None
+        commits.await_place()
+        return stay_here(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tells each rank which one it is."""
-        return [
-            plan if plan.storage_data is not None else dataclasses.replace(plan, storage_data=_Place(rank, len(plans)))
-            for rank, plan in enumerate(plans)
-        ]
+        """Chooses the save's generation and id, and tells each rank. No rank writes before it is told."""
+        chosen = uuid.UUID(self.save_id).bytes, _core.next_generation(str(self.path))
+        places = (
+            [Place(rank, len(plans), *chosen) for rank in range(len(plans))]
+            if self._use_collectives
+            else [Place(self._rank or 0, 0, *chosen)]
+        )
+        self._chosen = places[0] if len(places) == 1 else None
+        return [dataclasses.replace(plan, storage_data=place) for plan, place in zip(plans, places, strict=True)]
+
+    def _place(self, plan: SavePlan) -> Place:
+        """Which part of which save this rank writes."""
+        place = commits.arrived() or self._chosen or plan.storage_data
+        if not isinstance(place, Place):
+            raise PlanError(
+                "this rank was not told which part of the save it is: a writer's prepare_global_plan was passed over"
+            )
+        return place
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's data files. The one result carries this rank's index."""
-        place = plan.storage_data if isinstance(plan.storage_data, _Place) else _Place(self._rank or 0, 1)
+        place = self._place(plan)
+        self.save_id, self._is_used = str(uuid.UUID(bytes=place.save_id)), True
         self._clock.end("plan")
         # All ranks have come this far, so the save before this one is over.
         self.discard()
         folder = os.path.abspath(self.path)  # noqa: PTH100  # Path.resolve would follow links
         how = {
-            "generation": self._generation,
+            "save_id": place.save_id,
+            "generation": place.generation,
             "token": secrets.randbits(64),
             "rank": place.rank,
             "world_size": place.world_size,
             **self.options.engine(),
         }
-        writes = local_writes(plan, planner)
+        strict = self.strict_values
+        writes = local_writes(plan, planner, strict=strict)
         if writes is None:
-            writes = collect(plan, planner)
+            writes = collect(plan, planner, nesting_of(plan, planner), strict=strict)
+        if writes.nesting is not None:
+            writes.nesting.judge(strict=strict)
         entries = writes.entries
         save = writes.plan.create(folder, writes.keep, [entry.nbytes for entry in entries], **how)
         try:
             save.write_plain(writes.tensors, _torch.PLAIN_TYPES, NAMES)
             write_entries(save, entries, self.options, save.plain_count)
-            index = save.finish(uuid.UUID(self.save_id).bytes)
-            self._written = _Written(folder, self._own_rank(), index, self._saving, os.getpid())
+            index = save.finish(None if writes.nesting is None else writes.nesting.to_core())
+            self._written = _Written(folder, self._own_rank(), place.generation, index, self._saving, os.getpid())
         except BaseException:
             save.abort()
             self._end()
@@ -288,9 +306,9 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Merges the indexes of all ranks and commits the checkpoint."""
         entries = metadata.state_dict_metadata
-        folder, rank = str(self.path), self._own_rank()
+        folder, rank, generation = str(self.path), self._own_rank(), 0
         if self._written is not None:
-            folder, rank = self._written.folder, self._written.rank
+            folder, rank, generation = self._written.folder, self._written.rank, self._written.generation
         indexes = [_index_of(result) for rank_results in results for result in rank_results]
         try:
             index, left = _core.commit_indexes(
@@ -298,7 +316,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
                 rank,
                 indexes,
                 save_id=uuid.UUID(self.save_id).bytes,
-                generation=self._generation,
+                generation=generation,
                 planner_data=_plain(metadata.planner_data),
                 items=getattr(entries, "planned_items", None),
                 names=entries,

@@ -141,15 +141,16 @@ class Root:
             if not path.exists():  # removed meanwhile
                 return None
             return PassedOver(number=number, path=path, why=str(error), kind="damaged")
-        noted = _noted(path, index.save_id)
+        save_id = (index.save_id or "").replace("-", "")  # of others there may be none
+        noted = _noted(path, save_id)
         return Step(
             number=number,
             path=path,
-            save_id=index.save_id,
+            save_id=save_id,
             saved=noted.get("saved", changed),
             nbytes=nbytes,
             metrics=noted.get("metrics", {}),
-            verified=_verified(path, index.save_id).exists(),
+            verified=_verified(path, save_id).exists(),
         )
 
     def _without_index(self, number: int, path: Path) -> PassedOver | None:

@@ -16,8 +16,8 @@ from dcp_rs.errors import CorruptDataError, UnsafePickleError, UnsupportedError
 
 __all__ = ["check_loadable", "dump", "dump_named", "load", "reason", "warn_unless_loadable"]
 
-# torch allows bytearray, but not bytes, which is how pickle writes b"". Neither can run anything.
-torch.serialization.add_safe_globals([bytes])
+# torch allows bytearray, but not bytes, which is how pickle writes b"", nor io.BytesIO, which torch's own examples save. Neither can run anything.
+torch.serialization.add_safe_globals([bytes, io.BytesIO])
 
 
 def dump(value: Any) -> bytes:
@@ -70,17 +70,23 @@ def check_loadable(fqn: str, data: bytes) -> None:
     load(fqn, data, weights_only=True)
 
 
-def warn_unless_loadable(fqn: str, value: Any, data: bytes) -> None:
+def warn_unless_loadable(fqn: str, value: Any, data: bytes, *, strict: bool = False) -> None:
     """Warns where ``data``, which is ``value`` as it is saved, will not load under ``weights_only=True``.
 
     Only what is more than plain types is tried.
+
+    Raises:
+        UnsafePickleError: such a value, with ``strict``.
     """
     if _is_plain(value):
         return
     try:
         check_loadable(fqn, data)
-    except Exception as error:  # noqa: BLE001  # whatever it is, the value is saved
+    except Exception as error:  # whatever it is, the value is saved
         why = reason(error.__cause__) if isinstance(error.__cause__, pickle.UnpicklingError) else error
+        if strict:
+            msg = f"value {fqn!r} ({_type_name(value)}) would not load under weights_only=True, the default: {why} (strict_values=True)"
+            raise UnsafePickleError(msg, tensor=fqn) from error
         warn_caller(
             f"value {fqn!r} ({_type_name(value)}) is saved, but will not load under weights_only=True, the default: {why}. "
             "Save plain types in its place (numbers, text, lists, dicts, tensors), or load it with weights_only=False"

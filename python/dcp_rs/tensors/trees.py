@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_rs import _torch
 from dcp_rs.errors import PlanError
+from dcp_rs.tensors.nesting import Container, TreePath, kind_of, name_of, shown, text_path
 
 __all__ = [
+    "Flat",
     "flatten",
     "get_at",
     "holds_only_tensors",
@@ -22,47 +26,71 @@ __all__ = [
     "stateful_values",
 ]
 
-Path = tuple[Any, ...]
+
+@dataclass(slots=True)
+class Flat:
+    """A flattened state dict.
+
+    Attributes:
+        values: the leaves by FQN.
+        paths: where each of them is, with keys as they are.
+        containers: the mappings that the paths do not tell.
+        is_text: whether every key is text.
+    """
+
+    values: dict[str, Any]
+    paths: dict[str, TreePath]
+    containers: list[Container]
+    is_text: bool = True
+
+    def text_paths(self) -> dict[str, TreePath]:
+        """The paths as DCP has them."""
+        return self.paths if self.is_text else {fqn: text_path(path) for fqn, path in self.paths.items()}
 
 
-def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
-    """The leaves of a nested state dict by FQN, and their paths.
+def flatten(state_dict: Mapping[Any, Any]) -> Flat:
+    """The leaves of a nested state dict.
 
-    Mappings are entered always, with their keys as text; lists only if they hold tensors or containers that do;
+    Mappings are entered always, with their keys as text in the name; lists only if they hold tensors or containers that do;
     tuples never (``torch.distributed.checkpoint._traverse``, torch 2.4 and later).
 
     Raises:
         PlanError: two leaves have the same FQN.
     """
-    if holds_only_tensors(state_dict) and set(map(type, state_dict)) <= {str}:
-        return dict(state_dict), {key: (key,) for key in state_dict}
-    flat: dict[str, Any] = {}
-    paths: dict[str, Path] = {}
-    _enter(state_dict, "", (), flat, paths)
-    return flat, paths
+    flat = Flat({}, {}, [])
+    if state_dict and holds_only_tensors(state_dict) and set(map(type, state_dict)) <= {str}:
+        kind = kind_of(state_dict)
+        containers = [] if kind == "dict" else [Container(0, (), kind)]
+        return Flat(dict(state_dict), {key: (key,) for key in state_dict}, containers)
+    _enter(state_dict, "", (), flat)
+    return flat
 
 
-def holds_only_tensors(state_dict: Mapping[str, Any]) -> bool:
+def holds_only_tensors(state_dict: Mapping[Any, Any]) -> bool:
     """Whether every value is a tensor. Asked of the few types there are, and not of every value."""
     return all(issubclass(kind, torch.Tensor) for kind in set(map(type, state_dict.values())))
 
 
-def _enter(node: Any, prefix: str, path: Path, flat: dict[str, Any], paths: dict[str, Path]) -> None:
-    pairs = node.items() if isinstance(node, Mapping) else enumerate(node)
-    as_text = isinstance(node, Mapping)
-    for key, value in pairs:
-        if as_text and type(key) is not str:
-            key = str(key)  # noqa: PLW2901  # as DCP has it
-        fqn = f"{prefix}.{key}" if path else str(key)
+def _enter(node: Any, prefix: str, path: TreePath, flat: Flat) -> None:
+    is_mapping = isinstance(node, Mapping)
+    if is_mapping:
+        kind = kind_of(node)
+        if kind != "dict" or (path and not node):
+            flat.containers.append(Container(len(flat.values), path, kind))
+    for key, value in node.items() if is_mapping else enumerate(node):
+        name = str(key)
+        fqn = f"{prefix}.{name}" if path else name
         here = (*path, key)
+        if is_mapping and type(key) is not str:
+            here, flat.is_text = (*path, (key,)), False
         if not isinstance(value, torch.Tensor) and _is_inner(value):
-            _enter(value, fqn, here, flat, paths)
+            _enter(value, fqn, here, flat)
             continue
-        if fqn in flat:
-            msg = f"two entries of the state dict flatten to {fqn!r}: {paths[fqn]} and {here}"
+        if fqn in flat.values:
+            msg = f"two entries of the state dict flatten to {fqn!r}: {shown(flat.paths[fqn])} and {shown(here)}"
             raise PlanError(msg, tensor=fqn)
-        flat[fqn] = value
-        paths[fqn] = here
+        flat.values[fqn] = value
+        flat.paths[fqn] = here
 
 
 def _is_inner(value: Any) -> bool:
@@ -90,36 +118,54 @@ def _children(node: Mapping[str, Any] | list[Any]) -> Mapping[Any, Any]:
 
 def is_stateful(value: Any) -> bool:
     """Whether the value is one of DCP's ``Stateful``: it has ``state_dict`` and ``load_state_dict``."""
-    # torch asks a runtime protocol, at some 30 microseconds a tensor.
-    return not isinstance(value, _NEVER_STATEFUL) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    kind = type(value)
+    # torch asks a runtime protocol, at some 30 microseconds a value.
+    if kind in _NEVER_STATEFUL or (issubclass(kind, torch.Tensor) and not hasattr(kind, "load_state_dict")):
+        return False
+    return isinstance(value, Stateful)
 
 
-def stateful_values(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def stateful_values(state_dict: Mapping[Any, Any]) -> dict[Any, Any]:
     """The values that are ``Stateful``."""
-    if holds_only_tensors(state_dict):
-        return {}
     return {key: value for key, value in state_dict.items() if is_stateful(value)}
 
 
-_NEVER_STATEFUL = (torch.Tensor, dict, list, tuple, str, bytes, int, float)
+_NEVER_STATEFUL = {dict, list, tuple, str, bytes, int, float, bool, type(None), *_torch.PLAIN_TYPES}
 
 
-def get_at(root: Any, path: Path) -> Any:
+def get_at(root: Any, path: TreePath) -> Any:
     """The entry of a nested state dict at ``path``, whose text may stand for other keys; None where there is none."""
     node = root
-    for key in path:
+    for part in path:
         if isinstance(node, Mapping):
-            node = node[key] if key in node else next((v for k, v in node.items() if str(k) == key), None)
-        elif isinstance(node, list) and isinstance(key, int) and key < len(node):
-            node = node[key]
+            node = node.get(_key_in(node, part))
+        elif isinstance(node, list) and isinstance(part, int) and part < len(node):
+            node = node[part]
         else:
             return None
     return node
 
 
-def set_at(root: dict[str, Any], path: Path, value: Any) -> None:
-    """Replaces the entry of a nested state dict at ``path``."""
-    _torch.set_element(root, path, value)
+def set_at(root: dict[Any, Any], path: TreePath, value: Any) -> None:
+    """Replaces the entry of a nested state dict at ``path``.
+
+    Raises:
+        PlanError: there is no container for it any more.
+    """
+    node = root if len(path) == 1 else get_at(root, path[:-1])
+    if isinstance(node, MutableMapping):
+        node[_key_in(node, path[-1])] = value
+    elif isinstance(node, list) and isinstance(path[-1], int) and path[-1] < len(node):
+        node[path[-1]] = value
+    else:
+        msg = f"there is nothing at {shown(path[:-1])} of the state dict to put a value into"
+        raise PlanError(msg, tensor=name_of(path))
+
+
+def _key_in(node: Mapping[Any, Any], part: Any) -> Any:
+    if type(part) is tuple:
+        return part[0]
+    return part if part in node else next((key for key in node if str(key) == part), part)
 
 
 def number_parameters(node: Any) -> None:

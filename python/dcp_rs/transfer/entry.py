@@ -21,7 +21,7 @@ class Entry:
         data: a strided tensor on any device, or the bytes of a non-tensor value.
         shape, offsets, sizes: of the whole tensor, and of this chunk in it.
         flags: section 3.3 of the format.
-        path: in the state dict, where the planner gave it.
+        path, position: in the state dict, where the planner gave them.
         dtype: what the tensor is cast to while it is written; None: it stays what it is.
     """
 
@@ -32,6 +32,7 @@ class Entry:
     sizes: tuple[int, ...] = ()
     flags: int = 0
     path: tuple[Any, ...] | None = None
+    position: int | None = None
     dtype: torch.dtype | None = None
 
     @property
@@ -57,4 +58,4 @@ class Entry:
     def item(self) -> tuple[Any, ...]:
         """What ``_core.Save.create`` takes."""
         dtype = NAMES[self.dtype or self.data.dtype] if isinstance(self.data, torch.Tensor) else None
-        return self.fqn, dtype, self.shape, self.flags, self.path, self.offsets, self.sizes, self.nbytes
+        return self.fqn, dtype, self.shape, self.flags, self.path, self.position, self.offsets, self.sizes, self.nbytes

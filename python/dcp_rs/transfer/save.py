@@ -41,17 +41,18 @@ def why_not_raw(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def dump(fqn: str, value: Any) -> bytes:
+def dump(fqn: str, value: Any, *, strict: bool) -> bytes:
     """The bytes of a value, or of a tensor that raw bytes cannot hold. Warns of a value that will not load under ``weights_only=True``.
 
     Raises:
+        UnsafePickleError: such a value, with ``strict``.
         UnsupportedError: a value that does not pickle; such a tensor does not load under ``weights_only=True`` either.
     """
     refusal = why_not_raw(value) if isinstance(value, torch.Tensor) else None
     if refusal is not None:
         return as_object(fqn, value, refusal)
     data = objects.dump_named(fqn, value)
-    objects.warn_unless_loadable(fqn, value, data)
+    objects.warn_unless_loadable(fqn, value, data, strict=strict)
     return data
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_rs import _torch
 from dcp_rs.tensors.memory import identity
+from dcp_rs.tensors.nesting import StandIn, like
 from dcp_rs.transfer.blocks import BLOCK_BYTES, Block, Blocks, pinned_blocks
 from dcp_rs.transfer.lanes import synchronize
 
@@ -56,15 +57,13 @@ class HostStager:
         pool = self._blocks or (pinned_blocks if pin is not None else Blocks())
         blocks = pool.lend(found.cut(), pin=pin, shared=self.shared, under_way=self._under_way if self.cache else None)
         self._under_way = under_way
-        staged = {}
         try:
             made = found.copy_to(blocks)
         finally:
             # After an error too: what comes back must not be written to any more.
             for device in devices:
                 synchronize(device)
-        for key, value in state_dict.items():
-            staged[key] = _rebuilt(value, made)
+        staged = like(state_dict, ((key, _rebuilt(value, made)) for key, value in state_dict.items()))
         return _Staged(staged, [block for block, _ in blocks])
 
     def release(self) -> None:
@@ -195,7 +194,7 @@ def _rebuilt(value: Any, made: dict[int, torch.Tensor]) -> Any:
     if isinstance(value, _IMMUTABLE):
         return value
     if isinstance(value, Mapping):
-        return {key: _rebuilt(entry, made) for key, entry in value.items()}
+        return like(value, ((key, _rebuilt(entry, made)) for key, entry in value.items()))
     if type(value) in (list, tuple):
         return type(value)(_rebuilt(entry, made) for entry in value)
     return copy.deepcopy(value)
@@ -214,7 +213,7 @@ class _At:
     spec: Any  # of a DTensor, else None
 
 
-class _Staged(dict[str, Any]):
+class _Staged(StandIn):
     """A staged state dict that pickles as its blocks, mapped by the other process, and places in them.
 
     torch would share the memory of each tensor as it comes to it, and where two tensors lie in one storage it ends with SIGSEGV (2.15): its Python
@@ -230,13 +229,13 @@ class _Staged(dict[str, Any]):
 
     def placed(self) -> dict[str, Any]:
         """The state dict with places in the blocks for its tensors."""
-        return {key: self._placed(value) for key, value in self.items()}
+        return like(self, ((key, self._placed(value)) for key, value in self.items()))
 
     def _placed(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._place(value) or value
-        if type(value) is dict:
-            return {key: self._placed(entry) for key, entry in value.items()}
+        if isinstance(value, dict):
+            return like(value, ((key, self._placed(entry)) for key, entry in value.items()))
         if type(value) in (list, tuple):
             return type(value)(self._placed(entry) for entry in value)
         return value
@@ -265,7 +264,7 @@ def by_place(staged: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_blocks(blocks: list[torch.Tensor], placed: dict[str, Any]) -> dict[str, Any]:
-    return {key: _unplaced(value, blocks) for key, value in placed.items()}
+    return like(placed, ((key, _unplaced(value, blocks)) for key, value in placed.items()))
 
 
 def _unplaced(value: Any, blocks: list[torch.Tensor]) -> Any:
@@ -278,8 +277,8 @@ def _unplaced(value: Any, blocks: list[torch.Tensor]) -> Any:
             return _torch.dtensor_of(target, value.spec, requires_grad=value.requires_grad)
         target.__dict__.update(value.attributes)
         return target.requires_grad_() if value.requires_grad else target
-    if type(value) is dict:
-        return {key: _unplaced(entry, blocks) for key, entry in value.items()}
+    if isinstance(value, dict):
+        return like(value, ((key, _unplaced(entry, blocks)) for key, entry in value.items()))
     if type(value) in (list, tuple):
         return type(value)(_unplaced(entry, blocks) for entry in value)
     return value

@@ -42,6 +42,7 @@ fn index(tensors: u64, ranks: u64) -> Vec<u8> {
             shape: Dims::from_slice(&[ROWS * ranks, COLUMNS]),
             flags: 0,
             path: None,
+            position: None,
         };
         let tensor = builder.add_tensor(entry).expect("a new tensor");
         for (rank, &file) in (0..).zip(&files) {

@@ -55,6 +55,7 @@ fn report(what: &str, dir: &Path, lengths: &[u64], options: WriteOptions) {
     let mut clock = Instant::now();
     let mut lap = || std::mem::replace(&mut clock, Instant::now()).elapsed();
     let info = SaveInfo {
+        save_id: [7; 16],
         generation: next_generation(dir).unwrap(),
         token: store::random_token().unwrap(),
         rank: 0,
@@ -97,6 +98,7 @@ fn item(number: u64, length: u64) -> SaveItem {
         dtype: Dtype::from_name("bfloat16"),
         flags: 0,
         path: None,
+        position: None,
         offsets: Dims::from_slice(&[0]),
         sizes: shape.clone(),
         shape,

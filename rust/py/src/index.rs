@@ -77,8 +77,9 @@ impl Index {
     }
 
     #[getter]
-    fn save_id(&self) -> String {
-        format!("{:032x}", u128::from_be_bytes(self.inner.save_id()))
+    fn save_id(&self) -> Option<String> {
+        let id = self.inner.save_id();
+        (id != [0; 16]).then(|| format::uuid(id))
     }
 
     #[getter]
@@ -258,6 +259,17 @@ impl Index {
     /// The planner data that belongs to no tensor.
     fn planner_root<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         from_value(py, &self.inner.planner_root())
+    }
+
+    /// The containers (position, path, kind) that the paths do not tell, or None where that is not known.
+    fn nesting<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        from_value(py, &self.inner.nesting())
+    }
+
+    /// The place of each entry, in the order of `names`, among those of the state dict; None where it is not known.
+    fn positions(&self) -> Vec<Option<u32>> {
+        let count = self.inner.tensor_count();
+        (0..count).map(|tensor| self.inner.tensor(tensor).position).collect()
     }
 
     /// The chunk for each (fqn, offset or None, hint or None), as DCP's `MetadataIndex` names one.

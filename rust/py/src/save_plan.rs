@@ -51,8 +51,9 @@ impl SavePlan {
     }
 
     /// Adds those of `tensors` that are plain; `cast`, a dtype's name, leaves out floating-point ones of another dtype, and `shapes` those of
-    /// another shape. Returns the places of the others. `paths` are those in the state dict, or None.
-    #[pyo3(signature = (names, paths, tensors, types, dtypes, *, cast=None, shapes=None))]
+    /// another shape. Returns the places of the others. `paths` and `positions` are those in the state dict, or
+    /// None.
+    #[pyo3(signature = (names, paths, tensors, types, dtypes, *, positions=None, cast=None, shapes=None))]
     #[expect(clippy::too_many_arguments, reason = "what torch is, in two of them")]
     fn add_plain<'py>(
         &self,
@@ -62,12 +63,15 @@ impl SavePlan {
         tensors: &Bound<'py, PyList>,
         types: &Bound<'py, PyTuple>,
         dtypes: &Bound<'py, PyDict>,
+        positions: Option<&Bound<'py, PyList>>,
         cast: Option<&str>,
         shapes: Option<&Bound<'py, PyList>>,
     ) -> PyResult<Vec<usize>> {
         let other_len = |list: Option<&Bound<'py, PyList>>| list.is_some_and(|list| list.len() != tensors.len());
-        if other_len(Some(names)) || other_len(paths) || other_len(shapes) {
-            return Err(PlanError::new_err("as many names, paths and shapes as tensors"));
+        if other_len(Some(names)) || other_len(paths) || other_len(positions) || other_len(shapes) {
+            return Err(PlanError::new_err(
+                "as many names, paths, positions and shapes as tensors",
+            ));
         }
         // Without the lock: looking at a tensor may run Python, which may come back here, or wait for a thread that does.
         let mut found = Inner::default();
@@ -102,6 +106,10 @@ impl SavePlan {
                     0
                 },
                 path,
+                position: match positions {
+                    Some(positions) => positions.get_item(place)?.extract()?,
+                    None => None,
+                },
                 offsets: Dims::from_elem(0, plain.shape.len()),
                 sizes: plain.shape.clone(),
                 shape: plain.shape,
@@ -147,7 +155,7 @@ impl SavePlan {
 
     /// Creates the files for what `keep` gives to this rank: first the plain tensors, for `Save.write_plain`; then the others, in the order of
     /// `kept_others`, whose lengths in bytes are `lengths`.
-    #[pyo3(signature = (folder, keep, lengths, *, generation, token, rank, world_size, threads, fsync, io, max_inflight_bytes))]
+    #[pyo3(signature = (folder, keep, lengths, *, save_id, generation, token, rank, world_size, threads, fsync, io, max_inflight_bytes))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
     fn create(
         &self,
@@ -155,6 +163,7 @@ impl SavePlan {
         folder: PathBuf,
         keep: Option<PyBackedBytes>,
         lengths: Vec<u64>,
+        save_id: [u8; 16],
         generation: u64,
         token: u64,
         rank: u32,
@@ -183,6 +192,7 @@ impl SavePlan {
         }
         drop(inner);
         let info = dcp_rs_core::write::SaveInfo {
+            save_id,
             generation,
             token,
             rank,

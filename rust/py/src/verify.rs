@@ -104,18 +104,18 @@ pub fn check_no_rank_indexes(py: Python<'_>, folder: PathBuf) -> PyResult<()> {
 /// The bytes of an index over the native data files of `folder`, whose index was lost.
 #[guarded]
 #[pyfunction]
-#[pyo3(signature = (folder, *, generation, tokens, threads, progress = None))]
+#[pyo3(signature = (folder, *, generation, save_id, threads, progress = None))]
 pub fn recover(
     py: Python<'_>,
     folder: PathBuf,
     generation: Option<u64>,
-    tokens: Vec<u64>,
+    save_id: Option<[u8; 16]>,
     threads: usize,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'_, PyBytes>> {
     let options = RecoverOptions {
         generation,
-        tokens,
+        save_id,
         threads,
     };
     let bytes = interrupt::run_with(py, progress.as_ref(), |control| {

@@ -38,13 +38,14 @@ struct State {
     claim: Option<FileLock>,
 }
 
-/// FQN, dtype (None: bytes), shape of the whole, flags, path, offsets, sizes, length in bytes.
+/// FQN, dtype (None: bytes), shape of the whole, flags, path, position (None: unknown), offsets, sizes, length in bytes.
 pub type ItemTuple<'py> = (
     Bound<'py, PyAny>,
     Option<String>,
     Extent,
     u8,
     Option<Bound<'py, PyTuple>>,
+    Option<u32>,
     Extent,
     Extent,
     u64,
@@ -55,12 +56,13 @@ pub type ItemTuple<'py> = (
 impl Save {
     /// Lays out the files for `items` in `folder` and creates them.
     #[staticmethod]
-    #[pyo3(signature = (folder, items, *, generation, token, rank, world_size, threads, fsync, io, max_inflight_bytes))]
+    #[pyo3(signature = (folder, items, *, save_id, generation, token, rank, world_size, threads, fsync, io, max_inflight_bytes))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
     fn create(
         py: Python<'_>,
         folder: PathBuf,
         items: Vec<ItemTuple<'_>>,
+        save_id: [u8; 16],
         generation: u64,
         token: u64,
         rank: u32,
@@ -72,6 +74,7 @@ impl Save {
     ) -> PyResult<Self> {
         let items = items.into_iter().map(save_item).collect::<PyResult<Vec<_>>>()?;
         let info = SaveInfo {
+            save_id,
             generation,
             token,
             rank,
@@ -172,11 +175,16 @@ impl Save {
         self.planned.plain.len()
     }
 
-    /// Completes the files, and returns the bytes of an index over them, with the id of the save if one is given.
-    #[pyo3(signature = (save_id=None))]
-    fn finish<'py>(&self, py: Python<'py>, save_id: Option<[u8; 16]>) -> PyResult<Bound<'py, PyBytes>> {
+    /// Completes the files, and returns the bytes of an index over them. `nesting`: containers (position, path, kind) that the paths do not tell; None
+    /// where that is not known.
+    #[pyo3(signature = (nesting=None))]
+    fn finish<'py>(&self, py: Python<'py>, nesting: Option<Bound<'py, PyList>>) -> PyResult<Bound<'py, PyBytes>> {
+        let nesting = nesting.map_or(Ok(Value::None), |nesting| to_value(&nesting, 0))?;
+        if !nesting.is_nesting() {
+            return Err(PlanError::new_err("containers are (position, path, kind)"));
+        }
         let save = self.lock(py)?.save.take().ok_or_else(closed)?;
-        let finished = interrupt::run(py, |control| save.finish_as(save_id, control))?;
+        let finished = interrupt::run(py, |control| save.finish_with(nesting, control))?;
         let (index, claim) = finished.keep();
         self.lock(py)?.claim = claim;
         Ok(PyBytes::new(py, &index))
@@ -269,7 +277,7 @@ pub fn name_of(name: &Bound<'_, PyAny>) -> PyResult<String> {
 }
 
 pub fn save_item(item: ItemTuple<'_>) -> PyResult<SaveItem> {
-    let (name, dtype_name, shape, flags, path, offsets, sizes, length) = item;
+    let (name, dtype_name, shape, flags, path, position, offsets, sizes, length) = item;
     let name = name_of(&name)?;
     Ok(SaveItem {
         kind: if dtype_name.is_some() {
@@ -284,6 +292,7 @@ pub fn save_item(item: ItemTuple<'_>) -> PyResult<SaveItem> {
             .map(|path| to_value(path.as_any(), 0))
             .transpose()?
             .filter(Value::is_path),
+        position,
         offsets: offsets.0,
         sizes: sizes.0,
         length,

@@ -108,8 +108,8 @@ def _index(
     generation: Annotated[
         int | None, typer.Option(help="Which save to recover (g… in the names).", show_default=False)
     ] = None,
-    token: Annotated[
-        list[str] | None, typer.Option(help="Which save to recover, of one generation.", show_default=False)
+    save_id: Annotated[
+        str | None, typer.Option(help="Which save to recover, of one generation.", show_default=False)
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an index that is there.")] = False,
     threads: Threads = None,
@@ -123,7 +123,7 @@ def _index(
         out=out,
         digests=digests,
         generation=generation,
-        tokens=token or [],
+        save_id=save_id,
         overwrite=overwrite,
         threads=threads,
         as_json=as_json,

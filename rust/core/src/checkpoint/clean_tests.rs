@@ -3,6 +3,7 @@
 use super::super::{commit, discard};
 use super::*;
 use crate::format::INDEX_NAME;
+use crate::format::Value;
 use crate::store::Mode;
 use crate::write::testing::{INFO, assert_saved, contents, names_in, parts, save, whole};
 use crate::write::{Save, SaveInfo, SaveItem, WriteOptions};
@@ -98,7 +99,7 @@ fn a_save_that_goes_on_is_left_alone_until_its_claim_ends() {
     assert_eq!((kept.removed.len(), names(&kept.kept)), (0, vec![&*data(2)]));
 
     save.write(&parts(&contents(&items())), &Control::new()).unwrap();
-    let (index, claim) = save.finish_as(None, &Control::new()).unwrap().keep();
+    let (index, claim) = save.finish_with(Value::None, &Control::new()).unwrap().keep();
     assert_eq!(verdict(), Verdict::InUse, "it waits for its commit");
     assert!(cleaned(dir).removed.is_empty());
     commit(dir, None, index, true, &Control::new()).unwrap();

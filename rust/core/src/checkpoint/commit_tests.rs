@@ -28,6 +28,7 @@ fn items() -> Vec<SaveItem> {
 
 fn saved(dir: &Path, generation: u64) -> Vec<u8> {
     let info = SaveInfo {
+        save_id: [7; 16],
         generation,
         token: generation,
         ..INFO

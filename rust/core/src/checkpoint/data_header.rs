@@ -5,9 +5,10 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
+use serde_json::Value as Json;
 
 use crate::format::safetensors::{Header, HeaderTensor, PREFIX_LEN, header_len, parse};
-use crate::format::{DataFileName, FileEntry, Kind, TensorEntry, Value, block_digest, from_header_name};
+use crate::format::{DataFileName, FileEntry, Kind, TensorEntry, Value, block_digest, from_header_name, parse_uuid};
 use crate::geometry::Dims;
 use crate::store::open_file;
 use crate::{Dtype, Error, Result};
@@ -17,6 +18,8 @@ use crate::{Dtype, Error, Result};
 pub(super) struct DataHeader {
     pub path: PathBuf,
     pub name: DataFileName,
+    /// Which save wrote it.
+    pub save_id: [u8; 16],
     /// How many ranks saved together; 0: this one for itself alone.
     pub world_size: u32,
     /// How many files the rank wrote.
@@ -40,6 +43,7 @@ pub(super) struct HeaderChunk {
 #[derive(Deserialize)]
 struct About {
     version: u64,
+    save_id: String,
     generation: u64,
     rank: u32,
     world_size: u32,
@@ -55,18 +59,11 @@ enum AboutTensor {
         dtype: String,
         shape: Vec<u64>,
         flags: u8,
-        path: Option<Vec<PathPart>>,
+        path: Option<Vec<Json>>,
     },
     Bytes {
-        path: Option<Vec<PathPart>>,
+        path: Option<Vec<Json>>,
     },
-}
-
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum PathPart {
-    Int(i64),
-    Str(String),
 }
 
 #[derive(Deserialize)]
@@ -120,6 +117,7 @@ impl DataHeader {
                 "it is file {file} of {files}, of rank {rank} of {world_size}"
             )));
         }
+        let save_id = parse_uuid(&about.save_id).ok_or_else(|| refuse(format!("save_id {:?}", about.save_id)))?;
         let mut chunks = Vec::with_capacity(header.tensors.len());
         for tensor in &header.tensors {
             let saved = saved.get(&tensor.name).map(|saved| saved.saved_offsets.as_slice());
@@ -128,6 +126,7 @@ impl DataHeader {
         }
         Ok(Self {
             name,
+            save_id,
             world_size: about.world_size,
             files: about.files,
             entry: FileEntry {
@@ -190,14 +189,15 @@ fn chunk(
     let saved = saved.ok_or("no saved_offsets")?;
     let mut sizes = Dims::from_slice(&tensor.shape);
     let mut offsets = Dims::from_slice(saved);
-    let name = from_header_name(&tensor.name).to_owned();
+    let name = from_header_name(&tensor.name).ok_or("a name that no tensor has in a header")?;
     let mut entry = TensorEntry {
-        name,
+        name: name.to_owned(),
         kind: Kind::Tensor,
         dtype: None,
         shape: Dims::new(),
         flags: 0,
         path: None,
+        position: None,
     };
     match about {
         None => {
@@ -213,7 +213,7 @@ fn chunk(
         }
         Some(AboutTensor::Bytes { path }) => {
             entry.kind = Kind::Bytes;
-            entry.path = path.as_deref().map(to_path);
+            entry.path = path.as_deref().map(to_path).transpose()?;
             (sizes, offsets) = (Dims::new(), Dims::new());
         }
         Some(AboutTensor::Tensor {
@@ -235,7 +235,7 @@ fn chunk(
             entry.dtype = Some(dtype);
             entry.shape = Dims::from_slice(shape);
             entry.flags = *flags;
-            entry.path = path.as_deref().map(to_path);
+            entry.path = path.as_deref().map(to_path).transpose()?;
         }
     }
     if offsets.len() != sizes.len() {
@@ -250,10 +250,25 @@ fn chunk(
     })
 }
 
-fn to_path(parts: &[PathPart]) -> Value {
-    let part = |part: &PathPart| match part {
-        PathPart::Int(number) => Value::Int(*number),
-        PathPart::Str(text) => Value::Str(text.clone()),
+/// A path as `DCPRS` has it: text, places in lists, and a list of the one key that is no text.
+fn to_path(parts: &[Json]) -> std::result::Result<Value, String> {
+    let part = |part: &Json| match part {
+        Json::Array(key) => Some(Value::Tuple(key.iter().map(to_key).collect::<Option<_>>()?)),
+        other => to_key(other),
     };
-    Value::Tuple(parts.iter().map(part).collect())
+    let path = parts.iter().map(part).collect::<Option<_>>().map(Value::Tuple);
+    path.filter(Value::is_path)
+        .ok_or_else(|| format!("path {parts:?} is none"))
+}
+
+fn to_key(key: &Json) -> Option<Value> {
+    Some(match key {
+        Json::Null => Value::None,
+        Json::Bool(truth) => Value::Bool(*truth),
+        Json::Number(number) if number.is_f64() => Value::Float(number.as_f64()?),
+        Json::Number(number) => Value::Int(number.as_i64()?),
+        Json::String(text) => Value::Str(text.clone()),
+        Json::Array(items) => Value::Tuple(items.iter().map(to_key).collect::<Option<_>>()?),
+        Json::Object(_) => return None,
+    })
 }

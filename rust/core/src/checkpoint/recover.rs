@@ -11,7 +11,6 @@ use super::locate::check_no_rank_indexes;
 use super::payload::PayloadReader;
 use crate::copy::Signs;
 use crate::format::{BLOCK_SIZE, ChunkEntry, DataFileName, IndexBuilder, SourceKind, Value, block_count, block_digest};
-use crate::store::random_bytes;
 use crate::{Control, Error, Result, parallel};
 
 /// Which save to recover, and how.
@@ -19,15 +18,13 @@ use crate::{Control, Error, Result, parallel};
 pub struct RecoverOptions {
     /// Only this generation. `None`: the highest that is complete.
     pub generation: Option<u64>,
-    /// Of each rank that wrote files with one of these tokens, only those. Needed for the ranks of which there are several parts, where two saves
-    /// of one generation are complete.
-    pub tokens: Vec<u64>,
+    /// Only this save. Needed where two saves of one generation are complete.
+    pub save_id: Option<[u8; 16]>,
     /// Threads, each with a read in flight. 0: 8, or as many as the cores that this process may use.
     pub threads: usize,
 }
 
-/// The bytes of an index over the data files in `dir`, as the save that wrote them had it: but for a `save_id` of its
-/// own and planner data other than paths. No file is changed. Those of a rank-local save are no part of any index of all ranks.
+/// The bytes of an index over the data files in `dir`, as the save that wrote them had it, but for planner data other than paths. No file is changed. Those of a rank-local save are no part of any index of all ranks.
 ///
 /// All payload is read, to hash it; `control` counts its bytes.
 ///
@@ -38,7 +35,7 @@ pub struct RecoverOptions {
 pub fn recover(dir: &Path, options: &RecoverOptions, control: &Control) -> Result<Vec<u8>> {
     check_no_rank_indexes(dir)?;
     let mut reasons = String::new();
-    for (generation, names) in data_files(dir, options)?.into_iter().rev() {
+    for (generation, names) in data_files(dir, options.generation)?.into_iter().rev() {
         let (headers, refused): (Vec<_>, Vec<_>) = names
             .into_iter()
             .map(|name| DataHeader::read(dir, name))
@@ -46,7 +43,8 @@ pub fn recover(dir: &Path, options: &RecoverOptions, control: &Control) -> Resul
         let (alone, headers): (Vec<_>, Vec<_>) = headers
             .into_iter()
             .flatten()
-            .partition(|header: &DataHeader| header.world_size == 0);
+            .filter(|header: &DataHeader| options.save_id.is_none_or(|id| id == header.save_id))
+            .partition(|header| header.world_size == 0);
         let headers = complete_set(generation, headers)?;
         if !headers.is_empty() {
             return build(generation, &headers, options, control);
@@ -68,7 +66,7 @@ pub fn recover(dir: &Path, options: &RecoverOptions, control: &Control) -> Resul
 /// The data files of those saves that [`recover`] could make an index for.
 pub(super) fn recoverable(dir: &Path) -> Result<BTreeSet<DataFileName>> {
     let mut found = BTreeSet::new();
-    for (generation, names) in data_files(dir, &RecoverOptions::default())? {
+    for (generation, names) in data_files(dir, None)? {
         let headers = names.iter().filter_map(|&name| DataHeader::read(dir, name).ok());
         let headers = headers.filter(|header| header.world_size != 0).collect();
         match complete_set(generation, headers) {
@@ -81,7 +79,7 @@ pub(super) fn recoverable(dir: &Path) -> Result<BTreeSet<DataFileName>> {
 }
 
 /// The names of data files, by generation.
-fn data_files(dir: &Path, options: &RecoverOptions) -> Result<BTreeMap<u64, BTreeSet<DataFileName>>> {
+fn data_files(dir: &Path, generation: Option<u64>) -> Result<BTreeMap<u64, BTreeSet<DataFileName>>> {
     let io = |error| Error::io("list", dir, error);
     let mut found: BTreeMap<u64, BTreeSet<DataFileName>> = BTreeMap::new();
     for entry in fs::read_dir(dir).map_err(io)? {
@@ -89,20 +87,8 @@ fn data_files(dir: &Path, options: &RecoverOptions) -> Result<BTreeMap<u64, BTre
         let Some(name) = file_name.to_str().and_then(DataFileName::parse) else {
             continue;
         };
-        if options.generation.is_none_or(|wanted| wanted == name.generation) {
+        if generation.is_none_or(|wanted| wanted == name.generation) {
             found.entry(name.generation).or_default().insert(name);
-        }
-    }
-    if !options.tokens.is_empty() {
-        let is_chosen = |name: &DataFileName| options.tokens.contains(&name.token);
-        found.retain(|_, names| names.iter().any(is_chosen));
-        for names in found.values_mut() {
-            let decided: BTreeSet<u32> = names
-                .iter()
-                .filter(|name| is_chosen(name))
-                .map(|name| name.rank)
-                .collect();
-            names.retain(|name| is_chosen(name) || !decided.contains(&name.rank));
         }
     }
     Ok(found)
@@ -111,36 +97,50 @@ fn data_files(dir: &Path, options: &RecoverOptions) -> Result<BTreeMap<u64, BTre
 /// The files of the one save of this generation of which every rank's part is there; none if there is no such save.
 /// In the order of ranks and files.
 fn complete_set(generation: u64, headers: Vec<DataHeader>) -> Result<Vec<DataHeader>> {
-    // What one rank wrote in one save; files that disagree about the save are of different ones.
-    let mut parts: BTreeMap<(u32, u32, u64, u32), Vec<DataHeader>> = BTreeMap::new();
-    for header in headers {
-        let key = (header.world_size, header.name.rank, header.name.token, header.files);
-        parts.entry(key).or_default().push(header);
-    }
-    parts.retain(|&(.., files), part| part.len() == files as usize);
-
-    let mut ranks: BTreeMap<u32, BTreeSet<u32>> = BTreeMap::new();
-    for &(world_size, rank, ..) in parts.keys() {
-        ranks.entry(world_size).or_default().insert(rank);
-    }
-    parts.retain(|(world_size, ..), _| ranks[world_size].len() == *world_size as usize);
-    let is_single = parts.len() == parts.keys().next().map_or(0, |(world_size, ..)| *world_size as usize);
-    if !is_single {
-        let mut tokens = String::new();
-        for (_, rank, token, _) in parts.keys() {
-            write!(tokens, " {token:016x} (rank {rank})").expect("a String takes all");
+    let mut complete: Vec<Vec<DataHeader>> = saves(headers).into_values().filter(|save| is_complete(save)).collect();
+    if complete.len() > 1 {
+        let mut ids = String::new();
+        for header in complete.iter().filter_map(|save| save.first()) {
+            write!(ids, " {}", crate::format::uuid(header.save_id)).expect("a String takes all");
         }
         return Err(Error::Plan(format!(
-            "generation {generation} has more than one complete save: choose by token, of{tokens}"
+            "generation {generation} has more than one complete save: choose by save id, of{ids}"
         )));
     }
-    Ok(parts.into_values().flatten().collect())
+    Ok(complete.pop().unwrap_or_default())
+}
+
+/// Files by the save that wrote them, in the order of ranks and files.
+fn saves(headers: Vec<DataHeader>) -> BTreeMap<[u8; 16], Vec<DataHeader>> {
+    let mut saves: BTreeMap<[u8; 16], Vec<DataHeader>> = BTreeMap::new();
+    for header in headers {
+        saves.entry(header.save_id).or_default().push(header);
+    }
+    for save in saves.values_mut() {
+        save.sort_by_key(|header| (header.name.rank, header.name.file));
+    }
+    saves
+}
+
+/// Whether these files, sorted, are all that the ranks wrote: each rank under one token, and agreed on how many ranks and files there are.
+fn is_complete(save: &[DataHeader]) -> bool {
+    let mut ranks = 0..save.first().map_or(0, |header| header.world_size);
+    let mut agrees = |part: &[DataHeader]| {
+        let first = &part[0];
+        Some(first.name.rank) == ranks.next()
+            && part.len() == first.files as usize
+            && (0..).zip(part).all(|(file, header)| {
+                let same_save = header.world_size == save[0].world_size && header.files == first.files;
+                same_save && header.name.token == first.name.token && header.name.file == file
+            })
+    };
+    save.chunk_by(|a, b| a.name.rank == b.name.rank).all(&mut agrees) && ranks.is_empty()
 }
 
 fn build(generation: u64, headers: &[DataHeader], options: &RecoverOptions, control: &Control) -> Result<Vec<u8>> {
     let mut digests = hash(headers, options.threads, control)?.into_iter();
     let mut builder = IndexBuilder::new(SourceKind::Native);
-    builder.save_id = random_bytes()?;
+    builder.save_id = headers[0].save_id;
     builder.generation = generation;
     builder.root = Value::Dict(vec![]);
     for header in headers {

@@ -8,8 +8,14 @@ use crate::format::{INDEX_NAME, Index};
 use crate::write::testing::{INFO, assert_saved, names_in, rows, save, saves, value, whole};
 use crate::write::{Layout, SaveInfo, SaveItem, WriteIo, WriteOptions, plan_files};
 
+/// Of the save whose ranks all have this token.
+fn id(token: u64) -> [u8; 16] {
+    u128::from(token).to_be_bytes()
+}
+
 fn info(generation: u64, token: u64, rank: u32, world_size: u32) -> SaveInfo {
     SaveInfo {
+        save_id: id(token),
         generation,
         token,
         rank,
@@ -77,7 +83,10 @@ fn the_parts_of_all_ranks_make_one_index() {
             save(
                 dir.path(),
                 &items(rank.into()),
-                info(3, 10 + u64::from(rank), rank, 2),
+                SaveInfo {
+                    save_id: id(10),
+                    ..info(3, 10 + u64::from(rank), rank, 2)
+                },
                 &options,
             )
         })
@@ -155,11 +164,11 @@ fn of_two_saves_that_raced_the_caller_chooses() {
     }
     let error = recovered(dir.path(), &RecoverOptions::default()).err().unwrap();
     assert!(
-        matches!(error, Error::Plan(_)) && error.to_string().contains("000000000000000b (rank 0)"),
+        matches!(error, Error::Plan(_)) && error.to_string().contains("00000000-0000-0000-0000-00000000000b"),
         "{error}"
     );
     let chosen = RecoverOptions {
-        tokens: vec![0xb],
+        save_id: Some(id(0xb)),
         ..RecoverOptions::default()
     };
     assert_saved(&recovered(dir.path(), &chosen).unwrap(), &items("b"));
@@ -186,39 +195,63 @@ fn of_two_saves_that_raced_the_caller_chooses() {
 }
 
 #[test]
-fn a_token_decides_for_its_rank() {
+fn parts_of_different_saves_are_never_joined() {
     let dir = tempdir().unwrap();
-    // Of rank 0 there is one part, of rank 1 there are two; and there is a later save.
     let items = |name| [whole(name, "float32", &[100])];
-    for (token, rank, name) in [(0xa, 0, "a"), (0xb, 1, "b"), (0xc, 1, "c")] {
-        save(dir.path(), &items(name), info(1, token, rank, 2), &quick());
+    save(dir.path(), &items("older"), info(1, 1, 0, 1), &quick());
+    // Both began at once; of one, rank 0 came to its end, of the other rank 1.
+    for (token, rank, name) in [(0xa, 0, "a"), (0xb, 1, "b")] {
+        save(dir.path(), &items(name), info(2, token, rank, 2), &quick());
     }
-    save(dir.path(), &items("d"), info(2, 0xd, 0, 1), &quick());
-    let with = |tokens: &[u64]| {
-        let options = RecoverOptions {
-            tokens: tokens.to_vec(),
-            generation: Some(1),
-            ..RecoverOptions::default()
-        };
-        recovered(dir.path(), &options)
+    let index = recovered(dir.path(), &RecoverOptions::default()).unwrap();
+    assert_eq!((index.generation(), index.name(0)), (1, "older"));
+    assert_eq!(index.save_id(), id(1));
+
+    // One of them comes to its end, with a token of its own on each rank.
+    let late = SaveInfo {
+        token: 0xc,
+        ..info(2, 0xa, 1, 2)
     };
-    assert!(matches!(with(&[]), Err(Error::Plan(_))));
-    assert!(matches!(with(&[0xa]), Err(Error::Plan(_))));
-    for (tokens, names) in [
-        (vec![0xb], ["a", "b"]),
-        (vec![0xc], ["a", "c"]),
-        (vec![0xa, 0xc], ["a", "c"]),
-    ] {
-        let index = with(&tokens).unwrap();
-        assert_eq!([index.name(0), index.name(1)], names);
-    }
-    assert!(matches!(with(&[0xe]), Err(Error::NotFound { .. })));
-    // A generation that none of them is of is passed over.
-    let older = RecoverOptions {
-        tokens: vec![0xb],
+    save(dir.path(), &items("c"), late, &quick());
+    let index = recovered(dir.path(), &RecoverOptions::default()).unwrap();
+    assert_eq!([index.name(0), index.name(1)], ["a", "c"]);
+    assert_eq!(index.save_id(), id(0xa));
+    let other = |token| RecoverOptions {
+        save_id: Some(id(token)),
         ..RecoverOptions::default()
     };
-    assert_eq!(recovered(dir.path(), &older).unwrap().generation(), 1);
+    assert!(matches!(
+        recovered(dir.path(), &other(0xb)),
+        Err(Error::NotFound { .. })
+    ));
+    assert_eq!(recovered(dir.path(), &other(1)).unwrap().generation(), 1);
+
+    // Two parts of one rank in one save: nobody wrote that.
+    let twice = SaveInfo {
+        token: 0xd,
+        ..info(2, 0xa, 1, 2)
+    };
+    save(dir.path(), &items("d"), twice, &quick());
+    assert_eq!(
+        recovered(dir.path(), &RecoverOptions::default()).unwrap().generation(),
+        1
+    );
+}
+
+#[test]
+fn names_that_nobody_writes_into_a_header_are_refused() {
+    for name in ["__metadata__~x", "__metadata__~é"] {
+        let dir = tempdir().unwrap();
+        let result = forged(dir.path(), |json| {
+            json.replace("\"x\":", &format!("\"{name}\":"))
+                .replace("\\\"x\\\":", &format!("\\\"{name}\\\":"))
+        });
+        let error = result.err().unwrap();
+        assert!(
+            error.to_string().contains("a name that no tensor has in a header"),
+            "{error}"
+        );
+    }
 }
 
 #[test]
@@ -300,6 +333,7 @@ fn headers_that_contradict_themselves_are_refused() {
     assert_eq!(forged(dir.path(), str::to_owned).unwrap().tensor_count(), 2);
     for (from, to) in [
         (r#"\"version\":1"#, r#"\"version\":2"#),
+        (r#"\"save_id\":\"07070707-"#, r#"\"save_id\":\"7070707-"#),
         (r#"\"rank\":0"#, r#"\"rank\":1"#),
         (r#"\"world_size\":1"#, r#"\"world_size\":0"#),
         (r#"\"files\":1"#, r#"\"files\":0"#),

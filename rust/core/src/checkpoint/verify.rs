@@ -302,6 +302,7 @@ pub fn copy_index(index: &Index, options: &CopyOptions, control: &Control) -> Re
     builder.save_id = options.save_id;
     builder.generation = index.generation();
     builder.root = index.planner_root();
+    builder.nesting = index.nesting();
     let digests = if options.digests {
         hash_all(index, options.threads, control)?
     } else {

@@ -50,9 +50,11 @@ pub fn index_items(dir: &Path, metadata: StockMetadata, threads: usize) -> Resul
         entries,
         mut items,
         root,
+        save_id,
     } = metadata;
     let mut builder = IndexBuilder::new(SourceKind::Dcp);
     builder.root = root;
+    builder.save_id = save_id;
     let opened = parallel::map(files.len(), threads, |i| DataFile::look_at(dir, &files[i]))?;
     for (name, file) in files.into_iter().zip(&opened) {
         builder.add_file(FileEntry {

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::fault::{Fault, FaultResult};
 use super::pickle::{Item, Node, Pickle, Rules};
-use crate::format::{Kind, TensorEntry, Value};
+use crate::format::{Kind, TensorEntry, Value, parse_uuid};
 use crate::geometry::Dims;
 use crate::paths::{Reach, reach};
 use crate::{Dtype, Error, Result};
@@ -21,6 +21,8 @@ pub struct StockMetadata {
     pub items: Vec<StockItem>,
     /// Planner data that belongs to no entry, as section 5 of `docs/format.md` has it.
     pub root: Value,
+    /// Of the save, where it is a UUID; else zeros.
+    pub save_id: [u8; 16],
 }
 
 /// One stored chunk, or one stored value: bytes of a data file that `torch.save` wrote.
@@ -120,12 +122,14 @@ fn read(bytes: &[u8]) -> FaultResult<StockMetadata> {
     reader.read_entries(part("state_dict_metadata")?)?;
     reader.read_storage(part("storage_data")?)?;
     reader.check_stored()?;
+    let save_id = reader.save_id(pickle.get(top, "storage_meta"));
     let root = reader.planner_data(pickle.get(top, "planner_data").unwrap_or(Item::None))?;
     Ok(StockMetadata {
         files: reader.files,
         entries: reader.entries,
         items: reader.items,
         root,
+        save_id,
     })
 }
 
@@ -155,6 +159,15 @@ impl<'a> Reader<'a> {
             Some((class, [], Some(state))) if class == (module, name) => Ok(state),
             _ => Err(odd(format!("a {name} was expected"))),
         }
+    }
+
+    /// The id of the save, where it is one as torch's writers make them; else zeros.
+    fn save_id(&self, storage_meta: Option<Item>) -> [u8; 16] {
+        let id = || {
+            let (_, _, state) = self.pickle.as_object(storage_meta?)?;
+            parse_uuid(self.pickle.as_str(self.pickle.get(state?, "save_id")?)?)
+        };
+        id().unwrap_or_default()
     }
 
     fn read_entries(&mut self, map: Item) -> FaultResult<()> {
@@ -220,6 +233,7 @@ impl<'a> Reader<'a> {
             shape,
             flags,
             path: None,
+            position: None,
         };
         Ok((entry, chunks))
     }
@@ -437,6 +451,7 @@ fn bytes_entry(name: &str) -> TensorEntry {
         shape: Dims::new(),
         flags: 0,
         path: None,
+        position: None,
     }
 }
 

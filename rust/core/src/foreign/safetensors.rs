@@ -251,6 +251,7 @@ fn add(builder: &mut IndexBuilder, dir: &Path, parts: &[Part], name: &str, known
         shape,
         flags: 0,
         path: None,
+        position: None,
     })?;
     for chunk in chunks {
         builder.add_chunk(ChunkEntry {

@@ -1,6 +1,6 @@
 //! Laying out an index from what was written or found.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -9,8 +9,8 @@ use zerocopy::{FromBytes as _, IntoBytes as _};
 use super::digest::index_digest;
 use super::layout::{
     CHUNK_CONJUGATE, CHUNK_DIGESTS, CHUNK_NEGATIVE, CHUNK_STRIDED, ChunkRecord, DIGEST_AT, FILE_EXTERNAL,
-    FILE_HEAD_DIGEST, FileRecord, HEADER_LEN, HEADER_LEN_U32, Header, INCOMPAT_SIGNS, Kind, MAGIC, NO_SPLIT, SECTIONS,
-    SectionRecord, SourceKind, TensorRecord, VERSION,
+    FILE_HEAD_DIGEST, FileRecord, HEADER_LEN, HEADER_LEN_U32, Header, INCOMPAT_SIGNS, Kind, MAGIC, NO_POSITION,
+    NO_SPLIT, SECTIONS, SectionRecord, SourceKind, TensorRecord, VERSION,
 };
 use super::{BLOCK_SIZE, FileView, Index, Value, block_count};
 use crate::copy::Signs;
@@ -62,6 +62,8 @@ pub struct TensorEntry {
     pub flags: u8,
     /// Its path in the state dict: a value that [is one](Value::is_path).
     pub path: Option<Value>,
+    /// Its place among the entries of the state dict.
+    pub position: Option<u32>,
 }
 
 /// A chunk of a tensor that was added before.
@@ -97,6 +99,8 @@ pub struct IndexBuilder {
     pub generation: u64,
     /// Planner data that belongs to no tensor.
     pub root: Value,
+    /// The containers of the state dict that the paths do not tell: a value that [is nesting](Value::is_nesting).
+    pub nesting: Value,
     files: Vec<FileEntry>,
     file_ids: HashMap<String, u32>,
     tensors: Vec<TensorEntry>,
@@ -112,6 +116,7 @@ impl IndexBuilder {
             save_id: [0; 16],
             generation: 0,
             root: Value::None,
+            nesting: Value::None,
             files: Vec::new(),
             file_ids: HashMap::new(),
             tensors: Vec::new(),
@@ -130,7 +135,7 @@ impl IndexBuilder {
         Ok(id)
     }
 
-    /// Adds a tensor, or finds it when one that agrees in kind, dtype and shape was added before. The first one's flags and path stay.
+    /// Adds a tensor, or finds it when one that agrees in kind, dtype and shape was added before. The first one's flags, path and position stay.
     pub fn add_tensor(&mut self, tensor: TensorEntry) -> Result<u32> {
         if let Some(&id) = self.tensor_ids.get(&tensor.name) {
             let known = &mut self.tensors[id as usize];
@@ -188,9 +193,26 @@ impl IndexBuilder {
         self.tensor_ids.contains_key(fqn)
     }
 
-    /// Adds all of another index: the files, tensors and chunks that another rank wrote.
+    /// Adds all of another index: the files, tensors, chunks and containers that another rank wrote.
     pub fn merge(&mut self, other: &Index) -> Result<()> {
+        self.merge_nesting(other.nesting());
         self.merge_with(other, |file| Ok(FileEntry::from(file)), |_| None)
+    }
+
+    /// Adds containers. Of several at one path, the one added first stays.
+    pub fn merge_nesting(&mut self, other: Value) {
+        let Value::List(others) = other else { return };
+        let mut known = match std::mem::replace(&mut self.nesting, Value::None) {
+            Value::List(known) => known,
+            _ => vec![],
+        };
+        let path = |container: &Value| match container {
+            Value::Tuple(fields) => fields.get(1).map(Value::to_bytes),
+            _ => None,
+        };
+        let mut paths: HashSet<_> = known.iter().map(path).collect();
+        known.extend(others.into_iter().filter(|container| paths.insert(path(container))));
+        self.nesting = Value::List(known);
     }
 
     /// [`merge`](Self::merge), with a say in what the files become, and digests for chunks that have none.
@@ -213,6 +235,7 @@ impl IndexBuilder {
                 shape: tensor.shape.clone(),
                 flags: tensor.flags,
                 path: other.planner_path(i),
+                position: tensor.position,
             })?;
             for c in tensor.chunks {
                 let chunk = other.chunk(c);
@@ -255,7 +278,7 @@ impl IndexBuilder {
         self.chunks
             .dedup_by(|b, a| (a.tensor, &a.offsets, &a.sizes) == (b.tensor, &b.offsets, &b.sizes));
 
-        let mut out = Sections::new(&self.root)?;
+        let mut out = Sections::new(&[&self.root, &self.nesting])?;
         for file in &self.files {
             out.file(file)?;
         }
@@ -321,10 +344,12 @@ struct Sections {
 }
 
 impl Sections {
-    fn new(root: &Value) -> Result<Self> {
+    fn new(values: &[&Value]) -> Result<Self> {
         let mut planner = Vec::new();
-        root.encode(&mut planner)
-            .map_err(|reason| Error::Unsupported(reason.into()))?;
+        for value in values {
+            let encoded = value.encode(&mut planner);
+            encoded.map_err(|reason| Error::Unsupported(reason.into()))?;
+        }
         Ok(Self {
             files: Vec::new(),
             tensors: Vec::new(),
@@ -390,7 +415,7 @@ impl Sections {
         let path_offset = self.planner.len();
         if let Some(path) = &tensor.path {
             if !path.is_path() {
-                return Err(bad("its path is not a tuple of strings and integers".into()));
+                return Err(bad("its path is not a tuple of keys and places".into()));
             }
             path.encode(&mut self.planner).map_err(|reason| bad(reason.into()))?;
         }
@@ -411,7 +436,8 @@ impl Sections {
             split_dim: split_dim(&tensor.shape, chunks)
                 .map_or(NO_SPLIT, |d| u32::try_from(d).expect("at most 255 dimensions"))
                 .into(),
-            reserved: [0; 8],
+            position: tensor.position.unwrap_or(NO_POSITION).into(),
+            reserved: [0; 4],
         };
         self.tensors.extend(record.as_bytes());
         for chunk in chunks {
@@ -514,6 +540,7 @@ mod tests {
             shape: Dims::from_slice(shape),
             flags: 1,
             path: Some(Value::Tuple(vec![Value::Str(name.into()), Value::Int(3)])),
+            position: None,
         }
     }
 
@@ -562,6 +589,7 @@ mod tests {
                 shape: smallvec![],
                 flags: 0,
                 path: None,
+                position: None,
             })
             .unwrap();
         builder.add_chunk(chunk(w, 4128, &[2, 0], &[2, 4])).unwrap();
@@ -662,6 +690,7 @@ mod tests {
             builder
                 .add_tensor(TensorEntry {
                     path: Some(path),
+                    position: None,
                     ..f32_tensor("w", &[4])
                 })
                 .unwrap();

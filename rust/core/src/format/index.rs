@@ -9,7 +9,7 @@ use zerocopy::{FromBytes, Immutable, KnownLayout};
 
 use super::layout::{
     CHUNK_CONJUGATE, CHUNK_DIGESTS, CHUNK_NEGATIVE, CHUNK_STRIDED, ChunkRecord, FILE_EXTERNAL, FILE_HEAD_DIGEST,
-    FileRecord, HEADER_LEN, Header, Kind, NO_SPLIT, Section, SourceKind, TensorRecord,
+    FileRecord, HEADER_LEN, Header, Kind, NO_POSITION, NO_SPLIT, Section, SourceKind, TensorRecord,
 };
 use super::{Value, block_count, validate};
 use crate::copy::Signs;
@@ -60,6 +60,8 @@ pub struct TensorView<'a> {
     pub flags: u8,
     /// The dimension along which the chunks are a run.
     pub split_dim: Option<usize>,
+    /// Its place among the entries of the state dict, where it is known.
+    pub position: Option<u32>,
     /// Its chunks, as indices for [`Index::chunk`].
     pub chunks: Range<u64>,
 }
@@ -245,7 +247,7 @@ impl Index {
     pub fn tensor(&self, tensor: u32) -> TensorView<'_> {
         let record = &self.tensor_records()[tensor as usize];
         let first = record.first_chunk.get();
-        let split_dim = record.split_dim.get();
+        let (split_dim, position) = (record.split_dim.get(), record.position.get());
         TensorView {
             name: self.text(record.name_offset, record.name_len.get()),
             kind: if record.kind == 0 { Kind::Tensor } else { Kind::Bytes },
@@ -253,6 +255,7 @@ impl Index {
             shape: self.dims(record.shape.get(), usize::from(record.ndim)),
             flags: record.flags,
             split_dim: (split_dim != NO_SPLIT).then_some(split_dim as usize),
+            position: (position != NO_POSITION).then_some(position),
             chunks: first..first + record.chunk_count.get(),
         }
     }
@@ -361,9 +364,18 @@ impl Index {
 
     /// The planner data that belongs to no tensor.
     pub fn planner_root(&self) -> Value {
-        Value::decode_prefix(self.section(Section::Planner))
-            .expect("validated at open")
-            .0
+        self.planner_values().0
+    }
+
+    /// Which containers there were, where that is known: a value that [is nesting](Value::is_nesting).
+    pub fn nesting(&self) -> Value {
+        self.planner_values().1
+    }
+
+    fn planner_values(&self) -> (Value, Value) {
+        let decode = |bytes| Value::decode_prefix(bytes).expect("validated at open");
+        let (root, rest) = decode(self.section(Section::Planner));
+        (root, decode(rest).0)
     }
 }
 

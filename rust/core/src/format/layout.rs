@@ -14,6 +14,7 @@ pub(super) const HEADER_LEN_U32: u32 = 256;
 pub(super) const DIGEST_AT: usize = std::mem::offset_of!(Header, digest);
 pub(super) const MAX_NDIM: usize = 64;
 pub(super) const NO_SPLIT: u32 = u32::MAX;
+pub(super) const NO_POSITION: u32 = u32::MAX;
 
 /// Where the payload of a data file begins: at a multiple of this.
 pub const PAYLOAD_ALIGNMENT: u64 = 4096;
@@ -161,7 +162,8 @@ pub(super) struct TensorRecord {
     pub path_offset: U64,
     pub path_len: U32,
     pub split_dim: U32,
-    pub reserved: [u8; 8],
+    pub position: U32,
+    pub reserved: [u8; 4],
 }
 
 #[derive(Clone, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]

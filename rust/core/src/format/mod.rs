@@ -17,5 +17,5 @@ pub use index::{ChunkView, FileView, Index, IndexBytes, TensorView};
 pub(crate) use layout::Identity;
 pub use layout::{Kind, PAYLOAD_ALIGNMENT, SourceKind};
 pub(crate) use name::parse_rank_index_name;
-pub use name::{INDEX_NAME, from_header_name, rank_index_name, to_header_name};
+pub use name::{INDEX_NAME, from_header_name, parse_uuid, rank_index_name, to_header_name, uuid};
 pub use value::Value;

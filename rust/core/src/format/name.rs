@@ -8,6 +8,27 @@ pub const INDEX_NAME: &str = "index.dcprs";
 const RESERVED: &str = "__metadata__";
 const ESCAPED: &str = "__metadata__~";
 
+/// The id of a save as text, in the usual form.
+pub fn uuid(id: [u8; 16]) -> String {
+    let digits = format!("{:032x}", u128::from_be_bytes(id));
+    let parts = [
+        &digits[..8],
+        &digits[8..12],
+        &digits[12..16],
+        &digits[16..20],
+        &digits[20..],
+    ];
+    parts.join("-")
+}
+
+/// The id that is written so, with or without hyphens.
+pub fn parse_uuid(text: &str) -> Option<[u8; 16]> {
+    let digits = text.replace('-', "");
+    let id = u128::from_str_radix(&digits, 16).ok().filter(|_| digits.len() == 32)?;
+    let id = id.to_be_bytes();
+    (uuid(id) == text || digits == text).then_some(id)
+}
+
 /// The index of one rank of a rank-local save.
 pub fn rank_index_name(rank: u32) -> String {
     format!("__{rank}.{INDEX_NAME}")
@@ -28,12 +49,14 @@ pub fn to_header_name(fqn: &str) -> String {
     }
 }
 
-/// The inverse of [`to_header_name`].
-pub fn from_header_name(name: &str) -> &str {
-    if name.starts_with(ESCAPED) {
-        &name[..name.len() - 1]
+/// The inverse of [`to_header_name`]; `None` where that would not have made it.
+pub fn from_header_name(name: &str) -> Option<&str> {
+    if name == RESERVED {
+        None
+    } else if name.starts_with(ESCAPED) {
+        name.strip_suffix('~')
     } else {
-        name
+        Some(name)
     }
 }
 
@@ -65,7 +88,33 @@ mod tests {
         ] {
             let name = to_header_name(fqn);
             assert_ne!(name, RESERVED);
-            assert_eq!(from_header_name(&name), fqn);
+            assert_eq!(from_header_name(&name), Some(fqn));
+        }
+    }
+
+    #[test]
+    fn header_names_that_nobody_writes_are_refused() {
+        for name in ["__metadata__", "__metadata__~x", "__metadata__~é", "__metadata__~~ "] {
+            assert_eq!(from_header_name(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn ids_of_saves_are_text_and_back() {
+        let id = [1, 35, 69, 103, 137, 171, 205, 239, 0, 17, 34, 51, 68, 85, 102, 119];
+        let text = "01234567-89ab-cdef-0011-223344556677";
+        assert_eq!(uuid(id), text);
+        assert_eq!(parse_uuid(text), Some(id));
+        assert_eq!(parse_uuid(&text.replace('-', "")), Some(id));
+        for other in [
+            "",
+            "0123",
+            &text.to_uppercase(),
+            &text[1..],
+            "0-1234567-89ab-cdef-0011-22334455667",
+            &format!("+{}", &text[1..]),
+        ] {
+            assert_eq!(parse_uuid(other), None, "{other}");
         }
     }
 

@@ -142,9 +142,15 @@ impl Check<'_> {
 
     fn root(&self) -> Result<()> {
         let planner = self.index.section(Section::Planner);
-        match Value::decode_prefix(planner) {
-            Ok(_) => Ok(()),
-            Err((at, reason)) => self.bad(Section::Planner, at, format!("planner data: {reason}")),
+        let rest = match Value::decode_prefix(planner) {
+            Ok((_, rest)) => rest,
+            Err((at, reason)) => return self.bad(Section::Planner, at, format!("planner data: {reason}")),
+        };
+        let begin = planner.len() - rest.len();
+        match Value::decode_prefix(rest) {
+            Ok((nesting, _)) if nesting.is_nesting() => Ok(()),
+            Ok(_) => self.bad(Section::Planner, begin, "nesting is no list of containers"),
+            Err((at, reason)) => self.bad(Section::Planner, begin + at, format!("nesting: {reason}")),
         }
     }
 
@@ -273,7 +279,7 @@ impl Check<'_> {
                 .and_then(|at| planner.get(at..at.checked_add(path_len)?))
                 .ok_or("path is outside the planner data")?;
             if !Value::decode(path).is_ok_and(|path| path.is_path()) {
-                return Err("path is not a tuple of strings and integers");
+                return Err("path is not a tuple of keys and places");
             }
         }
         Ok(())

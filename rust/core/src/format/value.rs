@@ -82,10 +82,55 @@ impl Value {
         Ok(())
     }
 
-    /// Whether it can be the path of a tensor: a tuple of strings and integers, at least one.
+    /// The encoding of a value that was decoded, or can be encoded.
+    pub(super) fn to_bytes(&self) -> Vec<u8> {
+        let mut out = Vec::new();
+        // What cannot be encoded is refused when the index is built.
+        let _ = self.encode(&mut out);
+        out
+    }
+
+    /// Whether it can be the path of a tensor: a tuple of at least one part.
     pub fn is_path(&self) -> bool {
-        let is_part = |part: &Self| matches!(part, Self::Str(_) | Self::Int(_));
-        matches!(self, Self::Tuple(parts) if !parts.is_empty() && parts.iter().all(is_part))
+        matches!(self, Self::Tuple(parts) if !parts.is_empty() && parts.iter().all(Self::is_part))
+    }
+
+    /// Whether it says which containers there are: `None`, or a list of (position, path, kind), where the path of the state dict itself is empty.
+    pub fn is_nesting(&self) -> bool {
+        let is_container = |container: &Self| match container {
+            Self::Tuple(fields) => matches!(
+                fields.as_slice(),
+                [Self::Int(position), Self::Tuple(path), Self::Str(_)]
+                    if u32::try_from(*position).is_ok() && path.iter().all(Self::is_part)
+            ),
+            _ => false,
+        };
+        match self {
+            Self::None => true,
+            Self::List(containers) => containers.iter().all(is_container),
+            _ => false,
+        }
+    }
+
+    /// A part of a path: text that is a key, a place in a list, or a tuple of the one key that is no text.
+    fn is_part(&self) -> bool {
+        match self {
+            Self::Str(_) | Self::Int(_) => true,
+            Self::Tuple(key) => matches!(key.as_slice(), [key] if key.is_other_key()),
+            _ => false,
+        }
+    }
+
+    /// Whether it can be a key of a mapping that is no text.
+    fn is_other_key(&self) -> bool {
+        match self {
+            Self::None | Self::Bool(_) | Self::Int(_) => true,
+            Self::Float(number) => number.is_finite(),
+            Self::Tuple(items) => items
+                .iter()
+                .all(|item| matches!(item, Self::Str(_)) || item.is_other_key()),
+            _ => false,
+        }
     }
 
     /// Whether it can be a key of a dict: nothing in it is a list or a dict.
@@ -269,6 +314,67 @@ mod tests {
         let tuple = dict(Value::Tuple(vec![Value::Int(1), Value::Tuple(vec![])]));
         tuple.encode(&mut bytes).unwrap();
         assert_eq!(Value::decode(&bytes), Ok(tuple));
+    }
+
+    #[test]
+    fn parts_of_paths_are_text_places_and_other_keys() {
+        let path = |part| Value::Tuple(vec![Value::Str("a".into()), part]);
+        let key = |key| Value::Tuple(vec![key]);
+        for part in [
+            Value::Str(String::new()),
+            Value::Int(3),
+            key(Value::Int(3)),
+            key(Value::None),
+            key(Value::Bool(true)),
+            key(Value::Float(-0.5)),
+            key(Value::Tuple(vec![])),
+            key(Value::Tuple(vec![
+                Value::Str("b".into()),
+                Value::Tuple(vec![Value::Int(1)]),
+            ])),
+        ] {
+            assert!(path(part.clone()).is_path(), "{part:?}");
+        }
+        for part in [
+            Value::None,
+            Value::Bool(true),
+            Value::Float(1.0),
+            Value::Tuple(vec![]),
+            Value::Tuple(vec![Value::Int(1), Value::Int(2)]),
+            key(Value::Str("a".into())),
+            key(Value::Float(f64::NAN)),
+            key(Value::Bytes(vec![1])),
+            key(Value::Tuple(vec![Value::Float(f64::INFINITY)])),
+        ] {
+            assert!(!path(part.clone()).is_path(), "{part:?}");
+        }
+        assert!(!Value::Tuple(vec![]).is_path());
+    }
+
+    #[test]
+    fn nesting_is_a_list_of_containers() {
+        let container = |position, path, kind| Value::Tuple(vec![Value::Int(position), path, kind]);
+        let (root, dict) = (Value::Tuple(vec![]), Value::Str("dict".into()));
+        let good = container(0, root.clone(), dict.clone());
+        assert!(Value::None.is_nesting() && Value::List(vec![]).is_nesting());
+        assert!(
+            Value::List(vec![
+                good.clone(),
+                container(7, Value::Tuple(vec![Value::Int(0)]), dict.clone())
+            ])
+            .is_nesting()
+        );
+        for bad in [
+            container(-1, root.clone(), dict.clone()),
+            container(1 << 32, root.clone(), dict.clone()),
+            container(0, Value::List(vec![]), dict.clone()),
+            container(0, Value::Tuple(vec![Value::None]), dict),
+            container(0, root, Value::Int(1)),
+            Value::Int(0),
+        ] {
+            assert!(!Value::List(vec![good.clone(), bad]).is_nesting());
+        }
+        assert!(!good.is_nesting() && !Value::Dict(vec![]).is_nesting());
     }
 
     #[test]

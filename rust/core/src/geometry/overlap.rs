@@ -207,6 +207,7 @@ mod tests {
                 shape: Dims::from_slice(shape),
                 flags: 0,
                 path: None,
+                position: None,
             })
             .unwrap();
         for chunk in chunks {

@@ -15,6 +15,7 @@ fn item(name: &str, dtype: Option<&str>, shape: &[u64], offsets: &[u64], sizes: 
         shape: Dims::from_slice(shape),
         flags: 0,
         path: None,
+        position: None,
         offsets: Dims::from_slice(offsets),
         sizes: Dims::from_slice(sizes),
         length: 0,

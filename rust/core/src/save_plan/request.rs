@@ -207,6 +207,7 @@ mod tests {
                     dtype,
                     flags: 0,
                     path: None,
+                    position: None,
                     offsets: shape.iter().map(|_| if whole { 0 } else { offset }).collect(),
                     sizes: shape.iter().map(|&s| if whole { s } else { s / 2 }).collect(),
                     shape,

@@ -15,7 +15,6 @@ use crate::format::{
 };
 use crate::geometry::Dims;
 use crate::store::disk::Disk;
-use crate::store::random_bytes;
 use crate::store::{Buffer, FileLock};
 use crate::{Control, Error, Result, parallel};
 
@@ -106,12 +105,14 @@ impl Save {
                 shape: Dims::new(),
                 flags: 0,
                 path: None,
+                position: None,
                 offsets: Dims::new(),
                 sizes: Dims::new(),
                 length,
             });
         }
         let info = SaveInfo {
+            save_id: [0; 16],
             generation: 0,
             token: 0,
             rank: 0,
@@ -373,11 +374,11 @@ impl Save {
     /// # Errors
     /// [`Error::Plan`] where bytes of an item are missing; [`Error::Io`], [`Error::Interrupted`]. The files are removed then.
     pub fn finish(self, control: &Control) -> Result<Vec<u8>> {
-        Ok(self.finish_as(None, control)?.keep().0)
+        Ok(self.finish_with(Value::None, control)?.keep().0)
     }
 
-    /// [`finish`](Self::finish), with the id of the save that the index will carry.
-    pub fn finish_as(self, save_id: Option<[u8; 16]>, control: &Control) -> Result<Finished> {
+    /// [`finish`](Self::finish), with the containers of the state dict that the paths do not tell.
+    pub fn finish_with(self, nesting: Value, control: &Control) -> Result<Finished> {
         self.check_process()?;
         let progress = self.progress();
         if progress.failed {
@@ -407,7 +408,7 @@ impl Save {
                 self.disk.sync_folder(folder)?;
             }
         }
-        let index = self.index(save_id)?;
+        let index = self.index(nesting)?;
         Ok(Finished {
             index,
             files: self.files,
@@ -430,14 +431,12 @@ impl Save {
         )
     }
 
-    fn index(&self, save_id: Option<[u8; 16]>) -> Result<Vec<u8>> {
+    fn index(&self, nesting: Value) -> Result<Vec<u8>> {
         let mut builder = IndexBuilder::new(SourceKind::Native);
-        builder.save_id = match save_id {
-            Some(id) => id,
-            None => random_bytes()?,
-        };
+        builder.save_id = self.info.save_id;
         builder.generation = self.info.generation;
         builder.root = Value::Dict(vec![]);
+        builder.nesting = nesting;
         for plan in &self.layout.files {
             builder.add_file(FileEntry {
                 name: plan.name.clone(),
@@ -456,6 +455,7 @@ impl Save {
                 shape: item.shape.clone(),
                 flags: item.flags,
                 path: item.path.clone(),
+                position: item.position,
             })?;
             let digests = &self.digests[self.first_digest[number]..self.first_digest[number + 1]];
             builder.add_chunk(ChunkEntry {

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::layout::{SaveInfo, SaveItem};
 use crate::Dtype;
-use crate::format::{Kind, PAYLOAD_ALIGNMENT, Value, to_header_name};
+use crate::format::{Kind, PAYLOAD_ALIGNMENT, Value, to_header_name, uuid};
 
 /// The most bytes that the parts take which every header has: the length before the JSON, brackets, fixed keys, numbers.
 pub(super) const FIXED_BOUND: u64 = 512;
@@ -92,9 +92,10 @@ impl FileText {
             world_size,
             ..
         } = info;
+        let save_id = uuid(info.save_id);
         let mut about = format!(
-            "{{\"version\":1,\"generation\":{generation},\"rank\":{rank},\"world_size\":{world_size},\
-             \"file\":{file},\"files\":{files},\"tensors\":{{"
+            "{{\"version\":1,\"save_id\":\"{save_id}\",\"generation\":{generation},\"rank\":{rank},\
+             \"world_size\":{world_size},\"file\":{file},\"files\":{files},\"tensors\":{{"
         )
         .into_bytes();
         about.extend(&self.about);
@@ -138,7 +139,7 @@ fn is_derivable(item: &SaveItem) -> bool {
         && item.flags == 0
         && item.sizes == item.shape
         && item.offsets.iter().all(|&offset| offset == 0)
-        && item.path.as_ref().and_then(path_parts).is_none()
+        && !item.path.as_ref().is_some_and(Value::is_path)
 }
 
 fn push_about(out: &mut Vec<u8>, item: &SaveItem) {
@@ -150,28 +151,32 @@ fn push_about(out: &mut Vec<u8>, item: &SaveItem) {
             write!(out, ",\"flags\":{}", item.flags).expect("a Vec takes all");
         }
     }
-    if let Some(parts) = item.path.as_ref().and_then(path_parts) {
-        out.extend(b",\"path\":[");
-        for (i, part) in parts.iter().enumerate() {
-            if i > 0 {
-                out.push(b',');
-            }
-            match part {
-                Value::Str(text) => push_string(out, text),
-                Value::Int(number) => write!(out, "{number}").expect("a Vec takes all"),
-                _ => unreachable!("path_parts lets only strings and integers through"),
-            }
-        }
-        out.push(b']');
+    if let Some(path) = item.path.as_ref().filter(|path| path.is_path()) {
+        out.extend(b",\"path\":");
+        push_key(out, path);
     }
     out.push(b'}');
 }
 
-/// The parts of a path that a header can hold: a tuple of strings and integers.
-fn path_parts(path: &Value) -> Option<&[Value]> {
-    match path {
-        Value::Tuple(parts) if path.is_path() => Some(parts),
-        _ => None,
+/// A part of a path, or what is in one. A tuple is a list in JSON.
+fn push_key(out: &mut Vec<u8>, key: &Value) {
+    match key {
+        Value::None => out.extend(b"null"),
+        Value::Bool(truth) => write!(out, "{truth}").expect("a Vec takes all"),
+        Value::Int(number) => write!(out, "{number}").expect("a Vec takes all"),
+        Value::Float(number) => serde_json::to_writer(out, number).expect("a Vec takes all"),
+        Value::Str(text) => push_string(out, text),
+        Value::Tuple(items) => {
+            out.push(b'[');
+            for (i, item) in items.iter().enumerate() {
+                if i > 0 {
+                    out.push(b',');
+                }
+                push_key(out, item);
+            }
+            out.push(b']');
+        }
+        Value::Bytes(_) | Value::List(_) | Value::Dict(_) => unreachable!("not in a path"),
     }
 }
 

@@ -30,6 +30,8 @@ pub struct SaveItem {
     pub flags: u8,
     /// Its path in the state dict.
     pub path: Option<Value>,
+    /// Its place among the entries of the state dict.
+    pub position: Option<u32>,
     /// Where the chunk begins in the tensor.
     pub offsets: Dims,
     /// How far it extends.
@@ -41,6 +43,8 @@ pub struct SaveItem {
 /// Which save this is, and whose part of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SaveInfo {
+    /// Random: identifies the save, on all ranks.
+    pub save_id: [u8; 16],
     /// 1 + the highest that any file of the folder carries.
     pub generation: u64,
     /// Random: no two saves into a folder may share it.

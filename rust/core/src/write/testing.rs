@@ -15,6 +15,7 @@ use crate::store::disk::{Call, Hook};
 use crate::{Control, Dtype};
 
 pub(crate) const INFO: SaveInfo = SaveInfo {
+    save_id: [7; 16],
     generation: 7,
     token: 0xabc,
     rank: 3,
@@ -36,6 +37,7 @@ pub(crate) fn rows(name: &str, dtype: &str, shape: &[u64], offsets: &[u64], size
         shape: Dims::from_slice(shape),
         flags: 0,
         path: None,
+        position: None,
         offsets: Dims::from_slice(offsets),
         sizes: Dims::from_slice(sizes),
         length: sizes.iter().product::<u64>() * dtype.size(),
@@ -51,6 +53,7 @@ pub(crate) fn value(name: &str, length: u64) -> SaveItem {
         shape: smallvec![],
         flags: 0,
         path: Some(Value::Tuple(vec![Value::Str(name.into()), Value::Int(-1)])),
+        position: None,
         offsets: smallvec![],
         sizes: smallvec![],
         length,

@@ -201,6 +201,15 @@ impl Pickle<'_> {
         }
     }
 
+    /// What kind of mapping an item is, in the words of section 5 of `docs/format.md`.
+    pub(super) fn mapping_kind(&self, item: Item) -> &'static str {
+        match (self.as_object(item), self.dict_of(item)) {
+            (Some((("collections", "Counter"), ..)), _) => "Counter",
+            (_, Some(Node::Dict { ordered: true, .. })) => "OrderedDict",
+            _ => "dict",
+        }
+    }
+
     /// The dict that an item is, or that a `Counter` is made of.
     fn dict_of(&self, item: Item) -> Option<&Node> {
         match self.as_object(item) {

@@ -10,6 +10,7 @@ use crate::foreign::pickle::{Pickle, Rules};
 use crate::foreign::window::{Fetched, Source, Window};
 use crate::foreign::zip::{Archive, LOCAL_MAGIC, Record};
 use crate::foreign::{Stat, open_data_file, stat_data_file};
+use crate::format::Value;
 use crate::{Error, Result, parallel};
 
 /// Longest directory, and longest pickle. All of one is in memory, and what is made of it takes some thirty times as much at worst.
@@ -88,7 +89,7 @@ impl TorchFile {
     }
 
     /// The entries of what was saved.
-    pub(super) fn leaves(&self) -> Result<Vec<Leaf>> {
+    pub(super) fn leaves(&self) -> Result<(Vec<Leaf>, Value)> {
         tree::leaves(&self.parts.pickle).map_err(|fault| self.name_fault(shift(fault, self.parts.pickle_at), ""))
     }
 

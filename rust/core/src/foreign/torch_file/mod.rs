@@ -34,7 +34,7 @@ pub(super) fn take_apart(source: &Source<'_>, fetched: &[Fetched]) -> bool {
     let Ok(parts) = archive::look_at(source, fetched, 1) else {
         return false;
     };
-    let Ok(leaves) = tree::leaves(&parts.pickle) else {
+    let Ok((leaves, _)) = tree::leaves(&parts.pickle) else {
         return false;
     };
     for leaf in &leaves {
@@ -71,7 +71,9 @@ pub fn index_model(dir: &Path, model: &Model, threads: usize) -> Result<Vec<u8>>
             head_digest: None,
             mtime_ns: file.stat.mtime_ns,
         })?;
-        for leaf in file.leaves()? {
+        let (leaves, nesting) = file.leaves()?;
+        builder.merge_nesting(nesting);
+        for (position, leaf) in (0..).zip(leaves) {
             if model.weight_map.get(&leaf.name).is_some_and(|of| of != name) {
                 continue; // a copy: the index names another file for it
             }
@@ -79,7 +81,7 @@ pub fn index_model(dir: &Path, model: &Model, threads: usize) -> Result<Vec<u8>>
                 let reason = format!("two entries flatten to this name, in {other:?} and {name:?}");
                 return Err(Error::tensor_plan(Some(&path), &leaf.name, reason));
             }
-            add(&mut builder, &file, number, leaf)?;
+            add(&mut builder, &file, number, leaf, position)?;
         }
     }
     let missing = model.weight_map.iter().filter(|(name, _)| !held_by.contains_key(*name));
@@ -90,7 +92,7 @@ pub fn index_model(dir: &Path, model: &Model, threads: usize) -> Result<Vec<u8>>
     builder.build()
 }
 
-fn add(builder: &mut IndexBuilder, file: &TorchFile, number: u32, leaf: Leaf) -> Result<()> {
+fn add(builder: &mut IndexBuilder, file: &TorchFile, number: u32, leaf: Leaf, position: u32) -> Result<()> {
     let (kind, dtype, shape, flags) = match &leaf.content {
         Content::Tensor(tensor) => (
             Kind::Tensor,
@@ -116,6 +118,7 @@ fn add(builder: &mut IndexBuilder, file: &TorchFile, number: u32, leaf: Leaf) ->
         shape: shape.clone(),
         flags,
         path: Some(leaf.path),
+        position: Some(position),
     })?;
     builder.add_chunk(ChunkEntry {
         tensor,

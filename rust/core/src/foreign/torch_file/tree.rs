@@ -30,17 +30,18 @@ pub(super) enum Content {
     Value,
 }
 
-/// All entries, in the order of the state dict.
+/// All entries, in the order of the state dict, and the containers that their paths do not tell: section 5 of `docs/format.md`.
 ///
 /// # Errors
 /// Something else than a state dict; two entries of one name; tensors that contradict themselves; more than the pickle accounts for.
-pub(super) fn leaves(pickle: &Pickle<'_>) -> FaultResult<Vec<Leaf>> {
+pub(super) fn leaves(pickle: &Pickle<'_>) -> FaultResult<(Vec<Leaf>, Value)> {
     let mut walk = Walk {
         pickle,
         // Shared containers are entered as often as they are used: honest state dicts stay far below this.
         budget: 64 * pickle.len() + (1 << 20),
         inner: HashMap::new(),
         leaves: Vec::new(),
+        containers: Vec::new(),
     };
     let top = pickle.top();
     if !walk.is_mapping(top) {
@@ -53,7 +54,7 @@ pub(super) fn leaves(pickle: &Pickle<'_>) -> FaultResult<Vec<Leaf>> {
         });
     }
     walk.enter(top, "", &[], 0)?;
-    Ok(walk.leaves)
+    Ok((walk.leaves, Value::List(walk.containers)))
 }
 
 struct Walk<'a> {
@@ -62,6 +63,7 @@ struct Walk<'a> {
     /// Whether a list, by its number, is entered.
     inner: HashMap<u32, bool>,
     leaves: Vec<Leaf>,
+    containers: Vec<Value>,
 }
 
 impl Walk<'_> {
@@ -89,6 +91,16 @@ impl Walk<'_> {
             return Ok(());
         }
         let pairs = pickle.as_dict(node).unwrap_or_default();
+        let kind = pickle.mapping_kind(node);
+        if kind != "dict" || (pairs.is_empty() && !path.is_empty()) {
+            let position = i64::try_from(self.leaves.len()).expect("the length of something in memory");
+            let fields = vec![
+                Value::Int(position),
+                Value::Tuple(path.to_vec()),
+                Value::Str(kind.into()),
+            ];
+            self.containers.push(Value::Tuple(fields));
+        }
         // Of a key that is there twice, the last value counts.
         let keys: Vec<_> = pairs
             .iter()
@@ -99,7 +111,13 @@ impl Walk<'_> {
         for (i, ((_, value), place)) in pairs.iter().zip(places).enumerate() {
             if last[&same(&keys[i])] == i {
                 let key = &keys[i].1;
-                self.visit(*value, *place, (Value::Str(key.clone()), key), (prefix, path), depth)?;
+                let part = match keys[i].0 {
+                    Item::Int(number) => Value::Tuple(vec![Value::Int(number)]),
+                    Item::None => Value::Tuple(vec![Value::None]),
+                    Item::Bool(truth) => Value::Tuple(vec![Value::Bool(truth)]),
+                    _ => Value::Str(key.clone()),
+                };
+                self.visit(*value, *place, (part, key), (prefix, path), depth)?;
             }
         }
         Ok(())

@@ -51,6 +51,7 @@ impl ValueReader {
         let file = TorchFile::open(path, 0)?;
         let items = file
             .leaves()?
+            .0
             .iter()
             .map(|leaf| (file.parts.pickle_at + u64::from(leaf.place.at), leaf.item))
             .collect();

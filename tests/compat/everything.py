@@ -1,18 +1,12 @@
-"""Builds the golden checkpoint of format version 1: `python tests/golden/build_v1.py OUTPUT`.
+"""What is in the kind `everything` of the compat corpus of format version 1: every dtype, shapes, names, shards of two ranks, by torch's own planner.
 
-Its output is committed in `v1/` and never built anew: later releases have to read what this release wrote. This file says
-what is in it, and does not change either. It depends on torch and dcp_rs alone, and on no random numbers.
+It depends on torch and dcp_rs alone, and on no random numbers, and does not change: the checkpoint is not built anew.
 """
 
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -115,11 +109,10 @@ def state() -> dict[str, Any]:
     return whole | {"sharded": {name: value for name, (value, _) in sharded().items()}}
 
 
-def save(rank: int, path: str, store: str) -> None:
+def save(rank: int, path: str) -> None:
     """One rank's part."""
     from dcp_rs import RsWriter
 
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
     parts = state()
     parts["sharded"] = {
@@ -128,18 +121,9 @@ def save(rank: int, path: str, store: str) -> None:
     }
     parts["of_rank"] = {str(rank): tensor((2, 2), "int32", 80 + rank)}
     dcp.save(parts, storage_writer=RsWriter(path))
-    dist.destroy_process_group()
 
 
 def expected() -> dict[str, Any]:
     """`state()`, and what each rank has alone."""
     own = {str(rank): tensor((2, 2), "int32", 80 + rank) for rank in range(RANKS)}
     return state() | {"of_rank": own}
-
-
-if __name__ == "__main__":
-    output = Path(sys.argv[1])
-    if output.exists():
-        sys.exit(f"{output} is there already; a golden checkpoint is not built anew")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(save, args=(str(output), str(Path(folder) / "store")), nprocs=RANKS)

@@ -1,6 +1,9 @@
-"""The golden checkpoint of each format version is read bit for bit, by every way of reading, for as long as there are releases."""
+"""The compat corpus: small checkpoints of every kind of save, of each format version, are read bit for bit for as long as there are releases."""
 
 import hashlib
+import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,23 +13,96 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import dcp_rs
-from dcp_rs import RsReader
+from compat.build_v1 import describe
+from compat.everything import DTYPES, expected
+from dcp_rs import ReadOptions, RsReader, _core
+from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.errors import UnsupportedError
-from golden.build_v1 import DTYPES, expected
+from dcp_rs.tensors.nesting import like
 from support import assert_state_equal, blank, run_ranks
 from support.second_reader import SecondReader
 
-V1 = Path(__file__).parent / "golden" / "v1"
+CORPUS = Path(__file__).parent / "compat" / "v1"
+V1 = CORPUS / "everything"
+KINDS = ["plain", "nested", "values", "cast", "sharded", "stock", "hf"]
 
 # sha256 over the names and contents of the files, in the order of their names: nothing in there ever changes.
-V1_SHA256 = "3bb60c551fead1ef35a525be0e5dacc5bc2754594c7f4205cc878aa67fe92040"
+V1_SHA256 = "f46c0098b3bfcae3c43517ce8e5fd41036fef5f267b1f11b8534097163397ba3"
 
 
 def test_the_files_are_those_that_were_committed():
     digest = hashlib.sha256()
-    for file in sorted(V1.iterdir()):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    for file in sorted(path for path in CORPUS.rglob("*") if path.is_file()):
+        digest.update(file.relative_to(CORPUS).as_posix().encode() + b"\0" + file.read_bytes())
     assert digest.hexdigest() == V1_SHA256
+
+
+def copied(kind, tmp_path):
+    """A copy of one kind, whose files are as old as its index says."""
+    folder = Path(shutil.copytree(CORPUS / kind, tmp_path / kind))
+    about = json.loads((CORPUS / f"{kind}.json").read_text("utf-8"))
+    for name, time in about.get("mtimes", {}).items():
+        os.utime(folder / name, ns=(time, time))
+    return folder, about
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_save_comes_back(kind, tmp_path):
+    folder, about = copied(kind, tmp_path)
+    with dcp_rs.open(folder) as checkpoint:
+        got = checkpoint.state_dict()
+    assert describe(got) == ordered(about["state"], kind)
+    template = emptied(got)
+    dcp_rs.load(template, folder, verify=kind != "stock", io="buffered")
+    assert describe(template) == describe(got)
+    assert dcp_rs.verify(folder).ok
+    if kind not in ("stock", "hf"):
+        assert SecondReader.open(folder).save_id
+
+
+def emptied(node):
+    """The same containers, with nothing in the tensors, and other values."""
+    if isinstance(node, torch.Tensor):
+        return torch.zeros_like(node)
+    if isinstance(node, dict):
+        return like(node, ((key, emptied(value)) for key, value in node.items()))
+    has_tensors = isinstance(node, list) and any(isinstance(entry, torch.Tensor | dict) for entry in node)
+    return [emptied(entry) for entry in node] if has_tensors else ...
+
+
+def ordered(state, kind):
+    """Adopted checkpoints know no order: entries come by name."""
+    if kind not in ("stock", "hf"):
+        return state
+    items = [[key, ordered(value, kind) if "mapping" in value else value] for key, value in sorted(state["items"])]
+    return state | {"items": items}
+
+
+@pytest.mark.parametrize("kind", ["plain", "nested", "values", "cast", "sharded"])
+def test_every_kind_of_save_is_recovered(kind, tmp_path):
+    folder, _ = copied(kind, tmp_path)
+    want = dcp_rs.open(folder).save_id
+    (folder / "index.dcprs").rename(tmp_path / "index")
+    dcp_rs.index(folder)
+    with dcp_rs.open(folder) as checkpoint:
+        assert checkpoint.save_id == want
+        entries = dict(checkpoint)
+    folder, _ = copied(kind, tmp_path / "again")
+    with dcp_rs.open(folder) as checkpoint:
+        assert describe(entries) == describe(dict(checkpoint))
+
+
+def test_what_each_rank_saved_for_itself(tmp_path):
+    folder, about = copied("rank_local", tmp_path)
+    for rank, state in enumerate(about["states"]):
+        index = _core.Index.open(str(folder), rank, False)
+        assert describe(Checkpoint(index, options=ReadOptions()).state_dict()) == describe_sorted(state)
+        assert SecondReader.open(folder, rank).is_rank_local
+
+
+def describe_sorted(state):
+    """Torch's own planner keeps no order."""
+    return state | {"items": sorted(state["items"])}
 
 
 @pytest.mark.parametrize("mode", ["auto", "mmap", "direct", "buffered"])
@@ -63,7 +139,7 @@ def test_version_1_is_verified_whole():
     assert report.bytes_without_digest == 0
 
 
-def load_golden():
+def load_everything():
     want = expected()
     got = blank(want)
     dcp_rs.load(got, V1)
@@ -71,7 +147,7 @@ def load_golden():
 
 
 def test_version_1_loads_on_ranks_that_did_not_save_it():
-    run_ranks(4, load_golden)
+    run_ranks(4, load_everything)
 
 
 @pytest.mark.skipif(not all(hasattr(torch, name) for name in DTYPES), reason="a dtype that this torch lacks")
