@@ -190,7 +190,8 @@ def save_on_full(path, number, limit):
     try:
         dcp_rs.save(rank_state(number, rank), path)
     except OSError as failure:
-        return type(failure).__name__, failure.errno, failure.__notes__
+        notes = [note for note in failure.__notes__ if not note.startswith("there:")]  # the traceback of another rank
+        return type(failure).__name__, failure.errno, notes
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     return None

@@ -70,6 +70,34 @@ def template(state):
     return blank(state)
 
 
+_NOTHING = object()
+
+
+def in_place(at, beside, like):
+    """What stock loads, where ``dcp_rs.load`` has it: stock puts values to text keys beside those of the state dict that are none.
+
+    Args:
+        at: what is at the place of ``like``.
+        beside: what is at the place where stock has put values; ``_NOTHING``: that is the same one.
+        like: what was saved.
+    """
+    if isinstance(like, dict):
+        made = {}
+        for key, value in like.items():
+            other = beside.get(str(key), _NOTHING) if isinstance(beside, dict) else _NOTHING
+            if type(key) is not str and str(key) in at:
+                other = at[str(key)]
+            made[key] = in_place(at[key], other, value)
+        return made
+    if isinstance(like, list):
+        others = beside if isinstance(beside, list) else []
+        return [
+            in_place(value, others[i] if i < len(others) else _NOTHING, inner)
+            for i, (value, inner) in enumerate(zip(at, like, strict=True))
+        ]
+    return at if beside is _NOTHING or isinstance(like, torch.Tensor) else beside
+
+
 @pytest.mark.parametrize("planners", ["ours", "stock"])
 @given(state=STATES, small=st.booleans())
 def test_random_states_come_back_as_through_stock_dcp(tmp_path_factory, planners, state, small):
@@ -86,4 +114,4 @@ def test_random_states_come_back_as_through_stock_dcp(tmp_path_factory, planners
         save, load = {"planner": DefaultSavePlanner()}, {"planner": DefaultLoadPlanner()}
     dcp_rs.save(dict(state), path / "ours", fsync=False, **save, **limits)
     dcp_rs.load(ours, path / "ours", **load, **limits)
-    assert_state_equal(ours, stock)
+    assert_state_equal(ours, in_place(stock, _NOTHING, state) if planners == "ours" else stock)

@@ -358,7 +358,7 @@ def test_it_converts(tmp_path, to):
     path, out = tmp_path / "x.pth", tmp_path / "out"
     torch.save(rich_state(), path)
     want = flat(torch.load(path, weights_only=True))
-    dcp_rs.convert(path, out, to=to)
+    dcp_rs.convert(path, out, to=to, skip_unsupported=to == "dcp")  # keys that are no text, say, become text there
     with dcp_rs.open(out) as opened:
         assert set(opened) == set(want)
         for fqn, value in want.items():

@@ -22,7 +22,7 @@ from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.load_report import LoadReport
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.save_planner import RsSavePlanner
-from dcp_rs.dcp.together import Ranks, portable
+from dcp_rs.dcp.together import Ranks
 from dcp_rs.dcp.writer import RsWriter
 from dcp_rs.errors import CheckpointReplacedError
 from dcp_rs.options import ReaderArguments, WriterArguments
@@ -216,7 +216,8 @@ def async_save(
     """Saves in the background. Returns once ``state_dict`` has been copied to host memory: training may go on and change it.
 
     Saves of one process follow each other, in the order of the calls, so that their collectives do not mix. A save to a path that
-    another one has not finished with is refused. What fails on one rank before this returns is raised there; on the other ranks the future raises it.
+    another one has not finished with is refused. What fails on one rank before this returns
+    is raised there, as soon as the others know; on those the future raises it.
 
     Args:
         state_dict, path, planner, process_group, no_dist, write_options: as for :func:`save`. A process group needs a CPU backend, and is
@@ -257,8 +258,8 @@ def async_save(
         if writer is not None:
             writer.close()
         if not ranks.is_alone:
-            # The others save: there they are told.
-            _background().submit(save_staged, ranks, _raising(portable(error)))
+            # The others save: there they are told. Meanwhile nothing else of this rank may use the group.
+            _background().submit(save_staged, ranks, _raising(error)).exception()
         raise
 
 

@@ -53,4 +53,4 @@ def test_tied_weights_come_down_once(sim, device):
     staged = HostStager().stage(state)
     assert sim.copies - copies <= 3  # two, and what makes the transposed one contiguous
     assert staged["embed"].data_ptr() == staged["head"].data_ptr()
-    assert_state_equal(staged, {name: value.cpu() for name, value in state.items()})
+    assert_state_equal(dict(staged), {name: value.cpu() for name, value in state.items()})

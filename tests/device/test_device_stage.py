@@ -95,7 +95,7 @@ def test_several_devices(sim, device, other_device):
     sim.delay = 1000
     with torch.accelerator.device_index(1):
         staged = HostStager().stage(source)
-    assert_state_equal(staged, want)
+    assert_state_equal(dict(staged), want)
 
 
 # --- how much memory ---------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_where_torch_alone_can_pin_blocks_are_not_rounded_up_together(sim, devic
     monkeypatch.setattr("dcp_rs.transfer.stage.BLOCK_BYTES", MIB)
     want = {f"w{i}": torch.randn(100 + i, 200) for i in range(30)} | {"large": torch.randn(3000, 100)}
     staged = HostStager().stage(to(device, want))
-    assert_state_equal(staged, want)
+    assert_state_equal(dict(staged), want)
     assert all(sim.is_pinned(tensor) for tensor in staged.values())
     total = sum(tensor.nbytes for tensor in want.values())
     assert sim.pinned_bytes <= 1.5 * total + MIB

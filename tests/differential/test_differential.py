@@ -1,5 +1,6 @@
 """A short run of the differential test; `make differential SECONDS=600` is a long one."""
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 
 from differential import bodies
@@ -7,6 +8,7 @@ from differential.cases import cases
 from differential.judge import judge
 
 
+@pytest.mark.timeout(1200)  # a hang of its ranks ends much sooner; a machine with other work takes long over forty cases
 @settings(max_examples=40, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(cases(tuple(bodies.SAVES), tuple(bodies.LOADS)))
 def test_dcp_rs_does_what_stock_does(case):

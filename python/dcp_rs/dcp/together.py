@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dcp_rs import _torch
 from dcp_rs.errors import DcpRsError, RankLostError, UnsupportedError
 
-__all__ = ["Ranks", "portable"]
+__all__ = ["Ranks"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -275,11 +275,6 @@ class Ranks:
         except RuntimeError:
             return False
         return True
-
-
-def portable(error: BaseException) -> BaseException:
-    """The error as other ranks get it."""
-    return _Failure.of(error).error()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,131 @@
+"""What can go wrong on one rank, step by step, and a watch over ranks that wait."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import resource
+import signal
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from dcp_rs import RsLoadPlanner, RsSavePlanner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["Breaks", "LoadBreaks", "MishapError", "SaveBreaks", "SmallDisk", "watched"]
+
+#: Nobody may wait longer for a rank that has failed.
+PATIENCE = 20  # seconds
+
+
+class MishapError(Exception):
+    """The user's own error, which does not unpickle."""
+
+    def __init__(self, what: str, where: str) -> None:
+        super().__init__(f"{what} in {where}")
+
+
+def fail(kind: str, where: str) -> None:
+    """Fails in a way: an error of the user's, or a death."""
+    if kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise MishapError("a mishap", where)
+
+
+class Breaks:
+    """A ``Stateful`` that fails in one of its methods."""
+
+    def __init__(self, where: str | None, kind: str = "exception") -> None:
+        self.where, self.kind, self.value = where, kind, torch.zeros(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.where == "state_dict":
+            fail(self.kind, "state_dict")
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.where == "load_state_dict":
+            fail(self.kind, "load_state_dict")
+        self.value = state["value"]
+
+
+class _PlannerBreaks:
+    """Fails in one of the methods of a planner."""
+
+    def __init__(self, where: str | None, kind: str = "exception") -> None:
+        super().__init__()
+        self.where, self.kind = where, kind
+
+    def _maybe(self, where: str) -> None:
+        if self.where == where:
+            fail(self.kind, where)
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        self._maybe("set_up_planner")
+        super().set_up_planner(*args, **kwargs)  # type: ignore[misc]
+
+    def create_global_plan(self, plans: Any) -> Any:
+        self._maybe("create_global_plan")
+        return super().create_global_plan(plans)  # type: ignore[misc]
+
+    def finish_plan(self, plan: Any) -> Any:
+        self._maybe("finish_plan")
+        return super().finish_plan(plan)  # type: ignore[misc]
+
+
+class LoadBreaks(_PlannerBreaks, RsLoadPlanner):
+    """A load planner that does."""
+
+
+class SaveBreaks(_PlannerBreaks, RsSavePlanner):
+    """A save planner that does."""
+
+
+class SmallDisk:
+    """Files of this process cannot grow beyond some bytes while it is entered."""
+
+    def __init__(self, nbytes: int | None) -> None:
+        self.nbytes = nbytes
+
+    def __enter__(self) -> None:
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if self.nbytes is not None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.nbytes, self.before[1]))
+
+    def __exit__(self, *_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+@contextmanager
+def _watch() -> Iterator[None]:
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def watched(cells: dict[str, Callable[[], Any]]) -> dict[str, BaseException | None]:
+    """What each cell ended with, one after another on all ranks. A rank that waits too long shows its stacks and ends.
+
+    After every cell the process group has to be of use: no rank is ahead of the others.
+    """
+    ended: dict[str, BaseException | None] = {}
+    for name, cell in cells.items():
+        with _watch():
+            try:
+                cell()
+            except BaseException as error:  # noqa: BLE001 - CheckpointException is not an Exception
+                ended[name] = error
+            else:
+                ended[name] = None
+            names: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(names, name)
+            assert names == [name] * len(names), names
+    return ended
