@@ -364,7 +364,6 @@ def test_tied_weights(tmp_path: Path) -> None:
     assert again["lm_head"].data_ptr() == again["embed"].data_ptr()
 
 
-@pytest.mark.xfail(strict=True, reason="an index does not have the order of the state dict yet")
 def test_of_tied_weights_the_one_stays_that_transformers_keeps(tmp_path: Path) -> None:
     weight, bias = random_tensor((6, 4), seed=1), random_tensor((6,), seed=2)
     models = {

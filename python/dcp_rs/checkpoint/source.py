@@ -199,7 +199,7 @@ class IndexSource:
         """
         first: dict[Hashable, str] = {}
         tied: dict[str, str] = {}
-        for item in sorted(items, key=lambda item: (_HEAD.search(item.name) is not None, item.number)):
+        for item in sorted(items, key=_precedence):
             if item.dtype is None or item.nbytes == 0 or len(item.chunks) != 1:
                 continue
             kept = first.setdefault(self._place(item), item.name)
@@ -215,3 +215,8 @@ class IndexSource:
 
 #: What ``transformers`` calls output layers that are tied to an embedding, where a state dict is not in the order of its modules.
 _HEAD = re.compile(r"(?:^|\.)lm_head(?:\.|$)")
+
+
+def _precedence(item: Item) -> tuple[bool, int]:
+    """Which of several names of one tensor stays: the first in the order of the state dict, and no head."""
+    return _HEAD.search(item.name) is not None, item.number if item.position is None else item.position
