@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,6 +200,7 @@ def _planner(step: Save | Load, *, stock: bool) -> Any:
 
 
 def _attempt(result: Result, run: Any) -> Result:
+    logging.disable(logging.CRITICAL)  # torch logs every failure with its stack
     try:
         with warnings.catch_warnings(action="ignore"):
             run()
@@ -209,6 +211,8 @@ def _attempt(result: Result, run: Any) -> Result:
     except Exception as error:  # noqa: BLE001 - whatever it is, it is judged
         result.errors = (type(error).__name__,)
         result.message = str(error)[:500]
+    finally:
+        logging.disable(logging.NOTSET)
     return result
 
 
@@ -257,7 +261,7 @@ def load_step(load: Load, state: Any, folder: Path, has_ours: bool) -> list[Resu
         else:
             _attempt(result, lambda: dcp_rs.load(made, folder / path, planner=planner, **load.reader))  # noqa: B023
         got = {
-            "state": _comparable(made, as_text=load.through == "dcp_rs"),
+            "state": _comparable(made, as_text=load.through == "dcp_rs" or load.planner == "ours"),
             "seen": vars(inner(planner)).get("seen"),
             "values": _values(planner),
         }
@@ -277,8 +281,8 @@ def _values(planner: Any) -> list[str]:
 def _comparable(node: Any, *, as_text: bool) -> Any:
     """The tree, with what the comparison does not know taken apart.
 
-    With ``as_text``, keys are text: torch's functions leave an entry under 0 as it is, and put what they read under "0" beside it; `dcp_rs.load` fills
-    what is there (docs/differences.md).
+    With ``as_text``, keys are text: torch's planner leaves an entry under 0 as it is, and puts what was read under "0" beside it; `RsLoadPlanner` and
+    `dcp_rs.load` fill what is there (docs/differences.md).
     """
     if isinstance(node, _Stateful):
         return {"loads": node.loads, "state": _comparable(node.state, as_text=as_text)}
