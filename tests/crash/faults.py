@@ -11,7 +11,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
@@ -19,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+from crash.preload import preloaded
 
 
 @dataclass
@@ -40,21 +39,7 @@ def run(*arguments: str, timeout: float = 300) -> list[dict[str, Any]]:
     Raises:
         FileNotFoundError: there is no C compiler.
     """
-    with tempfile.TemporaryDirectory(prefix="dcp-rs-faults-") as scratch:
-        library = f"{scratch}/faults.so"
-        subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, HERE / "faults.c", "-ldl"], check=True)
-        done = subprocess.run(
-            [sys.executable, "-m", "crash.faults", library, *arguments],
-            env=os.environ | {"LD_PRELOAD": library, "PYTHONPATH": str(HERE.parent)},
-            stdout=subprocess.PIPE,
-            check=False,
-            timeout=timeout,
-        )
-    if done.returncode:
-        msg = f"exit code {done.returncode}"
-        raise AssertionError(msg)
-    tallies: list[dict[str, Any]] = json.loads(done.stdout)
-    return tallies
+    return preloaded("faults", "faults.c", arguments, timeout)
 
 
 class Faults:

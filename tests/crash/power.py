@@ -17,11 +17,9 @@ import errno
 import hashlib
 import itertools
 import json
-import os
 import random
 import shutil
 import struct
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,7 +27,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+from crash.preload import preloaded
+
 HEAD = struct.Struct("=8Q")
 CREATE, MKDIR, WRITE, SIZE, SYNC_BEGIN, SYNC_END, RENAME, EXCHANGE, UNLINK = range(1, 10)
 #: What a disk may hold where a file's bytes were not written yet.
@@ -58,21 +57,7 @@ def run(*arguments: str, timeout: float = 600) -> list[dict[str, Any]]:
         FileNotFoundError: there is no C compiler.
         AssertionError: a state is neither the old checkpoint nor the new one.
     """
-    with tempfile.TemporaryDirectory(prefix="dcp-rs-power-") as scratch:
-        library = f"{scratch}/record.so"
-        subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, HERE / "record.c", "-ldl"], check=True)
-        done = subprocess.run(
-            [sys.executable, "-m", "crash.power", library, *arguments],
-            env=os.environ | {"LD_PRELOAD": library, "PYTHONPATH": str(HERE.parent)},
-            stdout=subprocess.PIPE,
-            check=False,
-            timeout=timeout,
-        )
-    if done.returncode:
-        msg = f"exit code {done.returncode}"
-        raise AssertionError(msg)
-    tallies: list[dict[str, Any]] = json.loads(done.stdout)
-    return tallies
+    return preloaded("power", "record.c", arguments, timeout)
 
 
 # --- what happened ---------------------------------------------------------------------------------------

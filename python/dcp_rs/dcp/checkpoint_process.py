@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_rs import _torch
+from dcp_rs.dcp.save_planner import RsSavePlanner
 from dcp_rs.dcp.together import Ranks
 from dcp_rs.dcp.writer import RsWriter
 from dcp_rs.errors import RankLostError, UnsupportedError
@@ -35,6 +36,8 @@ def save_in_process(ranks: Ranks, begin: Callable[[], tuple[dict[str, Any], RsWr
     def begin_here() -> tuple[dict[str, Any], RsWriter, SavePlanner]:
         nonlocal writer
         staged, writer, planner = begin()
+        if isinstance(planner, RsSavePlanner):
+            planner = planner.sent_with(staged)
         _check_that_it_pickles(staged, writer, planner)
         _torch.check_process_group_of_process(ranks.process_group)
         return staged, writer, planner
