@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dcp_rs
-from dcp_rs import RsReader, RsWriter
+from dcp_rs import RsLoadPlanner, RsReader, RsWriter
+from dcp_rs.errors import PlanError
 from support import assert_state_equal, run_ranks
 
 SIZES = [1, 2, 4]
@@ -113,6 +114,24 @@ def load_all(path):
     plain["vector"] = plain.pop("nested")["list"][0]
     want = {name: numbered(shape, dtype) for name, (shape, dtype, *_) in LAYOUTS.items()}
     assert_state_equal(plain, want | {"sharded": numbered((11, 3))})
+
+
+def load_what_is_missing(path):
+    sharded = sharded_tensor(empty=True)
+    state = {"plain": torch.full((3,), -1.0), "not there": sharded}
+    with pytest.raises(PlanError, match="not there"):
+        dcp_rs.load(dict(state), path)
+    planner = RsLoadPlanner(allow_partial_load=True)
+    dcp_rs.load(state, path, planner=planner)
+    assert planner.report.missing == ["not there"]
+    assert_state_equal(state["plain"], numbered((3,)))
+    assert torch.all(sharded.local_shards()[0].tensor == -1)
+
+
+def test_a_sharded_tensor_that_is_missing(ckpt):
+    """The search for a tie of it asked for its number of elements, which ShardedTensors do not tell."""
+    run_ranks(2, save_with, RsWriter, ckpt)
+    run_ranks(2, load_what_is_missing, ckpt)
 
 
 @pytest.mark.parametrize("saved", SIZES)

@@ -126,6 +126,9 @@ class _Builder:
         if self._mesh is None:
             self._mesh = init_device_mesh("cpu", self._ranks.mesh)
         codes = self._ranks.places[spec.number % len(self._ranks.places)]
+        # torch cannot divide what it has not implemented for these, as making a pending sum does.
+        halves = values.dtype in (torch.complex32, getattr(torch, "bcomplex32", None))
+        codes = ["R" if code == "P" and halves else code for code in codes]
         places = [_placement(code, values.dim()) for code, _ in zip(codes, self._ranks.mesh, strict=False)]
         whole = distribute_tensor(values, self._mesh, places, src_data_rank=None)
         local = _laid_out(whole.to_local(), "plain" if form == "parameter" else form)

@@ -87,7 +87,7 @@ def identity(tensor: torch.Tensor) -> Hashable:
 def twins(names: Iterable[str], others: Iterable[str], values: Mapping[str, Any]) -> dict[str, str]:
     """For those of ``names`` whose tensor is the same memory as one of ``others``: which."""
     tensors = {name: values[name] for name in names if isinstance(values[name], torch.Tensor)}
-    shapes = {tensor.shape for tensor in tensors.values() if tensor.numel()}
+    shapes = {tensor.shape for tensor in tensors.values() if 0 not in tensor.shape}
     known: dict[Hashable, str] = {}
     for other in others:
         value = values[other]
