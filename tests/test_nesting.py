@@ -91,7 +91,7 @@ def save_in_a_process(path):
 
 
 def test_what_comes_back_from_another_process_is_the_same(ckpt):
-    run_ranks(1, save_in_a_process, ckpt)
+    run_ranks(1, save_in_a_process, ckpt, fresh=True)
 
 
 def test_a_load_fills_the_callers_own_keys_and_containers(ckpt):
