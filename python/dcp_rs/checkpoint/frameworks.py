@@ -58,7 +58,7 @@ def open(
         device: where tensors go. On ``"meta"`` they are a skeleton: shapes, dtypes and ``requires_grad`` as they were saved, and no tensor is read.
         weights_only: refuse values that need more than ``torch.load(weights_only=True)`` allows.
         allow_external: open data files outside the folder, if the index names any.
-        read_options: see :class:`dcp_rs.ReadOptions`.
+        read_options: see :class:`dcp_rs.options.ReadOptions`.
 
     Raises:
         CheckpointNotFoundError, CorruptIndexError, UnsupportedError: see :mod:`dcp_rs.errors`.

@@ -40,7 +40,7 @@ def load_file(
         filename: a ``.safetensors`` file, or another checkpoint that holds nothing but tensors.
         device: where the tensors go.
         backend: how safetensors would read; ``io`` takes its place here: ``"mmap"`` means what it does there, ``"pread"`` is ``io="buffered"``.
-        read_options: see :class:`dcp_rs.ReadOptions`.
+        read_options: see :class:`dcp_rs.options.ReadOptions`.
 
     Raises:
         UnsupportedError: an entry is no tensor.
@@ -86,7 +86,7 @@ def save_file(
         tensors: contiguous, and none shares memory with another.
         filename: the file; its folder is made where it is not there.
         metadata: what the header says under ``__metadata__``; ``{"format": "pt"}`` is what transformers asks for.
-        write_options: see :class:`dcp_rs.WriteOptions`.
+        write_options: see :class:`dcp_rs.options.WriteOptions`.
 
     Raises:
         TypeError: a name, or something in ``metadata``, is no text; or ``tensors`` is no mapping.
