@@ -286,7 +286,8 @@ class RsLoadPlanner(DefaultLoadPlanner):
         names = {name_of(path): path for path in paths}
         if self.metadata is None or not names:
             return
-        for fqn, found in self._look_up({fqn: self._stored_name(fqn) for fqn in names}).items():
+        stored = {fqn: name for fqn in names if (name := self._stored_name(fqn)) is not None}
+        for fqn, found in self._look_up(stored).items():
             path = names[fqn]
             if found is None or fqn in flat.values or any(p[: len(path)] == path for p in flat.paths.values()):
                 continue
