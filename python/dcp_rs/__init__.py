@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dcp_rs.dcp.save_planner import RsSavePlanner
     from dcp_rs.dcp.writer import RsWriter
     from dcp_rs.integrations.install import install, installed, uninstall
+    from dcp_rs.integrations.safetensors import load_file, save_file
     from dcp_rs.steps.manager import CheckpointManager
     from dcp_rs.transfer.blocks import release_pinned_memory
     from dcp_rs.transfer.stage import HostStager
@@ -51,9 +52,11 @@ __all__ = [
     "install",
     "installed",
     "load",
+    "load_file",
     "load_state_dict",
     "release_pinned_memory",
     "save",
+    "save_file",
     "uninstall",
     "verify",
 ]
@@ -67,6 +70,7 @@ _MODULES = {
     "checkpoint.open": ("Checkpoint",),
     "conversion": ("ConvertReport", "convert"),
     "integrations.install": ("install", "installed", "uninstall"),
+    "integrations.safetensors": ("load_file", "save_file"),
     "dcp.load_planner": ("RsLoadPlanner",),
     "dcp.load_report": ("LoadReport", "SaveReport"),
     "dcp.reader": ("RsReader",),
