@@ -224,8 +224,13 @@ class RankPool:
             rank = _Rank(folder, number)
             new.append(rank)
             self._ranks[number : number + 1] = [rank]
-        for rank in new:
-            rank.wait_until_ready(max(START_TIMEOUT, timeout))
+        try:
+            for rank in new:
+                rank.wait_until_ready(max(START_TIMEOUT, timeout))
+        except BaseException:
+            for rank in new:  # what they say later would be taken for an answer
+                rank.kill()
+            raise
         return self._ranks[:size]
 
     def outcomes(
