@@ -31,6 +31,8 @@ def main() -> int:
     while time.monotonic() - began < arguments.seconds:
         try:
             _batch(batch, arguments.patience)
+        except KeyboardInterrupt:
+            break
         except Exception:  # noqa: BLE001 - hypothesis raises what the case raised, with the smallest case that does
             failed.append(batch)
             print(f"--- --seed {batch} --seconds 1\n{traceback.format_exc()}", flush=True)

@@ -256,17 +256,23 @@ def test_a_rank_that_fails_before_it_comes_to_the_exchange(ckpt):
         assert outcome.error.__notes__ == ["raised on rank 1"]
 
 
+#: Of different dimensions: what ranks share is all that is cut alike.
+PAIRED = {"a": (500_000,), "b": (500, 1000), "c": (50, 100, 100)}
+
+
 def load_in_pairs(path):
     """Ranks 0 and 1 share "a", ranks 1 and 2 share "b", ranks 2 and 0 share "c"."""
-    names = ("ac", "ab", "bc")[dist.get_rank()]
-    dcp_rs.load(
-        {name: torch.zeros(500_000) for name in names}, path, replicas="all", verify=True, max_inflight_bytes=1 << 18
-    )
+    state = {name: torch.zeros(PAIRED[name]) for name in ("ac", "ab", "bc")[dist.get_rank()]}
+    reader = RsReader(path, replicas="all", verify=True, max_inflight_bytes=1 << 18)
+    try:
+        dcp_rs.load_state_dict(state, reader, planner=RsLoadPlanner())
+    finally:
+        assert reader.bytes_read < 3_000_000  # of 4: they were shared
 
 
 def test_an_error_in_one_group_of_ranks_keeps_nobody_waiting_in_another(ckpt):
     """H4: a rank that failed with some ranks went on to raise, and those of its next group waited for it."""
-    dcp_rs.save({name: torch.arange(500_000.0) for name in "abc"}, ckpt)
+    dcp_rs.save({name: torch.arange(500_000.0).reshape(shape) for name, shape in PAIRED.items()}, ckpt)
     (data,) = ckpt.glob("*.safetensors")
     index = dcp_rs.open(ckpt)
     assert index["a"][0] == 0
