@@ -12,6 +12,7 @@ FAMILIES = {
     "views": "opening a checkpoint and touching every name",
     "foreign": "checkpoints of others, in place",
     "torch_file": "files of torch.save",
+    "looking": "reports, logs, statistics, NumPy: what it costs to look",
     "peers": "other loaders",
 }
 
