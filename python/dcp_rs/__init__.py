@@ -9,7 +9,7 @@ from dcp_rs.checkpoint.names import nearest
 if TYPE_CHECKING:
     from dcp_rs import errors as errors
     from dcp_rs import optim as optim
-    from dcp_rs.api import async_save, load, load_state_dict, save
+    from dcp_rs.api import SaveFuture, async_save, load, load_state_dict, save
     from dcp_rs.checkpoint.arrays import NumpyCheckpoint
     from dcp_rs.checkpoint.clean import CleanReport, Leftover, clean
     from dcp_rs.checkpoint.frameworks import open as open  # noqa: A004  # the name that users of safetensors expect
@@ -40,6 +40,7 @@ __all__ = [
     "RsReader",
     "RsSavePlanner",
     "RsWriter",
+    "SaveFuture",
     "SaveReport",
     "VerifyReport",
     "WriteOptions",
@@ -60,7 +61,7 @@ __all__ = [
 
 # Loaded when they are first used: most need torch, which takes seconds, and `dcp-rs ls` needs none of it.
 _MODULES = {
-    "api": ("async_save", "load", "load_state_dict", "save"),
+    "api": ("SaveFuture", "async_save", "load", "load_state_dict", "save"),
     "checkpoint.clean": ("CleanReport", "Leftover", "clean"),
     "checkpoint.arrays": ("NumpyCheckpoint",),
     "checkpoint.frameworks": ("open",),

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
+from dcp_rs._progress import Progress, watching
 from dcp_rs.checkpoint.locate import local_path
 from dcp_rs.checkpoint.source import open_source
 from dcp_rs.conversion import native, safetensors, stock, torch_file
@@ -53,7 +54,7 @@ def convert(
     rename: Rename = None,
     skip_unsupported: bool = False,
     overwrite: bool = False,
-    progress: Callable[[int, int], Any] | None = None,
+    progress: Progress = None,
     threads: int | None = None,
     verify: bool = True,
     fsync: bool = True,
@@ -79,7 +80,7 @@ def convert(
             the source to the new checkpoint, by prefix; that of :class:`dcp_rs.RsLoadPlanner` from the state dict to the checkpoint, by whole names.
         skip_unsupported: leave out what ``dst`` cannot hold; without it that is an error.
         overwrite: replace a checkpoint at ``dst``.
-        progress: called now and then with the bytes written, and all that are to be written.
+        progress: called now and then with the bytes written, and all that are to be written; ``True`` draws a bar, on a terminal and in notebooks.
         threads: see :class:`dcp_rs.ReadOptions`.
         verify: check the source's digests on the way, where it has some: the result gets digests of its own, which would make damage look whole.
         fsync, max_inflight_bytes: see :class:`dcp_rs.WriteOptions`.
@@ -142,12 +143,15 @@ def convert(
         write_options,
         report,
         containers,
-        progress,
         weights_only=weights_only,
         renamed=any(task.name != task.item.name for task in tasks),
         filtered=len(tasks) < len(source.items),
     )
-    with new_place(target, as_file=as_file) as place, _disk_errors(target):
+    with (
+        new_place(target, as_file=as_file) as place,
+        _disk_errors(target),
+        watching(progress, "converting") as job.progress,
+    ):
         _WRITERS[to](job, place)
         source.check_again()
     report.written = [task.name for task in tasks]
