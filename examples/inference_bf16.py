@@ -29,7 +29,7 @@ def main(folder: str) -> nn.Module:
         model = build()
     state = model.state_dict()
     # The training checkpoint calls it "model.<name>", and holds the optimizer's state, which is not read.
-    planner = RsLoadPlanner(dtype=torch.bfloat16, device="cpu", rename=lambda name: f"model.{name}")
+    planner = RsLoadPlanner(dtype=torch.bfloat16, device="cpu", rename={"model": ""})
     dcp_rs.load(state, path, planner=planner)
     model.load_state_dict(state, assign=True)
     model.eval()

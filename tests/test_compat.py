@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 import dcp_rs
 from compat.build_v1 import describe
 from compat.everything import DTYPES, expected
-from dcp_rs import ReadOptions, RsReader, _core
+from dcp_rs import RsReader, _core
 from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.errors import UnsupportedError
+from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.nesting import like
 from support import assert_state_equal, blank, run_ranks
 from support.second_reader import SecondReader

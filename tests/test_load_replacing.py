@@ -259,7 +259,7 @@ def test_a_tensor_that_is_held_in_part_keeps_its_values_elsewhere(tmp_path):
     save_with_hole_in(tmp_path)
     for planner in (RsLoadPlanner, Committing, Allocating):
         state = {"nested": {"w": torch.full((8, 1), -1.0)}}
-        options = {"allow_partial_load": True, "rename": {"nested.w": "w"}}
+        options = {"allow_partial_load": True, "rename": {"w": "nested.w"}}
         made = planner(dtype=torch.float64, **options)
         dcp_rs.load(state, tmp_path, planner=made)
         assert state["nested"]["w"].dtype == torch.float64
@@ -276,7 +276,7 @@ def test_a_tensor_that_is_held_in_part_keeps_its_values_elsewhere(tmp_path):
                 nothing_replaced(state),
                 pytest.raises(PlanError, match=r"'nested.w': the checkpoint does not hold \[4, 1\]"),
             ):
-                dcp_rs.load(state, tmp_path, planner=planner(rename={"nested.w": "w"}, **whole))
+                dcp_rs.load(state, tmp_path, planner=planner(rename={"w": "nested.w"}, **whole))
 
 
 def save_with_hole_in(path):

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp_rs
-from dcp_rs import ReadOptions, RsReader
-from dcp_rs.options import default_shared
+from dcp_rs import RsReader
+from dcp_rs.options import ReadOptions, default_shared
 from support import assert_state_equal, run_ranks
 
 SHAPE = (2048, 4096)  # 32 MiB in float32; a quarter of a row is 4 KiB

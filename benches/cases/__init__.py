@@ -10,6 +10,7 @@ FAMILIES = {
     "save": "saving, with fsync",
     "memory": "anonymous memory while loading",
     "views": "opening a checkpoint and touching every name",
+    "one_file": "load_file and save_file",
     "foreign": "checkpoints of others, in place",
     "torch_file": "files of torch.save",
     "looking": "reports, logs, statistics, NumPy: what it costs to look",

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dcp_rs._core import __version__
+from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.names import nearest
 
 if TYPE_CHECKING:
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
     from dcp_rs.dcp.save_planner import RsSavePlanner
     from dcp_rs.dcp.writer import RsWriter
     from dcp_rs.integrations.install import install, installed, uninstall
-    from dcp_rs.options import ReadOptions, WriteOptions
+    from dcp_rs.integrations.safetensors import load_file, save_file
     from dcp_rs.steps.manager import CheckpointManager
     from dcp_rs.transfer.blocks import release_pinned_memory
+    from dcp_rs.transfer.stage import HostStager
 
 # Not ``open``: `from dcp_rs import *` is not to hide Python's.
 __all__ = [
@@ -32,10 +34,10 @@ __all__ = [
     "CheckpointManager",
     "CleanReport",
     "ConvertReport",
+    "HostStager",
     "Leftover",
     "LoadReport",
     "NumpyCheckpoint",
-    "ReadOptions",
     "RsLoadPlanner",
     "RsReader",
     "RsSavePlanner",
@@ -43,7 +45,6 @@ __all__ = [
     "SaveFuture",
     "SaveReport",
     "VerifyReport",
-    "WriteOptions",
     "__version__",
     "async_save",
     "clean",
@@ -52,9 +53,11 @@ __all__ = [
     "install",
     "installed",
     "load",
+    "load_file",
     "load_state_dict",
     "release_pinned_memory",
     "save",
+    "save_file",
     "uninstall",
     "verify",
 ]
@@ -68,17 +71,20 @@ _MODULES = {
     "checkpoint.open": ("Checkpoint",),
     "conversion": ("ConvertReport", "convert"),
     "integrations.install": ("install", "installed", "uninstall"),
-    "options": ("ReadOptions", "WriteOptions"),
+    "integrations.safetensors": ("load_file", "save_file"),
     "dcp.load_planner": ("RsLoadPlanner",),
     "dcp.load_report": ("LoadReport", "SaveReport"),
     "dcp.reader": ("RsReader",),
     "dcp.save_planner": ("RsSavePlanner",),
     "transfer.blocks": ("release_pinned_memory",),
+    "transfer.stage": ("HostStager",),
     "steps.manager": ("CheckpointManager",),
     "checkpoint.verify": ("VerifyReport", "index", "verify"),
     "dcp.writer": ("RsWriter",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
+#: What was here in the last release: nothing takes these, and `dcp_rs.options` is where they are.
+_FORMERLY = {"ReadOptions": "options", "WriteOptions": "options"}
 #: Modules that are part of the public surface.
 _SUBMODULES = ("errors", "optim")
 
@@ -88,6 +94,10 @@ if not TYPE_CHECKING:  # where types are checked, a name that is not above is an
     def __getattr__(name: str) -> Any:
         if name in _SUBMODULES:
             return import_module(f"{__name__}.{name}")
+        if name in _FORMERLY:
+            msg = f"dcp_rs.{name} is dcp_rs.{_FORMERLY[name]}.{name} now, and no function takes it; the old name works for one more release"
+            warn_caller(msg, DeprecationWarning)
+            return getattr(import_module(f"{__name__}.{_FORMERLY[name]}"), name)
         if name not in _HOMES:
             near = nearest(name, __dir__())
             msg = f"module {__name__!r} has no attribute {name!r}" + (f"; did you mean {near!r}?" if near else "")

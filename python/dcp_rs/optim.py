@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from operator import not_
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
+from dcp_rs._warnings import formerly
 from dcp_rs.api import load_state_dict, save
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.load_report import LoadReport
@@ -104,13 +106,14 @@ def save_training_state(
     return save(state, path, planner=planner, process_group=process_group, no_dist=no_dist, **write_options)
 
 
+@formerly(strict=("allow_partial_load", not_))
 def load_training_state(
     path: str | os.PathLike[str],
     model: torch.nn.Module,
     optimizers: Optimizers = (),
     extra: dict[str, Any] | None = None,
     *,
-    strict: bool = True,
+    allow_partial_load: bool = False,
     process_group: dist.ProcessGroup | None = None,
     planner: LoadPlanner | None = None,
     no_dist: bool = False,
@@ -125,9 +128,9 @@ def load_training_state(
         model: filled in place.
         optimizers: as in the save, in any order: parameters are found by name. Their state before the load does not matter.
         extra: as in the save. Objects get their state; tensors are filled in place; other values are replaced in ``extra``.
-        strict: everything that model, optimizers and ``extra`` have must be in the checkpoint. Otherwise what is missing is left alone.
+        allow_partial_load: leave alone what model, optimizers and ``extra`` have and the checkpoint lacks. Otherwise that is an error.
         process_group, no_dist: as in ``dcp.load``.
-        planner: default: :class:`dcp_rs.RsLoadPlanner`, and with ``strict=False`` one that allows partial loads.
+        planner: default: :class:`dcp_rs.RsLoadPlanner`, with the same ``allow_partial_load``.
         read_options: arguments of :class:`dcp_rs.RsReader`.
 
     Returns:
@@ -139,7 +142,7 @@ def load_training_state(
         DcpRsError: as :func:`dcp_rs.load`.
     """
     optimizers, extra = _several(optimizers), {} if extra is None else extra
-    planner = RsLoadPlanner(allow_partial_load=not strict) if planner is None else planner
+    planner = RsLoadPlanner(allow_partial_load=allow_partial_load) if planner is None else planner
     ranks = Ranks(process_group, no_dist=no_dist)
     reader, metadata = ranks.together(lambda: _opened(path, read_options))
     state: dict[str, Any] = {}
@@ -147,19 +150,19 @@ def load_training_state(
 
     def begin() -> SavedOptimizers | None:
         state[MODEL] = get_model_state_dict(model)
-        saved = _saved_optimizers(reader, metadata, OPTIM, strict=strict) if optimizers else None
+        saved = _saved_optimizers(reader, metadata, OPTIM, partial=allow_partial_load) if optimizers else None
         if saved is not None:
-            state.update(saved.template(model, optimizers, strict=strict))
+            state.update(saved.template(model, optimizers, partial=allow_partial_load))
         for name, value in extra.items():
-            extras[name] = _extra_template(metadata, name, value, strict=strict)
+            extras[name] = _extra_template(metadata, name, value, partial=allow_partial_load)
             state.update(extras[name][1])
         return saved
 
     def end() -> None:
         if saved is not None:
             saved.fill(state)
-            saved.apply(model, optimizers, strict=strict)
-        set_model_state_dict(model, state[MODEL], options=StateDictOptions(strict=strict))
+            saved.apply(model, optimizers, partial=allow_partial_load)
+        set_model_state_dict(model, state[MODEL], options=StateDictOptions(strict=not allow_partial_load))
         for name, (found, template, paths) in extras.items():
             if found:
                 loaded = unpack(nest({path: state[key] for key, path in paths.items()}) if template else {})
@@ -184,13 +187,14 @@ def load_training_state(
     return planner.report
 
 
+@formerly(strict=("allow_partial_load", not_))
 def load_optim_state_dict(
     path: str | os.PathLike[str],
     model: torch.nn.Module,
     optimizer: Optimizer,
     *,
     key: str = OPTIM,
-    strict: bool = True,
+    allow_partial_load: bool = False,
     process_group: dist.ProcessGroup | None = None,
     planner: LoadPlanner | None = None,
     no_dist: bool = False,
@@ -209,7 +213,7 @@ def load_optim_state_dict(
         model: the model whose parameters ``optimizer`` has; it is not loaded.
         optimizer: any state that it has is replaced.
         key: the entry of the saved state dict; dots go deeper; ``""`` if the optimizer's state dict was all that was saved.
-        strict: every parameter of ``optimizer`` must be among those saved.
+        allow_partial_load: leave alone the parameters of ``optimizer`` that are not among those saved. Otherwise that is an error.
         process_group, no_dist: as in ``dcp.load``.
         planner: default: :class:`dcp_rs.RsLoadPlanner`.
         read_options: arguments of :class:`dcp_rs.RsReader`.
@@ -223,13 +227,13 @@ def load_optim_state_dict(
     reader, metadata = ranks.together(lambda: _opened(path, read_options))
 
     def begin() -> tuple[SavedOptimizers, dict[str, Any]]:
-        saved = _saved_optimizers(reader, metadata, key, strict=True)
-        assert saved is not None  # noqa: S101  # strict
-        return saved, saved.template(model, (optimizer,), strict=strict)
+        saved = _saved_optimizers(reader, metadata, key, partial=False)
+        assert saved is not None  # noqa: S101  # where nothing may be missing
+        return saved, saved.template(model, (optimizer,), partial=allow_partial_load)
 
     def end() -> None:
         saved.fill(state)
-        saved.apply(model, (optimizer,), strict=strict)
+        saved.apply(model, (optimizer,), partial=allow_partial_load)
 
     saved, state = ranks.together(begin)
     load_state_dict(state, reader, process_group=process_group, planner=planner, no_dist=no_dist)
@@ -245,10 +249,10 @@ def _several(optimizers: Optimizers) -> tuple[Optimizer, ...]:
     return (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
 
 
-def _saved_optimizers(reader: RsReader, metadata: Metadata, key: str, *, strict: bool) -> SavedOptimizers | None:
+def _saved_optimizers(reader: RsReader, metadata: Metadata, key: str, *, partial: bool) -> SavedOptimizers | None:
     groups = _saved_groups(reader, metadata, key)
     if groups is None:
-        if not strict:
+        if partial:
             return None
         msg = f"the checkpoint has no optimizer state under {key!r}: there is no {_join(key, 'param_groups')!r}"
         raise PlanError(msg, tensor=_join(key, "param_groups"))
@@ -273,7 +277,7 @@ def _saved_groups(reader: RsReader, metadata: Metadata, key: str) -> list[dict[s
 
 
 def _extra_template(
-    metadata: Metadata, name: str, value: Any, *, strict: bool
+    metadata: Metadata, name: str, value: Any, *, partial: bool
 ) -> tuple[bool, dict[str, Any], dict[str, tuple[Any, ...]]]:
     """Whether there is a state for an entry of ``extra``; memory for it by name in the checkpoint; and where in it that belongs."""
     prefix = (EXTRA, name, rank_key()) if isinstance(value, PerRank) else (EXTRA, name)
@@ -283,7 +287,7 @@ def _extra_template(
     if isinstance(value, PerRank) and not stored:  # this rank was not there
         return False, {}, {}
     empty = not stored and state_of(value) in ({}, [])
-    if not stored and not empty and strict:
+    if not stored and not empty and not partial:
         msg = f"the checkpoint has no {EXTRA}.{name}"
         raise PlanError(msg, tensor=f"{EXTRA}.{name}")
     own = _leaves(value.state_dict() if is_stateful(value) else value)

@@ -8,7 +8,7 @@ import numpy as np
 
 from dcp_rs import _core
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.elements import bits_dtype, numpy_dtype
+from dcp_rs.checkpoint.elements import bits_dtype, numpy_dtype, safetensors_name
 from dcp_rs.checkpoint.mapping import OpenCheckpoint, TensorInfo
 from dcp_rs.checkpoint.values import load_value, unwrap
 from dcp_rs.errors import PlanError
@@ -124,11 +124,16 @@ class ArraySlice:
         self._checkpoint = checkpoint
         self._tensor = tensor
         self._name, _, dtype, self.shape, _, self._chunks = checkpoint._index.tensor(tensor)
+        self._stored = dtype or ""
         self.dtype = checkpoint.element_dtype(self._name, dtype)
 
     def get_shape(self) -> list[int]:
         """The sizes, as ``safetensors`` slices give them."""
         return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """What a header of safetensors calls the dtype, as its slices give it; torch's name of one that it lacks."""
+        return safetensors_name(self._stored)
 
     def __getitem__(self, key: Any) -> Any:
         """The elements that ``key`` selects.

@@ -11,7 +11,7 @@ from dcp_rs.errors import UnsupportedError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["ITEMSIZES", "bits_dtype", "has_ml_dtypes", "numpy_dtype"]
+__all__ = ["ITEMSIZES", "SAFETENSORS_NAMES", "bits_dtype", "has_ml_dtypes", "numpy_dtype", "safetensors_name"]
 
 #: Bytes of an element (section 6 of the format).
 ITEMSIZES = {
@@ -24,6 +24,26 @@ ITEMSIZES = {
     "complex128": 16,
 }
 
+#: The types that safetensors and torch share, by their names in a header (``safetensors/src/tensor.rs``).
+SAFETENSORS_NAMES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "bfloat16": "BF16",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+
 _IN_NUMPY = frozenset(
     [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
     + ["bool", "float16", "float32", "float64", "complex64", "complex128"]
@@ -32,6 +52,11 @@ _IN_NUMPY = frozenset(
 _IN_ML_DTYPES = frozenset(
     ["bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"]
 )
+
+
+def safetensors_name(name: str) -> str:
+    """What a header of safetensors calls the format's dtype ``name``; the same name where it has none."""
+    return SAFETENSORS_NAMES.get(name, name)
 
 
 def bits_dtype(name: str) -> np.dtype[Any]:

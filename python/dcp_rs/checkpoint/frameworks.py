@@ -24,9 +24,9 @@ __all__ = ["open"]
 @overload
 def open(
     path: str | os.PathLike[str],
-    *,
     framework: Literal["pt"] = "pt",
-    device: torch.device | str = "cpu",
+    device: torch.device | str | int = "cpu",
+    *,
     weights_only: bool = True,
     allow_external: bool = False,
     **read_options: Unpack[ReadArguments],
@@ -34,21 +34,23 @@ def open(
 @overload
 def open(
     path: str | os.PathLike[str],
-    *,
     framework: Literal["np"],
+    *,
     allow_external: bool = False,
     **read_options: Unpack[ReadArguments],
 ) -> NumpyCheckpoint: ...
 def open(
     path: str | os.PathLike[str],
-    *,
     framework: Literal["pt", "np"] = "pt",
-    device: torch.device | str = "cpu",
+    device: torch.device | str | int = "cpu",
+    *,
     weights_only: bool = True,
     allow_external: bool = False,
     **read_options: Any,
 ) -> Checkpoint | NumpyCheckpoint:
     """Opens a checkpoint for reading by name: a mapping of FQN to tensor or value.
+
+    It takes the place of ``safetensors.safe_open(path, framework, device)``, for checkpoints of any kind, and has all that that has.
 
     Args:
         path: a checkpoint: a folder of this package, of Hugging Face, of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``.
@@ -56,7 +58,7 @@ def open(
         device: where tensors go. On ``"meta"`` they are a skeleton: shapes, dtypes and ``requires_grad`` as they were saved, and no tensor is read.
         weights_only: refuse values that need more than ``torch.load(weights_only=True)`` allows.
         allow_external: open data files outside the folder, if the index names any.
-        read_options: see :class:`dcp_rs.ReadOptions`.
+        read_options: see :class:`dcp_rs.options.ReadOptions`.
 
     Raises:
         CheckpointNotFoundError, CorruptIndexError, UnsupportedError: see :mod:`dcp_rs.errors`.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -103,6 +105,32 @@ class OpenCheckpoint(Mapping[str, Any]):
             return default
         return self[fqn]
 
+    def get_tensor(self, fqn: str) -> Any:
+        """``checkpoint[fqn]``, as ``safetensors.safe_open`` calls it."""
+        return self[fqn]
+
+    def get_tensors(self) -> dict[str, Any]:
+        """Everything by name, as ``safetensors.safe_open`` calls it."""
+        return {name: self[name] for name in self}
+
+    def offset_keys(self) -> list[str]:
+        """The names in the order of the files, as ``safetensors.safe_open`` calls it."""
+        self._check_open()
+        return [self._index.name(number) for number in self._index.file_order()]
+
+    def metadata(self) -> dict[str, str] | None:
+        """What the headers of safetensors files say of themselves under ``__metadata__``, the first file's word first; None where none says anything.
+
+        What torch and this package save has nothing there: its values are entries.
+        """
+        self._check_open()
+        if self.source != "safetensors":
+            return None
+        said: dict[str, str] = {}
+        for path in self._index.file_paths():
+            said = safetensors_metadata(path) | said
+        return said or None
+
     def close(self) -> None:
         """Lets go of the files. Tensors that were handed out stay valid."""
         self._closed = True
@@ -177,6 +205,13 @@ class OpenCheckpoint(Mapping[str, Any]):
             # Of two threads that get here at once, both must see one memory.
             mapping = self._files.setdefault(file, self._index.map_file(file))
         return mapping
+
+
+def safetensors_metadata(path: Path) -> dict[str, str]:
+    """``__metadata__`` of the header of a safetensors file."""
+    with path.open("rb") as file:
+        text = file.read(int.from_bytes(file.read(8), "little"))
+    return json.loads(text).get("__metadata__") or {}
 
 
 def _reopen(open_again: Callable[[], OpenCheckpoint], identity: str) -> OpenCheckpoint:

@@ -83,14 +83,12 @@ def explain_missing(missing: Sequence[str], wanted: Collection[str], stored: Col
         said = f"names of the checkpoint lack {old!r}"
     else:
         said = f"names of the checkpoint begin with {new!r}" + (f", not with {old!r}" if old else "")
-    if old:
-        mend = (
-            f"lambda name: name.removeprefix({old!r})" if not new else f"lambda name: name.replace({old!r}, {new!r}, 1)"
-        )
-    elif number == len(wanted):
-        mend = f"lambda name: {new!r} + name"
-    else:
-        mend = f"{{{missing[0]!r}: {new + missing[0]!r}, ...}}"
+    before, after = new.removesuffix("."), old.removesuffix(".")
+    if number == len(wanted) or (new and not any(name.startswith(new) for name in wanted)):
+        mend = f"{{{before!r}: {after!r}}}"
+    else:  # names that are as they should be begin so, too
+        first = next(name for name in missing if name.startswith(old) and new + name.removeprefix(old) in stored)
+        mend = f"{{{new + first.removeprefix(old)!r}: {first!r}, ...}}"
     which = "all" if number == len(missing) else f"{number:,} of {len(missing):,}"
     return f"; {said}: planner=RsLoadPlanner(rename={mend}) finds {which} of them".replace(
         "finds all of them", "finds them"

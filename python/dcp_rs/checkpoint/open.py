@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dcp_rs import _core
+from dcp_rs.checkpoint.elements import safetensors_name
 from dcp_rs.checkpoint.mapping import OpenCheckpoint, TensorInfo
 from dcp_rs.checkpoint.stream import stream
 from dcp_rs.checkpoint.values import unwrap
@@ -15,7 +16,7 @@ from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.boxes import selection
-from dcp_rs.tensors.dtypes import REQUIRES_GRAD
+from dcp_rs.tensors.dtypes import NAMES, REQUIRES_GRAD
 from dcp_rs.tensors.nesting import Container, TreePath, nest
 from dcp_rs.tensors.trees import number_parameters
 from dcp_rs.transfer.load import fill
@@ -33,7 +34,12 @@ class Checkpoint(OpenCheckpoint):
     """
 
     def __init__(
-        self, index: _core.Index, *, device: torch.device | str = "cpu", weights_only: bool = True, options: ReadOptions
+        self,
+        index: _core.Index,
+        *,
+        device: torch.device | str | int = "cpu",
+        weights_only: bool = True,
+        options: ReadOptions,
     ) -> None:
         super().__init__(index)
         self._device = torch.device(device)
@@ -175,6 +181,10 @@ class TensorSlice:
     def get_shape(self) -> list[int]:
         """The sizes, as ``safetensors`` slices give them."""
         return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """What a header of safetensors calls the dtype, as its slices give it; torch's name of one that it lacks."""
+        return safetensors_name(NAMES[self.dtype])
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         """The elements that ``key`` selects.

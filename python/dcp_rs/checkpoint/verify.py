@@ -11,7 +11,7 @@ from pathlib import Path
 from dcp_rs import _core
 from dcp_rs._progress import Progress, watching
 from dcp_rs._shown import Shown
-from dcp_rs._warnings import warn_caller
+from dcp_rs._warnings import formerly, warn_caller
 from dcp_rs.checkpoint.clean import Leftover, seen_beside
 from dcp_rs.checkpoint.locate import INDEX_NAME, local_path, open_index
 from dcp_rs.errors import CheckpointExistsError, CheckpointNotFoundError
@@ -120,8 +120,9 @@ def _lost(index: _core.Index, problems: Sequence[Problem]) -> list[str]:
     ]
 
 
+@formerly(src="path")
 def index(
-    src: str | os.PathLike[str],
+    path: str | os.PathLike[str],
     *,
     out: str | os.PathLike[str] | None = None,
     digests: bool = False,
@@ -137,7 +138,7 @@ def index(
     it rebuilds that, and hashes all data for it; planner data other than paths is not recovered: empty dicts, and what kinds of dicts there were.
 
     Args:
-        src: a checkpoint folder, a ``.safetensors`` file, a ``.safetensors.index.json``, or a native folder without its index. Of a folder with
+        path: a checkpoint folder, a ``.safetensors`` file, a ``.safetensors.index.json``, or a native folder without its index. Of a folder with
             several models it is the file that says which of them its folder opens as from then on.
         out: a folder to put the index in; default: beside the data. An index elsewhere names its data by absolute paths, and is opened with
             ``allow_external=True``.
@@ -157,7 +158,7 @@ def index(
         UnsupportedError: the folder holds a rank-local save (``use_collectives=False``): an index of all ranks would hide it; or several
             models, none of which transformers or diffusers would choose.
     """
-    source = local_path(src)
+    source = local_path(path)
     folder = source if source.is_dir() else source.parent
     target = folder if out is None else local_path(out)
     if target.is_dir():

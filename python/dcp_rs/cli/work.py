@@ -112,13 +112,13 @@ def index(
         line("its digests are of the data as it is now: what was damaged before will pass for whole")
 
 
-def convert(src: Path, dst: Path, *, renames: Sequence[str], as_json: bool, **options: Any) -> None:
+def convert(path: Path, out: Path, *, renames: Sequence[str], as_json: bool, **options: Any) -> None:
     """Converts, and says what came of it."""
     import dcp_rs
 
-    report = dcp_rs.convert(src, dst, rename=_renames(renames), progress=True, **options)
+    report = dcp_rs.convert(path, out, rename=_renames(renames), progress=True, **options)
     if as_json:
-        print_json({"src": str(src), "dst": str(dst), "to": options["to"], **asdict(report)})
+        print_json({"path": str(path), "out": str(out), "to": options["to"], **asdict(report)})
         return
     for name, reason in report.skipped.items():
         line(("left out  ", "yellow"), f"{printable(name)}: {reason}")
@@ -126,7 +126,7 @@ def convert(src: Path, dst: Path, *, renames: Sequence[str], as_json: bool, **op
         line(("tied      ", "dim"), f"{printable(name)} is {printable(kept)}")
     speed = rate(report.bytes, report.seconds)
     line(
-        f"wrote {dst}: {entries(len(report.written))}, {size(report.bytes)} in {count(report.files, 'file')}, {report.seconds:.1f} s ({speed})"
+        f"wrote {out}: {entries(len(report.written))}, {size(report.bytes)} in {count(report.files, 'file')}, {report.seconds:.1f} s ({speed})"
     )
 
 

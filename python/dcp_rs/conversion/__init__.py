@@ -12,13 +12,14 @@ from typing import Literal
 import torch
 
 from dcp_rs._progress import Progress, watching
+from dcp_rs._warnings import formerly
 from dcp_rs.checkpoint.locate import local_path
+from dcp_rs.checkpoint.renaming import Rename
 from dcp_rs.checkpoint.source import open_source
 from dcp_rs.conversion import native, safetensors, stock, torch_file
 from dcp_rs.conversion.job import (
     ConvertReport,
     Job,
-    Rename,
     Task,
     parse_dtype,
     refuse_unsupported,
@@ -42,9 +43,10 @@ _WRITERS: dict[str, Callable[[Job, Place], None]] = {
 }
 
 
+@formerly(src="path", dst="out")
 def convert(
-    src: str | os.PathLike[str],
-    dst: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
     *,
     to: Target = "dcp-rs",
     dtype: torch.dtype | str | None = None,
@@ -64,26 +66,25 @@ def convert(
 ) -> ConvertReport:
     """Writes a checkpoint again, in another format. Memory stays bounded, whatever the size of the checkpoint.
 
-    The result appears at ``dst`` in one step, when it is complete; after an error or Ctrl-C there is nothing.
+    The result appears at ``out`` in one step, when it is complete; after an error or Ctrl-C there is nothing.
 
     Args:
-        src: a folder of this package, of Hugging Face or of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``.
-        dst: a folder; a file for ``to="torch"``, and for ``to="safetensors"`` if it ends in ``.safetensors``.
+        path: a folder of this package, of Hugging Face or of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``.
+        out: a folder; a file for ``to="torch"``, and for ``to="safetensors"`` if it ends in ``.safetensors``.
         to: the format. ``"dcp-rs"`` and ``"dcp"`` hold everything, and keep each stored piece of a tensor a piece. ``"safetensors"``
             holds tensors of common types, under the names that ``transformers`` looks for. ``"torch"`` holds everything in one file.
         dtype: what floating-point tensors of 16 bits and more become: a dtype, or its name (``"bf16"``). All of them: limit it with
             ``include``, where the state of an optimizer is among them.
         shards: files (for ``"dcp-rs"`` and ``"dcp"``: ranks) to spread the data over, about evenly. Tensors are not cut for it.
         include, exclude: one glob or several, over names in the source.
-        rename: new names. A mapping is of names, or of what names begin with up to a dot: ``{"model": "module"}`` makes ``model.x``
-            ``module.x``, ``{"model": ""}`` makes it ``x``, and ``{"": "model"}`` makes ``x`` ``model.x``. Or a callable. It goes from
-            the source to the new checkpoint, by prefix; that of :class:`dcp_rs.RsLoadPlanner` from the state dict to the checkpoint, by whole names.
-        skip_unsupported: leave out what ``dst`` cannot hold; without it that is an error.
-        overwrite: replace a checkpoint at ``dst``.
+        rename: from stored names to new ones. A mapping is of names, or of what names begin with up to a dot: ``{"model": "module"}`` makes
+            ``model.x`` ``module.x``, ``{"model": ""}`` makes it ``x``, and ``{"": "model"}`` makes ``x`` ``model.x``. Or a callable.
+        skip_unsupported: leave out what ``out`` cannot hold; without it that is an error.
+        overwrite: replace a checkpoint at ``out``.
         progress: called now and then with the bytes written, and all that are to be written; ``True`` draws a bar, on a terminal and in notebooks.
-        threads: see :class:`dcp_rs.ReadOptions`.
+        threads: see :class:`dcp_rs.options.ReadOptions`.
         verify: check the source's digests on the way, where it has some: the result gets digests of its own, which would make damage look whole.
-        fsync, max_inflight_bytes: see :class:`dcp_rs.WriteOptions`.
+        fsync, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
         weights_only: refuse values of a file of ``torch.save``, or on their way into one, that need more than
             ``torch.load(weights_only=True)`` allows. Else values are taken as they are, without unpickling them.
         allow_external: read data files outside the source's folder, if its index names any.
@@ -93,10 +94,10 @@ def convert(
 
     Raises:
         CheckpointNotFoundError, CorruptIndexError, CorruptDataError, UnsafePickleError: from the source.
-        CheckpointExistsError: ``dst`` is there, and ``overwrite`` is not set; or it holds more than a checkpoint.
-        UnsupportedError: ``dst`` cannot hold something; it is named.
+        CheckpointExistsError: ``out`` is there, and ``overwrite`` is not set; or it holds more than a checkpoint.
+        UnsupportedError: ``out`` cannot hold something; it is named.
         PlanError: two entries would have one name, or none is wanted.
-        ValueError: an option, or ``dst`` is the source.
+        ValueError: an option, or ``out`` is the source.
         OSError: the disk is full, or fails.
 
     Nesting is kept by ``"dcp-rs"`` and ``"torch"``. DCP has text for keys, so that ``"dcp"`` cannot hold other keys (but for the numbers in an
@@ -110,10 +111,10 @@ def convert(
     if shards is not None and (isinstance(shards, bool) or not isinstance(shards, int) or shards < 1):
         msg = f"shards={shards!r}: a positive integer"
         raise ValueError(msg)
-    source_path, target = local_path(src), Path(os.path.abspath(local_path(dst)))  # noqa: PTH100  # Path.resolve would follow dst's last link
+    source_path, target = local_path(path), Path(os.path.abspath(local_path(out)))  # noqa: PTH100  # Path.resolve would follow out's last link
     as_file = to == "torch" or (to == "safetensors" and target.suffix == ".safetensors")
     if as_file and (shards or 1) > 1:
-        msg = f"shards={shards}: {dst} is one file"
+        msg = f"shards={shards}: {out} is one file"
         raise ValueError(msg)
     cast_to = parse_dtype(dtype)
     write_options = WriteOptions(threads=threads, fsync=fsync, max_inflight_bytes=max_inflight_bytes)

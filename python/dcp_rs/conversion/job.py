@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,15 +13,14 @@ from dcp_rs._progress import Watch
 from dcp_rs._shown import Shown
 from dcp_rs.checkpoint.blocks import Region, Slabs, blocks
 from dcp_rs.checkpoint.names import globs, selector
+from dcp_rs.checkpoint.renaming import Rename, renamer
 from dcp_rs.checkpoint.source import Item, Source
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.options import WriteOptions
 from dcp_rs.tensors.dtypes import BY_NAME
 from dcp_rs.tensors.nesting import Container, name_of, remaining
 
-__all__ = ["ConvertReport", "Job", "Rename", "Task", "parse_dtype", "select", "select_containers", "split"]
-
-Rename = Mapping[str, str] | Callable[[str], str] | None
+__all__ = ["ConvertReport", "Job", "Task", "parse_dtype", "select", "select_containers", "split"]
 
 _ALIASES = {
     "bf16": "bfloat16",
@@ -166,7 +164,7 @@ def select(
         PlanError: nothing is wanted, or two entries would have one name.
     """
     wanted, unwanted = globs(include), globs(exclude)
-    new_name = _renamer(rename)
+    new_name = renamer(rename)
     tasks: list[Task] = []
     names: dict[str, str] = {}
     for item in source.items:
@@ -200,7 +198,7 @@ def select_containers(
     kept = remaining(source.containers, leaves, selector(include, exclude) or (lambda _: True))
     if rename is None:
         return kept
-    new_name = _renamer(rename)
+    new_name = renamer(rename)
     holding = {path[:depth] for path in leaves for depth in range(len(path))}
     containers = []
     for container in kept:
@@ -218,25 +216,6 @@ def _cast(stored: torch.dtype | None, dtype: torch.dtype | None) -> torch.dtype 
     if dtype is None or stored is None or not stored.is_floating_point or stored.itemsize < 2:
         return stored
     return dtype
-
-
-def _renamer(rename: Rename) -> Callable[[str], str]:
-    if rename is None:
-        return lambda name: name
-    if not isinstance(rename, Mapping):
-        return rename
-    olds = sorted((old.removesuffix(".") for old in rename), key=len, reverse=True)
-    news = {old.removesuffix("."): new.removesuffix(".") for old, new in rename.items()}
-    pattern = re.compile("|".join(rf"{re.escape(old)}(?=\.|\Z)" if old else "" for old in olds))
-
-    def renamed(name: str) -> str:
-        found = pattern.match(name) if olds else None
-        if found is None:
-            return name
-        new, rest = news[found[0]], name[found.end() :].removeprefix(".")
-        return f"{new}.{rest}" if new and rest else new or rest
-
-    return renamed
 
 
 def refuse_unsupported(

@@ -4,46 +4,36 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from dcp_rs import _core
+from dcp_rs.checkpoint.elements import SAFETENSORS_NAMES
 from dcp_rs.conversion.job import Job, Task, split
 from dcp_rs.conversion.place import Place
+from dcp_rs.errors import PlanError
+from dcp_rs.tensors.dtypes import NAMES
 
-__all__ = ["why_not", "write"]
+__all__ = ["header", "type_name", "why_not", "write"]
 
-#: The types that safetensors and torch share, by their names in a header (``safetensors/src/tensor.rs``).
-_DTYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.float16: "F16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.bfloat16: "BF16",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
 #: A file without a count of shards has at most this many bytes, as transformers cuts it.
 _SHARD_BYTES = 5_000_000_000
 _HEADER_LIMIT = 100_000_000
 _ALIGNMENT = 4096
 
 
+def type_name(dtype: torch.dtype) -> str | None:
+    """What a header calls a dtype; None: safetensors does not have it."""
+    return SAFETENSORS_NAMES.get(NAMES.get(dtype, ""))
+
+
 def why_not(task: Task) -> str | None:
     """Why safetensors cannot hold an entry, if it cannot."""
     if task.dtype is None:
         return "is not a tensor"
-    if task.dtype not in _DTYPES:
+    if type_name(task.dtype) is None:
         return f"is of {str(task.dtype).removeprefix('torch.')}"
     if task.name == "__metadata__":
         return "has a name that safetensors keeps for itself"
@@ -66,7 +56,7 @@ def write(job: Job, place: Place) -> None:
         tasks = sorted(run, key=lambda task: -task.dtype.itemsize if task.dtype else 0)
         metadata = {"format": "pt"}
         metadata |= {tied: kept for tied, kept in job.report.tied.items() if any(t.name == kept for t in run)}
-        head = _header(metadata, tasks)
+        head = header(metadata, ((t.name, t.region().dtype, t.item.shape, t.nbytes) for t in tasks))
         at = len(head)
         for task in tasks:
             values.append((task.name, number, at, task.nbytes))
@@ -87,18 +77,22 @@ def write(job: Job, place: Place) -> None:
         _write_index(job, place, weight_map)
 
 
-def _header(metadata: dict[str, str], tasks: list[Task]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": metadata}
+def header(metadata: Mapping[str, str] | None, tensors: Iterable[tuple[str, torch.dtype, Sequence[int], int]]) -> bytes:
+    """What a file begins with, whose tensors (name, dtype, shape, bytes) follow each other.
+
+    Raises:
+        PlanError: it would be longer than readers allow.
+    """
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     at = 0
-    for task in tasks:
-        dtype = _DTYPES[task.region().dtype]
-        entries[task.name] = {"dtype": dtype, "shape": list(task.item.shape), "data_offsets": [at, at + task.nbytes]}
-        at += task.nbytes
+    for name, dtype, shape, nbytes in tensors:
+        entries[name] = {"dtype": type_name(dtype), "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        at += nbytes
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     if len(text) > _HEADER_LIMIT:
-        msg = f"the names of {len(tasks)} tensors do not fit into one safetensors file: more shards are needed"
-        raise ValueError(msg)
+        msg = "the names of the tensors do not fit into one safetensors file: more shards are needed"
+        raise PlanError(msg)
     return len(text).to_bytes(8, "little") + text
 
 

@@ -21,14 +21,15 @@ from dcp_rs._shown import call
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.frameworks import open as open_checkpoint
-from dcp_rs.checkpoint.names import explain_missing, globs, hint
+from dcp_rs.checkpoint.names import explain_missing, globs
 from dcp_rs.checkpoint.open import Checkpoint
+from dcp_rs.checkpoint.renaming import Rename, Renamed
 from dcp_rs.dcp.hooks import Methods
 from dcp_rs.dcp.load_report import LoadReport, Mismatch
 from dcp_rs.dcp.local_items import LocalItems, check_own, planner_of
 from dcp_rs.dcp.read_items import bytes_item, missing_elements, tensor_items
 from dcp_rs.dcp.stored import Stored, can_copy, describe, index_of
-from dcp_rs.errors import PlanError
+from dcp_rs.errors import EntryNotFoundError, PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.boxes import narrow
 from dcp_rs.tensors.dtypes import NAMES as DTYPE_NAMES
@@ -77,8 +78,8 @@ class RsLoadPlanner(DefaultLoadPlanner):
         device: where tensors come into being; those elsewhere (on ``meta`` above all) are replaced in the same way.
         dtype_policy: what it means that state dict and checkpoint differ in dtype, where ``dtype`` was not given: ``"warn"`` casts and says so,
             ``"error"`` refuses, ``"cast"`` casts.
-        rename: from names of the state dict to names of the checkpoint. A mapping is of whole names (that of :func:`dcp_rs.convert` is of
-            prefixes, from old to new); what it lacks keeps its name.
+        rename: from stored names to those of the state dict, as that of :func:`dcp_rs.convert`. A mapping is of names, or of what names begin with
+            up to a dot: with ``{"model": ""}`` what is stored as ``model.x`` goes to ``x``; what it lacks keeps its name. Or a callable.
         include, exclude: globs over names of the state dict; what is not included, or excluded, is left alone.
         allow_partial_load: leave alone what the checkpoint lacks or has in another shape, and fill what it holds of the rest. See ``report``.
         flatten_state_dict, flatten_sharded_tensors: as in torch's ``DefaultLoadPlanner``.
@@ -97,7 +98,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         dtype_policy: Literal["warn", "error", "cast"] = "warn",
-        rename: Mapping[str, str] | Callable[[str], str] | None = None,
+        rename: Rename = None,
         include: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] | None = None,
         allow_partial_load: bool = False,
@@ -115,6 +116,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         self.dtype_policy = dtype_policy
         self.report = LoadReport()
         self._rename = rename
+        self._renamed: Renamed | None = None
         self._include = globs(include)
         self._exclude = globs(exclude)
         self._checkpoint_path = checkpoint
@@ -144,6 +146,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         self.original_state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
+        self._renamed = None
         self._new = Replacements(self.dtype, self.device, self.set_value)
         if self.flatten_sharded_tensors and not is_plain_state_dict(state_dict):
             state_dict = _torch.flatten_sharded_tensors(state_dict)
@@ -221,7 +224,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
             return tensor
         device = torch.device(device) if device is not None else self.device or torch.device("cpu")
         with self._open(device) as checkpoint:
-            value = checkpoint[self._stored_name(read_item)]
+            value = checkpoint[self._stored_in(checkpoint, read_item)]
             if not isinstance(value, torch.Tensor):
                 msg = f"{read_item!r} is not a tensor"
                 raise TypeError(msg)
@@ -244,10 +247,18 @@ class RsLoadPlanner(DefaultLoadPlanner):
             )
         return open_checkpoint(self._checkpoint_path, device=device)
 
-    def _stored_name(self, fqn: str) -> str:
-        if self._rename is None:
-            return fqn
-        return self._rename.get(fqn, fqn) if isinstance(self._rename, Mapping) else self._rename(fqn)
+    def _stored_name(self, fqn: str) -> str | None:
+        return fqn if self._renamed is None else self._renamed.stored_name(fqn)
+
+    def _stored_in(self, checkpoint: Checkpoint, fqn: str) -> str:
+        renamed = self._renamed
+        if renamed is None and self._rename is not None:
+            renamed = Renamed(self._rename, checkpoint, [fqn])
+        name = fqn if renamed is None else renamed.stored_name(fqn)
+        if name is None:
+            msg = f"there is no {fqn!r} in {checkpoint.path}{'' if renamed is None else renamed.explain(fqn)}"
+            raise EntryNotFoundError(msg, path=checkpoint.path, tensor=fqn)
+        return name
 
     def _wanted(self, fqn: str) -> bool:
         included = self._include is None or self._include.match(fqn) is not None
@@ -259,21 +270,30 @@ class RsLoadPlanner(DefaultLoadPlanner):
         if self._include is not None or self._exclude is not None:
             wanted = [fqn for fqn in wanted if self._wanted(fqn)]
             self.report.excluded = [fqn for fqn in self.state_dict if not self._wanted(fqn)]
-        return (
-            {fqn: self._stored_name(fqn) for fqn in wanted}
-            if self._rename is not None
-            else dict(zip(wanted, wanted, strict=True))
-        )
+        if self._rename is None or self.metadata is None:
+            return dict(zip(wanted, wanted, strict=True))
+        self._renamed = Renamed(self._rename, list(self.metadata.state_dict_metadata), wanted)
+        return self._named(wanted)
+
+    def _named(self, wanted: Iterable[str]) -> dict[str, str]:
+        """What the checkpoint calls names of the state dict, without those that it has no entry for."""
+        return {fqn: name for fqn in wanted if (name := self._stored_name(fqn)) is not None}
 
     def _path(self, fqn: str) -> tuple[Any, ...]:
         return self._paths[fqn] if self.flatten_state_dict else (fqn,)
+
+    def _unnamed(self) -> list[str]:
+        """Names that are to be loaded, and that ``rename`` gives to nothing."""
+        if self._renamed is None:
+            return []
+        return [fqn for fqn in self.state_dict if self._wanted(fqn) and self._stored_name(fqn) is None]
 
     def _match(self, wanted: dict[str, str]) -> dict[str, Stored]:
         """What the checkpoint has for some names of the state dict; what it lacks goes into the report."""
         if self.metadata is None:
             raise PlanError("the planner was not set up with metadata")
         found = self._look_up(wanted)
-        missing = [fqn for fqn, stored in found.items() if stored is None]
+        missing = [fqn for fqn, stored in found.items() if stored is None] + self._unnamed()
         if missing and self.flatten_state_dict:
             older = _torch.flatten_as_2_3(self.original_state_dict)
             entries = self.metadata.state_dict_metadata
@@ -282,9 +302,8 @@ class RsLoadPlanner(DefaultLoadPlanner):
                 # Saved before torch 2.4, which flattened less.
                 self.state_dict, self.mappings = older
                 self._paths = self.mappings
-                renamed = {fqn: self._stored_name(fqn) for fqn in [*wanted, *extra] if fqn in older[0]}
-                found = self._look_up(renamed)
-                missing = [fqn for fqn, stored in found.items() if stored is None]
+                found = self._look_up(self._named(fqn for fqn in [*wanted, *extra] if fqn in older[0]))
+                missing = [fqn for fqn, stored in found.items() if stored is None] + self._unnamed()
         self.report.tied = self._find_tied(missing)
         missing = [fqn for fqn in missing if fqn not in self.report.tied]
         self.report.missing = missing
@@ -300,10 +319,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
     def _explain(self, missing: list[str], wanted: Collection[str]) -> str:
         """Why names may be missing, for the end of a message."""
         stored = self.metadata.state_dict_metadata if self.metadata is not None else {}
-        if self._rename is None:
-            return explain_missing(missing, wanted, stored)
-        name = self._stored_name(missing[0])
-        return f" (which it was asked for as {name!r}, by rename=){hint(name, list(stored))}"
+        return explain_missing(missing, wanted, stored) if self._renamed is None else self._renamed.explain(missing[0])
 
     def _find_tied(self, missing: list[str]) -> dict[str, str]:
         """Those whose tensor is the memory of another one, which the checkpoint has for it."""
@@ -312,7 +328,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         lacking = set(missing)
         others = [fqn for fqn in self.state_dict if fqn not in lacking and self._wanted(fqn)]
         tied = twins(missing, others, self.state_dict)
-        stored = self._look_up({other: self._stored_name(other) for other in tied.values()})
+        stored = self._look_up(self._named(tied.values()))
         held = {other for other, found in stored.items() if found is not None and self._holds(other, found)}
         return {fqn: other for fqn, other in tied.items() if other in held}
 

@@ -100,7 +100,7 @@ class RsReader(StorageReader):
 
     Args:
         path: a checkpoint: a folder of this package, of Hugging Face, of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``.
-        io, threads, verify, shared, max_inflight_bytes: see :class:`dcp_rs.ReadOptions`.
+        io, threads, verify, shared, max_inflight_bytes: see :class:`dcp_rs.options.ReadOptions`.
         weights_only: check that every non-tensor value loads under ``torch.load(weights_only=True)`` before a planner gets it (stock
             planners unpickle freely). ``False`` is for checkpoints you wrote yourself.
         allow_external: open data files outside the checkpoint's folder, if its index names any.

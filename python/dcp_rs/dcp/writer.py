@@ -74,7 +74,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     Args:
         path: the folder; it is created where it does not exist.
-        threads, fsync, io, max_inflight_bytes: see :class:`dcp_rs.WriteOptions`.
+        threads, fsync, io, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
         overwrite: ``False`` refuses to replace a checkpoint.
         strict_values: refuse values that would not load back under ``weights_only=True``, and keys that come back as text; without it they are saved,
             with a warning.

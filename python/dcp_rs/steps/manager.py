@@ -65,7 +65,7 @@ class CheckpointManager:
         verify_before_prune: remove nothing unless a step that stays was read and matched its digests; where none was, one is read for it.
         process_group: of the ranks that save and load together; default: all. The manager makes gloo groups of its own of these ranks.
         no_dist: this process saves and loads by itself.
-        write_options: see :class:`dcp_rs.WriteOptions`.
+        write_options: see :class:`dcp_rs.options.WriteOptions`.
 
     Attributes:
         passed_over: what the last :meth:`load` passed over, newer than what it loaded, and why.

@@ -109,11 +109,11 @@ class SavedOptimizers:
         # What was loaded: name in the checkpoint to value.
         self._values: dict[str, Any] = {}
 
-    def template(self, model: torch.nn.Module, optimizers: Sequence[Optimizer], *, strict: bool) -> dict[str, Any]:
+    def template(self, model: torch.nn.Module, optimizers: Sequence[Optimizer], *, partial: bool) -> dict[str, Any]:
         """Memory for all state of the parameters of these optimizers, by name in the checkpoint. To be filled, and kept by the caller.
 
         Raises:
-            PlanError: with ``strict``, an optimizer has a parameter that the saved ones had not.
+            PlanError: unless ``partial``, an optimizer has a parameter that the saved ones had not.
         """
         fsdp1 = _is_fsdp1(model)
         shards = get_model_state_dict(model) if fsdp1 else {}
@@ -123,7 +123,7 @@ class SavedOptimizers:
             names = _parameter_names(model, optimizer, number)
             keys = self._saved_keys(model, optimizer, names, shards)
             unknown = self._unknown_params(keys)
-            if unknown and strict:
+            if unknown and not partial:
                 more = f" (and {len(unknown) - 1} more)" if unknown[1:] else ""
                 msg = f"optimizer {number} has parameter {unknown[0]!r}{more}, which no saved optimizer has"
                 raise PlanError(msg, tensor=unknown[0])
@@ -140,11 +140,11 @@ class SavedOptimizers:
         """Takes what was loaded, by name in the checkpoint."""
         self._values = {name: values[name] for name in self._values}
 
-    def apply(self, model: torch.nn.Module, optimizers: Sequence[Optimizer], *, strict: bool) -> None:
+    def apply(self, model: torch.nn.Module, optimizers: Sequence[Optimizer], *, partial: bool) -> None:
         """Puts what was loaded into the optimizers.
 
         Raises:
-            PlanError: with ``strict``, parameters of one group were saved in groups that differ.
+            PlanError: unless ``partial``, parameters of one group were saved in groups that differ.
         """
         fsdp1 = _is_fsdp1(model)
         shards = get_model_state_dict(model) if fsdp1 and self.by_id else {}
@@ -156,7 +156,7 @@ class SavedOptimizers:
                 for fqn, key in keys.items()
                 if key in self._entries
             }
-            groups = self._matching_groups(optimizer, names, keys, number, strict=strict)
+            groups = self._matching_groups(optimizer, names, keys, number, partial=partial)
             if fsdp1:
                 self._apply_fsdp1(model, optimizer, state, groups)
                 continue
@@ -225,7 +225,7 @@ class SavedOptimizers:
         keys: dict[str, str],
         number: int,
         *,
-        strict: bool,
+        partial: bool,
     ) -> list[dict[str, Any]]:
         """For each group of the optimizer its parameters, and the settings that they were saved with."""
         group_of = {str(param): group for group in self._groups for param in group["params"]}
@@ -237,7 +237,7 @@ class SavedOptimizers:
             found = {id(g): g for g in (group_of.get(keys[fqn]) for fqn in fqns) if g is not None}
             saved = list(found.values()) or ([] if fqns else empty[:1])
             settings = [{k: v for k, v in g.items() if k not in _WHO} for g in saved]
-            if strict and any(_text(other) != _text(settings[0]) for other in settings[1:]):
+            if not partial and any(_text(other) != _text(settings[0]) for other in settings[1:]):
                 msg = f"the parameters of group {at} of optimizer {number} were saved in groups with different settings"
                 raise PlanError(msg, tensor=fqns[0])
             own = {k: v for k, v in group.items() if k not in _WHO}

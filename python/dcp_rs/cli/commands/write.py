@@ -22,17 +22,17 @@ from dcp_rs.cli.output import text_argument
     ),
 )
 def _convert(
-    src: AnyCheckpoint,
-    dst: Annotated[
+    path: AnyCheckpoint,
+    out: Annotated[
         Path,
         typer.Argument(
-            metavar="DST",
+            metavar="OUT",
             help="A new folder; a file for torch, and for safetensors if it ends so.",
             show_default=False,
             parser=local_path,
         ),
     ],
-    to: Annotated[Literal["dcp-rs", "dcp", "safetensors", "torch"], typer.Option(help="The format of DST.")] = "dcp-rs",
+    to: Annotated[Literal["dcp-rs", "dcp", "safetensors", "torch"], typer.Option(help="The format of OUT.")] = "dcp-rs",
     dtype: Annotated[
         str | None, typer.Option(help="What floating-point tensors become: bf16, fp16, fp32 …", show_default=False)
     ] = None,
@@ -51,11 +51,11 @@ def _convert(
         ),
     ] = None,
     skip_unsupported: Annotated[
-        bool, typer.Option("--skip-unsupported", help="Leave out what DST cannot hold.")
+        bool, typer.Option("--skip-unsupported", help="Leave out what OUT cannot hold.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at DST.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at OUT.")] = False,
     verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Check the digests of SRC on the way, where it has some.")
+        bool, typer.Option("--verify/--no-verify", help="Check the digests of PATH on the way, where it has some.")
     ] = True,
     unsafe: Annotated[
         bool, typer.Option("--trust-pickles", help="Unpickle whatever a file of torch.save asks for: it can run code.")
@@ -64,12 +64,12 @@ def _convert(
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint again, in another format. DST appears when it is complete, or not at all."""
+    """Write a checkpoint again, in another format. OUT appears when it is complete, or not at all."""
     from dcp_rs.cli.work import convert
 
     convert(
-        src,
-        dst,
+        path,
+        out,
         to=to,
         dtype=dtype,
         shards=shards,

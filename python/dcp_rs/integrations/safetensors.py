@@ -1,0 +1,174 @@
+"""``load_file`` and ``save_file``, in the place of those of ``safetensors.torch``."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Unpack
+
+import torch
+
+from dcp_rs import _core
+from dcp_rs.checkpoint.locate import local_path, open_index
+from dcp_rs.checkpoint.open import Checkpoint
+from dcp_rs.conversion.place import new_place
+from dcp_rs.conversion.safetensors import header, type_name
+from dcp_rs.errors import PlanError, UnsupportedError
+from dcp_rs.options import ReadArguments, ReadOptions, WriteOptions
+from dcp_rs.transfer.entry import Entry
+from dcp_rs.transfer.load import fill
+from dcp_rs.transfer.save import refuse_meta, why_not_raw, write_entries
+from dcp_rs.transfer.target import Target, stored_dtype
+
+__all__ = ["load_file", "save_file"]
+
+
+def load_file(
+    filename: str | os.PathLike[str],
+    device: torch.device | str | int = "cpu",
+    *,
+    backend: Literal["mmap", "pread"] | None = None,
+    **read_options: Unpack[ReadArguments],
+) -> dict[str, torch.Tensor]:
+    """All tensors of a file: ``safetensors.torch.load_file``, for checkpoints of any kind.
+
+    They are read into memory of their own, all at once; those that :func:`dcp_rs.open` gives are views of the file, and are read when they are touched.
+
+    Args:
+        filename: a ``.safetensors`` file, or another checkpoint that holds nothing but tensors.
+        device: where the tensors go.
+        backend: how safetensors would read; ``io`` takes its place here: ``"mmap"`` means what it does there, ``"pread"`` is ``io="buffered"``.
+        read_options: see :class:`dcp_rs.options.ReadOptions`.
+
+    Raises:
+        UnsupportedError: an entry is no tensor.
+        CheckpointNotFoundError, CorruptIndexError, CorruptDataError: see :mod:`dcp_rs.errors`.
+    """
+    if backend is not None:
+        read_options.setdefault("io", {"mmap": "mmap", "pread": "buffered"}[backend])  # type: ignore[typeddict-item]
+    options = ReadOptions(**read_options)
+    index = open_index(filename, rank=None, allow_external=False, verify=options.verify)
+    if torch.device(device).type == "meta":
+        return dict(Checkpoint(index, device=device, options=options))
+    wanted: list[tuple[int, str, torch.dtype, tuple[int, ...]]] = []
+    for number in range(index.tensor_count):
+        name, is_bytes, dtype, shape, *_ = index.tensor(number)
+        if is_bytes:
+            msg = f"{name!r} in {os.fspath(filename)} is not a tensor: dcp_rs.open reads it"
+            raise UnsupportedError(msg, path=index.path, tensor=name)
+        wanted.append((number, name, stored_dtype(name, dtype), shape))
+    # Before there is memory for them: a shape may be of any size, what chunks hold is bounded by their files.
+    for place, at, lacking in index.check_regions([(n, [0] * len(shape), shape) for n, _, _, shape in wanted], []):
+        name = wanted[place][1]
+        msg = f"tensor {name!r}: the checkpoint does not hold {list(lacking)} elements at {list(at)}"
+        raise PlanError(msg, path=index.path, tensor=name)
+    targets = [
+        Target(number, [0] * len(shape), torch.empty(shape, dtype=dtype, device=device), name, dtype)
+        for number, name, dtype, shape in wanted
+    ]
+    fill(index, targets, options)
+    return {target.name: target.tensor for target in targets}
+
+
+def save_file(
+    tensors: Mapping[str, torch.Tensor],
+    filename: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+    **write_options: Any,
+) -> None:
+    """Writes tensors, on any device, to one file: ``safetensors.torch.save_file``.
+
+    The file is there in one step, when it is complete and durable; what was there before stays until then. A link is replaced, and what it leads to stays.
+
+    Args:
+        tensors: contiguous, and none shares memory with another.
+        filename: the file; its folder is made where it is not there.
+        metadata: what the header says under ``__metadata__``; ``{"format": "pt"}`` is what transformers asks for.
+        write_options: see :class:`dcp_rs.options.WriteOptions`.
+
+    Raises:
+        TypeError: a name, or something in ``metadata``, is no text; or ``tensors`` is no mapping.
+        PlanError: (a ``ValueError``) a tensor is not contiguous, or shares memory with another one.
+        UnsupportedError: something that safetensors cannot hold.
+        OSError: the disk is full, or fails; then there is no file, or the one that was there.
+    """
+    options = WriteOptions(**write_options)
+    target = Path(os.path.abspath(local_path(filename)))  # noqa: PTH100  # Path.resolve would follow the last link
+    if target.is_dir() and not target.is_symlink():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(filename))
+    _check_text(metadata)
+    # Large elements first, so that every tensor is aligned.
+    entries = sorted(_entries(tensors), key=lambda entry: -entry.data.element_size())  # type: ignore[union-attr]
+    _check_apart(entries)
+    head = header(metadata, ((entry.fqn, entry.data.dtype, entry.shape, entry.nbytes) for entry in entries))  # type: ignore[union-attr]
+    values, at = [], len(head)
+    for entry in entries:
+        values.append((entry.fqn, 0, at, entry.nbytes))
+        at += entry.nbytes
+    with new_place(target, as_file=True) as place:
+        save = _core.Save.create_files(os.fspath(place.folder), [(target.name, head, at)], values, **options.engine())
+        try:
+            write_entries(save, entries, options)
+            save.finish()
+        except BaseException:
+            save.abort()
+            raise
+
+
+def _check_text(metadata: Mapping[Any, Any] | None) -> None:
+    for key, value in (metadata or {}).items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            msg = f"metadata[{key!r}] = {value!r}: safetensors holds text under text"
+            raise TypeError(msg)
+
+
+def _entries(tensors: Any) -> list[Entry]:
+    if not isinstance(tensors, Mapping):
+        msg = f"tensors is a {type(tensors).__name__}: a mapping of names to tensors is wanted"
+        raise TypeError(msg)
+    entries: list[Entry] = []
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            msg = f"{name!r} names a tensor: a name is text"
+            raise TypeError(msg)
+        refusal = _why_not(name, tensor)
+        if refusal is not None:
+            msg = f"safetensors cannot hold {name!r}: {refusal}"
+            raise UnsupportedError(msg, path=None, tensor=name)
+        refuse_meta(name, tensor)
+        if not tensor.is_contiguous():
+            msg = f"tensor {name!r} is not contiguous: save tensor.contiguous(), or the whole of what it is a part of"
+            raise PlanError(msg, tensor=name)
+        shape = tuple(tensor.shape)
+        entries.append(Entry(name, tensor.detach(), shape, (0,) * len(shape), shape))
+    return entries
+
+
+def _why_not(name: str, tensor: Any) -> str | None:
+    if not isinstance(tensor, torch.Tensor):
+        return f"it is a {type(tensor).__name__}"
+    if name == "__metadata__":
+        return "the name is one that safetensors keeps for itself"
+    if tensor.device.type != "meta" and (refusal := why_not_raw(tensor)) is not None:
+        return refusal
+    return None if type_name(tensor.dtype) else f"its dtype is {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _check_apart(entries: list[Entry]) -> None:
+    """Raises for tensors that share memory: the file would hold it twice, and what is loaded would be tied no more."""
+    places = sorted(
+        (str(entry.data.device), entry.data.data_ptr(), entry.nbytes, entry.fqn)  # type: ignore[union-attr]
+        for entry in entries
+        if entry.nbytes
+    )
+    end, last = ("", 0), ""
+    for device, begin, nbytes, name in places:
+        if (device, begin) < end and device == end[0]:
+            msg = (
+                f"tensors {last!r} and {name!r} share memory: leave one out and tie them again after a load "
+                "(safetensors.torch.save_model does so), or save a clone of it"
+            )
+            raise PlanError(msg, tensor=name)
+        end, last = (device, begin + nbytes), name

@@ -1,0 +1,207 @@
+"""``load_file``, ``save_file`` and ``dcp_rs.open`` where safetensors' own were: what one writes the other reads."""
+
+import inspect
+import json
+import os
+import stat
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.torch as stock
+import torch
+
+import dcp_rs
+from dcp_rs.errors import CheckpointNotFoundError, DcpRsError, EntryNotFoundError, PlanError, UnsupportedError
+
+DTYPES = [
+    *(
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+    ),
+    *(torch.float16, torch.float32, torch.float64, torch.bfloat16, torch.complex64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+]
+
+
+def tensors():
+    torch.manual_seed(0)
+    named = {f"of.{str(dtype)[6:]}": torch.randn(3, 5).mul(3).abs().to(dtype) for dtype in DTYPES}
+    return named | {
+        "large": torch.randn(700, 1001),
+        "scalar": torch.tensor(1.5),
+        "none": torch.zeros(0, 4),
+        'ünïcode/"quoted"': torch.arange(3),
+        "parameter": torch.nn.Parameter(torch.randn(2, 2)),
+    }
+
+
+def same(loaded, expected):
+    assert set(loaded) == set(expected)
+    for name, tensor in expected.items():
+        got = loaded[name]
+        assert (got.dtype, got.shape) == (tensor.dtype, tensor.shape), name
+        as_bytes = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (got, tensor)]
+        assert torch.equal(*as_bytes), name
+
+
+def test_what_is_saved_safetensors_reads(tmp_path):
+    path = tmp_path / "model.safetensors"
+    dcp_rs.save_file(tensors(), path, {"format": "pt", "note": "näh"})
+    same(stock.load_file(path), tensors())
+    with safetensors.safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "pt", "note": "näh"}
+    same(stock.load(path.read_bytes()), tensors())  # the strict reader of bytes: no gap, nothing left over
+    same(dcp_rs.load_file(path), tensors())
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def test_what_safetensors_saved_is_loaded(tmp_path):
+    path = tmp_path / "model.safetensors"
+    stock.save_file(tensors(), path)
+    for loaded in (dcp_rs.load_file(path), dcp_rs.load_file(str(path), "cpu", backend="pread", threads=2)):
+        same(loaded, tensors())
+    path.write_bytes(b"")  # what was loaded is no view of the file
+    same(loaded, tensors())
+
+
+def test_signatures_are_those_of_safetensors():
+    for name in ("load_file", "save_file"):
+        theirs = inspect.signature(getattr(stock, name)).parameters
+        ours = inspect.signature(getattr(dcp_rs, name)).parameters
+        for at, (parameter, known) in enumerate(theirs.items()):
+            assert list(ours)[at] == parameter
+            assert ours[parameter].kind == known.kind
+
+
+def test_a_checkpoint_of_many_files_is_loaded(tmp_path):
+    wanted = {name: value for name, value in tensors().items() if name != "parameter"}
+    dcp_rs.save(wanted, tmp_path / "native")
+    torch.distributed.checkpoint.save(wanted, checkpoint_id=tmp_path / "stock")
+    for kind in ("native", "stock"):
+        same(dcp_rs.load_file(tmp_path / kind), wanted)
+    dcp_rs.save({"w": torch.zeros(2), "step": 3}, tmp_path / "values")
+    with pytest.raises(UnsupportedError, match=r"'step'.*is not a tensor"):
+        dcp_rs.load_file(tmp_path / "values")
+    skeleton = dcp_rs.load_file(tmp_path / "native", "meta")
+    assert skeleton["large"].is_meta
+    assert skeleton["large"].shape == (700, 1001)
+
+
+def test_an_empty_file(tmp_path):
+    dcp_rs.save_file({}, tmp_path / "empty.safetensors", {"a": "b"})
+    assert stock.load_file(tmp_path / "empty.safetensors") == {}
+    assert dcp_rs.load_file(tmp_path / "empty.safetensors") == {}
+
+
+@pytest.mark.parametrize(
+    ("saved", "error", "message"),
+    [
+        ({"a": torch.zeros(3, 4).t()}, PlanError, "'a' is not contiguous"),
+        ({"a": 1}, UnsupportedError, "'a': it is a int"),
+        ({1: torch.zeros(1)}, TypeError, "1 names a tensor"),
+        ([torch.zeros(1)], TypeError, "a list"),
+        ({"a": torch.eye(2).to_sparse()}, UnsupportedError, "'a': its layout"),
+        ({"a": torch.zeros(1, dtype=torch.complex128)}, UnsupportedError, "'a': its dtype is complex128"),
+        ({"a": torch.zeros(1, device="meta")}, UnsupportedError, "'a' is on the meta device"),
+        ({"__metadata__": torch.zeros(1)}, UnsupportedError, "keeps for itself"),
+    ],
+    ids=["strided", "number", "key", "list", "sparse", "dtype", "meta", "metadata"],
+)
+def test_what_cannot_be_saved(tmp_path, saved, error, message):
+    path = tmp_path / "model.safetensors"
+    stock.save_file({"old": torch.ones(2)}, path)
+    with pytest.raises(error, match=message):
+        dcp_rs.save_file(saved, path)
+    same(stock.load_file(path), {"old": torch.ones(2)})
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def test_shared_memory_is_told_as_safetensors_tells_it(tmp_path):
+    base = torch.arange(12.0)
+    path = tmp_path / "model.safetensors"
+    for shared in (
+        {"head": base, "embedding": base},
+        {"a": base[:7], "b": base[6:]},
+        {"all": base, "inner": base[3:5], "outer": torch.zeros(3)},
+    ):
+        with pytest.raises(RuntimeError):
+            stock.save_file(shared, tmp_path / "theirs")
+        with pytest.raises(PlanError, match="share memory"):
+            dcp_rs.save_file(shared, path)
+    apart = {"a": base[:6], "b": base[6:], "none": base[:0]}
+    stock.save_file(apart, tmp_path / "theirs")
+    dcp_rs.save_file(apart, path)
+    same(stock.load_file(path), apart)
+    with pytest.raises(TypeError, match=r"metadata\['step'\]"):
+        dcp_rs.save_file({"a": base}, path, {"step": 3})
+
+
+def test_a_file_is_replaced_in_one_step(tmp_path):
+    path = tmp_path / "model.safetensors"
+    dcp_rs.save_file({"a": torch.zeros(4)}, path)
+    view = dcp_rs.open(path)["a"]
+    os.umask(mask := os.umask(0))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+    link = tmp_path / "link.safetensors"
+    link.symlink_to("model.safetensors")
+    dcp_rs.save_file({"a": torch.ones(4)}, link)
+    assert not link.is_symlink()  # as a snapshot of the hub leads to a blob that others lead to as well
+    same(dcp_rs.load_file(path), {"a": torch.zeros(4)})
+    dcp_rs.save_file({"a": torch.ones(4)}, path, fsync=False)
+    same(dcp_rs.load_file(path), {"a": torch.ones(4)})
+    assert torch.equal(view, torch.zeros(4))
+    with pytest.raises(IsADirectoryError):
+        dcp_rs.save_file({"a": torch.ones(4)}, tmp_path)
+
+
+def test_open_does_what_safe_open_does(tmp_path):
+    path = tmp_path / "model.safetensors"
+    wanted = {"b": torch.randn(6, 4), "a": torch.arange(5), "c": torch.randn(3).bfloat16()}
+    stock.save_file(wanted, path, {"format": "pt"})
+    with safetensors.safe_open(path, "pt", "cpu") as theirs, dcp_rs.open(path, "pt", "cpu") as ours:
+        calls = {name for name in dir(theirs) if not name.startswith("_")}
+        assert calls <= set(dir(ours))
+        assert sorted(ours.keys()) == sorted(theirs.keys())
+        assert ours.offset_keys() == theirs.offset_keys()
+        assert ours.metadata() == theirs.metadata() == {"format": "pt"}
+        same(ours.get_tensors(), theirs.get_tensors())
+        for name in theirs.keys():  # noqa: SIM118
+            assert torch.equal(ours.get_tensor(name), theirs.get_tensor(name))
+            mine, known = ours.get_slice(name), theirs.get_slice(name)
+            assert mine.get_shape() == known.get_shape()
+            assert mine.get_dtype() == known.get_dtype()
+            assert torch.equal(mine[1:3], known[1:3])
+        assert torch.equal(ours.get_slice("b")[:, 1:3], theirs.get_slice("b")[:, 1:3])
+        assert torch.equal(ours.get_slice("b")[2], theirs.get_slice("b")[2])
+        with pytest.raises(EntryNotFoundError, match="there is no 'd'"):
+            ours.get_tensor("d")
+    with pytest.raises(DcpRsError, match="closed"):
+        ours.metadata()
+    with safetensors.safe_open(path, framework="np") as theirs, dcp_rs.open(path, framework="np") as ours:
+        assert ours.get_slice("b").get_dtype() == theirs.get_slice("b").get_dtype() == "F32"
+        assert np.array_equal(ours.get_tensor("b"), theirs.get_tensor("b"))
+    with pytest.raises(CheckpointNotFoundError) as raised:
+        dcp_rs.open(tmp_path / "none.safetensors", "pt")
+    assert isinstance(raised.value, FileNotFoundError)
+
+
+def test_metadata_of_several_files_and_of_none(tmp_path):
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for number, metadata in ((1, {"format": "pt", "which": "first"}), (2, {"which": "second", "more": "x"})):
+        stock.save_file({f"w{number}": torch.zeros(2)}, folder / f"model-0000{number}-of-00002.safetensors", metadata)
+    weights = {f"w{n}": f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+    assert dcp_rs.open(folder).metadata() == {"format": "pt", "which": "first", "more": "x"}
+    stock.save_file({"w": torch.zeros(2)}, tmp_path / "silent.safetensors")
+    assert dcp_rs.open(tmp_path / "silent.safetensors").metadata() is None
+    dcp_rs.save({"w": torch.zeros(2)}, tmp_path / "native")
+    assert dcp_rs.open(tmp_path / "native").metadata() is None
