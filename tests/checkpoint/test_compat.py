@@ -21,9 +21,10 @@ from dcp_rs.errors import UnsupportedError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.nesting import like
 from support import assert_state_equal, blank, run_ranks
+from support.places import TESTS
 from support.second_reader import SecondReader
 
-CORPUS = Path(__file__).parent / "compat" / "v1"
+CORPUS = TESTS / "compat" / "v1"
 V1 = CORPUS / "everything"
 KINDS = ["plain", "nested", "values", "cast", "sharded", "stock", "hf"]
 

@@ -8,7 +8,6 @@ import struct
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from dcp_rs import RsReader, _core
 from dcp_rs.errors import CorruptDataError, CorruptIndexError, DcpRsError, PlanError, UnsupportedError
 from support import same_bits
 from support.both import save_rs
+from support.places import STOCK
 
 INDEX = "index.dcprs"
 HEADER_LEN = 256
@@ -719,7 +719,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(saved, tmp_path, which)
     elif which == "safetensors":
         path = target = tmp_path / "model.safetensors"
     else:
-        stock = Path(__file__).parent / "fixtures/stock/torch-2.15.0/plain"
+        stock = STOCK / "torch-2.15.0" / "plain"
         path = shutil.copytree(stock, tmp_path / "stock")
         target = path / ".metadata"
     target.unlink(missing_ok=True)
