@@ -97,8 +97,6 @@ def test_every_dtype_and_shape(ckpt, save):
     state |= every_byte
     if save is save_torch:
         del state["negative"], state["two_blocks"]  # torch does not save one memory as two types
-    else:
-        del state["expanded"]
     save(state, ckpt)
     found = of(ckpt)
     assert set(found) == set(state)
