@@ -90,6 +90,7 @@ class Job:
     report: ConvertReport
     containers: list[Container] | None = None
     progress: Callable[[int, int], Any] | None = None
+    name: str = "model"
     weights_only: bool = True
     renamed: bool = False
     filtered: bool = False
