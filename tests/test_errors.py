@@ -16,8 +16,9 @@ import dcp_rs
 from dcp_rs import RsSavePlanner, RsWriter, _core, errors
 from support import rank_outcomes
 from support.both import save_rs
+from support.places import ROOT
 
-DOCS = Path(__file__).parents[1] / "docs" / "errors.md"
+DOCS = ROOT / "docs" / "errors.md"
 CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, errors.DcpRsError)]
 
 

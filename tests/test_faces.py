@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +10,8 @@ import torch
 import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader, RsSavePlanner, RsWriter
 from support.both import save_rs
+from support.places import ROOT
 
-ROOT = Path(__file__).parents[1]
 #: Each line with a comment is a mistake that a checker should find.
 TYPOS = """
 import dcp_rs

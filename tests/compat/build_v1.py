@@ -22,12 +22,14 @@ from compat import everything
 from compat.everything import tensor
 
 RANKS = 2
+#: Kinds of others, with an index over them.
+ADOPTED = ("stock", "views", "hf")
 
 
 def describe(node: Any) -> Any:
     """A state dict as JSON, with the kinds of its containers, the types and the order of its keys, and every bit of its tensors."""
     if isinstance(node, torch.Tensor):
-        raw = node.detach().contiguous().reshape(-1).view(torch.uint8)
+        raw = node.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
         return {
             "tensor": str(node.dtype).removeprefix("torch."),
             "shape": list(node.shape),
@@ -98,6 +100,17 @@ def stock() -> dict[str, Any]:
     return {"model": {"w": tensor((2, 3), "float32", 12)}, "epoch": 3, "tuple": (1, 2)}
 
 
+def views() -> dict[str, Any]:
+    """What torch stores as views, and an index takes as they are: strides, also of 0, and signs."""
+    numbers = tensor((3, 4), "float32", 15)
+    return {
+        "columns": numbers[:, :1].expand(3, 4),
+        "conj": torch.complex(torch.arange(3.0), -torch.ones(3)).conj(),
+        "rows": numbers[:1].expand(3, 4),
+        "transposed": numbers.t(),
+    }
+
+
 def hf() -> dict[str, Any]:
     return {"a.weight": tensor((2, 3), "bfloat16", 13), "b.weight": tensor((5,), "float16", 14)}
 
@@ -106,7 +119,16 @@ def expected(kind: str) -> Any:
     """What comes back, where it can be told by a function."""
     if kind == "cast":
         return {name: value.bfloat16() if value.is_floating_point() else value for name, value in cast().items()}
-    return {"plain": plain, "nested": nested, "values": values, "sharded": sharded, "stock": stock, "hf": hf}[kind]()
+    kinds = {
+        "plain": plain,
+        "nested": nested,
+        "values": values,
+        "sharded": sharded,
+        "stock": stock,
+        "views": views,
+        "hf": hf,
+    }
+    return kinds[kind]()
 
 
 def save_on_ranks(rank: int, output: str, store: str) -> None:
@@ -137,20 +159,18 @@ def build(output: Path) -> None:
     dcp_rs.save(nested(), output / "nested", no_dist=True)
     dcp_rs.save(values(), output / "values", no_dist=True)
     dcp_rs.save(cast(), output / "cast", no_dist=True, planner=dcp_rs.RsSavePlanner(dtype=torch.bfloat16))
-    dcp.save(stock(), checkpoint_id=output / "stock", no_dist=True)
-    dcp_rs.index(output / "stock")
+    for kind in ("stock", "views"):
+        dcp.save(expected(kind), checkpoint_id=output / kind, no_dist=True)
+        dcp_rs.index(output / kind)
     (output / "hf").mkdir()
     save_file(hf(), output / "hf" / "model.safetensors")
     dcp_rs.index(output / "hf", digests=True)
     for lock in output.rglob(".dcprs.lock"):
         lock.unlink()
-    states = {kind: expected(kind) for kind in ("plain", "nested", "values", "cast", "sharded", "stock", "hf")}
+    states = {kind: expected(kind) for kind in ("plain", "nested", "values", "cast", "sharded", *ADOPTED)}
     for kind, state in states.items():
         about = {"state": describe(state)}
-        if kind in (
-            "stock",
-            "hf",
-        ):  # an index over data of others goes by the time of its files, which git does not keep
+        if kind in ADOPTED:  # an index over data of others goes by the time of its files, which git does not keep
             about["mtimes"] = {file.name: file.stat().st_mtime_ns for file in sorted((output / kind).iterdir())}
         write(output / f"{kind}.json", about)
     write(output / "rank_local.json", {"states": [describe(rank_local(rank)) for rank in range(RANKS)]})

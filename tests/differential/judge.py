@@ -45,17 +45,7 @@ def _is_pending(case: Case, step: Save | Load, stock: Result, ours: Result) -> b
     return ours.errors == ("PlanError",) and "pending reductions" in ours.message
 
 
-def _repeats(case: Case, step: Save | Load, stock: Result, ours: Result) -> bool:
-    return ours.who == "ours of stock's" and "its elements share bytes" in ours.message
-
-
 ALLOWED = [
-    Difference(
-        "an expanded tensor in a folder of torch is refused",
-        _repeats,
-        "a forged file is not to cost more memory than it is long",
-        "docs/differences.md",
-    ),
     Difference(
         "a pending sum is refused",
         _is_pending,

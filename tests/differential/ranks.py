@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import warnings
 from dataclasses import dataclass, field
@@ -284,15 +285,28 @@ def _values(planner: Any) -> list[str]:
 def _comparable(node: Any, *, as_text: bool) -> Any:
     """The tree, with what the comparison does not know taken apart.
 
-    With ``as_text``, keys are text: torch's planner leaves an entry under 0 as it is, and puts what was read under "0" beside it; `RsLoadPlanner` and
+    With ``as_text``, keys are text: torch's planner fills the tensors under 0, and puts values that were read under "0" beside it; `RsLoadPlanner` and
     `dcp_rs.load` fill what is there (docs/differences.md).
     """
     if isinstance(node, _Stateful):
         return {"loads": node.loads, "state": _comparable(node.state, as_text=as_text)}
     if isinstance(node, dict):
-        return {str(key) if as_text else key: _comparable(value, as_text=as_text) for key, value in node.items()}
+        made: dict[Any, Any] = {}
+        for key, value in node.items():
+            name = str(key) if as_text else key
+            made[name] = _joined(made.get(name), _comparable(value, as_text=as_text))
+        return made
     if isinstance(node, list):
         return [_comparable(value, as_text=as_text) for value in node]
     if isinstance(node, ShardedTensor):
         return [shard.tensor for shard in node.local_shards()]
     return node
+
+
+def _joined(filled: Any, beside: Any) -> Any:
+    """An entry, and what torch put beside it: lists that it makes have None where nothing was read."""
+    if isinstance(filled, dict) and isinstance(beside, dict):
+        return filled | {key: _joined(filled.get(key), value) for key, value in beside.items()}
+    if isinstance(filled, list) and isinstance(beside, list):
+        return [_joined(*pair) for pair in itertools.zip_longest(filled, beside)]
+    return filled if beside is None else beside

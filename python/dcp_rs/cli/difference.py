@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from dcp_rs.cli.output import count, entries, line, print_json, printable, progress_bar, size
+from dcp_rs._progress import watching
+from dcp_rs.cli.output import count, entries, line, print_json, printable, size
 
 __all__ = ["diff"]
 
@@ -25,7 +26,7 @@ def diff(
     """1 where something differs."""
     from dcp_rs.checkpoint.compare import compare
 
-    with progress_bar("comparing") as progress:
+    with watching(True, "comparing") as progress:
         found = compare(
             a,
             b,

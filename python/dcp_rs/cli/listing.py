@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dcp_rs._progress import watching
 from dcp_rs.checkpoint.clean import seen_beside
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import hint, natural
@@ -23,7 +24,6 @@ from dcp_rs.cli.output import (
     line,
     print_json,
     printable,
-    progress_bar,
     show_shape,
     size,
     table,
@@ -311,7 +311,7 @@ def write_page(
     statistics = {}
     if with_stats:
         index = open_index(path, rank=rank, allow_external=allow_external)
-        with progress_bar("reading") as progress:
+        with watching(True, "reading") as progress:
             tensors = [number for number in index.file_order() if not index.tensor(number)[1]]
             statistics = {one.name: one for one in stats(index, tensors, progress=progress)}
     if str(out) == "-":

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
+from dcp_rs._progress import Progress, watching
 from dcp_rs._warnings import formerly
 from dcp_rs.checkpoint.locate import local_path
 from dcp_rs.checkpoint.renaming import Rename
@@ -56,7 +57,7 @@ def convert(
     name: str = "model",
     skip_unsupported: bool = False,
     overwrite: bool = False,
-    progress: Callable[[int, int], Any] | None = None,
+    progress: Progress = None,
     threads: int | None = None,
     verify: bool = True,
     fsync: bool = True,
@@ -82,7 +83,7 @@ def convert(
         name: what files are called in a folder of ``to="safetensors"``: ``"model"`` for transformers, ``"diffusion_pytorch_model"``, ``"adapter_model"``.
         skip_unsupported: leave out what ``out`` cannot hold; without it that is an error.
         overwrite: replace a checkpoint at ``out``.
-        progress: called now and then with the bytes written, and all that are to be written.
+        progress: called now and then with the bytes written, and all that are to be written; ``True`` draws a bar, on a terminal and in notebooks.
         threads: see :class:`dcp_rs.options.ReadOptions`.
         verify: check the source's digests on the way, where it has some: the result gets digests of its own, which would make damage look whole.
         fsync, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
@@ -148,13 +149,16 @@ def convert(
         write_options,
         report,
         containers,
-        progress,
         name=name,
         weights_only=weights_only,
         renamed=any(task.name != task.item.name for task in tasks),
         filtered=len(tasks) < len(source.items),
     )
-    with new_place(target, as_file=as_file) as place, _disk_errors(target):
+    with (
+        new_place(target, as_file=as_file) as place,
+        _disk_errors(target),
+        watching(progress, "converting") as job.progress,
+    ):
         _WRITERS[to](job, place)
         source.check_again()
     report.written = [task.name for task in tasks]

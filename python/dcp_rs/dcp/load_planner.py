@@ -34,10 +34,10 @@ from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.boxes import narrow
 from dcp_rs.tensors.dtypes import NAMES as DTYPE_NAMES
 from dcp_rs.tensors.memory import twins
-from dcp_rs.tensors.nesting import TreePath
+from dcp_rs.tensors.nesting import TreePath, name_of
 from dcp_rs.tensors.replacements import Replacements
 from dcp_rs.tensors.shards import Layouts, global_shape, local_pieces
-from dcp_rs.tensors.trees import flatten, get_at, holds_only_tensors, is_plain_state_dict, set_at
+from dcp_rs.tensors.trees import Flat, flatten, get_at, holds_only_tensors, is_plain_state_dict, set_at
 from dcp_rs.transfer.target import Target
 
 __all__ = ["LocalReads", "RsLoadPlanner", "local_reads"]
@@ -152,6 +152,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
             state_dict = _torch.flatten_sharded_tensors(state_dict)
         if self.flatten_state_dict:
             flat = flatten(state_dict)
+            self._add_hollow(state_dict, flat)
             self.state_dict, self.mappings, self._paths = flat.values, flat.text_paths(), flat.paths
         else:
             self.state_dict = state_dict
@@ -278,6 +279,19 @@ class RsLoadPlanner(DefaultLoadPlanner):
     def _named(self, wanted: Iterable[str]) -> dict[str, str]:
         """What the checkpoint calls names of the state dict, without those that it has no entry for."""
         return {fqn: name for fqn in wanted if (name := self._stored_name(fqn)) is not None}
+
+    def _add_hollow(self, state_dict: dict[str, Any], flat: Flat) -> None:
+        """Adds containers without entries that the checkpoint holds as a value: it was not flattened, or is of torch before 2.4."""
+        paths = {c.path[:depth]: None for c in flat.containers for depth in range(1, len(c.path) + 1)}
+        names = {name_of(path): path for path in paths}
+        if self.metadata is None or not names:
+            return
+        stored = {fqn: name for fqn in names if (name := self._stored_name(fqn)) is not None}
+        for fqn, found in self._look_up(stored).items():
+            path = names[fqn]
+            if found is None or fqn in flat.values or any(p[: len(path)] == path for p in flat.paths.values()):
+                continue
+            flat.values[fqn], flat.paths[fqn] = get_at(state_dict, path), path
 
     def _path(self, fqn: str) -> tuple[Any, ...]:
         return self._paths[fqn] if self.flatten_state_dict else (fqn,)

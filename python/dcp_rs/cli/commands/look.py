@@ -11,7 +11,6 @@ from dcp_rs.checkpoint.locate import local_path
 from dcp_rs.cli.app import app
 from dcp_rs.cli.options import (
     AnyCheckpoint,
-    Checkpoint,
     Exclude,
     External,
     Globs,
@@ -137,7 +136,7 @@ def _inspect(
     ),
 )
 def _stats(
-    path: Checkpoint,
+    path: AnyCheckpoint,
     patterns: Globs = None,
     include: Include = None,
     exclude: Exclude = None,

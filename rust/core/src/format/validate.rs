@@ -400,7 +400,6 @@ impl Check<'_> {
         }
         let itemsize = Dtype::from_code(tensor.dtype).expect("checked with the tensor").size();
         let counts: Dims = sizes.iter().map(|d| d.get()).collect();
-        let dense = element_count(&counts).and_then(|n| n.checked_mul(itemsize));
         let needed = if strided {
             let strides: Dims = dims[at + 2 * ndim..at + 3 * ndim].iter().map(|d| d.get()).collect();
             if strides.iter().any(|&stride| i64::try_from(stride).is_err()) {
@@ -408,14 +407,10 @@ impl Check<'_> {
             }
             strided_length(&counts, &strides, itemsize)
         } else {
-            dense
+            element_count(&counts).and_then(|n| n.checked_mul(itemsize))
         };
         if needed != Some(record.length.get()) {
             return Err("its length does not match its sizes");
-        }
-        let may_share = strided && self.index.source() == SourceKind::Torch;
-        if dense.is_none_or(|dense| dense > record.length.get() && !may_share) {
-            return Err("its elements share bytes");
         }
         if tensor.split_dim.get() != NO_SPLIT {
             let split = tensor.split_dim.get() as usize;

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from support import run_ranks
+from support.places import ROOT
 from support.training import quiet
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 def example(name):

@@ -260,7 +260,7 @@ def test_a_path_with_a_scheme_is_named_as_it_was_given(dcp_rs_cli) -> None:
 
 
 def test_the_help_says_which_commands_read_files_of_torch_save(dcp_rs_cli) -> None:
-    for command in ("ls", "inspect", "convert", "verify", "index", "bench"):
+    for command in ("ls", "tree", "inspect", "stats", "convert", "verify", "index", "bench"):
         assert ("torch.save" in dcp_rs_cli(command, "--help")[1]) == (command != "bench")
 
 

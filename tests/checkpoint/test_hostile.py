@@ -8,7 +8,6 @@ import struct
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from dcp_rs import RsReader, _core
 from dcp_rs.errors import CorruptDataError, CorruptIndexError, DcpRsError, PlanError, UnsupportedError
 from support import same_bits
 from support.both import save_rs
+from support.places import STOCK
 
 INDEX = "index.dcprs"
 HEADER_LEN = 256
@@ -319,8 +319,8 @@ def test_chunks_that_share_bytes_are_refused(saved):
     refused_at_once(saved, "share bytes")
 
 
-def test_elements_that_share_bytes_are_refused(saved):
-    """Strides of zero: one element that claims to be 2**40."""
+def test_elements_that_share_bytes_stay_views(saved):
+    """Strides of zero, as torch's own files have them: one element that claims to be 2**40."""
     header = (saved / INDEX).read_bytes()
     files, *_ = sections_of(header)
     file = bytearray(files[:64])
@@ -328,11 +328,20 @@ def test_elements_that_share_bytes_are_refused(saved):
     dims = struct.pack("<QQQQ", 1 << 40, 0, 1 << 40, 0)
     chunks = struct.pack("<IIQQQQII", 0, 0, 4096, 1, 1, 0, 1, 0)
     tensors = tensor_record((0, 1), shape=0, chunks=(0, 1), dtype=2, ndim=1)
-    adopted = [(80, 1)]
     sections = [bytes(file), tensors, chunks, dims, b"", b"wfile", NOTHING]
-    (saved / INDEX).write_bytes(rebuild(header, sections, patch=adopted))
-    (saved / "file").write_bytes(bytes(4097))
-    refused_at_once(saved, "share bytes")
+    for source in (1, 2):
+        (saved / INDEX).write_bytes(rebuild(header, sections, patch=[(80, source)]))
+        (saved / "file").write_bytes(bytes(4096) + b"\7")
+        with dcp_rs.open(saved) as checkpoint:
+            assert checkpoint["w"].stride() == (0,)
+            assert checkpoint["w"][1 << 39] == checkpoint.get_slice("w")[-1] == 7
+        with dcp_rs.open(saved, framework="np") as checkpoint:
+            assert checkpoint["w"].strides == (0,)
+        into = {"w": torch.zeros(5, dtype=torch.uint8)}
+        with pytest.raises(PlanError, match="shape"):
+            dcp_rs.load(into, saved)
+    (saved / INDEX).write_bytes(rebuild(header, sections))
+    refused_at_once(saved, "no adopted tensor")
 
 
 @pytest.mark.parametrize("shape", [(1 << 62, 1 << 62, 0), (0, 1 << 62, 1 << 62), (1 << 61, 0), (1 << 63, 0)])
@@ -719,7 +728,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(saved, tmp_path, which)
     elif which == "safetensors":
         path = target = tmp_path / "model.safetensors"
     else:
-        stock = Path(__file__).parent / "fixtures/stock/torch-2.15.0/plain"
+        stock = STOCK / "torch-2.15.0" / "plain"
         path = shutil.copytree(stock, tmp_path / "stock")
         target = path / ".metadata"
     target.unlink(missing_ok=True)

@@ -2,11 +2,12 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
-BENCHES = Path(__file__).parents[1] / "benches"
+from support.places import ROOT
+
+BENCHES = ROOT / "benches"
 
 
 @pytest.fixture

@@ -442,3 +442,29 @@ def refuse_on_one_rank(path):
 def test_a_value_that_one_rank_refuses_is_refused_on_all(ckpt):
     run_ranks(2, refuse_on_one_rank, ckpt)
     assert not list(ckpt.glob("g*"))
+
+
+class Finishing(RsLoadPlanner):
+    """Works on items."""
+
+    def finish_plan(self, new_plan):
+        assert any(item.dest_index.fqn == "empty" for item in new_plan.items)
+        return super().finish_plan(new_plan)
+
+
+@pytest.mark.parametrize("planner", [RsLoadPlanner, Finishing])
+@pytest.mark.parametrize("by", ["dcp-rs", "torch", "torch, read by torch"])
+def test_what_was_not_flattened_fills_what_is_empty(ckpt, by, planner):
+    """As is all that torch saved before 2.4, where it holds no tensors."""
+    saved = {"w": torch.ones(2), "b": {"x": {"y": 1}}, "empty": {}, "list": [{"x": 2}, {}], "numbers": {3: "three"}}
+    writer, reader = {
+        "dcp-rs": (RsWriter, RsReader),
+        "torch": (dcp.FileSystemWriter, RsReader),
+        "torch, read by torch": (dcp.FileSystemWriter, dcp.FileSystemReader),
+    }[by]
+    whole = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp.save(dict(saved), storage_writer=writer(ckpt), planner=whole, no_dist=True)
+    for each in (dcp.DefaultLoadPlanner(), planner()):
+        state = {"w": torch.zeros(2), "b": {"x": {}}, "empty": {}, "list": [{}], "numbers": OrderedDict()}
+        dcp.load(state, storage_reader=reader(ckpt), planner=each, no_dist=True)
+        assert identical(state, saved)

@@ -4,11 +4,11 @@ import importlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from support.places import ROOT
+
 BENCHES = ROOT / "benches"
 sys.path.insert(0, str(BENCHES))
 

@@ -26,8 +26,8 @@ from crash.kills import WAYS
 from crash.states import found_number, rank_state, stray_files
 from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError
 from support import files_in, run_ranks
+from support.places import TESTS
 
-TESTS = Path(__file__).parent
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 

@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-SOAK = Path(__file__).parent / "soak_steps.py"
+from support.places import TESTS
+
+SOAK = TESTS / "soak_steps.py"
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(1, 100), (4, 40)])

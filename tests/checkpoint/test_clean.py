@@ -20,8 +20,7 @@ from dcp_rs import _core
 from dcp_rs.cli import main
 from dcp_rs.errors import CheckpointNotFoundError, CorruptIndexError
 from support import files_in, run_ranks
-
-TESTS = Path(__file__).parent
+from support.places import TESTS
 
 
 def save(path, number):

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_examples import example
 
 from dcp_rs.cli import main
 from support import run_ranks
+from support.places import ROOT
 from support.training import quiet
-from test_examples import example
 
-PAGE = Path(__file__).parent.parent / "docs" / "how-to.md"
+PAGE = ROOT / "docs" / "how-to.md"
 #: The page is of this release. What its pickles are long, and so where things lie, changes from one to the next.
 RELEASE = "2.15"
 

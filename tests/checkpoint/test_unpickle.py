@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 import dcp_rs
 from dcp_rs import RsReader, _core
 from dcp_rs.errors import CorruptIndexError, DcpRsError, UnsafePickleError, UnsupportedError
+from support.places import STOCK
 
-STOCK = Path(__file__).parent / "fixtures" / "stock"
 CASES = sorted(path for path in STOCK.glob("*/*/.metadata") if path.parent.name not in ("quantized", "extension"))
 
 fired: list[str] = []

@@ -1,4 +1,4 @@
-"""Folders of stock DCP with tensors that torch conjugates, or negates, only when they are asked for."""
+"""Folders of stock DCP with tensors that torch conjugates, negates or repeats only when they are asked for."""
 
 import pytest
 import torch
@@ -15,15 +15,20 @@ def _numbers(dtype):
     return torch.complex(real, -real / 7).to(dtype)
 
 
+# Torch stores a view as one where its memory is as long as the tensor.
 STATE = {
     "conj": _numbers(torch.complex64).conj(),
     "conj.128": _numbers(torch.complex128).conj(),
+    "expanded": _numbers(torch.complex64)[:1].expand(6, 10),
+    "expanded.columns": torch.arange(60, dtype=torch.int16).reshape(6, 10)[:, :1].expand(6, 10),
+    "expanded.conj": _numbers(torch.complex128)[2, 3].expand(6, 10).conj(),
     "half": _numbers(torch.complex32).conj(),
     "imag": _numbers(torch.complex64).conj().imag,  # negated
     "one": _numbers(torch.complex64).conj()[2, 3],
     "plain": _numbers(torch.complex64),
     "transposed": _numbers(torch.complex64).conj().t(),
     "view": _numbers(torch.complex128).conj()[1:4, ::3].imag,
+    "windows": torch.arange(60.0).as_strided((6, 10), (1, 1)),
 }
 
 
@@ -60,6 +65,8 @@ def test_into_other_types_and_views(stock):
         return {
             "conj": torch.zeros(10, 6, dtype=torch.complex128).t(),
             "conj.128": torch.zeros(6, 10, dtype=torch.complex64),
+            "expanded": torch.zeros(6, 10, dtype=torch.complex128),
+            "expanded.columns": torch.zeros(10, 6, dtype=torch.int16).t(),
             "imag": torch.zeros(6, 10, dtype=torch.bfloat16),
             "plain": conjugated,
             "transposed": torch.zeros(20, 12, dtype=torch.complex64)[::2, ::2],

@@ -35,9 +35,9 @@ from dcp_rs.errors import (
 )
 from support import assert_state_equal, blank, dtypes_state, nested_state, random_tensor, run_ranks
 from support.both import can_copy, load_rs, load_stock, save_rs, save_stock
+from support.places import STOCK
 
 SOURCES = ["dcp-rs", "dcp", "torch"]
-STOCK = Path(__file__).parent / "fixtures" / "stock"
 
 
 def make(kind: str, state: dict, path: Path) -> Path:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,10 +20,10 @@ from crash.states import found_number, rank_state
 from dcp_rs import _core
 from dcp_rs.errors import DcpRsError, InternalError, PlanError
 from support import files_in
+from support.places import ROOT, TESTS
 from support.slabs import batch_of
 
-TESTS = Path(__file__).parent
-RUST = TESTS.parent / "rust" / "py" / "src"
+RUST = ROOT / "rust" / "py" / "src"
 
 
 def save(path, number):

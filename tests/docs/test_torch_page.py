@@ -1,9 +1,10 @@
 """docs/torch-files.md: its code runs, in its order."""
 
 import re
-from pathlib import Path
 
-PAGE = Path(__file__).parent.parent / "docs" / "torch-files.md"
+from support.places import ROOT
+
+PAGE = ROOT / "docs" / "torch-files.md"
 
 
 def test_the_page_runs(tmp_path, monkeypatch):
