@@ -54,6 +54,7 @@ def convert(
     include: str | Iterable[str] | None = None,
     exclude: str | Iterable[str] | None = None,
     rename: Rename = None,
+    name: str = "model",
     skip_unsupported: bool = False,
     overwrite: bool = False,
     progress: Progress = None,
@@ -79,6 +80,7 @@ def convert(
         include, exclude: one glob or several, over names in the source.
         rename: from stored names to new ones. A mapping is of names, or of what names begin with up to a dot: ``{"model": "module"}`` makes
             ``model.x`` ``module.x``, ``{"model": ""}`` makes it ``x``, and ``{"": "model"}`` makes ``x`` ``model.x``. Or a callable.
+        name: what files are called in a folder of ``to="safetensors"``: ``"model"`` for transformers, ``"diffusion_pytorch_model"``, ``"adapter_model"``.
         skip_unsupported: leave out what ``out`` cannot hold; without it that is an error.
         overwrite: replace a checkpoint at ``out``.
         progress: called now and then with the bytes written, and all that are to be written; ``True`` draws a bar, on a terminal and in notebooks.
@@ -110,6 +112,9 @@ def convert(
         raise ValueError(msg)
     if shards is not None and (isinstance(shards, bool) or not isinstance(shards, int) or shards < 1):
         msg = f"shards={shards!r}: a positive integer"
+        raise ValueError(msg)
+    if not name or "/" in name:
+        msg = f"name={name!r}: what files are called"
         raise ValueError(msg)
     source_path, target = local_path(path), Path(os.path.abspath(local_path(out)))  # noqa: PTH100  # Path.resolve would follow out's last link
     as_file = to == "torch" or (to == "safetensors" and target.suffix == ".safetensors")
@@ -144,6 +149,7 @@ def convert(
         write_options,
         report,
         containers,
+        name=name,
         weights_only=weights_only,
         renamed=any(task.name != task.item.name for task in tasks),
         filtered=len(tasks) < len(source.items),

@@ -91,6 +91,7 @@ class Job:
     report: ConvertReport
     containers: list[Container] | None = None
     progress: Watch | None = None
+    name: str = "model"
     weights_only: bool = True
     renamed: bool = False
     filtered: bool = False
