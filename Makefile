@@ -14,6 +14,8 @@ FUZZ_SECONDS ?= 60
 SECONDS ?= 600
 # What wheels are built for.
 WHEEL_TARGETS ?= x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu x86_64-unknown-linux-musl aarch64-unknown-linux-musl
+# The integrations that are tested.
+FRAMEWORKS ?= transformers
 # How many steps the soak of the checkpoint manager saves, on each number of ranks.
 STEPS  ?= 10000
 
@@ -31,7 +33,7 @@ export UV_SYSTEM_CERTS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo test test-rust test-python test-slow test-oldest check check-rust check-python \
+.PHONY: help build demo test test-rust test-python test-slow test-oldest test-frameworks check check-rust check-python \
 	fmt bench crash soak soak-steps differential fuzz wheels dist clean
 
 help:  ## List the targets
@@ -73,6 +75,17 @@ test-python: $(VENV)/.built
 
 test-slow: $(VENV)/.built  ## The slow Python tests as well
 	$(PY) -m pytest --slow $(ARGS)
+
+# Each has an environment of its own, with the newest release there is. The extension is the one that was built: it works with every Python from 3.11.
+test-frameworks: $(VENV)/.built  ## The integrations, each with the newest release of its framework (FRAMEWORKS, ARGS)
+	@set -e; for name in $(FRAMEWORKS); do \
+		echo "== $$name"; \
+		[ -x .venv-$$name/bin/python ] || $(PYTHON) -m venv .venv-$$name; \
+		$(UV) pip install --quiet --upgrade --python .venv-$$name/bin/python \
+			-r tests/frameworks/$$name.txt -r tests/frameworks/common.txt -r pyproject.toml; \
+		$(UV) pip list --quiet --python .venv-$$name/bin/python | grep -E "^(torch|safetensors|$$(sed '/^#/d' tests/frameworks/$$name.txt | paste -sd '|')) "; \
+		PYTHONPATH="$(abspath python)" .venv-$$name/bin/python -m pytest tests/frameworks/test_$$name.py $(ARGS); \
+	done
 
 test-oldest:  ## The Python tests with the oldest torch that pyproject.toml allows
 	$(MAKE) test-python VENV=.venv-oldest TORCH=torch==$$($(PYTHON) tests/support/oldest.py torch)

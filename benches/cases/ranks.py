@@ -1,6 +1,6 @@
 """Several ranks of one machine load at once from a cold disk: what all want, and what lies between what others want."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,7 +10,7 @@ from harness import checkpoints, page_cache
 from harness.context import Context
 from harness.driven import Driven, worker
 from harness.loaders import OURS, OURS_STOCK_PLANNER, STOCK
-from harness.pairs import Contender, measure
+from harness.pairs import Contender, measure, nothing
 from harness.rows import Row, versus
 from harness.states import Pattern, size_of, square_shapes
 
@@ -21,14 +21,13 @@ def run(context: Context) -> list[Row]:
     pattern = Pattern(square_shapes(context.sizes), torch.bfloat16)
     native, stock = checkpoints.row_sharded(context.folder / "reshard", pattern, SAVED_BY)
     rows = []
-    with _ranks(context) as ranks:
+    with together(context) as ranks:
         for what in ("replicas", "columns", "rows"):
             ranks.ask("want", what)
             times = measure(
                 [
-                    ranks.contender(OURS, native),
-                    ranks.contender(OURS_STOCK_PLANNER, native),
-                    ranks.contender(STOCK, stock),
+                    ranks.contender(name, path, lambda path=path: page_cache.drop(path))
+                    for name, path in ((OURS, native), (OURS_STOCK_PLANNER, native), (STOCK, stock))
                 ],
                 **context.pairs,
             )
@@ -37,7 +36,7 @@ def run(context: Context) -> list[Row]:
     return rows
 
 
-class _Ranks:
+class Ranks:
     """Processes that do the same at once."""
 
     def __init__(self, processes: list[Driven], pool: ThreadPoolExecutor) -> None:
@@ -47,18 +46,22 @@ class _Ranks:
     def ask(self, *words: str | Path) -> None:
         list(self._pool.map(lambda process: process.ask(*words), self._processes))
 
-    def contender(self, name: str, path: Path) -> Contender:
+    def contender(
+        self, name: str, path: Path, before: Callable[[], None] = nothing, *, warm_up: bool = False
+    ) -> Contender:
+        """The load of that name, by all of them, in what each wants."""
         return Contender(
             name,
             run=lambda: self.ask("load", name, path),
-            before=lambda: page_cache.drop(path),
+            before=before,
             verify=lambda: self.ask("verify"),
-            warm_up=False,
+            warm_up=warm_up,
         )
 
 
 @contextmanager
-def _ranks(context: Context) -> Iterator[_Ranks]:
+def together(context: Context) -> Iterator[Ranks]:
+    """The processes, which meet in one process group."""
     store = context.folder / "ranks.store"
     store.unlink(missing_ok=True)
     with ExitStack() as stack:
@@ -66,4 +69,4 @@ def _ranks(context: Context) -> Iterator[_Ranks]:
         processes = [
             stack.enter_context(worker("rank_worker", rank, RANKS, store, context.size)) for rank in range(RANKS)
         ]
-        yield _Ranks(processes, pool)
+        yield Ranks(processes, pool)

@@ -21,6 +21,7 @@ OURS_STOCK_PLANNER = "dcp.load, RsReader"
 STOCK = "FileSystemReader"
 HUGGING_FACE = "HuggingFaceStorageReader"
 SAFETENSORS = "safetensors load_file + copy_"
+BROADCAST = "BroadcastingTorchSaveReader, and copy_ of the rows"
 
 
 def ours(path: Path, state: State) -> None:

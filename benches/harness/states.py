@@ -94,7 +94,7 @@ def shard(tensor: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def shards(pattern: Pattern, dim: int, mesh: DeviceMesh) -> tuple[dict[str, DTensor], dict[str, torch.Tensor]]:
-    """Shards of matrices as DTensors to load into, and the memory behind them."""
+    """Shards as DTensors to load into, and the memory behind them."""
     memory = {
         name: torch.zeros_like(shard(pattern.view(name), dim, mesh), memory_format=torch.contiguous_format)
         for name in pattern.shapes
@@ -106,7 +106,7 @@ def shards(pattern: Pattern, dim: int, mesh: DeviceMesh) -> tuple[dict[str, DTen
             [Shard(dim)],
             run_check=False,
             shape=torch.Size(pattern.shapes[name]),
-            stride=(pattern.shapes[name][1], 1),
+            stride=pattern.view(name).stride(),
         )
         for name, local in memory.items()
     }

@@ -1,5 +1,6 @@
 """One rank of several on this machine: `rank_worker.py RANK WORLD_SIZE STORE SIZE`, then want WHAT, load LOADER PATH, verify."""
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -9,8 +10,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.context import SIZES
 from harness.driven import serve
-from harness.loaders import OURS, OURS_STOCK_PLANNER, STOCK
-from harness.states import Pattern, check_shards, scramble, shards, square_shapes
+from harness.loaders import BROADCAST, OURS, OURS_STOCK_PLANNER, STOCK
+from harness.states import Pattern, check_shards, scramble, shard, shards, square_shapes
+from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
 
 import dcp_rs
@@ -43,6 +45,22 @@ class Wanted:
             check_shards(PATTERN, self.dim, MESH, self.memory)
         scramble(self.memory.values())
 
+    def broadcast(self, path: str) -> None:
+        """By torch's reader of such files, which knows whole tensors only: under a DTensor its ranks wait for each other for ever."""
+        whole = whole_tensors()
+        dcp.load(
+            whole, storage_reader=BroadcastingTorchSaveReader(), planner=DynamicMetaLoadPlanner(), checkpoint_id=path
+        )
+        assert self.dim is not None
+        for name, tensor in whole.items():
+            self.memory[name].copy_(shard(tensor, self.dim, MESH))
+
+
+@functools.cache
+def whole_tensors() -> dict[str, torch.Tensor]:
+    """Memory for all of every matrix, made before the first round."""
+    return PATTERN.blank()
+
 
 wanted: list[Wanted] = []
 
@@ -58,6 +76,8 @@ def load(loader: str, path: str) -> None:
         dcp_rs.load(state, path)
     elif loader == OURS_STOCK_PLANNER:
         dcp.load(state, storage_reader=dcp_rs.RsReader(path))
+    elif loader == BROADCAST:
+        wanted[0].broadcast(path)
     else:
         assert loader == STOCK
         dcp.load(state, storage_reader=dcp.FileSystemReader(Path(path)))

@@ -4,13 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dcp_rs._core import __version__
-from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.names import nearest
 
 if TYPE_CHECKING:
     from dcp_rs import errors as errors
     from dcp_rs import optim as optim
-    from dcp_rs.api import async_save, load, load_state_dict, save
+    from dcp_rs.api import SaveFuture, async_save, load, load_state_dict, save
     from dcp_rs.checkpoint.arrays import NumpyCheckpoint
     from dcp_rs.checkpoint.clean import CleanReport, Leftover, clean
     from dcp_rs.checkpoint.frameworks import open as open  # noqa: A004  # the name that users of safetensors expect
@@ -42,6 +40,7 @@ __all__ = [
     "RsReader",
     "RsSavePlanner",
     "RsWriter",
+    "SaveFuture",
     "SaveReport",
     "VerifyReport",
     "__version__",
@@ -63,7 +62,7 @@ __all__ = [
 
 # Loaded when they are first used: most need torch, which takes seconds, and `dcp-rs ls` needs none of it.
 _MODULES = {
-    "api": ("async_save", "load", "load_state_dict", "save"),
+    "api": ("SaveFuture", "async_save", "load", "load_state_dict", "save"),
     "checkpoint.clean": ("CleanReport", "Leftover", "clean"),
     "checkpoint.arrays": ("NumpyCheckpoint",),
     "checkpoint.frameworks": ("open",),
@@ -94,10 +93,14 @@ if not TYPE_CHECKING:  # where types are checked, a name that is not above is an
         if name in _SUBMODULES:
             return import_module(f"{__name__}.{name}")
         if name in _FORMERLY:
+            from dcp_rs._warnings import warn_caller
+
             msg = f"dcp_rs.{name} is dcp_rs.{_FORMERLY[name]}.{name} now, and no function takes it; the old name works for one more release"
             warn_caller(msg, DeprecationWarning)
             return getattr(import_module(f"{__name__}.{_FORMERLY[name]}"), name)
         if name not in _HOMES:
+            from dcp_rs.checkpoint.names import nearest
+
             near = nearest(name, __dir__())
             msg = f"module {__name__!r} has no attribute {name!r}" + (f"; did you mean {near!r}?" if near else "")
             raise AttributeError(msg)

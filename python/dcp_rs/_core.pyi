@@ -164,8 +164,10 @@ class Batch:
         """The places of which all is filled in the first turn."""
     def leave_out(self, places: Sequence[int]) -> None:
         """Takes all of these places out of the turns."""
-    def read(self, turn: int, **options: Unpack[_ReadOptions]) -> tuple[int, int]:
-        """Fills what has this turn and is not elsewhere; returns (bytes wanted, bytes read)."""
+    def read(
+        self, turn: int, *, progress: Callable[[int], object] | None = None, **options: Unpack[_ReadOptions]
+    ) -> tuple[int, int]:
+        """Fills what has this turn and is not elsewhere; returns (bytes wanted, bytes read). ``progress`` hears now and then how many bytes of it are there."""
 
 @final
 class SavePlan:
@@ -329,6 +331,8 @@ class Save:
         """Writes the plain tensors of the plan that this was created from."""
     def write_values(self, values: Sequence[tuple[int, bytes]]) -> None:
         """Values are (item, bytes)."""
+    def watch(self, progress: Callable[[int], object]) -> None:
+        """From here on ``progress`` hears, while something is written, how many bytes are."""
     @property
     def plain_count(self) -> int: ...
     @property

@@ -19,7 +19,7 @@ from dcp_rs.dcp import plan_cache, protocol
 from dcp_rs.dcp.arguments import check_options, check_state_dict
 from dcp_rs.dcp.checkpoint_process import save_in_process
 from dcp_rs.dcp.load_planner import RsLoadPlanner
-from dcp_rs.dcp.load_report import LoadReport
+from dcp_rs.dcp.load_report import LoadReport, SaveReport
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.save_planner import RsSavePlanner
 from dcp_rs.dcp.together import Ranks
@@ -30,7 +30,7 @@ from dcp_rs.tensors.nesting import like
 from dcp_rs.tensors.trees import stateful_values
 from dcp_rs.transfer.stage import HostStager
 
-__all__ = ["async_save", "load", "load_state_dict", "save"]
+__all__ = ["SaveFuture", "async_save", "load", "load_state_dict", "save"]
 
 #: A load that finds the checkpoint replaced under it begins again, so often.
 _ATTEMPTS = 10
@@ -202,6 +202,20 @@ def _without_stateful(state_dict: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+class SaveFuture(Future[Metadata]):
+    """What :func:`async_save` returns: a future of the metadata that cannot be cancelled, as the other ranks take part in the save.
+
+    Attributes:
+        report: what the save took on this rank (:class:`dcp_rs.SaveReport`), once the future is done; None where it failed.
+    """
+
+    report: SaveReport | None = None
+
+    def cancel(self) -> bool:
+        """False: a save that was begun goes on."""
+        return False
+
+
 def async_save(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str],
@@ -212,7 +226,7 @@ def async_save(
     executor: Literal["thread", "process"] = "thread",
     stager: HostStager | None = None,
     **write_options: Unpack[WriterArguments],
-) -> Future[Metadata]:
+) -> SaveFuture:
     """Saves in the background. Returns once ``state_dict`` has been copied to host memory: training may go on and change it.
 
     Saves of one process follow each other, in the order of the calls, so that their collectives do not mix. A save to a path that
@@ -228,7 +242,7 @@ def async_save(
             future is done.
 
     Returns:
-        The metadata, once the checkpoint is committed; or what :func:`save` would have raised.
+        A future: of the metadata, once the checkpoint is committed, or what :func:`save` would have raised. Its ``report`` says what the save took.
 
     Raises:
         SaveInProgressError: another save to ``path`` is not over.
@@ -253,7 +267,9 @@ def async_save(
         writer.stage_with(stager or HostStager(shared=executor == "process"))
         planner = RsSavePlanner() if planner is None else planner
         staged = writer.stage(_without_stateful(state_dict), queued=True)
-        return _background().submit(save_staged, ranks, _giving((staged, writer, planner)))
+        future = SaveFuture()
+        future.set_running_or_notify_cancel()
+        _background().submit(_fulfil, future, save_staged, ranks, _giving((staged, writer, planner)), writer)
     except BaseException as error:
         if writer is not None:
             writer.close()
@@ -261,6 +277,25 @@ def async_save(
             # The others save: there they are told. Meanwhile nothing else of this rank may use the group.
             _background().submit(save_staged, ranks, _raising(error)).exception()
         raise
+    else:
+        return future
+
+
+def _fulfil(
+    future: SaveFuture,
+    save_staged: Callable[[Ranks, BeginSave], Metadata],
+    ranks: Ranks,
+    begin: BeginSave,
+    writer: RsWriter,
+) -> None:
+    """Saves, and gives the future what comes of it."""
+    try:
+        metadata = save_staged(ranks, begin)
+    except BaseException as error:  # noqa: BLE001  # it is the future's
+        future.set_exception(error)
+    else:
+        future.report = writer.report
+        future.set_result(metadata)
 
 
 _executor: ThreadPoolExecutor | None = None

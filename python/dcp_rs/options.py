@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
+from dcp_rs._progress import Progress
+
 __all__ = ["ReadArguments", "ReadOptions", "ReaderArguments", "WriteOptions", "WriterArguments"]
 
 MIB = 1 << 20
@@ -63,6 +65,7 @@ class ReaderArguments(ReadArguments, total=False):
     weights_only: bool
     allow_external: bool
     replicas: Literal["each", "node", "all"]
+    progress: Progress
     thread_count: int | None
 
 
@@ -76,6 +79,7 @@ class WriterArguments(TypedDict, total=False):
     overwrite: bool
     cache_staged_state_dict: bool
     strict_values: bool
+    progress: Progress
     thread_count: int | None
     sync_files: bool | None
     single_file_per_rank: bool

@@ -1,9 +1,22 @@
-"""``progress=``: it hears the end, and an error in it is the caller's."""
+"""``progress=``: it hears the end, an error in it is the caller's, and ``True`` is a bar where somebody watches, and nothing elsewhere."""
+
+import os
+import pickle
+import pty
+import subprocess
+import sys
+import types
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import dcp_rs
+from dcp_rs import RsLoadPlanner, RsReader, RsWriter
+from support import assert_state_equal, blank, run_ranks
 from support.both import save_rs, save_stock
 
 #: Long enough to be asked about in between.
@@ -18,36 +31,163 @@ def world(tmp_path_factory):
     return folder
 
 
-def check(seen: list[int], total: int) -> None:
+class Seen(list[tuple[int, int | None]]):
+    """What a callable heard."""
+
+    def __call__(self, done: int, total: int | None) -> None:
+        self.append((done, total))
+
+
+def check(seen: Seen, total: int, told: int | None) -> None:
     assert seen == sorted(seen)
-    assert seen[-1] == total
+    assert seen[-1] == (total, told)
+    assert {all_bytes for _, all_bytes in seen} == {told}
 
 
 def test_verification_tells_of_its_end(world):
     for _ in range(3):
-        seen: list[int] = []
-        report = dcp_rs.verify(world / "ours", progress=seen.append)
-        check(seen, report.bytes_verified)
+        seen = Seen()
+        report = dcp_rs.verify(world / "ours", progress=seen)
+        check(seen, report.bytes_verified, report.bytes_verified)
     assert report.bytes_verified > STATE["w"].nbytes
 
 
 def test_an_index_tells_of_its_end(world, tmp_path):
-    seen: list[int] = []
-    dcp_rs.index(world / "stock", out=tmp_path / "adopted", digests=True, progress=seen.append)
-    check(seen, dcp_rs.verify(tmp_path / "adopted", allow_external=True).bytes_verified)
+    seen = Seen()
+    dcp_rs.index(world / "stock", out=tmp_path / "adopted", digests=True, progress=seen)
+    nbytes = dcp_rs.verify(tmp_path / "adopted", allow_external=True).bytes_verified
+    check(seen, nbytes, nbytes)
     (world / "ours" / "index.dcprs").rename(tmp_path / "lost")
     seen.clear()
-    dcp_rs.index(world / "ours", progress=seen.append)
-    check(seen, dcp_rs.verify(world / "ours").bytes_verified)
+    dcp_rs.index(world / "ours", progress=seen)
+    assert seen[-1][0] == dcp_rs.verify(world / "ours").bytes_verified
     # Nothing to do is nothing to tell.
     seen.clear()
-    dcp_rs.index(world / "stock", out=tmp_path / "again", progress=seen.append)
+    dcp_rs.index(world / "stock", out=tmp_path / "again", progress=seen)
     assert not seen
 
 
-def test_what_it_raises_ends_the_work(world):
-    def stop(done: int) -> None:
-        raise ValueError(done)
+@pytest.mark.parametrize("source", ["ours", "stock"])
+@pytest.mark.parametrize("planner", [RsLoadPlanner, DefaultLoadPlanner])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_load_tells_of_its_end(world, source, planner, dtype):
+    """In place, and by way of slabs, where it is cast."""
+    seen = Seen()
+    state = {"w": torch.zeros(24 << 20, dtype=dtype), "step": 0}
+    options = {"dtype_policy": "cast"} if planner is RsLoadPlanner else {}
+    report = dcp_rs.load(state, world / source, planner=planner(**options), progress=seen, no_dist=True)
+    assert_state_equal(state, {"w": STATE["w"].to(dtype), "step": 3})
+    check(Seen(one for one in seen if one[1] == report.bytes_wanted), report.bytes_wanted, report.bytes_wanted)
+    assert seen[-1] == (report.bytes_wanted, report.bytes_wanted)
+    seen.clear()
+    dcp.load(blank(STATE), storage_reader=RsReader(world / source, progress=seen), no_dist=True)
+    assert seen[-1][0] == seen[-1][1] > STATE["w"].nbytes
+
+
+@pytest.mark.parametrize("state", [STATE, {"w": STATE["w"].view(-1, 2).t()}, {"w": STATE["w"].double()}])
+def test_a_save_tells_of_its_end(tmp_path, state):
+    seen = Seen()
+    writer = RsWriter(tmp_path / "dcp", progress=seen)
+    dcp.save(dict(state), storage_writer=writer, no_dist=True)
+    check(seen, writer.report.bytes_written, writer.report.bytes_written)
+    for save in (dcp_rs.save, lambda *args, **how: dcp_rs.async_save(*args, **how).result(60)):
+        seen.clear()
+        save(dict(state), tmp_path / "ckpt", progress=seen, no_dist=True)
+        check(seen, writer.report.bytes_written, writer.report.bytes_written)
+
+
+def test_readers_and_writers_go_to_other_processes_without_it(world):
+    for one in (RsReader(world, progress=print), RsWriter(world, progress=lambda *_: None)):
+        assert pickle.loads(pickle.dumps(one)).progress is None
+
+
+def test_what_it_raises_ends_the_work(world, tmp_path):
+    def stop(done: int, total: int | None) -> None:
+        raise ValueError(done, total)
 
     with pytest.raises(ValueError, match=r"\d+"):
         dcp_rs.verify(world / "ours", progress=stop)
+    with pytest.raises(ValueError, match=r"\d+"):
+        dcp_rs.load(blank(STATE), world / "ours", progress=stop, no_dist=True)
+    with pytest.raises(ValueError, match=r"\d+"):
+        dcp_rs.save(STATE, tmp_path / "ckpt", progress=stop, no_dist=True)
+    assert not list((tmp_path / "ckpt").glob("*.safetensors"))
+    with pytest.raises(ValueError, match=r"\d+"):
+        dcp_rs.convert(world / "ours", tmp_path / "converted", progress=stop)
+    assert not (tmp_path / "converted").exists()
+
+
+def stop_on_one_rank(path: str) -> str:
+    def stop(done: int, total: int | None) -> None:
+        raise ValueError(done)
+
+    state = {"w": torch.zeros(5_000)}
+    rank = dist.get_rank()
+    try:
+        dcp_rs.load(state, path, progress=stop if rank == 1 else None)
+    except Exception as error:  # noqa: BLE001  # which one it is, is the question
+        return type(error).__name__
+    return "nothing"
+
+
+def test_what_it_raises_on_one_rank_all_hear(ckpt):
+    dcp_rs.save({"w": torch.arange(5_000.0)}, ckpt)
+    assert run_ranks(2, stop_on_one_rank, ckpt) == ["ValueError"] * 2
+
+
+# --- the bar ------------------------------------------------------------------------------------------
+
+WORK = """
+import sys
+import dcp_rs
+dcp_rs.verify(sys.argv[1], progress=True)
+dcp_rs.convert(sys.argv[1], sys.argv[2], progress=True, overwrite=True)
+import torch
+state = {"w": torch.zeros(24 << 20, dtype=torch.int32), "step": 0}
+dcp_rs.load(state, sys.argv[1], progress=True)
+dcp_rs.save(state, sys.argv[2], progress=True)
+"""
+
+
+def test_a_terminal_gets_a_bar_and_a_log_nothing(world, tmp_path):
+    command = [sys.executable, "-c", WORK, str(world / "ours"), str(tmp_path / "new")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout + done.stderr == ""
+    parent, child = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "80", "PYTHONIOENCODING": "utf-8"}
+    with subprocess.Popen(command, stdin=child, stdout=subprocess.DEVNULL, stderr=child, env=environment) as process:
+        os.close(child)
+        shown = b""
+        while True:
+            try:
+                part = os.read(parent, 65536)
+            except OSError:  # the other end is closed
+                break
+            if not part:
+                break
+            shown += part
+    os.close(parent)
+    assert process.returncode == 0
+    lines = shown.decode().split("\r")
+    for what in ("verifying", "converting", "loading", "saving"):
+        assert any(line.startswith(f"{what} ") for line in lines), what
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[-1] == "\x1b[K"  # nothing stays
+
+
+def test_a_notebook_gets_a_bar_that_stays(world, monkeypatch):
+    """What IPython is asked to display, of a kernel that is none."""
+    cells: list[dict[str, str]] = []
+    handle = types.SimpleNamespace(update=lambda shown, raw: cells.append(shown))
+
+    def display(shown: dict[str, str], *, raw: bool, display_id: bool) -> Any:
+        cells.append(shown)
+        return handle
+
+    shell = types.SimpleNamespace(kernel=object())
+    ipython = types.SimpleNamespace(get_ipython=lambda: shell, display=types.SimpleNamespace(display=display))
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    dcp_rs.load(blank(STATE), world / "ours", progress=True, no_dist=True)
+    assert cells[0]["text/plain"].startswith("loading: 0 B")
+    assert cells[-1]["text/plain"].startswith("loading: 101 MB of 101 MB, ")
+    assert "<progress max='1' value='1.0000'>" in cells[-1]["text/html"]

@@ -172,6 +172,40 @@ def test_changing_a_tensor_changes_no_file(tmp_path):
     assert path.read_bytes() == before
 
 
+def test_parameters_are_read_as_what_is_in_them(tmp_path):
+    """As state_dict() gives them, and as DCP stores them; that they want a gradient is known, and kept by a conversion."""
+    path = tmp_path / "x.pth"
+    weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
+    frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    torch.save({"w": weight, "frozen": frozen, "tensor": torch.ones(3, requires_grad=True), "list": [weight, 1]}, path)
+    with dcp_rs.open(path) as opened:
+        for nested in (opened.state_dict(), {**opened, "list": [opened["list.0"], 1]}):
+            read = {"w": nested["w"], "frozen": nested["frozen"], "tensor": nested["tensor"], "0": nested["list"][0]}
+            assert {type(value) for value in read.values()} == {torch.Tensor}
+            assert not any(value.requires_grad for value in read.values())
+        assert_state_equal(opened["w"], weight.detach())
+    with dcp_rs.open(path, device="meta") as skeleton:
+        assert {name for name in ("w", "frozen", "tensor", "list.0") if skeleton[name].requires_grad} == {
+            "w",
+            "tensor",
+            "list.0",
+        }
+    into = {"w": torch.nn.Parameter(torch.zeros(2, 3)), "frozen": torch.zeros(2)}
+    kept = into["w"]
+    dcp_rs.load(into, path)
+    assert into["w"] is kept
+    assert kept.requires_grad
+    assert_state_equal(kept.detach(), weight.detach())
+    module = torch.nn.Module()
+    module.w, module.frozen = (torch.nn.Parameter(torch.zeros_like(value)) for value in (weight, frozen))
+    with dcp_rs.open(path) as opened:
+        module.load_state_dict(opened.state_dict(), strict=False)
+    assert_state_equal(module.w.detach(), weight.detach())
+    dcp_rs.convert(path, tmp_path / "y.pth", to="torch")
+    again = torch.load(tmp_path / "y.pth", weights_only=True)
+    assert [again[name].requires_grad for name in ("w", "frozen", "tensor")] == [True, False, True]
+
+
 class Forbidden:
     """A class that nobody allowed."""
 

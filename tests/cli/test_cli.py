@@ -260,7 +260,7 @@ def test_a_path_with_a_scheme_is_named_as_it_was_given(dcp_rs_cli) -> None:
 
 
 def test_the_help_says_which_commands_read_files_of_torch_save(dcp_rs_cli) -> None:
-    for command in ("ls", "inspect", "convert", "verify", "index", "bench"):
+    for command in ("ls", "tree", "inspect", "stats", "convert", "verify", "index", "bench"):
         assert ("torch.save" in dcp_rs_cli(command, "--help")[1]) == (command != "bench")
 
 
@@ -416,6 +416,15 @@ def test_ls_shows_values_and_chooses_by_globs(dcp_rs_cli, world: Path) -> None:
             "nothing": None,
             "step": 12,
         }
+
+
+def test_keys_of_all_kinds_are_told_apart(dcp_rs_cli, tmp_path: Path) -> None:
+    dcp_rs.save({"state": {0: {"m": torch.ones(2)}, "1": {"m": torch.ones(3)}}}, tmp_path / "ckpt")
+    shown = dcp_rs_cli("inspect", tmp_path / "ckpt", "state.0.m")[1]
+    assert "['state'][0]['m']" in shown
+    assert "['state']['1']['m']" in dcp_rs_cli("inspect", tmp_path / "ckpt", "state.1.m")[1]
+    said = dcp_rs_cli("inspect", tmp_path / "ckpt", "state.0.m", "--json")[1]
+    assert json.loads(said)["state_dict_path"] == ["state", [0], "m"]  # a key, and no place in a list
 
 
 def test_version_and_module() -> None:

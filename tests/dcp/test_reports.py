@@ -108,3 +108,36 @@ def test_one_rank_speaks_for_all(ckpt):
     first, second = run_ranks(2, load_with_logs, ckpt)
     assert first == (["saved", "loaded"], [], 16)
     assert second == ([], ["saved", "loaded"], 16)
+
+
+def save_in_the_background(path, executor):
+    """What two saves, one after the other, say of themselves on this rank."""
+    said = []
+    for size in (1000, 5000):
+        state = {"all": torch.ones(10), f"of {dist.get_rank()}": torch.ones(size * (1 + dist.get_rank()))}
+        future = dcp_rs.async_save(state, f"{path}/{size}", executor=executor)
+        assert not future.cancel()
+        future.result(90)
+        report = future.report
+        assert isinstance(report, SaveReport)
+        assert report.path == f"{path}/{size}"
+        assert report.seconds > 0
+        said.append((report.bytes_written, report.entries, list(report.phases)))
+    return said
+
+
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_a_save_in_the_background_reports_too(ckpt, executor):
+    """Of another process too, each rank its own bytes."""
+    first, second = run_ranks(2, save_in_the_background, ckpt, executor, fresh=executor == "process")
+    assert [phases for *_, phases in first] == [["plan", "write", "commit"]] * 2
+    assert [phases for *_, phases in second] == [["plan", "write"]] * 2
+    assert [entries for _, entries, _ in first] == [3, 3]
+    assert [nbytes // 4000 for nbytes, *_ in first] == [1, 5]
+    assert [nbytes // 8000 for nbytes, *_ in second] == [1, 5]
+
+
+def test_a_save_in_the_background_that_fails_has_no_report(ckpt):
+    future = dcp_rs.async_save({"w": torch.empty(1, device="meta")}, ckpt, no_dist=True)
+    assert future.exception(60) is not None
+    assert future.report is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -47,6 +46,8 @@ def nearest(name: str, names: Collection[str]) -> str | None:
     compared = [known for known in names if abs(len(known) - len(name)) <= 1 + len(name) // 4]
     if len(compared) > _COMPARED:
         compared = [known for known in compared if known.startswith(first + dot) or known.endswith(name[-4:])]
+    import difflib  # a tenth of what the package takes to import, and only mistakes need it
+
     close = difflib.get_close_matches(name, compared[:_COMPARED], n=1)
     return close[0] if close else None
 

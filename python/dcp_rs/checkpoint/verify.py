@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from dcp_rs import _core
+from dcp_rs._progress import Progress, watching
 from dcp_rs._shown import Shown
 from dcp_rs._warnings import formerly, warn_caller
 from dcp_rs.checkpoint.clean import Leftover, seen_beside
@@ -76,7 +76,7 @@ def verify(
     *,
     threads: int | None = None,
     allow_external: bool = False,
-    progress: Callable[[int], Any] | None = None,
+    progress: Progress = None,
 ) -> VerifyReport:
     """Hashes all of a checkpoint and compares it with the digests in its index. Every file has to be there, and have its length.
 
@@ -85,17 +85,25 @@ def verify(
             Data without digests (of others) is only looked for; ``bytes_without_digest`` says how much that is.
         threads: default: the cores of this process.
         allow_external: read data files outside the folder, if the index names any. Without it such an index is refused.
-        progress: called now and then with the bytes hashed so far, and at the end with all of them.
+        progress: called now and then with the bytes hashed so far, and all of the payload; ``True`` draws a bar, on a terminal
+            and in notebooks.
 
     Raises:
         CheckpointNotFoundError, CorruptIndexError, UnsupportedError: see :mod:`dcp_rs.errors`. Damaged data is in the report.
     """
     opened = open_index(path, rank=None, allow_external=allow_external)
-    found, hashed, without = opened.verify(threads=threads or 0, progress=progress)
+    with watching(progress, "verifying") as watch:
+        total = 0 if watch is None else _payload(opened)
+        tell = None if watch is None else lambda done: watch(done, total)
+        found, hashed, without = opened.verify(threads=threads or 0, progress=tell)
     problems = [
         Problem(str(file), tensor, block, offset, expected, got) for file, tensor, block, offset, expected, got in found
     ]
     return VerifyReport(problems, hashed, without, seen_beside(path), _lost(opened, problems))
+
+
+def _payload(index: _core.Index) -> int:
+    return sum(length for number in range(index.tensor_count) for _, _, length, _, _ in index.chunks(number))
 
 
 def _lost(index: _core.Index, problems: Sequence[Problem]) -> list[str]:
@@ -122,7 +130,7 @@ def index(
     save_id: str | None = None,
     overwrite: bool = False,
     threads: int | None = None,
-    progress: Callable[[int], Any] | None = None,
+    progress: Progress = None,
 ) -> Path:
     """Writes an index over data that is there already, and touches none of it. Returns the path of the index.
 
@@ -139,7 +147,7 @@ def index(
             headers, and in the error that asks for it.
         overwrite: replace an index that is there.
         threads: that hash; default: the cores of this process.
-        progress: called now and then with the bytes hashed so far, and at the end with all of them.
+        progress: as for :func:`verify`; what is to be hashed of a folder that lost its index is not known before (None).
 
     Warns where a file is a link that leads out of the folder, but for those of Hugging Face's cache to the same repository: through an
     index such a link is followed only with ``allow_external=True``.
@@ -162,7 +170,9 @@ def index(
     prefix = None if out is None else os.fspath(folder.absolute())
     if _is_lost(source):
         wanted = None if save_id is None else uuid.UUID(save_id).bytes
-        data = _core.recover(os.fspath(source), generation=generation, save_id=wanted, threads=count, progress=progress)
+        with watching(progress, "indexing") as watch:
+            tell = None if watch is None else lambda done: watch(done, None)
+            data = _core.recover(os.fspath(source), generation=generation, save_id=wanted, threads=count, progress=tell)
         found = _core.Index.from_bytes(data, os.fspath(folder / INDEX_NAME), False)
     else:
         # An index that is being replaced is no source: the data is.
@@ -172,7 +182,10 @@ def index(
         warn_caller(msg)
     # The id of the save that wrote the data, where it has one.
     own = uuid.uuid4() if found.save_id is None else uuid.UUID(found.save_id)
-    data = found.copy(prefix=prefix, digests=digests, save_id=own.bytes, threads=count, progress=progress)
+    with watching(progress, "indexing") as watch:
+        total = 0 if watch is None else _payload(found)
+        tell = None if watch is None else lambda done: watch(done, total)
+        data = found.copy(prefix=prefix, digests=digests, save_id=own.bytes, threads=count, progress=tell)
     _core.create_folder(os.fspath(target))
     _core.replace_index(os.fspath(target), data, True)
     return target / INDEX_NAME

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dcp_rs.cli.output import line, print_json, progress_bar, size
+from dcp_rs._progress import watching
+from dcp_rs.cli.output import line, print_json, size
 from dcp_rs.errors import DcpRsError, PlanError, UnsupportedError
 
 __all__ = ["bench"]
@@ -69,11 +70,11 @@ def bench(
     destination = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in tensors.items()}
     rows = []
     readers = _readers(path, kind, files, threads=threads, allow_external=allow_external)
-    with progress_bar("reading", total=total * rounds * len(readers)) as progress, _quiet():
+    with watching(True, "reading", total=total * rounds * len(readers)) as progress, _quiet():
         for done, (name, read) in enumerate(readers):
             rows.append(_measure(name, read, destination, files, rounds=rounds, cold=cold))
             if progress is not None:
-                progress((done + 1) * rounds * total)
+                progress((done + 1) * rounds * total, None)
     if all(row.seconds is None for row in rows):
         msg = f"no reader can read {path}: {rows[0].problem}"
         raise UnsupportedError(msg, path=path)

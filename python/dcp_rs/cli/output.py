@@ -1,4 +1,4 @@
-"""What the commands print: text for people, JSON for machines, progress on a terminal only."""
+"""What the commands print: text for people, JSON for machines."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
 from dcp_rs._shown import size
@@ -33,7 +30,6 @@ __all__ = [
     "prepare_streams",
     "print_json",
     "printable",
-    "progress_bar",
     "rate",
     "readable",
     "show_shape",
@@ -212,26 +208,3 @@ def table(headings: list[str], align: list[str], rows: list[list[str]], indent: 
     line((fields(headings), "dim"))
     for row in rows:
         line(fields(row))
-
-
-@contextmanager
-def progress_bar(what: str, *, total: int | None = None) -> Iterator[Callable[..., None] | None]:
-    """A function to call with the bytes done (and all bytes). None where nobody watches."""
-    screen = console(stderr=True)
-    if not screen.is_terminal:
-        yield None
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(compact=True),
-    )
-    with Progress(*columns, console=screen, transient=True) as progress:
-        task = progress.add_task(what, total=total)
-
-        def show(done: int, all_bytes: int | None = None) -> None:
-            progress.update(task, completed=done, total=all_bytes if all_bytes is not None else total)
-
-        yield show

@@ -8,10 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dcp_rs._progress import watching
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import natural
 from dcp_rs.checkpoint.stats import TensorStats, stats
-from dcp_rs.cli.output import count, line, print_json, printable, progress_bar, rate, show_shape, size, table
+from dcp_rs.cli.output import count, line, print_json, printable, rate, show_shape, size, table
 
 __all__ = ["show_stats"]
 
@@ -35,7 +36,7 @@ def show_stats(
         if not index.tensor(number)[1] and (chosen is None or chosen(index.name(number)))
     ]
     begin, nbytes = time.perf_counter(), 0
-    with progress_bar("reading") as progress:
+    with watching(True, "reading") as progress:
 
         def seen(done: int, total: int) -> None:
             nonlocal nbytes

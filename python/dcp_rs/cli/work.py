@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp_rs.cli.cleaning import mention
-from dcp_rs.cli.output import count, entries, for_command_line, line, print_json, printable, progress_bar, rate, size
+from dcp_rs.cli.output import count, entries, for_command_line, line, print_json, printable, rate, size
 from dcp_rs.errors import PlanError
 
 __all__ = ["convert", "index", "verify"]
@@ -24,10 +24,8 @@ def verify(path: Path, *, allow_external: bool, threads: int | None, as_json: bo
     from dcp_rs.checkpoint.verify import verify as check
 
     opened = open_index(path, rank=None, allow_external=allow_external)
-    total = sum(length for tensor in range(opened.tensor_count) for _, _, length, _, _ in opened.chunks(tensor))
     begin = time.perf_counter()
-    with progress_bar("verifying", total=total) as progress:
-        report = check(path, threads=threads, allow_external=allow_external, progress=progress)
+    report = check(path, threads=threads, allow_external=allow_external, progress=True)
     seconds = time.perf_counter() - begin
     if as_json:
         print_json(
@@ -82,17 +80,16 @@ def index(
     from dcp_rs.checkpoint.verify import index as write_index
 
     begin = time.perf_counter()
-    with progress_bar("indexing") as progress:
-        made = write_index(
-            path,
-            out=out,
-            digests=digests,
-            generation=generation,
-            save_id=save_id,
-            overwrite=overwrite,
-            threads=threads,
-            progress=progress,
-        )
+    made = write_index(
+        path,
+        out=out,
+        digests=digests,
+        generation=generation,
+        save_id=save_id,
+        overwrite=overwrite,
+        threads=threads,
+        progress=True,
+    )
     seconds = time.perf_counter() - begin
     opened = open_index(made.parent, rank=None, allow_external=True)
     nbytes = made.stat().st_size
@@ -119,8 +116,7 @@ def convert(path: Path, out: Path, *, renames: Sequence[str], as_json: bool, **o
     """Converts, and says what came of it."""
     import dcp_rs
 
-    with progress_bar("converting") as progress:
-        report = dcp_rs.convert(path, out, rename=_renames(renames), progress=progress, **options)
+    report = dcp_rs.convert(path, out, rename=_renames(renames), progress=True, **options)
     if as_json:
         print_json({"path": str(path), "out": str(out), "to": options["to"], **asdict(report)})
         return

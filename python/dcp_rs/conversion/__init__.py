@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
+from dcp_rs._progress import Progress, watching
 from dcp_rs._warnings import formerly
 from dcp_rs.checkpoint.locate import local_path
 from dcp_rs.checkpoint.renaming import Rename
@@ -53,9 +54,10 @@ def convert(
     include: str | Iterable[str] | None = None,
     exclude: str | Iterable[str] | None = None,
     rename: Rename = None,
+    name: str = "model",
     skip_unsupported: bool = False,
     overwrite: bool = False,
-    progress: Callable[[int, int], Any] | None = None,
+    progress: Progress = None,
     threads: int | None = None,
     verify: bool = True,
     fsync: bool = True,
@@ -78,9 +80,10 @@ def convert(
         include, exclude: one glob or several, over names in the source.
         rename: from stored names to new ones. A mapping is of names, or of what names begin with up to a dot: ``{"model": "module"}`` makes
             ``model.x`` ``module.x``, ``{"model": ""}`` makes it ``x``, and ``{"": "model"}`` makes ``x`` ``model.x``. Or a callable.
+        name: what files are called in a folder of ``to="safetensors"``: ``"model"`` for transformers, ``"diffusion_pytorch_model"``, ``"adapter_model"``.
         skip_unsupported: leave out what ``out`` cannot hold; without it that is an error.
         overwrite: replace a checkpoint at ``out``.
-        progress: called now and then with the bytes written, and all that are to be written.
+        progress: called now and then with the bytes written, and all that are to be written; ``True`` draws a bar, on a terminal and in notebooks.
         threads: see :class:`dcp_rs.options.ReadOptions`.
         verify: check the source's digests on the way, where it has some: the result gets digests of its own, which would make damage look whole.
         fsync, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
@@ -109,6 +112,9 @@ def convert(
         raise ValueError(msg)
     if shards is not None and (isinstance(shards, bool) or not isinstance(shards, int) or shards < 1):
         msg = f"shards={shards!r}: a positive integer"
+        raise ValueError(msg)
+    if not name or "/" in name:
+        msg = f"name={name!r}: what files are called"
         raise ValueError(msg)
     source_path, target = local_path(path), Path(os.path.abspath(local_path(out)))  # noqa: PTH100  # Path.resolve would follow out's last link
     as_file = to == "torch" or (to == "safetensors" and target.suffix == ".safetensors")
@@ -143,12 +149,16 @@ def convert(
         write_options,
         report,
         containers,
-        progress,
+        name=name,
         weights_only=weights_only,
         renamed=any(task.name != task.item.name for task in tasks),
         filtered=len(tasks) < len(source.items),
     )
-    with new_place(target, as_file=as_file) as place, _disk_errors(target):
+    with (
+        new_place(target, as_file=as_file) as place,
+        _disk_errors(target),
+        watching(progress, "converting") as job.progress,
+    ):
         _WRITERS[to](job, place)
         source.check_again()
     report.written = [task.name for task in tasks]

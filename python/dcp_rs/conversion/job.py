@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dcp_rs._progress import Watch
 from dcp_rs._shown import Shown
 from dcp_rs.checkpoint.blocks import Region, Slabs, blocks
 from dcp_rs.checkpoint.names import globs, selector
@@ -89,7 +90,8 @@ class Job:
     options: WriteOptions
     report: ConvertReport
     containers: list[Container] | None = None
-    progress: Callable[[int, int], Any] | None = None
+    progress: Watch | None = None
+    name: str = "model"
     weights_only: bool = True
     renamed: bool = False
     filtered: bool = False

@@ -41,13 +41,13 @@ def why_not(task: Task) -> str | None:
 
 
 def write(job: Job, place: Place) -> None:
-    """``model.safetensors``, or several files and ``model.safetensors.index.json``."""
+    """``model.safetensors`` (or what it is called), or several files and ``model.safetensors.index.json``."""
     runs = split(job.tasks, job.shards or -(-job.total // _SHARD_BYTES))
     single = place.result != place.folder
     if single or len(runs) == 1:
-        names = [place.result.name if single else "model.safetensors"]
+        names = [place.result.name if single else f"{job.name}.safetensors"]
     else:
-        names = [f"model-{i + 1:05}-of-{len(runs):05}.safetensors" for i in range(len(runs))]
+        names = [f"{job.name}-{i + 1:05}-of-{len(runs):05}.safetensors" for i in range(len(runs))]
     files: list[tuple[str, bytes, int]] = []
     values: list[tuple[str, int, int, int]] = []
     order: list[Task] = []
@@ -100,4 +100,4 @@ def _write_index(job: Job, place: Place, weight_map: dict[str, str]) -> None:
     """As transformers writes it."""
     index = {"metadata": {"total_size": job.total}, "weight_map": dict(sorted(weight_map.items()))}
     text = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
-    _core.publish(os.fspath(place.folder), "model.safetensors.index.json", text.encode(), job.options.fsync)
+    _core.publish(os.fspath(place.folder), f"{job.name}.safetensors.index.json", text.encode(), job.options.fsync)

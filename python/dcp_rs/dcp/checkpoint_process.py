@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_rs import _torch
+from dcp_rs.dcp.commits import SavedMeta
 from dcp_rs.dcp.save_planner import RsSavePlanner
 from dcp_rs.dcp.together import Ranks
 from dcp_rs.dcp.writer import RsWriter
@@ -47,7 +48,7 @@ def save_in_process(ranks: Ranks, begin: Callable[[], tuple[dict[str, Any], RsWr
         with ranks.talking():
             info = _torch.process_group_info(ranks.process_group)
         try:
-            return _torch.save_in_process(staged, its_writer, planner, ranks.process_group, info)
+            metadata = _torch.save_in_process(staged, its_writer, planner, ranks.process_group, info)
         except CheckpointException as failure:
             ranks.raise_failures({rank: wrapped[0] for rank, wrapped in failure.failures.items()})
         except Exception as error:
@@ -56,6 +57,9 @@ def save_in_process(ranks: Ranks, begin: Callable[[], tuple[dict[str, Any], RsWr
             reason = str(error).partition("\n")[0]
             msg = f"the checkpoint process of a rank is gone, or could not go on ({reason})"
             raise RankLostError(msg) from error
+        if isinstance(metadata.storage_meta, SavedMeta):
+            its_writer.report = metadata.storage_meta.report
+        return metadata
     finally:
         if writer is not None:
             writer.close()

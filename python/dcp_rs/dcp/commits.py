@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from dcp_rs import _core
 from dcp_rs.errors import SaveInProgressError
 
-__all__ = ["Place", "SavedMeta", "Saving", "arrived", "await_place", "begin", "writing"]
+__all__ = ["Place", "SavedMeta", "Saving", "arrived", "await_place", "begin", "reported", "writing"]
 
 #: A save whose bytes are written, and which only waits for the other ranks, is waited for this long.
 _PATIENCE = 5.0  # seconds
@@ -31,7 +31,15 @@ class SavedMeta(StorageMeta):
     """The storage meta of an :class:`RsWriter`: planners know by it who will write.
 
     It comes back to every rank with the metadata of a committed save, and only then: that is how a rank learns of the commit.
+
+    Attributes:
+        report: what the save took on the rank from whose process this came: how a rank learns of a save that another process did for it.
     """
+
+    report: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "report": getattr(_current, "report", None)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -66,8 +74,13 @@ class Place:
 
 
 def await_place() -> None:
-    """This thread's part of a save begins: no place has arrived."""
-    _current.place = None
+    """This thread's part of a save begins: no place has arrived, nothing is reported."""
+    _current.place = _current.report = None
+
+
+def reported(report: Any) -> None:
+    """This thread's part of a save ended with this report."""
+    _current.report = report
 
 
 def arrived() -> Place | None:

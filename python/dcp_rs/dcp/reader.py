@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_rs import _core
+from dcp_rs._progress import Progress, watching
 from dcp_rs._shown import call
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs.checkpoint.locate import local_path, open_index
@@ -76,9 +77,12 @@ def _reported(read_data: _ReadData) -> _ReadData:
     @wraps(read_data)
     def reported(self: RsReader, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         clock: Phases = getattr(self._local, "clock", None) or Phases()
-        counts = self._local.counts = Counts()
         clock.end("plan")
-        future = read_data(self, plan, planner)
+        with watching(self.progress, "loading") as watch:
+            counts = self._local.counts = Counts(watch=watch)
+            future = read_data(self, plan, planner)
+            if watch is not None and counts.expected:  # of what lies under other destinations nothing was read
+                watch(counts.expected, counts.expected)
         clock.end("read")
         own = planner if isinstance(planner, RsLoadPlanner) else planner_of(plan)
         report = own.report if isinstance(own, RsLoadPlanner) else LoadReport()
@@ -103,6 +107,8 @@ class RsReader(StorageReader):
         replicas: who reads what several ranks need (all of the model under DDP, a shard under HSDP): ``"each"`` rank for itself; the ranks
             of a ``"node"`` together (``LOCAL_WORLD_SIZE`` of them); or ``"all"``. Together, every rank reads a part and sends it to
             the others, in pieces that ``max_inflight_bytes`` bounds. It takes effect in loads with :class:`dcp_rs.RsLoadPlanner`.
+        progress: ``True`` draws a bar for the first rank, on a terminal and in notebooks; a callable hears on its rank, now and then and at the end, of the bytes
+            that it has and of all that it wants.
         process_group: that of the load, for ``replicas`` under torch's ``dcp.load``: nothing else tells a reader. ``dcp_rs.load`` does.
         thread_count: ``threads``, as torch's ``HuggingFaceStorageReader`` calls it. ``FileSystemReader``'s ``_extension_registry`` is taken and
             has no use here, which is warned of once.
@@ -133,6 +139,7 @@ class RsReader(StorageReader):
         weights_only: bool = True,
         allow_external: bool = False,
         replicas: Literal["each", "node", "all"] = "each",
+        progress: Progress = None,
         process_group: dist.ProcessGroup | None = None,
         thread_count: int | None = None,
         _extension_registry: Any = None,
@@ -151,6 +158,7 @@ class RsReader(StorageReader):
         self.weights_only = weights_only
         self.allow_external = allow_external
         self.replicas = replicas
+        self.progress = progress
         self.bytes_read = 0
         self.report: LoadReport | None = None
         self._process_group = process_group
@@ -257,6 +265,12 @@ class RsReader(StorageReader):
             [(item.storage_index.fqn, item.storage_index.offset, item.storage_index.index) for item in plan.items]
         )
         index.check_files(chunks)
+        if self._local.counts.watch is not None:
+            self._local.counts.expected = sum(
+                item.lengths.numel() * stored_dtype("", index.dtype_of(chunk)).itemsize
+                for chunk, item in zip(chunks, plan.items, strict=True)
+                if item.type != LoadItemType.BYTE_IO
+            )
         tensors = [(c, item) for c, item in zip(chunks, plan.items, strict=True) if item.type != LoadItemType.BYTE_IO]
         values = [(c, item) for c, item in zip(chunks, plan.items, strict=True) if item.type == LoadItemType.BYTE_IO]
         self._read_values(index, values, planner)
@@ -291,6 +305,8 @@ class RsReader(StorageReader):
         load.add(reads.targets)
         turns = load.arrange()
         stored = index.read_bytes([index.first_chunk(i) for i, _ in reads.values], **self.options.engine())
+        if self._local.counts.watch is not None:
+            self._local.counts.expected = _bytes_of(reads) + sum(map(len, stored))
         self._local.counts.add(sum(map(len, stored)), sum(map(len, stored)))
         values = {
             fqn: objects.load(fqn, data, weights_only=self.weights_only)
@@ -373,6 +389,7 @@ class RsReader(StorageReader):
 
     def _read_values(self, index: _core.Index, items: list[tuple[int, ReadItem]], planner: LoadPlanner) -> None:
         stored = index.read_bytes([c for c, _ in items], **self.options.engine())
+        self._local.counts.expected += sum(map(len, stored))
         self._local.counts.add(sum(map(len, stored)), sum(map(len, stored)))
         for (_, item), data in zip(items, stored, strict=True):
             if self.weights_only:
@@ -380,11 +397,14 @@ class RsReader(StorageReader):
             planner.load_bytes(item, io.BytesIO(data))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_local", "_process_group")}
+        return {
+            key: value for key, value in self.__dict__.items() if key not in ("_local", "_process_group", "progress")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._process_group = None
+        self.progress = None
         self._local = threading.local()
 
 
@@ -416,6 +436,13 @@ def _resolve(planner: DefaultLoadPlanner, item: ReadItem) -> torch.Tensor:
     whole = type(held) in PLAIN_TYPES and held.shape == item.lengths and "global_shape" not in held.__dict__
     tensor: torch.Tensor = held if whole else planner.resolve_tensor(item)
     return tensor
+
+
+def _bytes_of(reads: LocalReads) -> int:
+    """Of all tensors, as they are stored."""
+    tensors = reads.tensors()
+    plain = sum(tensor.nbytes for tensor in tensors[: len(tensors) - len(reads.targets)])
+    return plain + sum(target.tensor.numel() * target.dtype.itemsize for target in reads.targets)
 
 
 @contextmanager

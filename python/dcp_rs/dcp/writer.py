@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_rs import _core, _torch
+from dcp_rs._progress import Progress, watching
 from dcp_rs._shown import call
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.locate import INDEX_NAME, local_path, rank_index_name, warn_of_a_foreign_model
@@ -77,6 +78,8 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         overwrite: ``False`` refuses to replace a checkpoint.
         strict_values: refuse values that would not load back under ``weights_only=True``, and keys that come back as text; without it they are saved,
             with a warning.
+        progress: ``True`` draws a bar for the first rank, on a terminal and in notebooks; a callable hears on its rank, now and then and at the end, of the bytes
+            that it has written, and of all that it is to write. Not where another process saves (``executor="process"``).
         save_id: what is to identify the first save with this writer, as a UUID; the coordinator's counts. Default: a random one.
         cache_staged_state_dict: keep the host memory that ``dcp.async_save`` stages to for the next save with this writer.
         thread_count, sync_files: ``threads`` and ``fsync``, as torch's ``FileSystemWriter`` calls them. Its other arguments are taken, in its
@@ -115,6 +118,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         io: Literal["auto", "direct", "buffered"] = "auto",
         max_inflight_bytes: int | None = None,
         strict_values: bool = False,
+        progress: Progress = None,
         save_id: str | None = None,
     ) -> None:
         super().__init__()
@@ -137,6 +141,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         )
         self.overwrite = overwrite
         self.strict_values = strict_values
+        self.progress = progress
         self.save_id = str(uuid.uuid4() if save_id is None else uuid.UUID(save_id))
         self._rank: int | None = None
         self._use_collectives = True
@@ -279,8 +284,11 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         entries = writes.entries
         save = writes.plan.create(folder, writes.keep, [entry.nbytes for entry in entries], **how)
         try:
-            save.write_plain(writes.tensors, _torch.PLAIN_TYPES, NAMES)
-            write_entries(save, entries, self.options, save.plain_count)
+            with watching(self.progress, "saving") as watch:
+                if watch is not None:
+                    save.watch(lambda done: watch(done, save.bytes))
+                save.write_plain(writes.tensors, _torch.PLAIN_TYPES, NAMES)
+                write_entries(save, entries, self.options, save.plain_count)
             index = save.finish(None if writes.nesting is None else writes.nesting.to_core())
             self._written = _Written(folder, self._own_rank(), place.generation, index, self._saving, os.getpid())
         except BaseException:
@@ -298,7 +306,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._clock.end("write")
         self.report = SaveReport(path=os.fspath(self.path), bytes_written=save.bytes)
         if not self._commits:
-            self._clock.tell(self.report)
+            self._tell()
         future: Future[list[WriteResult]] = Future()
         future.set_result([result])
         return future
@@ -335,7 +343,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._clock.end("commit")
         self.report = self.report or SaveReport(path=os.fspath(self.path))
         self.report.entries = index.tensor_count
-        self._clock.tell(self.report)
+        self._tell()
         for reason in left:
             warn_caller(f"the checkpoint is saved, but a file of the one before is still there: {reason}")
         meta = SavedMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
@@ -343,6 +351,11 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             metadata.storage_meta = meta
         else:
             describe_saved(metadata, index, meta)
+
+    def _tell(self) -> None:
+        if self.report is not None:
+            self._clock.tell(self.report)
+            commits.reported(self.report)
 
     def _own_rank(self) -> int | None:
         """The rank whose index it is, in a rank-local save."""
@@ -380,7 +393,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         # For a save in another process: it begins anew there, and is under way here for as long as this thread waits for it.
         if self._saving is not None and self._saving.thread is None:
             commits.sent(self._saving)
-        return {**self.__dict__, "_saving": None, "_written": None, "_stager": None}
+        return {**self.__dict__, "_saving": None, "_written": None, "_stager": None, "progress": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

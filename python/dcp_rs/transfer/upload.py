@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -212,9 +212,13 @@ class SlabLoad:
 
 
 def upload(
-    batch: _core.Batch, wants: Sequence[int], targets: Sequence[Target], options: ReadOptions
+    batch: _core.Batch,
+    wants: Sequence[int],
+    targets: Sequence[Target],
+    options: ReadOptions,
+    tell: Callable[[int], None] | None = None,
 ) -> tuple[int, int, int]:
-    """Fills what goes through slabs: ``wants`` of a batch whose targets' numbers are those of ``targets``.
+    """Fills what goes through slabs: ``wants`` of a batch whose targets' numbers are those of ``targets``. ``tell`` hears of the bytes on their way.
 
     Returns (bytes wanted, bytes read, bytes read past the page cache).
 
@@ -229,7 +233,11 @@ def upload(
         for lane in lanes.values():
             stack.callback(lane.order_before_caller)
         stack.enter_context(load)
+        sent = 0
         for device, copies, slab in load:
             lane = lanes[device]
             load.sent(lane, lane.upload(slab, make_transfer(slab, lane, targets, copies)))
+            if tell is not None:
+                sent += sum(copy.nbytes for copy in copies)
+                tell(sent)
     return load.stats()

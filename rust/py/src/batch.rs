@@ -193,12 +193,18 @@ impl Batch {
         self.gather.leave_out(&mut self.turns, &places);
     }
 
-    /// Fills what has this turn and is not elsewhere.
-    #[pyo3(signature = (turn, **options))]
-    fn read(&self, py: Python<'_>, turn: usize, options: Option<Options>) -> PyResult<Stats> {
+    /// Fills what has this turn and is not elsewhere. `progress` is called now and then with the bytes of it that are there.
+    #[pyo3(signature = (turn, *, progress = None, **options))]
+    fn read(
+        &self,
+        py: Python<'_>,
+        turn: usize,
+        progress: Option<Py<PyAny>>,
+        options: Option<Options>,
+    ) -> PyResult<Stats> {
         self.check_turn(turn)?;
         let options = read_options(options)?;
-        let stats = read::run_turn(py, &self.gather, &self.turns, turn, &options)?;
+        let stats = read::run_turn(py, &self.gather, &self.turns, turn, &options, progress.as_ref())?;
         Ok((stats.bytes_wanted, stats.bytes_read))
     }
 }

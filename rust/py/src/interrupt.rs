@@ -14,15 +14,16 @@ const PERIOD: Duration = Duration::from_millis(20);
 
 /// [`run_with`] without progress.
 pub fn run<T: Send>(py: Python<'_>, work: impl FnOnce(&Control) -> Result<T> + Send) -> PyResult<T> {
-    run_with(py, None, work)
+    run_with(py, None, 0, work)
 }
 
 /// Runs `work` on another thread while this one, without the GIL, watches for signals. A signal whose handler raises cancels the
-/// work; its threads have ended when this returns. `progress` is called now and then with the bytes done, and at the end with all of them;
-/// what it raises cancels the work too.
+/// work; its threads have ended when this returns. `progress` is called now and then with the bytes done (and those done `before`), and at the end with
+/// all of them; what it raises cancels the work too.
 pub fn run_with<T: Send>(
     py: Python<'_>,
     progress: Option<&Py<PyAny>>,
+    before: u64,
     work: impl FnOnce(&Control) -> Result<T> + Send,
 ) -> PyResult<T> {
     let control = Control::default();
@@ -30,7 +31,9 @@ pub fn run_with<T: Send>(
     let tell = |py: Python<'_>| -> PyResult<()> {
         let done = control.done();
         match progress {
-            Some(progress) if told.swap(done, Ordering::Relaxed) != done => progress.call1(py, (done,)).map(drop),
+            Some(progress) if told.swap(done, Ordering::Relaxed) != done => {
+                progress.call1(py, (before + done,)).map(drop)
+            }
             _ => Ok(()),
         }
     };

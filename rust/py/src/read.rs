@@ -98,9 +98,12 @@ pub fn run_turn(
     turns: &Turns,
     turn: usize,
     options: &ReadOptions,
+    progress: Option<&Py<PyAny>>,
 ) -> PyResult<ReadStats> {
     // SAFETY: as above, for the methods of `Batch`.
-    interrupt::run(py, |control| unsafe { gather.read_turn(turns, turn, options, control) })
+    interrupt::run_with(py, progress, 0, |control| unsafe {
+        gather.read_turn(turns, turn, options, control)
+    })
 }
 
 #[guarded]

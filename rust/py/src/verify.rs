@@ -31,7 +31,7 @@ impl Index {
     ) -> PyResult<(Vec<ProblemTuple>, u64, u64)> {
         let index = Arc::clone(&self.inner);
         let allow_external = self.allow_external;
-        let verified = interrupt::run_with(py, progress.as_ref(), |control| {
+        let verified = interrupt::run_with(py, progress.as_ref(), 0, |control| {
             verify::verify(&index, allow_external, threads, control)
         })?;
         let problems = verified
@@ -66,7 +66,7 @@ impl Index {
             save_id,
             threads,
         };
-        let bytes = interrupt::run_with(py, progress.as_ref(), |control| {
+        let bytes = interrupt::run_with(py, progress.as_ref(), 0, |control| {
             verify::copy_index(&index, &options, control)
         })?;
         Ok(PyBytes::new(py, &bytes))
@@ -118,7 +118,7 @@ pub fn recover(
         save_id,
         threads,
     };
-    let bytes = interrupt::run_with(py, progress.as_ref(), |control| {
+    let bytes = interrupt::run_with(py, progress.as_ref(), 0, |control| {
         checkpoint::recover(&folder, &options, control)
     })?;
     Ok(PyBytes::new(py, &bytes))

@@ -36,6 +36,9 @@ struct State {
     save: Option<write::Save>,
     /// From then on, until it is committed.
     claim: Option<FileLock>,
+    /// Hears of the bytes that are written, of which there are so many.
+    progress: Option<Py<PyAny>>,
+    written: u64,
 }
 
 /// FQN, dtype (None: bytes), shape of the whole, flags, path, position (None: unknown), offsets, sizes, length in bytes.
@@ -134,9 +137,7 @@ impl Save {
                 data: unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(address), len) },
             })
             .collect();
-        let inner = self.lock(py)?;
-        let save = inner.save.as_ref().ok_or_else(closed)?;
-        interrupt::run(py, |control| save.write(&parts, control))
+        self.put(py, &parts)
     }
 
     /// Writes the plain tensors of the plan that this save was created from; they are in the list that the plan was made with.
@@ -148,9 +149,7 @@ impl Save {
         dtypes: &Bound<'py, PyDict>,
     ) -> PyResult<()> {
         let parts = self.planned.parts(&Plain::new(py, types, dtypes)?, tensors)?;
-        let inner = self.lock(py)?;
-        let save = inner.save.as_ref().ok_or_else(closed)?;
-        interrupt::run(py, |control| save.write(&parts, control))
+        self.put(py, &parts)
     }
 
     /// Writes values: (item, bytes).
@@ -164,9 +163,13 @@ impl Save {
                 data,
             })
             .collect();
-        let inner = self.lock(py)?;
-        let save = inner.save.as_ref().ok_or_else(closed)?;
-        interrupt::run(py, |control| save.write(&parts, control))
+        self.put(py, &parts)
+    }
+
+    /// From here on `progress` is called, while something is written, with the bytes that are.
+    fn watch(&self, py: Python<'_>, progress: Py<PyAny>) -> PyResult<()> {
+        self.lock(py)?.progress = Some(progress);
+        Ok(())
     }
 
     /// How many plain tensors come first among the items, where the save was created from a plan.
@@ -219,11 +222,23 @@ impl Save {
         Ok(Self::new(save, planned, bytes))
     }
 
+    fn put(&self, py: Python<'_>, parts: &[Part<'_>]) -> PyResult<()> {
+        let mut inner = self.lock(py)?;
+        let save = inner.save.as_ref().ok_or_else(closed)?;
+        interrupt::run_with(py, inner.progress.as_ref(), inner.written, |control| {
+            save.write(parts, control)
+        })?;
+        inner.written += parts.iter().map(|part| part.data.len() as u64).sum::<u64>();
+        Ok(())
+    }
+
     fn new(save: write::Save, planned: Planned, bytes: u64) -> Self {
         Self {
             inner: Mutex::new(State {
                 save: Some(save),
                 claim: None,
+                progress: None,
+                written: 0,
             }),
             planned,
             bytes,

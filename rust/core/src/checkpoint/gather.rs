@@ -5,6 +5,7 @@
 mod arrange;
 
 use std::collections::HashSet;
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -19,12 +20,15 @@ use crate::geometry::overlap::{self, Overlap, Region};
 use crate::geometry::{Dims, row_major};
 use crate::paths::{Links, Reach, Verdict, reach};
 use crate::read::{self, Catalog, Destination, FileRef, ReadOptions, ReadReq, ReadStats};
-use crate::store::{Mapping, PrivateMapping, open_file, read_at};
+use crate::store::{Mapping, PrivateMapping, is_remote, open_file, read_at};
 use crate::{Control, Dtype, Error, Result};
 
-/// Opens the index file at `path`: maps it and checks it.
+/// Indexes of up to this many bytes are read: that takes no longer than to map one, and what was read cannot be cut short.
+const SMALL_INDEX: u64 = 1 << 20;
+
+/// Opens the index file at `path`, and checks it. A large one is mapped, unless it lies where a page fault may wait or fail.
 pub fn open_index(path: &Path) -> Result<Index> {
-    let file = open_file(path).map_err(|error| match error.kind() {
+    let mut file = open_file(path).map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => Error::NotFound {
             path: path.to_owned(),
             reason: "no such file".into(),
@@ -32,6 +36,13 @@ pub fn open_index(path: &Path) -> Result<Index> {
         std::io::ErrorKind::InvalidInput => Error::corrupt_index(path, 0, error.to_string()),
         _ => Error::io("open", path, error),
     })?;
+    let len = file.metadata().map_err(|error| Error::io("stat", path, error))?.len();
+    if len <= SMALL_INDEX || is_remote(&file) {
+        let mut bytes = Vec::new();
+        file.read_to_end(&mut bytes)
+            .map_err(|error| Error::io("read", path, error))?;
+        return Index::from_bytes(bytes, path);
+    }
     let mapping = Mapping::new(&file).map_err(|error| Error::io("map", path, error))?;
     Index::from_bytes(IndexMapping(mapping), path)
 }

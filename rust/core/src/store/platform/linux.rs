@@ -6,7 +6,7 @@ use std::io;
 use std::os::fd::AsRawFd as _;
 use std::sync::OnceLock;
 
-use memmap2::{Advice, MmapMut, MmapRaw};
+use memmap2::{Advice, MmapMut, MmapOptions, MmapRaw};
 
 /// The flag of `open` for reads and writes past the page cache.
 pub const DIRECT: Option<i32> = Some(libc::O_DIRECT);
@@ -31,17 +31,26 @@ pub fn write_back(file: &File, start: u64, len: u64) -> io::Result<Option<()>> {
 
 /// Pages looked at where the kernel only answers for one at a time.
 const SAMPLES: u64 = 64;
-const PAGE: u64 = 4096;
+/// What direct I/O is aligned to where the file system does not say.
+const USUAL_BLOCK: u64 = 4096;
+/// Of `statfs(2)`. Its files are those of another file system, in whose page cache they are.
+const OVERLAYFS: u32 = 0x794c_7630;
 
 /// Bytes of `[start, end)`, which is not empty, that are in the page cache, to the page. `None` where that cannot be known.
 ///
-/// Asks `cachestat` (Linux 6.5). Where that is missing or forbidden, samples pages with reads that must not wait.
-/// `mincore` would not do: it calls every page of another user's file resident.
+/// Asks `cachestat` (Linux 6.5). Where that is missing or forbidden, samples pages with reads that must not wait. On an overlay the one sees
+/// nothing and the other is refused: there pages of a mapping are sampled, which is the real file's.
 pub fn resident_bytes(file: &File, start: u64, end: u64) -> Option<u64> {
-    cachestat(file, start, end).or_else(|| sample(file, start, end))
+    let page = rustix::param::page_size() as u64;
+    match cached_pages(file, start, end) {
+        Some(0) if kind(file) == Some(OVERLAYFS) => sample_mapping(file, start, end, page),
+        Some(pages) => Some(pages.saturating_mul(page)),
+        None => sample(start, end, page, |at| answers_at_once(file, at)),
+    }
 }
 
-fn cachestat(file: &File, start: u64, end: u64) -> Option<u64> {
+/// Pages of the system, whatever their size, that have a part of `[start, end)` in the page cache.
+fn cached_pages(file: &File, start: u64, end: u64) -> Option<u64> {
     /// The same number on every architecture.
     const SYS_CACHESTAT: libc::c_long = 451;
     let range = [start, end - start];
@@ -49,31 +58,53 @@ fn cachestat(file: &File, start: u64, end: u64) -> Option<u64> {
     // SAFETY: the kernel reads two and writes five 64-bit integers (struct cachestat_range and struct cachestat), and
     // both arrays live across the call; the descriptor is open.
     let result = unsafe { libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), range.as_ptr(), counts.as_mut_ptr(), 0) };
-    (result == 0).then(|| counts[0].saturating_mul(PAGE))
+    (result == 0).then_some(counts[0])
 }
 
-fn sample(file: &File, start: u64, end: u64) -> Option<u64> {
-    let pages = (end - start).div_ceil(PAGE);
+/// Bytes of `[start, end)` that are resident, to judge by some of its pages.
+fn sample(start: u64, end: u64, page: u64, is_resident: impl Fn(u64) -> Option<bool>) -> Option<u64> {
+    let pages = (end - start).div_ceil(page);
     let samples = pages.min(SAMPLES);
     let mut resident = 0;
     for i in 0..samples {
         // i < 64, so the product is far from overflow for any file.
-        let at = start + (pages * i / samples) * PAGE;
-        let mut byte = 0u8;
-        let iov = libc::iovec {
-            iov_base: (&raw mut byte).cast(),
-            iov_len: 1,
-        };
-        let offset = libc::off_t::try_from(at.min(end - 1)).ok()?;
-        // SAFETY: the one iovec names one writable byte that lives across the call; the descriptor is open.
-        let n = unsafe { libc::preadv2(file.as_raw_fd(), &raw const iov, 1, offset, libc::RWF_NOWAIT) };
-        if n == 1 {
-            resident += 1;
-        } else if n < 0 && io::Error::last_os_error().raw_os_error() != Some(libc::EAGAIN) {
-            return None;
-        }
+        let at = start + (pages * i / samples) * page;
+        resident += u64::from(is_resident(at.min(end - 1))?);
     }
-    Some((end - start) / samples * resident)
+    // All of them is all of it, to the byte.
+    u64::try_from(u128::from(end - start) * u128::from(resident) / u128::from(samples)).ok()
+}
+
+/// Whether the byte at `at` can be read without waiting for a disk.
+fn answers_at_once(file: &File, at: u64) -> Option<bool> {
+    let mut byte = 0u8;
+    let iov = libc::iovec {
+        iov_base: (&raw mut byte).cast(),
+        iov_len: 1,
+    };
+    let offset = libc::off_t::try_from(at).ok()?;
+    // SAFETY: the one iovec names one writable byte that lives across the call; the descriptor is open.
+    match unsafe { libc::preadv2(file.as_raw_fd(), &raw const iov, 1, offset, libc::RWF_NOWAIT) } {
+        1 => Some(true),
+        0.. => Some(false),
+        _ => (io::Error::last_os_error().raw_os_error() == Some(libc::EAGAIN)).then_some(false),
+    }
+}
+
+/// [`sample`] by `mincore`. It calls every page of a file resident that is another user's, and not to be written by this one: a guess that
+/// makes the page cache be asked first.
+fn sample_mapping(file: &File, start: u64, end: u64, page: u64) -> Option<u64> {
+    let first = start / page * page;
+    let mut options = MmapOptions::new();
+    options.offset(first).len(usize::try_from(end - first).ok()?);
+    let map = options.map_raw_read_only(file).ok()?;
+    sample(start, end, page, |at| {
+        let within = usize::try_from((at - first) / page * page).ok()?;
+        let mut answer = 0u8;
+        // SAFETY: the address is the first of a page of the mapping, which lives across the call; one page has one byte of an answer.
+        let result = unsafe { libc::mincore(map.as_mut_ptr().wrapping_add(within).cast(), 1, &raw mut answer) };
+        (result == 0).then_some(answer & 1 == 1)
+    })
 }
 
 /// Whether the file lies on a network or user-space file system.
@@ -95,17 +126,20 @@ pub fn is_remote(file: &File) -> bool {
         0x1983_0326, // BeeGFS
         0x0131_11a8, // IBRIX
     ];
+    kind(file).is_none_or(|kind| REMOTE.contains(&kind))
+}
+
+/// The magic number of the file system that the file lies on, if that can be asked.
+fn kind(file: &File) -> Option<u32> {
     let mut stat = std::mem::MaybeUninit::<libc::statfs>::uninit();
     // SAFETY: the kernel writes one `struct statfs`; the descriptor is open.
     if unsafe { libc::fstatfs(file.as_raw_fd(), stat.as_mut_ptr()) } != 0 {
-        return true;
+        return None;
     }
     // SAFETY: the call succeeded, so the structure was filled.
     let kind = unsafe { stat.assume_init() }.f_type;
-    // The field's width differs by architecture; the magic numbers have 32 bits.
-    REMOTE
-        .iter()
-        .any(|&magic| i128::from(kind) & 0xffff_ffff == i128::from(magic))
+    // The field's width and sign differ by architecture; the magic numbers have 32 bits.
+    u32::try_from(i128::from(kind) & 0xffff_ffff).ok()
 }
 
 /// What offsets and lengths of direct reads of this file must be multiples of, or `None` where it takes none.
@@ -133,7 +167,7 @@ pub fn direct_align(file: &File) -> Option<u64> {
         }
     }
     let _ = file;
-    Some(PAGE)
+    Some(USUAL_BLOCK)
 }
 
 /// Whether [`populate`] can: without it, a disk that fails is a signal at the first touch.
@@ -175,12 +209,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_ways_to_ask_see_a_file_that_was_just_written() {
+    fn all_ways_to_ask_see_a_file_that_was_just_written() {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(&vec![1; 1 << 20]).unwrap();
-        for got in [cachestat(&file, 0, 1 << 20), sample(&file, 0, 1 << 20)] {
+        let page = rustix::param::page_size() as u64;
+        let counted = cached_pages(&file, 0, 1 << 20).map(|pages| pages * page);
+        let asked = sample(0, 1 << 20, page, |at| answers_at_once(&file, at));
+        for got in [counted, asked, sample_mapping(&file, 5, 1 << 20, page)] {
             // Nothing to check where the kernel does not say.
             assert!(got.is_none_or(|bytes| bytes > 1 << 19), "{got:?}");
         }
+    }
+
+    #[test]
+    fn samples_are_spread_over_the_range_whatever_the_size_of_pages() {
+        for page in [4 << 10, 16 << 10, 64 << 10] {
+            let half = sample(5, 3 << 20, page, |at| Some(at < 3 << 19)).unwrap();
+            assert!(half.abs_diff(3 << 19) <= 3 << 17, "{page}: {half}");
+            assert_eq!(sample(5, 3 << 20, page, |_| None), None);
+        }
+        assert_eq!(sample(7, 8, 4096, |at| Some(at == 7)), Some(1));
+        assert_eq!(sample(5, (3 << 20) + 1, 4096, |_| Some(true)), Some((3 << 20) - 4));
     }
 }

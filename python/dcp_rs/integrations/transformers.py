@@ -1,0 +1,267 @@
+"""Models of transformers straight from training checkpoints, and folders that transformers, diffusers and peft load."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dcp_rs import _core
+from dcp_rs.checkpoint.elements import safetensors_name
+from dcp_rs.checkpoint.locate import local_path, open_index
+from dcp_rs.checkpoint.names import explain_missing, selector
+from dcp_rs.checkpoint.renaming import Rename, renamer
+from dcp_rs.conversion import ConvertReport, convert
+from dcp_rs.conversion.place import new_place
+from dcp_rs.errors import CheckpointExistsError, PlanError
+from dcp_rs.integrations._needs import framework
+from dcp_rs.options import ReadArguments, ReadOptions
+from dcp_rs.tensors.boxes import selection
+from dcp_rs.tensors.dtypes import NAMES
+from dcp_rs.transfer.load import fill
+from dcp_rs.transfer.target import Target, stored_dtype
+
+__all__ = ["from_pretrained", "save_pretrained"]
+
+#: How many modules a model may be wrapped in: ``model.``, ``state_dict.model.`` of Lightning.
+_PREFIX_PARTS = 3
+#: What of a model's folder is no weights: configuration, tokenizer, code.
+_BESIDE = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".md"})
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin.index.json", _core.LOCK_NAME)
+
+
+class StoredTensor:
+    """A stored tensor that is read when it is indexed, into memory of its own, as a slice of safetensors is."""
+
+    def __init__(self, index: _core.Index, number: int, options: ReadOptions) -> None:
+        name, _, dtype, shape, *_ = index.tensor(number)
+        self._index, self._number, self._name, self._options = index, number, name, options
+        self.dtype = stored_dtype(name, dtype)
+        self.shape = torch.Size(shape)
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        """The elements that ``key`` selects: only they are read."""
+        offsets, sizes, local = selection(key, self.shape)
+        values = torch.empty(tuple(sizes), dtype=self.dtype)
+        fill(self._index, [Target(self._number, offsets, values, self._name, self.dtype)], self._options)
+        return values[local]
+
+    def get_shape(self) -> list[int]:
+        """The sizes."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """What a header of safetensors calls the dtype."""
+        return safetensors_name(NAMES[self.dtype])
+
+
+def from_pretrained(
+    cls: Any,
+    path: str | os.PathLike[str],
+    *,
+    config: Any = None,
+    rename: Rename = None,
+    include: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] | None = None,
+    allow_partial_load: bool = False,
+    read_options: ReadArguments | None = None,
+    **kwargs: Any,
+) -> Any:
+    """A model of transformers with the weights of a checkpoint of any kind: ``cls.from_pretrained``, without a conversion before.
+
+    transformers makes the model and places it, with its dtypes, devices, ties and conversions; this package reads what it asks for.
+
+    Args:
+        cls: a class of a model (``LlamaForCausalLM``), or an auto class (``AutoModelForCausalLM``).
+        path: a checkpoint: of this package, of stock DCP, of Hugging Face, or a file of ``torch.save``. Entries that are no tensors are passed over.
+        config: the model's configuration, or where it is (a folder, a file, a name of the hub). Default: ``config.json`` in ``path``.
+        rename: from stored names to those of the model, as for :func:`dcp_rs.convert`. Default: what the names of the model are behind
+            (``model.`` in a state dict of model and optimizer) is found out, and what is not behind it is left alone.
+        include, exclude: globs over stored names.
+        allow_partial_load: take a checkpoint that lacks weights of the model; transformers makes them anew, and says so in its log.
+        read_options: see :class:`dcp_rs.options.ReadOptions`.
+        kwargs: those of ``from_pretrained``: ``dtype``, ``device_map``, ``attn_implementation`` ...
+
+    Raises:
+        PlanError: weights of the model are missing, or no single prefix fits.
+        ImportError: transformers is not installed.
+        CheckpointNotFoundError, CorruptIndexError, CorruptDataError: see :mod:`dcp_rs.errors`.
+    """
+    framework("transformers", "transformers")
+    options = ReadOptions(**(read_options or {}))
+    index = open_index(path, rank=None, allow_external=False, verify=options.verify)
+    config = _config(config, Path(path), kwargs)
+    chosen = selector(include, exclude)
+    stored = {name: number for number, name in enumerate(index.names()) if not index.tensor(number)[1]}
+    stored = {name: number for name, number in stored.items() if chosen is None or chosen(name)}
+    skeleton = _skeleton(cls, config)
+    wanted = list(skeleton.state_dict())
+    if rename is None:
+        prefix = _prefix(stored, wanted)
+        taken = {name.removeprefix(prefix): number for name, number in stored.items() if name.startswith(prefix)}
+    else:
+        new_name = renamer(rename)
+        taken = {}
+        for name, number in stored.items():
+            other = taken.setdefault(new_name(name), number)
+            if other != number:
+                msg = f"{index.name(other)!r} and {name!r} would both be named {new_name(name)!r}"
+                raise PlanError(msg, path=index.path, tensor=name)
+    state = {name: StoredTensor(index, number, options) for name, number in taken.items()}
+    if kwargs.get("dtype", kwargs.get("torch_dtype", "auto")) in (None, "auto") and config.dtype is None:
+        # transformers would ask the tensors themselves.
+        kwargs["dtype"] = next(
+            (s.dtype for s in state.values() if s.dtype.is_floating_point), torch.get_default_dtype()
+        )
+    wants_info = kwargs.pop("output_loading_info", False)
+    model, info = type(skeleton).from_pretrained(
+        None, config=config, state_dict=state, output_loading_info=True, **kwargs
+    )
+    missing = sorted(info["missing_keys"])
+    if missing and not allow_partial_load:
+        msg = f"{os.fspath(path)} lacks {len(missing)} weights of the model, {missing[0]!r} first"
+        raise PlanError(msg + explain_missing(missing, wanted, stored), path=index.path, tensor=missing[0])
+    return (model, info) if wants_info else model
+
+
+def _config(config: Any, path: Path, kwargs: Mapping[str, Any]) -> Any:
+    """A configuration of its own, that of the checkpoint's folder where none is given."""
+    transformers = framework("transformers", "transformers")
+    if isinstance(config, transformers.PreTrainedConfig):
+        return config
+    if config is None:
+        folder = path if path.is_dir() else path.parent
+        if not (folder / "config.json").is_file():
+            msg = f"there is no config.json in {folder}: say which model it is with config=, a configuration or where one is"
+            raise FileNotFoundError(msg)
+        config = folder
+    known = {name: kwargs[name] for name in ("trust_remote_code", "token", "revision", "cache_dir") if name in kwargs}
+    return transformers.AutoConfig.from_pretrained(config, **known)
+
+
+def _skeleton(cls: Any, config: Any) -> Any:
+    """The model on meta, of the class that an auto class chooses."""
+    make = getattr(cls, "from_config", None) or cls._from_config  # what auto classes call
+    with torch.device("meta"):
+        return make(config)
+
+
+def _prefix(stored: Iterable[str], wanted: Iterable[str]) -> str:
+    """What the wanted names are behind, in a checkpoint that holds more than the model.
+
+    Raises:
+        PlanError: there are several models.
+    """
+    known = set(wanted)
+    found: dict[str, int] = {}
+    for name in stored:
+        at = 0
+        for _ in range(_PREFIX_PARTS + 1):
+            if name[at:] in known:
+                found[name[:at]] = found.get(name[:at], 0) + 1
+            at = name.find(".", at) + 1
+            if at == 0:
+                break
+    most = max(found.values(), default=0)
+    best = [prefix for prefix, number in found.items() if number == most]
+    if len(best) > 1:
+        msg = (
+            f"the weights of the model are there under {' and '.join(map(repr, sorted(best)))}: "
+            f"include={min(best) + '*'!r} chooses the first"
+        )
+        raise PlanError(msg)
+    return best[0] if best else ""
+
+
+def save_pretrained(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    config: str | os.PathLike[str] | None = None,
+    rename: Rename = None,
+    include: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    shards: int | None = None,
+    overwrite: bool = False,
+) -> ConvertReport:
+    """Makes of a checkpoint of any kind a folder that transformers, diffusers or peft load, under the names that each looks for.
+
+    Memory stays bounded; no model is made. The folder appears in one step, when it is complete.
+
+    Args:
+        path: the checkpoint.
+        out: the new folder.
+        config: a folder with the model's configuration, whose configuration, tokenizer and code are copied. What is in it decides whose names
+            the files get: ``adapter_config.json`` is of peft, a ``_class_name`` in ``config.json`` of diffusers. Default: ``path``, if it is a folder.
+        rename, include, exclude, dtype: as for :func:`dcp_rs.convert`; names are those of the model, so that ``rename={"model": ""}`` and
+            ``include="model.*"`` take it out of a training state. Names that transformers has of its own (fused experts) stay as they are.
+        shards: how many files; default: as many as keep each below 5 GB, one for peft.
+        overwrite: replace such a folder at ``out``.
+
+    Raises:
+        CheckpointExistsError: ``out`` is there, and ``overwrite`` is not set; or it holds more than such a folder.
+        FileNotFoundError: there is no configuration.
+        Exception: as :func:`dcp_rs.convert`.
+    """
+    source = local_path(config) if config is not None else local_path(path)
+    beside = _beside(source)
+    kind = next((name for name in ("adapter_config.json", "config.json", "model_index.json") if name in beside), None)
+    if kind is None or kind == "model_index.json":
+        said = "a pipeline of several models" if kind else "no folder with a config.json or an adapter_config.json"
+        msg = f"{source} is {said}: config= says where the model's configuration is"
+        raise FileNotFoundError(msg)
+    target = Path(os.path.abspath(local_path(out)))  # noqa: PTH100  # Path.resolve would follow the last link
+    _check_free(target, overwrite=overwrite)
+    with new_place(target, as_file=False) as place:
+        report = convert(
+            path,
+            place.result,
+            to="safetensors",
+            rename=rename,
+            include=include,
+            exclude=exclude,
+            dtype=dtype,
+            shards=1 if kind == "adapter_config.json" else shards,
+            name=_stem(beside[kind]),
+        )
+        for name, file in beside.items():
+            shutil.copyfile(file, place.result / name)
+    return report
+
+
+def _beside(folder: Path) -> dict[str, Path]:
+    """What of a model's folder is to be copied, by name: files (of the hub's cache: what links lead to)."""
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    return {
+        file.name: file
+        for file in files
+        if file.suffix in _BESIDE and not file.name.endswith(_WEIGHTS) and file.is_file()
+    }
+
+
+def _stem(config: Path) -> str:
+    """What the files of weights are called."""
+    if config.name == "adapter_config.json":
+        return "adapter_model"
+    return "diffusion_pytorch_model" if "_class_name" in json.loads(config.read_text("utf-8")) else "model"
+
+
+def _check_free(target: Path, *, overwrite: bool) -> None:
+    if not (target.exists() or target.is_symlink()) or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not overwrite:
+        msg = f"{target} exists; overwrite=True replaces it"
+        raise CheckpointExistsError(msg, path=target)
+    if target.is_symlink() or not target.is_dir():
+        msg = f"{target} is no folder, and is not replaced"
+        raise CheckpointExistsError(msg, path=target)
+    for entry in sorted(target.iterdir()):
+        if entry.is_dir() or not (entry.suffix in _BESIDE or entry.name.endswith(_WEIGHTS)):
+            msg = f"{target} also holds {entry.name!r}, which is no part of a model: it is not replaced"
+            raise CheckpointExistsError(msg, path=target)
