@@ -216,7 +216,7 @@ def test_an_error_on_one_rank_is_raised_on_all(tmp_path, culprit):
         assert count > 80
 
 
-@pytest.mark.parametrize("culprit", [0, SIZE - 1])
+@pytest.mark.parametrize("culprit", [0, pytest.param(SIZE - 1, marks=pytest.mark.slow)])
 def test_an_error_in_torchs_checkpoint_process_is_raised_on_all(tmp_path, culprit):
     for count, wrong in run_ranks(SIZE, run_cells, tmp_path, culprit, cells_of_process, timeout=240, fresh=True):
         assert wrong == []
@@ -236,7 +236,7 @@ def lose_the_process(folder, culprit):
     return errors, dcp_rs.open(folder / "new")["w"].sum().item()
 
 
-@pytest.mark.parametrize("culprit", [0, SIZE - 1])
+@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.slow), SIZE - 1])
 def test_a_checkpoint_process_that_is_killed_is_missed_by_all(tmp_path, culprit):
     for errors, total in run_ranks(SIZE, lose_the_process, tmp_path, culprit, timeout=240, fresh=True):
         assert len(errors) == 1, errors
