@@ -129,7 +129,8 @@ class _Builder:
         codes = self._ranks.places[spec.number % len(self._ranks.places)]
         # torch has not implemented for these what it divides by, to make a pending sum, and what it pads uneven shards with.
         halves = values.dtype in (torch.complex32, getattr(torch, "bcomplex32", None))
-        codes = ["R" if code == "P" and halves else code for code in codes]
+        tiny = values.dtype.is_floating_point and values.dtype.itemsize == 1
+        codes = ["R" if code == "P" and (halves or tiny) else code for code in codes]
         places = [_placement(code, values.dim()) for code, _ in zip(codes, self._ranks.mesh, strict=False)]
         bits = values.view(torch.int32) if halves else values
         whole = distribute_tensor(bits, self._mesh, places, src_data_rank=None)
