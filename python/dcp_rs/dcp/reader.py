@@ -309,6 +309,7 @@ class RsReader(StorageReader):
             if is_shared(offers):
                 shared = share(local.offer, offers, ranks.process_group)
                 self.bytes_read, is_whole = read_shared(local.reads.index, shared, self.options, ranks)
+                self._local.counts.add(sum(reads.nbytes for reads in shared), self.bytes_read)
                 load.leave_out(target.place for reads in shared for target in reads.targets)
             for turn in range(local.turns if is_whole else 0):
                 self.bytes_read += load.run(turn)
