@@ -418,6 +418,15 @@ def test_ls_shows_values_and_chooses_by_globs(dcp_rs_cli, world: Path) -> None:
         }
 
 
+def test_keys_of_all_kinds_are_told_apart(dcp_rs_cli, tmp_path: Path) -> None:
+    dcp_rs.save({"state": {0: {"m": torch.ones(2)}, "1": {"m": torch.ones(3)}}}, tmp_path / "ckpt")
+    shown = dcp_rs_cli("inspect", tmp_path / "ckpt", "state.0.m")[1]
+    assert "['state'][0]['m']" in shown
+    assert "['state']['1']['m']" in dcp_rs_cli("inspect", tmp_path / "ckpt", "state.1.m")[1]
+    said = dcp_rs_cli("inspect", tmp_path / "ckpt", "state.0.m", "--json")[1]
+    assert json.loads(said)["state_dict_path"] == ["state", [0], "m"]  # a key, and no place in a list
+
+
 def test_version_and_module() -> None:
     done = in_a_process("--version")
     assert (done.returncode, done.stdout) == (0, f"dcp-rs {dcp_rs.__version__}\n")

@@ -1,8 +1,10 @@
-"""``dcp-rs inspect --html``: one page, opened in a browser where there is one."""
+"""``dcp-rs inspect --html`` and ``diff --html``: one page, opened in a browser where there is one."""
 
+import json
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from dcp_rs.checkpoint.compare import Difference
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.stats import stats
-from dcp_rs.cli import page
+from dcp_rs.cli import main, page
 from dcp_rs.cli.contents import Entry, Piece, open_contents
 from support import nested_state
 from support.both import save_rs
@@ -20,13 +23,13 @@ from support.both import save_rs
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
 
-def in_a_browser(file: Path, query: str = "") -> str:
+def in_a_browser(file: Path, query: str = "", flags: Sequence[str] = ()) -> str:
     """The document after its script ran."""
     if BROWSER is None:
         pytest.skip("no Chromium")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--virtual-time-budget=10000"]
+    quiet = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--virtual-time-budget=10000"]
     profile = f"--user-data-dir={file.parent / 'profile'}"
-    command = [BROWSER, *flags, profile, "--dump-dom", f"file://{file}{query}"]
+    command = [BROWSER, *quiet, *flags, profile, "--dump-dom", f"file://{file}{query}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
     return done.stdout
 
@@ -54,7 +57,7 @@ def test_names_are_only_names(tmp_path: Path) -> None:
     text = page.render(open_contents(tmp_path / "ckpt"))
     assert text.count("</script>") == 1
     assert "<img" not in text
-    page.write(open_contents(tmp_path / "ckpt"), tmp_path / "page.html")
+    page.write(page.render(open_contents(tmp_path / "ckpt")), tmp_path / "page.html")
     document = in_a_browser(tmp_path / "page.html")
     assert 'data-ready="yes"' in document
     assert "<title>owned</title>" not in document
@@ -63,7 +66,7 @@ def test_names_are_only_names(tmp_path: Path) -> None:
 
 def test_a_browser_shows_it(tmp_path: Path) -> None:
     save_rs(nested_state(), tmp_path / "ckpt")
-    page.write(open_contents(tmp_path / "ckpt"), tmp_path / "page.html")
+    page.write(page.render(open_contents(tmp_path / "ckpt")), tmp_path / "page.html")
     document = in_a_browser(tmp_path / "page.html")
     assert 'data-ready="yes"' in document
     assert len(rows(document)) == 15
@@ -79,7 +82,7 @@ def test_statistics_and_values_are_shown_with_their_entry(tmp_path: Path) -> Non
     index = open_index(tmp_path / "ckpt", rank=None, allow_external=False)
     tensors = [number for number in range(index.tensor_count) if not index.tensor(number)[1]]
     found = {one.name: one for one in stats(index, tensors)}
-    page.write(open_contents(tmp_path / "ckpt"), tmp_path / "page.html", found)
+    page.write(page.render(open_contents(tmp_path / "ckpt"), found), tmp_path / "page.html")
     document = in_a_browser(tmp_path / "page.html")
     assert rows(document) == ["lr", "m.2.w", "m.10.w"]  # as a person counts
     document = in_a_browser(tmp_path / "page.html", "#q=m.2.w")
@@ -96,7 +99,7 @@ def test_colours_are_the_same_on_every_page(tmp_path: Path) -> None:
     )
     colours = []
     for name in ("one", "two"):
-        page.write(open_contents(tmp_path / name), tmp_path / f"{name}.html")
+        page.write(page.render(open_contents(tmp_path / name)), tmp_path / f"{name}.html")
         document = in_a_browser(tmp_path / f"{name}.html")
         colours.append(
             {label: colour for colour, label in re.findall(r'background: ([^;"]+);?"></span>([\w.]+)<', document)}
@@ -118,8 +121,127 @@ def test_a_hundred_thousand_tensors(tmp_path: Path) -> None:
         entries=entries,
         pieces=lambda entry: cut,
     )
-    size = page.write(contents, tmp_path / "page.html")
+    size = page.write(page.render(contents), tmp_path / "page.html")
     assert size < 30e6
     document = in_a_browser(tmp_path / "page.html", "#q=layers.777.%20experts.42.")
     assert rows(document) == ["model.layers.777.experts.42.weight"]
     assert "100,000" in document
+
+
+# --- two beside each other ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Path, Path]:
+    before = {f"model.layers.{i}.w": torch.full((8, 8), float(i)) for i in range(12)}
+    after = {name: tensor.clone() for name, tensor in before.items()}
+    after["model.layers.10.w"][0, :3] += 0.5
+    after["model.layers.2.w"] = after["model.layers.2.w"].double()
+    after["model.layers.7.w"] = torch.ones(4, 4)
+    del after["model.layers.11.w"]
+    after["model.<b>new</b>"] = torch.tensor([float("nan"), 1.0])
+    save_rs({**before, "step": 3, "lr": 0.5}, tmp_path / "before")
+    save_rs({**after, "step": 4, "lr": 0.5}, tmp_path / "after")
+    return tmp_path / "before", tmp_path / "after"
+
+
+def diff(*arguments: Any) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["diff", *map(str, arguments)])
+    code = ended.value.code
+    assert isinstance(code, int)
+    return code
+
+
+def test_two_are_beside_each_other(two: tuple[Path, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "page.html"
+    assert diff(*two, "--html", file, "--stats") == 1
+    printed = capfd.readouterr().out
+    assert printed.startswith(f"wrote {file} (")
+    assert len(printed.splitlines()) == 2  # and how many differ
+    document = in_a_browser(file)
+    assert 'data-ready="yes"' in document
+    assert len(re.findall("<canvas ", document)) == 2
+    # What differs comes first, and as a person counts.
+    kinds = dict(re.findall(r'<tr class="row"><td class="n">(.*?)</td><td class="">(.*?)</td>', document))
+    assert list(kinds)[:6] == [
+        "model.&lt;b&gt;new&lt;/b&gt;",
+        "model.layers.2.w",
+        "model.layers.7.w",
+        "model.layers.10.w",
+        "model.layers.11.w",
+        "step",
+    ]
+    assert [kinds[name] for name in list(kinds)[:5]] == ["only in b", "dtype", "shape", "elements", "only in a"]
+    assert (kinds["step"], kinds["lr"], kinds["model.layers.3.w"]) == ("value", "", "")
+    assert "<b>new</b>" not in document
+    document = in_a_browser(file, "#q=layers.10.w")
+    assert "elements, 3 elements differ, by at most 0.500" in document
+    assert len(re.findall(r'class="stats"', document)) == 2
+    assert "<b>10.02</b>mean" in document
+    assert "value, 3 | 4" in in_a_browser(file, "#q=step")
+    assert rows(in_a_browser(file, "#q=only%20b")) == ["model.&lt;b&gt;new&lt;/b&gt;"]
+
+
+def test_two_that_are_the_same(two: tuple[Path, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert diff(two[0], two[0], "--html", tmp_path / "page.html") == 0
+    capfd.readouterr()
+    assert diff(*two, "--html", "-", "--include", "model.layers.1*") == 1
+    text = capfd.readouterr().out
+    assert text.startswith("<!doctype html>")
+    assert text.rstrip().endswith("</html>")
+    assert "model.layers.2.w" not in text  # it was not asked about
+    assert diff(*two, "--stats") == 2
+    document = in_a_browser(tmp_path / "page.html")
+    assert "<b>0</b>differ, of 14" in document
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize(("width", "columns"), [(400, 1), (900, 2), (1500, 2)])
+def test_it_fits_the_window(two: tuple[Path, Path], tmp_path: Path, width: int, columns: int, *, dark: bool) -> None:
+    """At three sizes, light and dark: nothing is wider than the window, also with an entry open, and the maps have colours."""
+    file = tmp_path / "page.html"
+    diff(*two, "--html", file)
+    probe = """<script>
+    addEventListener("load", () => {
+      drawMap();
+      const maps = [...document.querySelectorAll("canvas")], box = (one) => one.getBoundingClientRect();
+      const inks = maps.map((map) => new Set(new Uint32Array(map.getContext("2d").getImageData(0, 0, map.width, map.height).data.buffer)).size);
+      const back = getComputedStyle(document.body).backgroundColor;
+      document.body.append("PROBE " + JSON.stringify({ wide: document.documentElement.scrollWidth - innerWidth, inks, back,
+        columns: new Set(maps.map((map) => Math.round(box(map).left))).size }));
+    });
+    </script>"""
+    file.write_text(file.read_text().replace("</html>", probe + "</html>"))
+    flags = [f"--window-size={width},900", *(["--blink-settings=preferredColorScheme=0"] if dark else [])]
+    found = re.search(r"PROBE (\{.*?\})", in_a_browser(file, "#q=layers.10.w", flags))
+    assert found is not None
+    seen = json.loads(found[1])
+    assert seen["wide"] <= 0
+    assert seen["columns"] == columns
+    assert min(seen["inks"]) > 5
+    assert seen["back"] == ("rgb(20, 23, 27)" if dark else "rgb(255, 255, 255)")
+
+
+def test_two_of_a_hundred_thousand_tensors(tmp_path: Path) -> None:
+    names = sorted(f"model.layers.{i // 100}.experts.{i % 100}.weight" for i in range(100_000))
+    entries = [Entry(name, i, "bfloat16", (64, 64), 1, 8192) for i, name in enumerate(names)]
+    one = [Piece(0, 0, 8192, (0, 0), (64, 64))]
+    contents: Any = SimpleNamespace(
+        path=Path("big"),
+        format="dcp-rs",
+        facts={},
+        files=[("a.safetensors", 1)],
+        entries=entries,
+        tensors=100_000,
+        pieces=lambda entry: one,
+    )
+    differences = [Difference("model.layers.777.experts.42.weight", "elements", elements=1, max_abs=float("nan"))]
+    text = page.render_both(contents, contents, differences)
+    assert page.write(text, tmp_path / "page.html") < 30e6
+    document = in_a_browser(tmp_path / "page.html")
+    assert rows(document)[0] == "model.layers.777.experts.42.weight"
+    assert len(rows(document)) == 200
+    document = in_a_browser(tmp_path / "page.html", "#q=elements")
+    assert rows(document) == ["model.layers.777.experts.42.weight"]
+    assert "1 element differs, by at most nan" in document

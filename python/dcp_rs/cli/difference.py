@@ -7,6 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dcp_rs._progress import watching
+from dcp_rs.checkpoint.names import selector
+from dcp_rs.cli.contents import open_contents
+from dcp_rs.cli.listing import put_page, statistics_of
 from dcp_rs.cli.output import count, entries, line, print_json, printable, size
 
 __all__ = ["diff"]
@@ -19,12 +22,15 @@ def diff(
     include: Sequence[str],
     exclude: Sequence[str],
     tolerance: float,
+    html: Path | None,
+    with_stats: bool,
     allow_external: bool,
     threads: int | None,
     as_json: bool,
 ) -> int:
-    """1 where something differs."""
+    """1 where something differs. With ``html`` as a page, and not as text."""
     from dcp_rs.checkpoint.compare import compare
+    from dcp_rs.cli import page
 
     with watching(True, "comparing") as progress:
         found = compare(
@@ -38,6 +44,15 @@ def diff(
             progress=progress,
         )
     differences = found.differences
+    if html is not None:
+        sides = [open_contents(path, allow_external=allow_external) for path in (a, b)]
+        held = [statistics_of(path, rank=None, allow_external=allow_external) if with_stats else {} for path in (a, b)]
+        passes = selector(list(include) or None, list(exclude) or None)
+        for side in sides:
+            side.entries = [entry for entry in side.entries if passes is None or passes(entry.name)]
+        put_page(page.render_both(sides[0], sides[1], differences, held[0], held[1]), html, as_json=as_json)
+        if str(html) == "-":
+            return 1 if differences else 0
     if as_json:
         print_json(
             {
@@ -50,7 +65,7 @@ def diff(
             }
         )
         return 1 if differences else 0
-    for difference in differences:
+    for difference in differences if html is None else ():
         style = "yellow" if difference.kind in ("elements", "dtype") else "red"
         line((f"{difference.kind:<9}  ", style), printable(difference.name))
         details = []

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dcp_rs._progress import watching
 from dcp_rs.checkpoint.clean import seen_beside
@@ -31,7 +31,10 @@ from dcp_rs.cli.output import (
 from dcp_rs.errors import DcpRsError, EntryNotFoundError, PlanError
 from dcp_rs.tensors.nesting import shown
 
-__all__ = ["inspect", "inspect_entry", "ls", "write_page"]
+if TYPE_CHECKING:
+    from dcp_rs.checkpoint.stats import TensorStats  # it needs NumPy
+
+__all__ = ["inspect", "inspect_entry", "ls", "put_page", "statistics_of", "write_page"]
 
 _SORTS: dict[str, Callable[[Entry], Any]] = {
     "name": lambda entry: natural(entry.name),
@@ -304,23 +307,35 @@ def write_page(
     path: Path, out: Path, *, with_stats: bool, as_json: bool, rank: int | None = None, allow_external: bool = False
 ) -> None:
     """All of it as one page of HTML; ``-`` is standard output."""
-    from dcp_rs.checkpoint.stats import stats
     from dcp_rs.cli import page
 
     contents = open_contents(path, rank=rank, allow_external=allow_external)
-    statistics = {}
-    if with_stats:
-        index = open_index(path, rank=rank, allow_external=allow_external)
-        with watching(True, "reading") as progress:
-            tensors = [number for number in index.file_order() if not index.tensor(number)[1]]
-            statistics = {one.name: one for one in stats(index, tensors, progress=progress)}
+    found = statistics_of(path, rank=rank, allow_external=allow_external) if with_stats else {}
+    nbytes = put_page(page.render(contents, found), out, as_json=as_json)
+    if as_json:
+        print_json({"path": str(path), "html": str(out), "bytes": nbytes})
+
+
+def statistics_of(path: Path, *, rank: int | None, allow_external: bool) -> dict[str, TensorStats]:
+    """What the tensors hold, by name. All of them are read."""
+    from dcp_rs.checkpoint.stats import stats
+
+    index = open_index(path, rank=rank, allow_external=allow_external)
+    tensors = [number for number in index.file_order() if not index.tensor(number)[1]]
+    with watching(True, "reading") as progress:
+        return {one.name: one for one in stats(index, tensors, progress=progress)}
+
+
+def put_page(text: str, out: Path, *, as_json: bool) -> int:
+    """Writes a page to where it is wanted, and says so; returns its length in bytes."""
+    from dcp_rs.cli import page
+
     if str(out) == "-":
         if as_json:
             raise PlanError("--html - and --json: there is one standard output")
-        sys.stdout.write(page.render(contents, statistics))
-        return
-    nbytes = page.write(contents, out, statistics)
-    if as_json:
-        print_json({"path": str(path), "html": str(out), "bytes": nbytes})
-    else:
+        sys.stdout.write(text)
+        return len(text)
+    nbytes = page.write(text, out)
+    if not as_json:
         line(f"wrote {out} ({size(nbytes)}): open it in a browser, it needs nothing else")
+    return nbytes

@@ -19,10 +19,12 @@ __all__ = [
     "Exclude",
     "External",
     "Globs",
+    "Html",
     "Include",
     "Json",
     "Rank",
     "Threads",
+    "WithStats",
     "chosen",
     "examples",
 ]
@@ -80,6 +82,16 @@ Exclude = Annotated[
         metavar="GLOB", help="Not names that match. Can be given again.", show_default=False, parser=text_argument
     ),
 ]
+Html = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write one page of HTML with all of it; - is standard output.",
+        show_default=False,
+        parser=local_path,
+    ),
+]
+WithStats = Annotated[bool, typer.Option("--stats", help="With --html: read the tensors, and show what they hold.")]
 External = Annotated[
     bool, typer.Option("--allow-external", help="Read data files outside of the folder, if its index names any.")
 ]

@@ -1,22 +1,28 @@
-"""A checkpoint as one page of HTML that needs nothing else: no network, no library."""
+"""A checkpoint, or two beside each other, as one page of HTML that needs nothing else: no network, no library."""
 
 from __future__ import annotations
 
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dcp_rs._core import __version__
 from dcp_rs.checkpoint.names import natural
 from dcp_rs.checkpoint.stats import TensorStats
-from dcp_rs.cli.contents import Contents, value_text
+from dcp_rs.cli.contents import Contents, Entry, value_text
 from dcp_rs.cli.output import plain
 
-__all__ = ["render", "write"]
+if TYPE_CHECKING:
+    from dcp_rs.checkpoint.compare import Difference  # it needs torch
+
+__all__ = ["render", "render_both", "write"]
+
+#: Of tensors, by name.
+Statistics = Mapping[str, TensorStats]
 
 #: More pieces of one tensor than this are counted, not drawn.
 _MAX_PIECES = 512
@@ -24,9 +30,9 @@ _MAX_PIECES = 512
 _MAX_VALUES = 5_000
 
 
-def write(contents: Contents, out: Path, statistics: Mapping[str, TensorStats] | None = None) -> int:
-    """Writes the page, in one step; returns its length in bytes."""
-    data = render(contents, statistics).encode()
+def write(page: str, out: Path) -> int:
+    """Writes a page, in one step; returns its length in bytes."""
+    data = page.encode()
     temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.write_bytes(data)
@@ -36,29 +42,75 @@ def write(contents: Contents, out: Path, statistics: Mapping[str, TensorStats] |
     return len(data)
 
 
-def render(contents: Contents, statistics: Mapping[str, TensorStats] | None = None) -> str:
-    """The page; ``statistics``: of tensors by name, to be shown with them."""
+def render(contents: Contents, statistics: Statistics | None = None) -> str:
+    """The page of a checkpoint, and of what its tensors hold where that is given."""
+    return _fill(_data(contents, contents.entries, statistics or {}))
+
+
+def render_both(
+    a: Contents,
+    b: Contents,
+    differences: Sequence[Difference],
+    statistics_a: Statistics | None = None,
+    statistics_b: Statistics | None = None,
+) -> str:
+    """The page of two checkpoints and of what differs between them: ``b``, with what only ``a`` has."""
+    in_a, in_b = ({entry.name: entry for entry in side.entries} for side in (a, b))
+    entries = [*b.entries, *(entry for name, entry in in_a.items() if name not in in_b)]
+    known = {**in_a, **in_b}
+    # What differs may be a dict, which is no entry.
+    entries += [Entry(name, -1, None, (), 0, 0) for name in {d.name: None for d in differences if d.name not in known}]
+    data = _data(b, entries, statistics_b or {}, own=in_b)
+    number = {name: i for i, name in enumerate(data["names"])}
+    kinds = ["same", *dict.fromkeys(difference.kind for difference in differences)]
+    kind = [0] * len(entries)
+    more: dict[int, list[Any]] = {}
+    for one in differences:
+        i = number[one.name]
+        kind[i] = kind[i] or kinds.index(one.kind)
+        more.setdefault(i, []).append([one.kind, one.a, one.b, one.elements, one.max_abs])
+    data["diff"] = {
+        "path": os.fspath(a.path),
+        "format": a.format,
+        "facts": a.facts,
+        "files": len(a.files),
+        "tensors": a.tensors,
+        "entries": len(a.entries),
+        "bytes": [in_a[name].nbytes if name in in_a else 0 for name in data["names"]],
+        "kinds": kinds,
+        "kind": kind,
+        "more": more,
+        "stats": {number[name]: _row(one) for name, one in (statistics_a or {}).items() if name in number},
+    }
+    return _fill(data)
+
+
+def _fill(page: dict[str, Any]) -> str:
     template = resources.files("dcp_rs.cli").joinpath("page.html").read_text(encoding="utf-8")
-    data = json.dumps(plain(_data(contents, statistics or {})), ensure_ascii=False, separators=(",", ":"))
+    data = json.dumps(plain(page), ensure_ascii=False, separators=(",", ":"))
     # Names are anyone's: nothing in them may end the script, or begin another.
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     return template.replace("/*DATA*/null", data, 1)
 
 
-def _data(contents: Contents, statistics: Mapping[str, TensorStats]) -> dict[str, Any]:
-    """Columns, as a row for each of 100,000 tensors would repeat its keys."""
-    entries = sorted(contents.entries, key=lambda entry: natural(entry.name))
+def _data(
+    contents: Contents, unsorted: Sequence[Entry], statistics: Statistics, own: Mapping[str, Entry] | None = None
+) -> dict[str, Any]:
+    """Columns, as a row for each of 100,000 tensors would repeat its keys. Of ``own`` entries alone there are pieces, values and bytes here."""
+    entries = sorted(unsorted, key=lambda entry: natural(entry.name))
     dtypes = sorted({entry.dtype or "value" for entry in entries})
     number = {dtype: i for i, dtype in enumerate(dtypes)}
     # [file, bytes] for an entry in one piece; else [file, bytes, offsets, sizes] for each of its pieces.
     pieces: list[Any] = []
     for entry in entries:
-        stored = contents.pieces(entry)
+        stored = contents.pieces(entry) if own is None or entry.name in own else []
         if len(stored) == 1:
             pieces.append(stored[0].file)
         else:
             pieces.append([[p.file, p.nbytes, p.offsets, p.sizes] for p in stored[:_MAX_PIECES]])
-    values = [(i, entry) for i, entry in enumerate(entries) if entry.dtype is None][:_MAX_VALUES]
+    values = [
+        (i, entry) for i, entry in enumerate(entries) if entry.dtype is None and (own is None or entry.name in own)
+    ][:_MAX_VALUES]
     return {
         "path": os.fspath(contents.path),
         "format": contents.format,
@@ -69,7 +121,7 @@ def _data(contents: Contents, statistics: Mapping[str, TensorStats]) -> dict[str
         "names": [entry.name for entry in entries],
         "dtype": [number[entry.dtype or "value"] for entry in entries],
         "shape": [entry.shape for entry in entries],
-        "bytes": [entry.nbytes for entry in entries],
+        "bytes": [entry.nbytes if own is None or entry.name in own else 0 for entry in entries],
         "chunks": [entry.chunks for entry in entries],
         "pieces": pieces,
         "stats": {i: _row(statistics[entry.name]) for i, entry in enumerate(entries) if entry.name in statistics},

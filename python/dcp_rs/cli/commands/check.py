@@ -9,7 +9,7 @@ import typer
 
 from dcp_rs.checkpoint.locate import local_path
 from dcp_rs.cli.app import app
-from dcp_rs.cli.options import AnyCheckpoint, Exclude, External, Include, Json, Threads, examples
+from dcp_rs.cli.options import AnyCheckpoint, Exclude, External, Html, Include, Json, Threads, WithStats, examples
 
 
 @app.command(
@@ -33,6 +33,7 @@ def _verify(
     epilog=examples(
         "dcp-rs diff before/ after/",
         "dcp-rs diff ckpt/ hf_model/ --include 'model.*' --tolerance 1e-3",
+        "dcp-rs diff before/ after/ --html page.html --stats",
     ),
 )
 def _diff(
@@ -43,11 +44,15 @@ def _diff(
     include: Include = None,
     exclude: Exclude = None,
     tolerance: Annotated[float, typer.Option(min=0.0, help="Absolute differences up to that do not count.")] = 0.0,
+    html: Html = None,
+    with_stats: WithStats = False,
     allow_external: External = False,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
     """Compare two checkpoints: names, shapes, dtypes, every element. Exit status 1: they differ."""
+    if with_stats and html is None:
+        raise typer.BadParameter("--stats goes with --html: dcp-rs stats prints them")
     from dcp_rs.cli.difference import diff
 
     raise typer.Exit(
@@ -57,6 +62,8 @@ def _diff(
             include=include or [],
             exclude=exclude or [],
             tolerance=tolerance,
+            html=html,
+            with_stats=with_stats,
             allow_external=allow_external,
             threads=threads,
             as_json=as_json,

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from dcp_rs.checkpoint.locate import local_path
 from dcp_rs.cli.app import app
 from dcp_rs.cli.options import (
     AnyCheckpoint,
     Exclude,
     External,
     Globs,
+    Html,
     Include,
     Json,
     Rank,
     Threads,
+    WithStats,
     chosen,
     examples,
 )
@@ -94,18 +94,8 @@ def _inspect(
             parser=text_argument,
         ),
     ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write one page of HTML with all of it; - is standard output.",
-            show_default=False,
-            parser=local_path,
-        ),
-    ] = None,
-    with_stats: Annotated[
-        bool, typer.Option("--stats", help="With --html: read the tensors, and show what they hold.")
-    ] = False,
+    html: Html = None,
+    with_stats: WithStats = False,
     show_all: Annotated[bool, typer.Option("--all", help="Lists to their end.")] = False,
     rank: Rank = None,
     allow_external: External = False,
