@@ -43,7 +43,9 @@ def write_native(path: Path, fqns: int, ranks: int) -> None:
     for rank in range(ranks):
         shape = (ROWS * ranks, COLUMNS)
         items = [
-            (name, "float32", shape, 0, None, None, (ROWS * rank, 0), (ROWS, COLUMNS), payload.nbytes)
+            _core.SaveItem(
+                name, payload.nbytes, dtype="float32", shape=shape, offsets=(ROWS * rank, 0), sizes=(ROWS, COLUMNS)
+            )
             for name in names(fqns)
         ]
         save = _core.Save.create(

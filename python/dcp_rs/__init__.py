@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from dcp_rs.checkpoint.verify import VerifyReport, index, verify
     from dcp_rs.conversion import ConvertReport, convert
     from dcp_rs.dcp.load_planner import RsLoadPlanner
-    from dcp_rs.dcp.load_report import LoadReport, SaveReport
     from dcp_rs.dcp.reader import RsReader
+    from dcp_rs.dcp.reports import LoadReport, SaveReport
     from dcp_rs.dcp.save_planner import RsSavePlanner
     from dcp_rs.dcp.writer import RsWriter
     from dcp_rs.integrations.install import install, installed, uninstall
@@ -71,7 +71,7 @@ _MODULES = {
     "integrations.install": ("install", "installed", "uninstall"),
     "integrations.safetensors": ("load_file", "save_file"),
     "dcp.load_planner": ("RsLoadPlanner",),
-    "dcp.load_report": ("LoadReport", "SaveReport"),
+    "dcp.reports": ("LoadReport", "SaveReport"),
     "dcp.reader": ("RsReader",),
     "dcp.save_planner": ("RsSavePlanner",),
     "transfer.blocks": ("release_pinned_memory",),

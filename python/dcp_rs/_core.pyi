@@ -170,6 +170,24 @@ class Batch:
         """Fills what has this turn and is not elsewhere; returns (bytes wanted, bytes read). ``progress`` hears now and then how many bytes of it are there."""
 
 @final
+class SaveItem:
+    """A chunk of a tensor, or a value (without ``dtype``), of ``length`` bytes. ``path`` and ``position`` are those in the state dict."""
+
+    def __init__(
+        self,
+        name: str,
+        length: int,
+        *,
+        dtype: str | None = None,
+        shape: _Extent | None = None,
+        offsets: _Extent | None = None,
+        sizes: _Extent | None = None,
+        flags: int = 0,
+        path: tuple[Any, ...] | None = None,
+        position: int | None = None,
+    ) -> None: ...
+
+@final
 class SavePlan:
     """The items that one rank holds: plain tensors, which are places in a list, then others."""
 
@@ -188,13 +206,7 @@ class SavePlan:
         shapes: list[Any] | None = None,
     ) -> list[int]:
         """Adds those that are plain; returns the places of the others."""
-    def add(
-        self,
-        items: Sequence[
-            tuple[str, str | None, _Extent, int, tuple[Any, ...] | None, int | None, _Extent, _Extent, int]
-        ],
-    ) -> None:
-        """Items as for ``Save.create``."""
+    def add(self, items: Sequence[SaveItem]) -> None: ...
     def request(self) -> bytes:
         """What the coordinator has to know."""
     def kept_others(self, keep: bytes | None) -> list[int]:
@@ -298,9 +310,7 @@ class Save:
     @staticmethod
     def create(
         folder: str,
-        items: Sequence[
-            tuple[str, str | None, _Extent, int, tuple[Any, ...] | None, int | None, _Extent, _Extent, int]
-        ],
+        items: Sequence[SaveItem],
         *,
         save_id: builtins.bytes,
         generation: int,
@@ -312,7 +322,7 @@ class Save:
         io: str,
         max_inflight_bytes: int,
     ) -> Save:
-        """Items are (fqn, dtype or None for bytes, shape, flags, path, position, offsets, sizes, bytes)."""
+        """Lays out the files for the items, and creates them."""
     @staticmethod
     def create_files(
         folder: str,

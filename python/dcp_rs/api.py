@@ -19,8 +19,8 @@ from dcp_rs.dcp import plan_cache, protocol
 from dcp_rs.dcp.arguments import check_options, check_state_dict
 from dcp_rs.dcp.checkpoint_process import save_in_process
 from dcp_rs.dcp.load_planner import RsLoadPlanner
-from dcp_rs.dcp.load_report import LoadReport, SaveReport
 from dcp_rs.dcp.reader import RsReader
+from dcp_rs.dcp.reports import LoadReport, SaveReport
 from dcp_rs.dcp.save_planner import RsSavePlanner
 from dcp_rs.dcp.together import Ranks
 from dcp_rs.dcp.writer import RsWriter

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from dcp_rs._warnings import formerly
 from dcp_rs.api import load_state_dict, save
 from dcp_rs.dcp.load_planner import RsLoadPlanner
-from dcp_rs.dcp.load_report import LoadReport
 from dcp_rs.dcp.reader import RsReader
+from dcp_rs.dcp.reports import LoadReport
 from dcp_rs.dcp.together import Ranks
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.trees import is_stateful

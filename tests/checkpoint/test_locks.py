@@ -20,6 +20,7 @@ from crash.states import found_number, rank_state
 from dcp_rs import _core
 from dcp_rs.errors import DcpRsError, InternalError, PlanError
 from support import files_in
+from support.indexes import whole_item
 from support.places import ROOT, TESTS
 from support.slabs import batch_of
 
@@ -267,7 +268,7 @@ def test_a_child_does_not_wait_for_the_threads_of_a_load(ckpt):
 
 def test_a_child_cannot_write_to_the_save_of_its_parent(ckpt):
     tensor = torch.ones(10)
-    item = ("w", "float32", (10,), 0, None, None, (0,), (10,), 40)
+    item = whole_item("w", tensor)
     options = {"threads": 1, "fsync": False, "io": "buffered", "max_inflight_bytes": 1 << 20}
     made = _core.Save.create(
         str(ckpt), [item], save_id=bytes(16), generation=1, token=1, rank=0, world_size=1, **options

@@ -275,7 +275,9 @@ def send_to_torchs_process(path):
             state["more"] = sharded_state(seed)
             if not cache:
                 writer = RsWriter(path, fsync=False)
-            metadata = dcp.async_save(state, storage_writer=writer, async_checkpointer_type=process).result(90)
+            future = dcp.async_save(state, storage_writer=writer, async_checkpointer_type=process)
+            future.add_done_callback(lambda _: time.sleep(0.5))  # the thread ends only then
+            metadata = future.result(90)
             assert len(metadata.state_dict_metadata) == 86
         dist.barrier()
         got = {**sharded_state(9), "more": sharded_state(9)}

@@ -24,6 +24,7 @@ from crash.states import found_number, rank_state
 from dcp_rs import RsReader, _core
 from dcp_rs.errors import CheckpointReplacedError
 from support import run_ranks
+from support.indexes import whole_item
 
 TESTS = Path(__file__).parent
 
@@ -251,7 +252,7 @@ def test_the_types_of_the_extension_are_frozen(ckpt):
 def test_two_threads_of_one_save_do_not_wait_for_ever(ckpt):
     """The second waits for the first's lock without the GIL, which the first needs now and then."""
     data = torch.ones(32 << 20, dtype=torch.uint8)
-    items = [(f"t{i}", "uint8", (data.nbytes,), 0, None, None, (0,), (data.nbytes,), data.nbytes) for i in range(4)]
+    items = [whole_item(f"t{i}", data) for i in range(4)]
     options = {"threads": 1, "fsync": True, "io": "auto", "max_inflight_bytes": 1 << 20}
     made = _core.Save.create(
         str(ckpt), items, save_id=bytes(16), generation=1, token=1, rank=0, world_size=1, **options
@@ -339,7 +340,7 @@ def test_forks_during_loads_of_other_threads(ckpt):
 def test_a_forked_child_leaves_the_save_of_its_parent_alone(ckpt):
     """A child that lets go of its copy of a save that is going on must not remove the files."""
     tensor = torch.ones(10)
-    item = ("w", "float32", (10,), 0, None, None, (0,), (10,), 40)
+    item = whole_item("w", tensor)
     options = {"threads": 1, "fsync": False, "io": "buffered", "max_inflight_bytes": 1 << 20}
     made = [
         _core.Save.create(str(ckpt), [item], save_id=bytes(16), generation=1, token=1, rank=0, world_size=1, **options)
@@ -470,7 +471,7 @@ def test_more_files_than_a_process_may_open(tmp_path):
     indexes = []
     data = torch.arange(10.0)
     for rank in range(300):
-        item = (f"w{rank:03}", "float32", (10,), 0, None, None, (0,), (10,), 40)
+        item = whole_item(f"w{rank:03}", data)
         made = _core.Save.create(str(tmp_path), [item], token=rank, rank=rank, max_inflight_bytes=1 << 20, **one)
         made.write([(0, 0, data.data_ptr(), 40)])
         indexes.append(made.finish())

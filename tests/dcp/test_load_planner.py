@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader, RsWriter
-from dcp_rs.dcp.load_report import Mismatch
+from dcp_rs.dcp.reports import Mismatch
 from dcp_rs.errors import PlanError
 from support import RankDiedError, assert_state_equal, rank_outcomes, run_ranks
 from support.indexes import save_with_hole
@@ -133,6 +133,16 @@ def test_what_is_excluded_stays_on_meta(saved):
     dcp_rs.load(state, saved, planner=RsLoadPlanner(exclude="layers.1.*"))
     assert state["layers.1.weight"].is_meta
     assert torch.equal(state["layers.0.weight"], W)
+
+
+def test_a_policy_may_change_between_loads(saved):
+    planner = RsLoadPlanner(dtype_policy="error")
+    state = {"layers": {"0": {"weight": torch.zeros(4, 6).double()}}}
+    with pytest.raises(PlanError, match="dtype_policy='error'"):
+        dcp_rs.load(state, saved, planner=planner)
+    planner.dtype_policy = "cast"
+    dcp_rs.load(state, saved, planner=planner)
+    assert torch.equal(state["layers"]["0"]["weight"], W.double())
 
 
 # --- names -----------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Entry point x step x failing rank x kind of error: every rank ends, with that error, and knows the rank."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,9 @@ from dcp_rs.errors import (
     UnsafePickleError,
 )
 from dcp_rs.optim import load_training_state, save_training_state
+from dcp_rs.transfer.exchange import _Exchange
 from support import RankDiedError, rank_outcomes, run_ranks
-from support.faults import Breaks, LoadBreaks, MishapError, SaveBreaks, SmallDisk, watched
+from support.faults import Breaks, LoadBreaks, MishapError, SaveBreaks, SmallDisk, die_in, watched
 
 SIZE = 3
 BIG = 200_000
@@ -62,7 +64,8 @@ def load_cell(folder, step, how, group=None):
         state["unknown"] = torch.zeros(2)
     if step == "values":
         state["bad"] = None
-    planner = LoadBreaks(step if step in MISHAPS else None)
+    # One that overrides `create_global_plan` works on items, and shares nothing.
+    planner = LoadBreaks(step) if step in MISHAPS else RsLoadPlanner()
     options = {"verify": True, **({"threads": -1} if step == "options" else {})}
     if how == "dcp.load":
         return dcp.load(state, storage_reader=RsReader(path, **options), planner=RsLoadPlanner())
@@ -88,8 +91,9 @@ def save_cell(path, step, how):
     with SmallDisk(1 << 16 if step == "data" else None):
         if how == "dcp.save":
             return dcp.save(state, storage_writer=RsWriter(path, **options))
-        if how == "async_save":
-            return dcp_rs.async_save(state, path, planner=planner, **options).result(60)
+        if how in ("async_save", "process"):
+            executor = "process" if how == "process" else "thread"
+            return dcp_rs.async_save(state, path, planner=planner, executor=executor, **options).result(120)
         return dcp_rs.save(state, path, planner=planner, no_dist=how == "no_dist", **options)
 
 
@@ -165,9 +169,27 @@ def cells_of(folder, culprit):  # noqa: C901 - a table
     return cells, expected
 
 
-def run_cells(folder, culprit):
+def cells_of_process(folder, culprit):
+    """Saves in torch's checkpoint process, which plans and writes: what fails there comes back as what it was."""
+    mine = dist.get_rank() == culprit
+    # The process takes its time to begin. That is nobody's fault.
+    save_cell(folder / "warm", None, "process")
+    cells, expected = {}, {}
+    for step in ("options", "state_dict", "plan", "values", "commit"):
+        if step == "commit" and culprit:
+            continue
+        error = SAVE_STEPS[step]
+        here, path = step if mine else None, folder / f"process-{step}"
+        cells[f"process: {step}"] = lambda here=here, path=path: save_cell(path, here, "process")
+        expected[f"process: {step}"] = error, range(SIZE)
+    cells["process: all is well"] = lambda: save_cell(folder / "well", None, "process")
+    expected["process: all is well"] = None, ()
+    return cells, expected
+
+
+def run_cells(folder, culprit, make=cells_of):
     """The cells that did not end as they should, and why."""
-    cells, expected = cells_of(folder, culprit)
+    cells, expected = make(folder, culprit)
     wrong = []
     for name, error in watched(cells).items():
         kind, ranks = expected[name]
@@ -194,31 +216,65 @@ def test_an_error_on_one_rank_is_raised_on_all(tmp_path, culprit):
         assert count > 80
 
 
+@pytest.mark.parametrize("culprit", [0, pytest.param(SIZE - 1, marks=pytest.mark.slow)])
+def test_an_error_in_torchs_checkpoint_process_is_raised_on_all(tmp_path, culprit):
+    for count, wrong in run_ranks(SIZE, run_cells, tmp_path, culprit, cells_of_process, timeout=240, fresh=True):
+        assert wrong == []
+        assert count > 4
+
+
+def lose_the_process(folder, culprit):
+    """A rank's checkpoint process is killed: every rank hears of it, and the next save starts another one."""
+    here = "set_up_planner" if dist.get_rank() == culprit else None
+    save = partial(dcp_rs.async_save, {"w": torch.ones(10)}, folder / "new", executor="process", fsync=False)
+    errors = []
+    for planner in (SaveBreaks(here, "killed"), SaveBreaks(None)):
+        try:
+            save(planner=planner).result(120)
+        except RankLostError as error:
+            errors.append(str(error))
+    return errors, dcp_rs.open(folder / "new")["w"].sum().item()
+
+
+@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.slow), SIZE - 1])
+def test_a_checkpoint_process_that_is_killed_is_missed_by_all(tmp_path, culprit):
+    for errors, total in run_ranks(SIZE, lose_the_process, tmp_path, culprit, timeout=240, fresh=True):
+        assert len(errors) == 1, errors
+        assert "checkpoint process" in errors[0]
+        assert total == 10
+
+
 def die(folder, culprit, entry, step):
     """A rank that is killed in a step. The others do not end by themselves: nobody hears of it by that."""
     here = step if dist.get_rank() == culprit else None
+    if here == "exchange":  # of its second round, what was received
+        die_in(_Exchange._unpack, 2)
     state = {"w": torch.zeros(BIG), "s": Breaks(here, "killed")}
     if entry == "save":
         dcp_rs.save(state, folder / "new", planner=SaveBreaks(here, "killed"), fsync=False)
     elif entry == "async_save":
         dcp_rs.async_save(state, folder / "new", planner=SaveBreaks(here, "killed"), fsync=False).result(60)
     else:
-        dcp_rs.load(
-            state, folder / "whole", planner=LoadBreaks(here, "killed"), replicas="all" if entry == "all" else "each"
-        )
+        options = {"replicas": "all", "max_inflight_bytes": 1 << 18} if entry == "all" else {}
+        planner = RsLoadPlanner() if step == "exchange" else LoadBreaks(here, "killed")
+        dcp_rs.load(state, folder / "whole", planner=planner, **options)
 
 
 DEATHS = [
     (entry, step, culprit)
     for entry in ("load", "all", "save", "async_save")
-    for step in ("state_dict", "set_up_planner", "finish_plan")
+    for step in ("state_dict", "set_up_planner", "finish_plan", *(["exchange"] if entry == "all" else []))
     for culprit in (0, 2)
 ]
+#: One of each kind runs always.
+OFTEN = [("all", "exchange", 1), ("save", "finish_plan", 0)]
 
 
 @pytest.mark.filterwarnings("ignore:value 'bad'")
-@pytest.mark.slow
-@pytest.mark.parametrize(("entry", "step", "culprit"), DEATHS)
+@pytest.mark.parametrize(
+    ("entry", "step", "culprit"),
+    [*OFTEN, *(pytest.param(*death, marks=pytest.mark.slow) for death in DEATHS if death not in OFTEN)],
+)
 def test_a_rank_that_is_killed_is_missed_by_all(tmp_path, entry, step, culprit):
     prepare(tmp_path)
     outcomes = rank_outcomes(SIZE, die, tmp_path, culprit, entry, step, timeout=60)

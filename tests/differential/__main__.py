@@ -24,12 +24,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4)), help="of the first batch")
     parser.add_argument("--keep-going", action="store_true", help="go on after a failure")
+    parser.add_argument("--patience", type=float, default=300, help="seconds that a step may take, on a busy machine")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     began, batch, failed = time.monotonic(), arguments.seed, []
     while time.monotonic() - began < arguments.seconds:
         try:
-            _batch(batch)
+            _batch(batch, arguments.patience)
+        except KeyboardInterrupt:
+            break
         except Exception:  # noqa: BLE001 - hypothesis raises what the case raised, with the smallest case that does
             failed.append(batch)
             print(f"--- --seed {batch} --seconds 1\n{traceback.format_exc()}", flush=True)
@@ -43,12 +46,12 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _batch(number: int) -> None:
+def _batch(number: int, patience: float) -> None:
     @seed(number)
     @settings(max_examples=BATCH, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(cases(tuple(bodies.SAVES), tuple(bodies.LOADS)))
     def run(case: object) -> None:
-        judge(case)
+        judge(case, patience)
 
     run()
 

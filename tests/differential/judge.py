@@ -58,43 +58,40 @@ ALLOWED = [
 tally: Counter[str] = Counter()
 
 
-def judge(case: Case) -> None:
-    """Runs the case.
+def judge(case: Case, patience: float = WATCHDOG) -> None:
+    """Runs the case, any step of which may take ``patience`` seconds.
 
     Raises:
         DisagreementError: with all that is known of it.
     """
     folder = Path(tempfile.mkdtemp(prefix="dcp-rs-differential-"))
     try:
-        _run(case, folder)
+        _run(case, folder, patience)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     tally["cases"] += 1
 
 
-def _run(case: Case, folder: Path) -> None:
+def _run(case: Case, folder: Path, patience: float) -> None:
+    def on_ranks(step: Save | Load, function: Any, *args: Any) -> list[Any]:
+        outcomes = shared_pool().outcomes(step.ranks.size, function, step, case.state, folder, *args, timeout=patience)
+        for outcome in outcomes:
+            if outcome.error is not None:
+                raise DisagreementError(
+                    f"rank {outcome.rank}: {outcome.error!r}\n{outcome.traceback}\n{_shown(case, step)}"
+                )
+        return [outcome.value for outcome in outcomes]
+
     has_stock = has_ours = False
     for number, step in enumerate(case.steps):
         if isinstance(step, Save):
-            outcomes = _ranks(case, step, save_step, step, case.state, folder, 10 * number)
-            has_stock, has_ours = _judge_save(case, step, outcomes)
+            has_stock, has_ours = _judge_save(case, step, on_ranks(step, save_step, 10 * number))
             if not has_stock:
                 return
         else:
-            for results in _ranks(case, step, load_step, step, case.state, folder, has_ours=has_ours):
+            for results in on_ranks(step, load_step, has_ours):
                 for result in results[1:]:
                     _compare(case, step, results[0], result)
-
-
-def _ranks(case: Case, step: Save | Load, function: Any, *args: Any, has_ours: bool | None = None) -> list[Any]:
-    function_args = args if has_ours is None else (*args, has_ours)
-    outcomes = shared_pool().outcomes(step.ranks.size, function, *function_args, timeout=WATCHDOG)
-    for outcome in outcomes:
-        if outcome.error is not None:
-            raise DisagreementError(
-                f"rank {outcome.rank}: {outcome.error!r}\n{outcome.traceback}\n{_shown(case, step)}"
-            )
-    return [outcome.value for outcome in outcomes]
 
 
 def _judge_save(case: Case, step: Save, ranks: list[list[Result]]) -> tuple[bool, bool]:

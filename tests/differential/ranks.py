@@ -127,12 +127,13 @@ class _Builder:
         if self._mesh is None:
             self._mesh = init_device_mesh("cpu", self._ranks.mesh)
         codes = self._ranks.places[spec.number % len(self._ranks.places)]
-        # torch cannot divide what it has not implemented for these, as making a pending sum does.
+        # torch has not implemented for these what it divides by, to make a pending sum, and what it pads uneven shards with.
         halves = values.dtype in (torch.complex32, getattr(torch, "bcomplex32", None))
         codes = ["R" if code == "P" and halves else code for code in codes]
         places = [_placement(code, values.dim()) for code, _ in zip(codes, self._ranks.mesh, strict=False)]
-        whole = distribute_tensor(values, self._mesh, places, src_data_rank=None)
-        local = _laid_out(whole.to_local(), "plain" if form == "parameter" else form)
+        bits = values.view(torch.int32) if halves else values
+        whole = distribute_tensor(bits, self._mesh, places, src_data_rank=None)
+        local = _laid_out(whole.to_local().view(values.dtype), "plain" if form == "parameter" else form)
         made = DTensor.from_local(local, self._mesh, places, run_check=False, shape=whole.shape, stride=whole.stride())
         return torch.nn.Parameter(made) if form == "parameter" else made
 

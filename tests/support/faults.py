@@ -6,6 +6,7 @@ import faulthandler
 import os
 import resource
 import signal
+import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,9 @@ from dcp_rs import RsLoadPlanner, RsSavePlanner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import FrameType
 
-__all__ = ["Breaks", "LoadBreaks", "MishapError", "SaveBreaks", "SmallDisk", "watched"]
+__all__ = ["Breaks", "LoadBreaks", "MishapError", "SaveBreaks", "SmallDisk", "die_in", "watched"]
 
 #: Nobody may wait longer for a rank that has failed.
 PATIENCE = 20  # seconds
@@ -35,6 +37,20 @@ def fail(kind: str, where: str) -> None:
     if kind == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     raise MishapError("a mishap", where)
+
+
+def die_in(function: Callable[..., Any], call: int) -> None:
+    """Kills this process at the beginning of the given call of a Python function, counted from 1, in this thread."""
+    calls = 0
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal calls
+        if event == "call" and frame.f_code is function.__code__:
+            calls += 1
+            if calls == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(profile)
 
 
 class Breaks:

@@ -8,6 +8,15 @@ import torch
 from dcp_rs import _core
 
 
+def whole_item(name: str, tensor: torch.Tensor, **options: Any) -> _core.SaveItem:
+    """A tensor that is saved in one piece."""
+    shape = tuple(tensor.shape)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return _core.SaveItem(
+        name, tensor.nbytes, dtype=dtype, shape=shape, offsets=(0,) * tensor.dim(), sizes=shape, **options
+    )
+
+
 def commit_ranks(path: Path, indexes: list[bytes], *, generation: int = 1, planner_data: Any = None) -> None:
     """Commits the indexes of all ranks, as the coordinator of a save does."""
     _core.commit_indexes(
@@ -25,10 +34,14 @@ def commit_ranks(path: Path, indexes: list[bytes], *, generation: int = 1, plann
 
 def save_with_hole(path: Path) -> None:
     """Rows 0 to 3 of 8, in an index that is valid: as if a rank's part had been lost."""
+    rows = torch.arange(4.0)
+    item = _core.SaveItem(
+        "w", rows.nbytes, dtype="float32", shape=(8, 1), offsets=(0, 0), sizes=(4, 1), path=("w",), position=0
+    )
     generation = _core.next_generation(str(path))
     save = _core.Save.create(
         str(path),
-        [("w", "float32", (8, 1), 0, ("w",), 0, (0, 0), (4, 1), 16)],
+        [item],
         save_id=bytes(range(16)),
         generation=generation,
         token=1,
@@ -39,6 +52,5 @@ def save_with_hole(path: Path) -> None:
         io="buffered",
         max_inflight_bytes=1 << 20,
     )
-    rows = torch.arange(4.0)
     save.write([(0, 0, rows.data_ptr(), rows.nbytes)])
     commit_ranks(path, [save.finish()], generation=generation, planner_data={"w": ("w",)})

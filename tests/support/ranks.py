@@ -180,10 +180,10 @@ class _Rank:
         self.process.start()
         theirs.close()
 
-    def wait_until_ready(self) -> None:
-        if not self.pipe.poll(START_TIMEOUT):
+    def wait_until_ready(self, timeout: float) -> None:
+        if not self.pipe.poll(timeout):
             self.kill()
-            raise RankTimeoutError(f"{self.process.name} did not start in {START_TIMEOUT} s")
+            raise RankTimeoutError(f"{self.process.name} did not start in {timeout} s")
         self.pipe.recv_bytes()
 
     def alive(self) -> bool:
@@ -215,7 +215,7 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory(prefix="dcp-rs-ranks-")
         self._calls = 0
 
-    def _ensure(self, size: int) -> list[_Rank]:
+    def _ensure(self, size: int, timeout: float) -> list[_Rank]:
         folder = Path(self._folder.name)
         new = []
         for number in range(size):
@@ -224,8 +224,13 @@ class RankPool:
             rank = _Rank(folder, number)
             new.append(rank)
             self._ranks[number : number + 1] = [rank]
-        for rank in new:
-            rank.wait_until_ready()
+        try:
+            for rank in new:
+                rank.wait_until_ready(max(START_TIMEOUT, timeout))
+        except BaseException:
+            for rank in new:  # what they say later would be taken for an answer
+                rank.kill()
+            raise
         return self._ranks[:size]
 
     def outcomes(
@@ -233,7 +238,7 @@ class RankPool:
     ) -> list[Outcome]:
         """Run `function(*args)` on `size` ranks; what each did, by rank. Does not raise for them."""
         payload = pickle.dumps((function, args))
-        ranks = self._ensure(size)
+        ranks = self._ensure(size, timeout)
         self._calls += 1
         store = str(Path(self._folder.name) / f"store-{self._calls}")
         for number, rank in enumerate(ranks):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader
@@ -49,7 +49,16 @@ def load_replicas(path, make, options, local_size):
     dcp_rs.load_state_dict(got, reader, planner=RsLoadPlanner(dtype_policy="cast"))
     read = rchar() - before
     assert_state_equal(got, want)
-    return read
+    filled = sum(stored_bytes(value) for value in got.values() if isinstance(value, torch.Tensor))
+    values = reader.report.bytes_wanted - filled
+    assert 0 <= values < 2000, values  # of the one that is no tensor
+    return read, reader.report.bytes_read
+
+
+def stored_bytes(tensor):
+    """Of what this rank has of a tensor: floats, of 4 bytes, but for those of 2."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * (2 if tensor.dtype == torch.bfloat16 else 4)
 
 
 def blank_or(value, empty):
@@ -120,10 +129,10 @@ def test_every_byte_is_read_as_often_as_asked(ckpt):
     save_whole(ckpt)
     by_rank = run_ranks(4, load_cases, ckpt)
     for at, (make, options, local, times) in enumerate(CASES):
-        ratio = sum(read[at] for read in by_rank) / total_bytes()
+        ratio, reported = (sum(read[at][kind] for read in by_rank) / total_bytes() for kind in (0, 1))
         # Around it: index, values, Python's own files; columns are read with the gaps between them.
         slack = 1.2 if make is columns else 0.15
-        assert times <= ratio <= times + slack, (make.__name__, options, local, ratio)
+        assert times <= reported <= ratio <= times + slack, (make.__name__, options, local, reported, ratio)
 
 
 def load_in_a_group(path):
@@ -247,17 +256,23 @@ def test_a_rank_that_fails_before_it_comes_to_the_exchange(ckpt):
         assert outcome.error.__notes__ == ["raised on rank 1"]
 
 
+#: Of different dimensions: what ranks share is all that is cut alike.
+PAIRED = {"a": (500_000,), "b": (500, 1000), "c": (50, 100, 100)}
+
+
 def load_in_pairs(path):
     """Ranks 0 and 1 share "a", ranks 1 and 2 share "b", ranks 2 and 0 share "c"."""
-    names = ("ac", "ab", "bc")[dist.get_rank()]
-    dcp_rs.load(
-        {name: torch.zeros(500_000) for name in names}, path, replicas="all", verify=True, max_inflight_bytes=1 << 18
-    )
+    state = {name: torch.zeros(PAIRED[name]) for name in ("ac", "ab", "bc")[dist.get_rank()]}
+    reader = RsReader(path, replicas="all", verify=True, max_inflight_bytes=1 << 18)
+    try:
+        dcp_rs.load_state_dict(state, reader, planner=RsLoadPlanner())
+    finally:
+        assert reader.bytes_read < 3_000_000  # of 4: they were shared
 
 
 def test_an_error_in_one_group_of_ranks_keeps_nobody_waiting_in_another(ckpt):
     """H4: a rank that failed with some ranks went on to raise, and those of its next group waited for it."""
-    dcp_rs.save({name: torch.arange(500_000.0) for name in "abc"}, ckpt)
+    dcp_rs.save({name: torch.arange(500_000.0).reshape(shape) for name, shape in PAIRED.items()}, ckpt)
     (data,) = ckpt.glob("*.safetensors")
     index = dcp_rs.open(ckpt)
     assert index["a"][0] == 0

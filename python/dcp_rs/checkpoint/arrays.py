@@ -8,17 +8,16 @@ import numpy as np
 
 from dcp_rs import _core
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.elements import bits_dtype, numpy_dtype, safetensors_name
+from dcp_rs.checkpoint.elements import bits_dtype, numpy_dtype
 from dcp_rs.checkpoint.mapping import OpenCheckpoint, TensorInfo
-from dcp_rs.checkpoint.values import load_value, unwrap
-from dcp_rs.errors import PlanError
+from dcp_rs.checkpoint.slices import StoredSlice
+from dcp_rs.checkpoint.values import load_value
 from dcp_rs.options import ReadOptions
-from dcp_rs.tensors.boxes import selection
 
 __all__ = ["ArraySlice", "NumpyCheckpoint"]
 
 
-class NumpyCheckpoint(OpenCheckpoint):
+class NumpyCheckpoint(OpenCheckpoint["ArraySlice"]):
     """A checkpoint that is open for reading, as NumPy arrays. Made by :func:`dcp_rs.open` with ``framework="np"``.
 
     An array that is stored in one piece is a view of a private mapping of its file: nothing is read until it is touched, and writing to it changes
@@ -29,36 +28,20 @@ class NumpyCheckpoint(OpenCheckpoint):
     """
 
     def __init__(self, index: _core.Index, *, options: ReadOptions) -> None:
-        super().__init__(index)
-        self._options = options
+        super().__init__(index, options)
         self._warned: set[str] = set()
 
-    def __getitem__(self, fqn: str) -> Any:
-        """The array, or the value, with this name.
+    def _value(self, name: str, data: bytes) -> Any:
+        return load_value(name, data)
 
-        Raises:
-            EntryNotFoundError: there is none.
-            CorruptDataError: a data file is missing or damaged.
-            UnsafePickleError: a value that needs torch, or more than plain types and tensors.
-        """
-        tensor = self._find(fqn)
-        name, is_bytes, dtype, shape, _, chunks = self._index.tensor(tensor)
-        if is_bytes:
-            (data,) = self._index.read_bytes([self._index.first_chunk(tensor)], **self._options.engine())
-            return unwrap(load_value(name, data))
+    def _tensor(
+        self, tensor: int, name: str, dtype: str | None, shape: tuple[int, ...], flags: int, chunks: int
+    ) -> np.ndarray[Any, Any]:
         made = self.element_dtype(name, dtype)
-        if chunks == 1:
-            view = self._view(tensor, made, shape)
-            if view is not None:
-                return view
-        return self._read(tensor, name, made, [0] * len(shape), shape)
+        view = self._view(tensor, made, shape) if chunks == 1 else None
+        return self._read(tensor, name, made, [0] * len(shape), shape) if view is None else view
 
-    def get_slice(self, fqn: str) -> ArraySlice:
-        """An object to index like the array ``fqn``: ``ckpt.get_slice("emb")[10:20, :]`` reads only what it returns."""
-        tensor = self._find(fqn)
-        if self._index.tensor(tensor)[1]:
-            msg = f"{fqn!r} is not a tensor"
-            raise TypeError(msg)
+    def _slice(self, tensor: int) -> ArraySlice:
         return ArraySlice(self, tensor)
 
     def element_dtype(self, name: str, dtype: str | None) -> np.dtype[Any]:
@@ -100,10 +83,7 @@ class NumpyCheckpoint(OpenCheckpoint):
         self, tensor: int, name: str, dtype: np.dtype[Any], offsets: list[int], sizes: tuple[int, ...]
     ) -> np.ndarray[Any, Any]:
         """A region of an array, in new memory."""
-        # Before there is memory for it: a shape may be of any size, what chunks hold is bounded by their files.
-        for _, at, lacking in self._index.check_regions([(tensor, offsets, sizes)], []):
-            msg = f"tensor {name!r}: the checkpoint does not hold {list(lacking)} elements at {list(at)}"
-            raise PlanError(msg, path=self.path, tensor=name)
+        self._check_held(tensor, name, offsets, sizes)
         made = np.empty(sizes, dtype)
         strides = [stride // dtype.itemsize for stride in made.strides]
         if made.size:
@@ -114,42 +94,15 @@ class NumpyCheckpoint(OpenCheckpoint):
         return f"NumpyCheckpoint({self._facts()})"
 
 
-class ArraySlice:
+class ArraySlice(StoredSlice[Any]):
     """A stored array, to be indexed by integers, slices and ``...``, as in NumPy.
 
     Each indexing reads what it returns, and no more than its bounding rectangle.
     """
 
     def __init__(self, checkpoint: NumpyCheckpoint, tensor: int) -> None:
-        self._checkpoint = checkpoint
-        self._tensor = tensor
-        self._name, _, dtype, self.shape, _, self._chunks = checkpoint._index.tensor(tensor)
-        self._stored = dtype or ""
-        self.dtype = checkpoint.element_dtype(self._name, dtype)
-
-    def get_shape(self) -> list[int]:
-        """The sizes, as ``safetensors`` slices give them."""
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        """What a header of safetensors calls the dtype, as its slices give it; torch's name of one that it lacks."""
-        return safetensors_name(self._stored)
-
-    def __getitem__(self, key: Any) -> Any:
-        """The elements that ``key`` selects.
-
-        Raises:
-            IndexError: out of range, or too many indices.
-            ValueError: a slice with a negative step.
-            TypeError: another kind of index.
-        """
-        offsets, sizes, local = selection(key, self.shape)
-        checkpoint = self._checkpoint
-        checkpoint._find(self._name)
-        if self._chunks == 1:
-            whole = checkpoint[self._name]
-            return whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))][local]
-        return checkpoint._read(self._tensor, self._name, self.dtype, offsets, tuple(sizes))[local]
+        super().__init__(checkpoint, tensor)
+        self.dtype = checkpoint.element_dtype(self._name, self._stored)
 
     def __repr__(self) -> str:
         return f"ArraySlice({self._name!r}, {self.dtype.name}, shape={list(self.shape)})"

@@ -10,14 +10,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 from dcp_rs import _core
 from dcp_rs._shown import size, table
 from dcp_rs.checkpoint.names import hint
-from dcp_rs.errors import CheckpointReplacedError, DcpRsError, EntryNotFoundError
+from dcp_rs.checkpoint.values import unwrap
+from dcp_rs.errors import CheckpointReplacedError, DcpRsError, EntryNotFoundError, PlanError
+from dcp_rs.options import ReadOptions
 
 __all__ = ["ChunkInfo", "OpenCheckpoint", "TensorInfo"]
+
+Slice = TypeVar("Slice")
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class ChunkInfo:
     nbytes: int
 
 
-class OpenCheckpoint(Mapping[str, Any]):
+class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
     """A checkpoint that is open for reading, as :func:`dcp_rs.open` returns it.
 
     It pickles to the way it was opened: a copy, in a worker of a ``DataLoader`` for one, opens it anew there. Where another save has replaced the checkpoint
@@ -58,10 +62,11 @@ class OpenCheckpoint(Mapping[str, Any]):
     """
 
     #: Opens it again, in whichever process; None where it was not :func:`dcp_rs.open` that did.
-    open_again: Callable[[], OpenCheckpoint] | None = None
+    open_again: Callable[[], OpenCheckpoint[Any]] | None = None
 
-    def __init__(self, index: _core.Index) -> None:
+    def __init__(self, index: _core.Index, options: ReadOptions) -> None:
         self._index = index
+        self._options = options
         self._files: dict[int, _core.FileMapping] = {}
         self._closed = False
 
@@ -79,6 +84,57 @@ class OpenCheckpoint(Mapping[str, Any]):
     def save_id(self) -> str | None:
         """The UUID of the save, where it has one: checkpoints of Hugging Face have none."""
         return self._index.save_id
+
+    def __getitem__(self, fqn: str) -> Any:
+        """The tensor, or the value, with this name.
+
+        Raises:
+            EntryNotFoundError: there is none.
+            CorruptDataError: a data file is missing or damaged.
+            UnsafePickleError: a value that needs more than is allowed: ``weights_only=True`` with torch, plain types and tensors without.
+        """
+        tensor = self._find(fqn)
+        _, is_bytes, dtype, shape, flags, chunks = self._index.tensor(tensor)
+        if not is_bytes:
+            return self._tensor(tensor, fqn, dtype, shape, flags, chunks)
+        (data,) = self._index.read_bytes([self._index.first_chunk(tensor)], **self._options.engine())
+        return unwrap(self._value(fqn, data))
+
+    @abstractmethod
+    def _tensor(
+        self, tensor: int, name: str, dtype: str | None, shape: tuple[int, ...], flags: int, chunks: int
+    ) -> Any:
+        """All of a tensor, as the framework has it."""
+
+    @property
+    def _is_in_place(self) -> bool:
+        """Whether a tensor that is stored in one piece is used where it lies in its file."""
+        return True
+
+    @abstractmethod
+    def _value(self, name: str, data: bytes) -> Any:
+        """What ``torch.save`` wrote."""
+
+    @abstractmethod
+    def _slice(self, tensor: int) -> Slice:
+        """What is indexed like a tensor."""
+
+    @abstractmethod
+    def _read(self, tensor: int, name: str, dtype: Any, offsets: list[int], sizes: tuple[int, ...]) -> Any:
+        """A region of a tensor, in new memory."""
+
+    def get_slice(self, fqn: str) -> Slice:
+        """An object to index like the tensor ``fqn``: ``ckpt.get_slice("emb")[10:20, :]`` reads only what it returns.
+
+        Raises:
+            EntryNotFoundError: there is none.
+            TypeError: it is a value.
+        """
+        tensor = self._find(fqn)
+        if self._index.tensor(tensor)[1]:
+            msg = f"{fqn!r} is not a tensor"
+            raise TypeError(msg)
+        return self._slice(tensor)
 
     def info(self, fqn: str) -> TensorInfo:
         """What is stored under ``fqn``, without reading it."""
@@ -199,6 +255,12 @@ class OpenCheckpoint(Mapping[str, Any]):
             raise EntryNotFoundError(msg, path=self.path, tensor=fqn)
         return tensor
 
+    def _check_held(self, tensor: int, name: str, offsets: list[int], sizes: tuple[int, ...]) -> None:
+        """Raises unless all of a region is there. Before there is memory for it: a shape may be of any size, what chunks hold is bounded by their files."""
+        for _, at, lacking in self._index.check_regions([(tensor, offsets, sizes)], []):
+            msg = f"tensor {name!r}: the checkpoint does not hold {list(lacking)} elements at {list(at)}"
+            raise PlanError(msg, path=self.path, tensor=name)
+
     def _mapped(self, file: int) -> _core.FileMapping:
         mapping = self._files.get(file)
         if mapping is None:
@@ -214,7 +276,7 @@ def safetensors_metadata(path: Path) -> dict[str, str]:
     return json.loads(text).get("__metadata__") or {}
 
 
-def _reopen(open_again: Callable[[], OpenCheckpoint], identity: str) -> OpenCheckpoint:
+def _reopen(open_again: Callable[[], OpenCheckpoint[Any]], identity: str) -> OpenCheckpoint[Any]:
     checkpoint = open_again()
     if checkpoint._identity() != identity:  # noqa: SLF001  # of this module
         msg = f"the checkpoint at {checkpoint.path} was replaced by another save since it was opened"

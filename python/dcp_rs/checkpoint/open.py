@@ -8,15 +8,12 @@ from typing import Any
 import torch
 
 from dcp_rs import _core
-from dcp_rs.checkpoint.elements import safetensors_name
 from dcp_rs.checkpoint.mapping import OpenCheckpoint, TensorInfo
+from dcp_rs.checkpoint.slices import StoredSlice
 from dcp_rs.checkpoint.stream import stream
-from dcp_rs.checkpoint.values import unwrap
-from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
-from dcp_rs.tensors.boxes import selection
-from dcp_rs.tensors.dtypes import NAMES, REQUIRES_GRAD
+from dcp_rs.tensors.dtypes import REQUIRES_GRAD
 from dcp_rs.tensors.nesting import Container, TreePath, nest
 from dcp_rs.tensors.trees import number_parameters
 from dcp_rs.transfer.load import fill
@@ -25,7 +22,7 @@ from dcp_rs.transfer.target import Target, stored_dtype
 __all__ = ["Checkpoint", "TensorSlice", "containers_of"]
 
 
-class Checkpoint(OpenCheckpoint):
+class Checkpoint(OpenCheckpoint["TensorSlice"]):
     """A checkpoint that is open for reading. Made by :func:`dcp_rs.open`.
 
     On the CPU a tensor that is stored in one piece is a view of a private mapping of its file: nothing is read until it is touched,
@@ -41,47 +38,41 @@ class Checkpoint(OpenCheckpoint):
         weights_only: bool = True,
         options: ReadOptions,
     ) -> None:
-        super().__init__(index)
+        super().__init__(index, options)
         self._device = torch.device(device)
         self._weights_only = weights_only
-        self._options = options
 
-    def __getitem__(self, fqn: str) -> Any:
-        """The tensor, or the value, with this name.
+    def _value(self, name: str, data: bytes) -> Any:
+        return objects.load(name, data, weights_only=self._weights_only)
 
-        Raises:
-            EntryNotFoundError: there is none.
-            CorruptDataError: a data file is missing or damaged.
-            UnsafePickleError: a value that needs more than ``weights_only=True`` allows.
-        """
-        tensor = self._find(fqn)
-        name, is_bytes, dtype, shape, flags, chunks = self._index.tensor(tensor)
-        if is_bytes:
-            (data,) = self._index.read_bytes([self._index.first_chunk(tensor)], **self._options.engine())
-            return unwrap(objects.load(name, data, weights_only=self._weights_only))
+    def _tensor(
+        self, tensor: int, name: str, dtype: str | None, shape: tuple[int, ...], flags: int, chunks: int
+    ) -> torch.Tensor:
         torch_dtype = stored_dtype(name, dtype)
         if self._device.type == "meta":
             may_require = torch_dtype.is_floating_point or torch_dtype.is_complex
             return torch.empty(
                 shape, dtype=torch_dtype, device="meta", requires_grad=may_require and bool(flags & REQUIRES_GRAD)
             )
-        if self._device.type == "cpu" and chunks == 1:
+        if self._is_in_place and chunks == 1:
             return self._view(tensor, torch_dtype, shape)
         return self._read(tensor, name, torch_dtype, [0] * len(shape), shape)
 
-    def get_slice(self, fqn: str) -> TensorSlice:
-        """An object to index like the tensor ``fqn``: ``ckpt.get_slice("emb")[10:20, :]`` reads only what it returns."""
-        tensor = self._find(fqn)
-        if self._index.tensor(tensor)[1]:
-            msg = f"{fqn!r} is not a tensor"
-            raise TypeError(msg)
+    def _slice(self, tensor: int) -> TensorSlice:
         return TensorSlice(self, tensor)
+
+    @property
+    def _is_in_place(self) -> bool:
+        return self._device.type == "cpu"
 
     def _info(self, name: str, dtype: str | None, shape: tuple[int, ...], chunks: int, nbytes: int) -> TensorInfo:
         return TensorInfo(name, None if dtype is None else stored_dtype(name, dtype), torch.Size(shape), chunks, nbytes)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, copy: bool = False) -> dict[str, Any]:
         """Everything, nested as it was saved.
+
+        Args:
+            copy: every tensor has memory of its own, and all is read at once; else tensors on the CPU are views of the files, where they can be.
 
         What DCP itself saved has text for keys, as DCP keeps them, but for the numbers in an optimizer's state, and lacks empty dicts. Of mappings, ``dict``,
         ``OrderedDict``, ``Counter`` and ``defaultdict`` come back as what they were, others as a ``dict``.
@@ -89,7 +80,7 @@ class Checkpoint(OpenCheckpoint):
         Raises:
             PlanError: the paths in the checkpoint contradict each other.
         """
-        if self._device.type in ("cpu", "meta"):
+        if self._device.type == "meta" or (self._device.type == "cpu" and not copy):
             flat = {name: self[name] for name in self}
         else:  # one load for all, and not one for each
             streamed = dict(self.stream())
@@ -153,54 +144,25 @@ class Checkpoint(OpenCheckpoint):
         """A region of a tensor, in new memory on the device."""
         if self._device.type == "meta":
             return torch.empty(sizes, dtype=dtype, device="meta")
-        # Before there is memory for it: a shape may be of any size, what chunks hold is bounded by their files.
-        for _, at, lacking in self._index.check_regions([(tensor, offsets, sizes)], []):
-            msg = f"tensor {name!r}: the checkpoint does not hold {list(lacking)} elements at {list(at)}"
-            raise PlanError(msg, path=self.path, tensor=name)
+        self._check_held(tensor, name, offsets, sizes)
         result = torch.empty(sizes, dtype=dtype, device=self._device)
         fill(self._index, [Target(tensor, offsets, result, name, dtype)], self._options)
         return result
 
 
-class TensorSlice:
+class TensorSlice(StoredSlice[torch.Tensor]):
     """A stored tensor, to be indexed by integers, slices and ``...``, as in torch.
 
     Each indexing reads what it returns, and no more than its bounding rectangle.
     """
 
     def __init__(self, checkpoint: Checkpoint, tensor: int) -> None:
-        self._checkpoint = checkpoint
-        self._tensor = tensor
-        self._name, _, dtype, shape, _, self._chunks = checkpoint._index.tensor(tensor)
-        self.dtype = stored_dtype(self._name, dtype)
-        self.shape = torch.Size(shape)
+        super().__init__(checkpoint, tensor)
+        self.dtype = stored_dtype(self._name, self._stored)
+        self.shape = torch.Size(self.shape)
 
     def __repr__(self) -> str:
         return f"TensorSlice({self._name!r}, {str(self.dtype).removeprefix('torch.')}, shape={list(self.shape)})"
-
-    def get_shape(self) -> list[int]:
-        """The sizes, as ``safetensors`` slices give them."""
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        """What a header of safetensors calls the dtype, as its slices give it; torch's name of one that it lacks."""
-        return safetensors_name(NAMES[self.dtype])
-
-    def __getitem__(self, key: Any) -> torch.Tensor:
-        """The elements that ``key`` selects.
-
-        Raises:
-            IndexError: out of range, or too many indices.
-            ValueError: a slice with a negative step.
-            TypeError: another kind of index.
-        """
-        offsets, sizes, local = selection(key, self.shape)
-        checkpoint = self._checkpoint
-        checkpoint._find(self._name)
-        if self._chunks == 1 and checkpoint._device.type == "cpu":
-            view: torch.Tensor = checkpoint[self._name]
-            return view[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))][local]
-        return checkpoint._read(self._tensor, self._name, self.dtype, offsets, tuple(sizes))[local]
 
 
 def containers_of(index: _core.Index) -> list[Container] | None:

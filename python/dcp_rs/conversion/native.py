@@ -44,7 +44,7 @@ def write(job: Job, place: Place) -> None:
 def _write_rank(
     job: Job, tasks: list[Task], save_id: bytes, nesting: list[Any] | None, rank: int, world_size: int, place: Place
 ) -> bytes:
-    items: list[Any] = []
+    items: list[_core.SaveItem] = []
     regions: list[Region] = []
     numbers: list[int] = []
     values: list[tuple[int, Task]] = []
@@ -54,7 +54,7 @@ def _write_rank(
         path = task.path if with_paths else None
         if task.dtype is None:
             values.append((len(items), task))
-            items.append((task.name, None, (), 0, path, task.item.position, (), (), task.item.nbytes))
+            items.append(_core.SaveItem(task.name, task.item.nbytes, path=path, position=task.item.position))
             continue
         for number, chunk in enumerate(task.item.chunks):
             region = task.region(number)
@@ -62,16 +62,16 @@ def _write_rank(
                 numbers.append(len(items))
                 regions.append(region)
             items.append(
-                (
+                _core.SaveItem(
                     task.name,
-                    NAMES[task.dtype],
-                    task.item.shape,
-                    task.item.flags,
-                    path,
-                    task.item.position,
-                    chunk.offsets,
-                    chunk.sizes,
                     region.nbytes,
+                    dtype=NAMES[task.dtype],
+                    shape=task.item.shape,
+                    offsets=chunk.offsets,
+                    sizes=chunk.sizes,
+                    flags=task.item.flags,
+                    path=path,
+                    position=task.item.position,
                 )
             )
     save = _core.Save.create(

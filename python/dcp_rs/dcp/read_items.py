@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from dcp_rs.tensors.shards import Piece
+from dcp_rs.dcp.stored import Stored
+from dcp_rs.tensors.shards import Layouts, Piece, local_pieces
 
-__all__ = ["bytes_item", "missing_elements", "tensor_items"]
+__all__ = ["items_of", "missing_elements"]
 
 #: Offsets and sizes.
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def bytes_item(fqn: str, stored: str) -> ReadItem:
+def items_of(
+    found: Mapping[str, Stored | None], state_dict: Mapping[str, Any], entry: Callable[[Stored], Any]
+) -> list[ReadItem]:
+    """Items of all that is read, as torch's planner has them.
+
+    Args:
+        found: names of the state dict, and what the checkpoint has for each.
+        state_dict: what is filled.
+        entry: the metadata of what is stored.
+    """
+    layouts: Layouts = {}
+    items: list[ReadItem] = []
+    for fqn, stored in found.items():
+        if stored is None:
+            continue
+        if stored.is_bytes:
+            items.append(_bytes_item(fqn, stored.name))
+        else:
+            pieces = local_pieces(fqn, state_dict[fqn], layouts)
+            items += _tensor_items(fqn, stored.name, entry(stored), pieces)
+    return items
+
+
+def _bytes_item(fqn: str, stored: str) -> ReadItem:
     """The item of a non-tensor value."""
     zero = torch.Size((0,))
     return ReadItem(
@@ -30,7 +55,7 @@ def bytes_item(fqn: str, stored: str) -> ReadItem:
     )
 
 
-def tensor_items(fqn: str, stored: str, entry: TensorStorageMetadata, pieces: Sequence[Piece]) -> list[ReadItem]:
+def _tensor_items(fqn: str, stored: str, entry: TensorStorageMetadata, pieces: Sequence[Piece]) -> list[ReadItem]:
     """The items of what this process holds of a tensor, which the checkpoint has under the name ``stored``."""
     chunks = [ChunkStorageMetadata(offsets=torch.Size(p.offsets), sizes=torch.Size(p.tensor.shape)) for p in pieces]
     items: list[ReadItem] = create_read_items_for_chunk_list(stored, entry, chunks)

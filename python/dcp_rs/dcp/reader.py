@@ -3,50 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import os
-import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial, wraps
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_rs import _core
 from dcp_rs._progress import Progress, watching
 from dcp_rs._shown import call
-from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs.checkpoint.locate import local_path, open_index
 from dcp_rs.checkpoint.open import Checkpoint
-from dcp_rs.dcp.load_planner import LocalReads, RsLoadPlanner, local_reads
-from dcp_rs.dcp.load_report import LoadReport, Phases
+from dcp_rs.dcp.item_reads import ItemReads
+from dcp_rs.dcp.load_planner import RsLoadPlanner, local_reads
 from dcp_rs.dcp.local_items import planner_of
+from dcp_rs.dcp.local_reads import LocalReads
 from dcp_rs.dcp.metadata import make_metadata
+from dcp_rs.dcp.reports import LoadReport, Phases
 from dcp_rs.dcp.stock_arguments import one_of, say_ignored
 from dcp_rs.dcp.together import Ranks
 from dcp_rs.errors import CheckpointReplacedError, PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
-from dcp_rs.tensors.memory import is_opaque
+from dcp_rs.tensors.memory import changing, is_opaque
 from dcp_rs.transfer.exchange import read_shared
 from dcp_rs.transfer.load import Counts, Load
 from dcp_rs.transfer.replicas import Offer, is_shared, offer, share, whole_targets
-from dcp_rs.transfer.target import Target, stored_dtype
 
 __all__ = ["RsReader"]
-
-#: A batch of destinations is resolved, filled and committed together. Planners that make a new tensor for every
-#: item (and copy it when it is committed) hold at most this many bytes of them.
-BATCH_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +233,9 @@ class RsReader(StorageReader):
         ranks = self._ranks(plan.storage_data.ranks if isinstance(plan.storage_data, _Opened) else 1)
         offers = ranks.all(begin)
         if local is None:
-            self._read_items(self._index(), plan, planner)
+            ItemReads(self._index(), self.options, self._local.counts, planner, weights_only=self.weights_only).read(
+                plan
+            )
         else:
             is_whole = self._read_local(local, ranks, offers)
         own = planner_of(plan)
@@ -259,22 +252,6 @@ class RsReader(StorageReader):
             KeyError: there is none.
         """
         return Checkpoint(self._index(), weights_only=self.weights_only, options=self.options)[fqn]
-
-    def _read_items(self, index: _core.Index, plan: LoadPlan, planner: LoadPlanner) -> None:
-        chunks = index.locate(
-            [(item.storage_index.fqn, item.storage_index.offset, item.storage_index.index) for item in plan.items]
-        )
-        index.check_files(chunks)
-        if self._local.counts.watch is not None:
-            self._local.counts.expected = sum(
-                item.lengths.numel() * stored_dtype("", index.dtype_of(chunk)).itemsize
-                for chunk, item in zip(chunks, plan.items, strict=True)
-                if item.type != LoadItemType.BYTE_IO
-            )
-        tensors = [(c, item) for c, item in zip(chunks, plan.items, strict=True) if item.type != LoadItemType.BYTE_IO]
-        values = [(c, item) for c, item in zip(chunks, plan.items, strict=True) if item.type == LoadItemType.BYTE_IO]
-        self._read_values(index, values, planner)
-        self._read_tensors(index, tensors, planner)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -328,72 +305,15 @@ class RsReader(StorageReader):
         """Fills tensors, first what is shared with other ranks. Returns whether all are: not where another rank failed."""
         load, is_whole = local.load, True
         self.bytes_read = 0
-        with _changing(local.reads.tensors()):
+        with changing(local.reads.tensors()):
             if is_shared(offers):
                 shared = share(local.offer, offers, ranks.process_group)
                 self.bytes_read, is_whole = read_shared(local.reads.index, shared, self.options, ranks)
+                self._local.counts.add(sum(reads.nbytes for reads in shared), self.bytes_read)
                 load.leave_out(target.place for reads in shared for target in reads.targets)
             for turn in range(local.turns if is_whole else 0):
                 self.bytes_read += load.run(turn)
         return is_whole
-
-    def _read_tensors(self, index: _core.Index, items: list[tuple[int, ReadItem]], planner: LoadPlanner) -> None:
-        batch: list[tuple[ReadItem, torch.Tensor]] = []
-        targets: list[Target] = []
-        batch_bytes = 0
-        resolve = planner.resolve_tensor
-        limit = BATCH_BYTES
-        if isinstance(planner, DefaultLoadPlanner) and _resolves_in_place(planner):
-            resolve = partial(_resolve, planner)
-            limit = sys.maxsize
-        for chunk, item in _file_by_file(index, items):
-            tensor = resolve(item)
-            fqn = item.storage_index.fqn
-            if tensor.shape != item.lengths:
-                msg = f"tensor {fqn!r}: the planner resolved {tuple(tensor.shape)} for a read of {tuple(item.lengths)}"
-                raise PlanError(msg, tensor=fqn)
-            values = tensor.detach() if tensor.requires_grad else tensor
-            dtype = stored_dtype(fqn, index.dtype_of(chunk))
-            targets.append(Target(chunk, item.storage_offsets, values, fqn, dtype, len(batch), of_chunk=True))
-            batch.append((item, tensor))
-            batch_bytes += values.nbytes
-            if batch_bytes >= limit:
-                self._finish_batch(index, batch, targets, planner)
-                batch, targets, batch_bytes = [], [], 0
-        self._finish_batch(index, batch, targets, planner)
-
-    def _finish_batch(
-        self,
-        index: _core.Index,
-        batch: list[tuple[ReadItem, torch.Tensor]],
-        targets: list[Target],
-        planner: LoadPlanner,
-    ) -> None:
-        load = Load(index, self.options, counts=self._local.counts)
-        load.add(targets)
-        if not _commits(planner):
-            with _changing([target.tensor for target in targets]):
-                load.run_all()
-            return
-        # What shares memory, as a planner's buffer that is used again, is committed before it is filled anew.
-        left = dict(enumerate(batch))
-        turns = load.arrange(every=True)
-        for turn in range(turns):
-            places = load.places(turn) if turn + 1 < turns else list(left)
-            with _changing([targets[place].tensor for place in places]):
-                load.run(turn)
-            with torch.no_grad():  # a resolved tensor may require grad, and a planner may copy from it
-                for place in places:
-                    planner.commit_tensor(*left.pop(place))
-
-    def _read_values(self, index: _core.Index, items: list[tuple[int, ReadItem]], planner: LoadPlanner) -> None:
-        stored = index.read_bytes([c for c, _ in items], **self.options.engine())
-        self._local.counts.expected += sum(map(len, stored))
-        self._local.counts.add(sum(map(len, stored)), sum(map(len, stored)))
-        for (_, item), data in zip(items, stored, strict=True):
-            if self.weights_only:
-                objects.check_loadable(item.storage_index.fqn, data)
-            planner.load_bytes(item, io.BytesIO(data))
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -407,50 +327,11 @@ class RsReader(StorageReader):
         self._local = threading.local()
 
 
-def _resolves_in_place(planner: DefaultLoadPlanner) -> bool:
-    """Whether what the planner resolves is memory of the state dict, so that a load need not be cut to bound what is new."""
-    own = type(planner)
-    return all(
-        getattr(own, name) is getattr(DefaultLoadPlanner, name)
-        for name in ("resolve_tensor", "lookup_tensor", "transform_tensor")
-    )
-
-
-def _commits(planner: LoadPlanner) -> bool:
-    return getattr(type(planner), "commit_tensor", None) is not DefaultLoadPlanner.commit_tensor
-
-
-def _file_by_file(index: _core.Index, items: list[tuple[int, ReadItem]]) -> list[tuple[int, ReadItem]]:
-    """The items in the order in which stock DCP's readers come to them."""
-    files = index.files_of([chunk for chunk, _ in items])
-    order = {file: number for number, file in enumerate(dict.fromkeys(files))}
-    if len(order) == 1:
-        return items
-    return [item for _, item in sorted(zip(files, items, strict=True), key=lambda pair: order[pair[0]])]
-
-
-def _resolve(planner: DefaultLoadPlanner, item: ReadItem) -> torch.Tensor:
-    """What torch's own ``resolve_tensor`` gives, without its 20 microseconds where that is all of a plain tensor."""
-    held: Any = planner.state_dict.get(item.dest_index.fqn)
-    whole = type(held) in PLAIN_TYPES and held.shape == item.lengths and "global_shape" not in held.__dict__
-    tensor: torch.Tensor = held if whole else planner.resolve_tensor(item)
-    return tensor
-
-
 def _bytes_of(reads: LocalReads) -> int:
     """Of all tensors, as they are stored."""
     tensors = reads.tensors()
     plain = sum(tensor.nbytes for tensor in tensors[: len(tensors) - len(reads.targets)])
     return plain + sum(target.tensor.numel() * target.dtype.itemsize for target in reads.targets)
-
-
-@contextmanager
-def _changing(tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Tells autograd that the tensors are other ones now, as torch's own operations do: it refuses gradients that need the old values."""
-    try:
-        yield
-    finally:  # what failed may have filled some
-        torch.autograd.graph.increment_version(tensors)
 
 
 def _new_id() -> str:

@@ -15,27 +15,25 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
 
 from dcp_rs import _core, _torch
 from dcp_rs._shown import call
 from dcp_rs.checkpoint.names import selector
 from dcp_rs.dcp.commits import SavedMeta
+from dcp_rs.dcp.held_items import HeldItem, held_items
 from dcp_rs.dcp.hooks import Methods
-from dcp_rs.dcp.local_items import LocalItems, check_own, note_of, planner_of, planner_with
+from dcp_rs.dcp.local_items import LocalItems, check_own, note_of, planner_of
 from dcp_rs.dcp.plan_cache import memory
 from dcp_rs.dcp.save_requests import Planned, kept_items, request_of
 from dcp_rs.dcp.write_items import Nesting, Writes
-from dcp_rs.errors import PlanError, UnsupportedError
+from dcp_rs.errors import PlanError
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.tensors.nesting import Container, kind_of
-from dcp_rs.tensors.shards import Layouts, global_shape, local_pieces
+from dcp_rs.tensors.shards import Layouts
 from dcp_rs.tensors.trees import flatten
-from dcp_rs.transfer.entry import Entry
-from dcp_rs.transfer.save import dump, refuse_meta, why_not_raw
 
-__all__ = ["PlannedEntries", "RsSavePlanner", "local_writes", "nesting_of", "stay_here"]
+__all__ = ["PlannedEntries", "RsSavePlanner", "local_writes", "nesting_of"]
 
 
 @dataclass(frozen=True)
@@ -68,38 +66,12 @@ class _Local:
     plan: _core.SavePlan
     tensors: list[Any]
     plain: list[str]
-    others: list[_Other] = field(default_factory=list)
+    others: list[HeldItem] = field(default_factory=list)
 
     def planned(self) -> list[Planned]:
         """What the items of the plan are, in its order."""
         plain: list[Planned] = [(fqn, None) for fqn in self.plain]
         return plain + [(other.fqn, None if other.dtype is None else other.offsets) for other in self.others]
-
-
-@dataclass(slots=True)
-class _Other:
-    """An item that is no plain tensor: a tensor of another kind, or a value."""
-
-    fqn: str
-    value: Any
-    path: tuple[Any, ...] | None
-    position: int | None
-    shape: tuple[int, ...] = ()
-    offsets: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None  # what it is stored as; None for values
-
-    def item(self) -> tuple[Any, ...]:
-        if self.dtype is None:
-            return self.fqn, None, (), 0, self.path, self.position, (), (), 0
-        flags = 1 if self.value.requires_grad else 0
-        nbytes = self.value.numel() * self.dtype.itemsize
-        place = self.offsets, tuple(self.value.shape)
-        return self.fqn, NAMES[self.dtype], self.shape, flags, self.path, self.position, *place, nbytes
-
-    def entry(self, *, strict: bool) -> Entry:
-        if self.dtype is not None:
-            return Entry(self.fqn, self.value.detach(), dtype=self.dtype)
-        return Entry(self.fqn, dump(self.fqn, self.value, strict=strict))
 
 
 class RsSavePlanner(DefaultSavePlanner):
@@ -257,6 +229,9 @@ class RsSavePlanner(DefaultSavePlanner):
     def _is_cast(self, dtype: torch.dtype) -> bool:
         return self.dtype is not None and dtype.is_floating_point and dtype != self.dtype
 
+    def _becomes(self, dtype: torch.dtype) -> torch.dtype:
+        return self.dtype if self.dtype is not None and self._is_cast(dtype) else dtype
+
     def _plan(self) -> _Local:
         names, values = list(self.state_dict), list(self.state_dict.values())
         nested = self._nesting
@@ -269,42 +244,10 @@ class RsSavePlanner(DefaultSavePlanner):
         local = _Local(plan, values, [name for i, name in enumerate(names) if i not in others])
         layouts: Layouts = {}
         for i in rest:
-            local.others += self._others(names[i], values[i], paths[i] if paths else None, positions[i], layouts)
+            path = paths[i] if paths else None
+            local.others += held_items(names[i], values[i], path, positions[i], layouts, self._becomes)
         plan.add([other.item() for other in local.others])
         return local
-
-    def _others(
-        self, fqn: str, value: Any, path: tuple[Any, ...] | None, position: int | None, layouts: Layouts
-    ) -> list[_Other]:
-        if not isinstance(value, torch.Tensor):
-            return [_Other(fqn, value, path, position)]
-        is_sharded = isinstance(value, (DTensor, ShardedTensor)) or hasattr(value, "global_shape")
-        if not is_sharded:
-            value = _torch.wait_tensor(value)
-            refuse_meta(fqn, value)
-            if why_not_raw(value) is not None:
-                return [_Other(fqn, value, path, position)]
-        try:
-            pieces = local_pieces(fqn, value, layouts)
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            msg = f"tensor {fqn!r} cannot be saved: {error}"
-            raise PlanError(msg, tensor=fqn) from error
-        shape = tuple(global_shape(value))
-        others = []
-        for piece in pieces:
-            tensor = _torch.wait_tensor(piece.tensor)
-            refuse_meta(fqn, tensor)
-            refusal = why_not_raw(tensor)
-            if refusal is not None:
-                msg = f"tensor {fqn!r}: a shard of it cannot be saved: {refusal}"
-                raise UnsupportedError(msg, tensor=fqn)
-            dtype = tensor.dtype
-            if self.dtype is not None and self._is_cast(dtype):
-                dtype = self.dtype
-            if value.requires_grad and not tensor.requires_grad and tensor.is_floating_point():
-                tensor = tensor.detach().requires_grad_()
-            others.append(_Other(fqn, tensor, path, position, shape, tuple(piece.offsets), dtype))
-        return others
 
     def _make_items(self, note: _Request | _Share) -> list[WriteItem]:
         """Items of what this rank holds, or of what of it it writes, as torch's planner has them."""
@@ -396,30 +339,6 @@ def local_writes(plan: SavePlan, planner: SavePlanner, *, strict: bool) -> Write
 def nesting_of(plan: SavePlan, planner: SavePlanner) -> Nesting | None:
     """How the state dict was nested, where the planner knows it, and nobody changed the plan's paths."""
     return planner.nesting(plan.planner_data) if isinstance(planner, RsSavePlanner) else None
-
-
-def stay_here(plan: SavePlan) -> SavePlan:
-    """The plan, whose paths do not go to other ranks: what goes with its items says them too."""
-    items: Any = plan.items
-    if planner_of(plan) is None or type(plan.planner_data) is not dict:
-        return plan
-    return dataclasses.replace(plan, planner_data=_PathsHere(plan.planner_data, items.token))
-
-
-class _PathsHere(dict[str, Any]):
-    """The paths of a plan, in the process where it was made; in others they are empty."""
-
-    def __init__(self, paths: dict[str, Any], token: bytes) -> None:
-        super().__init__(paths)
-        self._token = token
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _paths_of, (self._token,)
-
-
-def _paths_of(token: bytes) -> _PathsHere:
-    planner = planner_with(token)
-    return _PathsHere({} if planner is None else planner.mappings, token)
 
 
 def _kept(note: _Request | _Share | None) -> bytes | None:

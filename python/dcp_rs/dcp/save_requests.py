@@ -32,24 +32,23 @@ def request_of(items: Iterable[WriteItem], paths: Any) -> bytes:
     return plan.request()
 
 
-def _described(item: WriteItem, path: Any) -> tuple[Any, ...]:
+def _described(item: WriteItem, path: Any) -> _core.SaveItem:
     fqn, data = item.index.fqn, item.tensor_data
     path = path if isinstance(path, tuple) else None
     is_raw = item.type != WriteItemType.BYTE_IO and data is not None and _is_raw(data.properties)
     if not is_raw or data is None:
-        return fqn, None, (), 0, path, None, (), (), 0
+        return _core.SaveItem(fqn, 0, path=path)
     dtype, sizes = data.properties.dtype, tuple(data.chunk.sizes)
     nbytes = torch.Size(sizes).numel() * dtype.itemsize
-    return (
+    return _core.SaveItem(
         fqn,
-        NAMES[dtype],
-        tuple(data.size),
-        tensor_flags(data.properties),
-        path,
-        None,
-        tuple(data.chunk.offsets),
-        sizes,
         nbytes,
+        dtype=NAMES[dtype],
+        shape=tuple(data.size),
+        offsets=tuple(data.chunk.offsets),
+        sizes=sizes,
+        flags=tensor_flags(data.properties),
+        path=path,
     )
 
 

@@ -12,7 +12,7 @@ from dcp_rs import _core
 from dcp_rs.errors import UnsupportedError
 from dcp_rs.tensors.dtypes import BY_NAME
 
-__all__ = ["Stored", "can_copy", "describe", "index_of"]
+__all__ = ["Stored", "describe", "index_of"]
 
 
 @dataclass(slots=True)
@@ -71,20 +71,3 @@ def _dtype(name: str, dtype: str | None) -> torch.dtype | None:
         msg = f"tensor {name!r} is of dtype {dtype}, which torch {torch.__version__} does not have"
         raise UnsupportedError(msg, tensor=name)
     return found
-
-
-_COPIES: dict[tuple[torch.dtype, torch.dtype], bool] = {}
-
-
-def can_copy(source: torch.dtype, destination: torch.dtype) -> bool:
-    """Whether torch converts the one into the other without losing what kind of number it is."""
-    known = _COPIES.get((source, destination))
-    if known is None:
-        known = not (source.is_complex and not destination.is_complex)  # torch drops the imaginary part
-        try:
-            if known:
-                torch.zeros(1, dtype=torch.uint8).expand(16).clone().view(source)[:1].to(destination)
-        except (RuntimeError, NotImplementedError, TypeError):
-            known = False
-        _COPIES[source, destination] = known
-    return known

@@ -26,12 +26,14 @@ from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.locate import INDEX_NAME, local_path, rank_index_name, warn_of_a_foreign_model
 from dcp_rs.dcp import commits
 from dcp_rs.dcp.commits import Place, SavedMeta, Saving
-from dcp_rs.dcp.load_report import Phases, SaveReport
+from dcp_rs.dcp.local_paths import stay_here
 from dcp_rs.dcp.metadata import describe_saved
-from dcp_rs.dcp.save_planner import local_writes, nesting_of, stay_here
+from dcp_rs.dcp.reports import Phases, SaveReport
+from dcp_rs.dcp.save_planner import local_writes, nesting_of
 from dcp_rs.dcp.stock_arguments import one_of, say_ignored
 from dcp_rs.dcp.write_items import collect
-from dcp_rs.errors import CheckpointExistsError, DcpRsError, PlanError, SaveInProgressError, UnsupportedError
+from dcp_rs.dcp.written import Written, remove_files
+from dcp_rs.errors import CheckpointExistsError, PlanError, SaveInProgressError, UnsupportedError
 from dcp_rs.options import WriteOptions
 from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.transfer.save import write_entries
@@ -43,27 +45,6 @@ __all__ = ["RsWriter"]
 _STOCK_COPY_AHEAD = 10_000_000
 #: What every index begins with (section 3.1 of the format).
 _INDEX_MAGIC = b"\x89DCPRS"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Written:
-    """What this rank wrote, and where: the writer may be given another path, or another save, before it is known to be committed."""
-
-    folder: str
-    rank: int | None
-    generation: int
-    index: bytes
-    saving: Saving | None
-    process: int
-
-    @property
-    def committed(self) -> bool:
-        return self.saving is not None and self.saving.committed
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no other thread is at this save."""
-        return self.saving is None or self.saving.is_over()
 
 
 class RsWriter(StorageWriter, BlockingAsyncStager):
@@ -152,7 +133,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self.report: SaveReport | None = None
         self._saving: Saving | None = None
         self._looked_at: Path | None = None
-        self._written: _Written | None = None  # until it is known to be committed
+        self._written: Written | None = None  # until it is known to be committed
 
     def __repr__(self) -> str:
         return call("RsWriter", {"path": os.fspath(self.path), **self.options.given()})
@@ -290,7 +271,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
                 save.write_plain(writes.tensors, _torch.PLAIN_TYPES, NAMES)
                 write_entries(save, entries, self.options, save.plain_count)
             index = save.finish(None if writes.nesting is None else writes.nesting.to_core())
-            self._written = _Written(folder, self._own_rank(), place.generation, index, self._saving, os.getpid())
+            self._written = Written(folder, self._own_rank(), place.generation, index, self._saving, os.getpid())
         except BaseException:
             save.abort()
             self._end()
@@ -335,7 +316,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             self._written = None
             self._end()
             for written in indexes:
-                if not _remove(folder, rank, written):
+                if not remove_files(folder, rank, written):
                     break
             raise
         self._written = None
@@ -367,7 +348,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         # In a fork of the process that wrote it, it is the other's to judge.
         if written is None or written.committed or written.process != os.getpid():
             return
-        _remove(written.folder, written.rank, written.index)
+        remove_files(written.folder, written.rank, written.index)
         if written.saving is not None:
             written.saving.let_go()
 
@@ -403,16 +384,6 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether the id can be a path of the local file system."""
         return "://" not in os.fspath(checkpoint_id)
-
-
-def _remove(folder: str, rank: int | None, index: bytes) -> bool:
-    """Whether it is worth trying the next: not where the folder is locked."""
-    try:
-        _core.discard(folder, rank, index)
-    except (OSError, DcpRsError) as error:
-        warn_caller(f"files of a save that failed are still there, for dcp_rs.clean to remove: {error}")
-        return not isinstance(error, SaveInProgressError)
-    return True
 
 
 def _index_of(result: WriteResult) -> bytes:

@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -254,8 +253,7 @@ class CheckpointManager:
         except Exception as error:  # noqa: BLE001  # it may be this rank's alone: the next call raises it on all
             done.set_exception(error)
         else:
-            # In the thread that saved, before it turns to another save.
-            saving.add_done_callback(partial(self._finish, step, save_id, done))
+            self._team.follow(saving, done, lambda: self._keeper.committed(step, save_id))
         return done
 
     def wait(self) -> None:
@@ -275,7 +273,6 @@ class CheckpointManager:
             OSError: it cannot be removed.
         """
         self._settle()
-
         self._team.decide(step, self._keeper.delete)
 
     # --- loads -----------------------------------------------------------------------------------------
@@ -385,16 +382,6 @@ class CheckpointManager:
         self._settle()
         with self._keeper.explaining():
             return self._team.decide(step, lambda step: self._keeper.prepare(step, metrics or {}, force=force))
-
-    def _finish(self, step: int, save_id: str, done: Future[Metadata], saving: Future[Metadata]) -> None:
-        """In the thread that saved."""
-        error = saving.exception()
-        if error is not None:
-            done.set_exception(error)
-            return
-        if self._team.leads:
-            self._keeper.committed(step, save_id)
-        done.set_result(saving.result())
 
     def _settle(self) -> None:
         """Waits for the save in the background, and raises on every rank where it failed on one."""

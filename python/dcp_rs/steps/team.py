@@ -67,6 +67,20 @@ class Team:
                 if pending.done():
                     self.pending = None
 
+    def follow(self, saving: Future[T], done: Future[T], committed: Callable[[], None]) -> None:
+        """Gives ``done`` what ``saving`` comes to; the first rank calls ``committed`` before. In the thread that saves, before it turns to another save."""
+
+        def finish(saving: Future[T]) -> None:
+            error = saving.exception()
+            if error is not None:
+                done.set_exception(error)
+                return
+            if self.leads:
+                committed()
+            done.set_result(saving.result())
+
+        saving.add_done_callback(finish)
+
     def agree(self, told: bool) -> tuple[bool, bool]:
         """Whether any rank was told, and whether the save in the background failed on any, as far as it is over."""
         failed = self.pending is not None and self.pending.done() and self.pending.exception() is not None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from dcp_rs import _torch
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs.errors import PlanError, UnsupportedError
 
-__all__ = ["Part", "check_fillable", "identity", "is_opaque", "is_plain", "parts", "space_of", "twins"]
+__all__ = ["Part", "changing", "check_fillable", "identity", "is_opaque", "is_plain", "parts", "space_of", "twins"]
 
 
 @dataclass(slots=True)
@@ -113,3 +114,12 @@ def check_fillable(name: str, tensor: torch.Tensor) -> None:
     if not is_opaque(tensor) and not _torch.has_memory(tensor):
         msg = f"tensor {name!r} has no memory to fill: its storage was freed"
         raise PlanError(msg, tensor=name)
+
+
+@contextmanager
+def changing(tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Tells autograd that the tensors are other ones now, as torch's own operations do: it refuses gradients that need the old values."""
+    try:
+        yield
+    finally:  # what failed may have filled some
+        torch.autograd.graph.increment_version(tensors)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cached_property
+from operator import attrgetter
+from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -54,6 +56,18 @@ class Replacements:
             return True
         is_at, device = tensor.device, self._device_of(tensor)
         return is_at is not device and not (is_at.type == device.type and device.index in (None, is_at.index))
+
+    def apply_to_any(self, values: Iterable[Any]) -> bool:
+        """Whether any of the tensors among the values cannot stay as it is."""
+        if self._dtype is not None or self._device is not None:
+            return any(isinstance(value, torch.Tensor) and self.applies_to(value) for value in values)
+        values = list(values)
+        kinds = set(map(type, values))
+        if not all(issubclass(kind, torch.Tensor) for kind in kinds):
+            values = [value for value in values if isinstance(value, torch.Tensor)]
+        if any(issubclass(kind, ShardedTensor) for kind in kinds):
+            return any(value.device.type == "meta" for value in values)  # one without shards here has no `is_meta`
+        return any(map(attrgetter("is_meta"), values))
 
     def make(self, name: str, old: torch.Tensor, *, tied: bool = False) -> torch.Tensor:
         """The new tensor for ``old``, not filled yet; the same one for all names of the same memory.

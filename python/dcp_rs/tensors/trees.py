@@ -16,6 +16,7 @@ from dcp_rs.tensors.nesting import Container, TreePath, kind_of, name_of, shown,
 
 __all__ = [
     "Flat",
+    "WriteThrough",
     "flatten",
     "get_at",
     "holds_only_tensors",
@@ -131,6 +132,18 @@ def stateful_values(state_dict: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 _NEVER_STATEFUL = {dict, list, tuple, str, bytes, int, float, bool, type(None), *_torch.PLAIN_TYPES}
+
+
+class WriteThrough(dict[str, Any]):
+    """A copy of a state dict that is not flattened: what a planner sets in it is set in the caller's."""
+
+    def __init__(self, behind: dict[str, Any]) -> None:
+        super().__init__(behind)
+        self._behind = behind
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self._behind[key] = value
 
 
 def get_at(root: Any, path: TreePath) -> Any:

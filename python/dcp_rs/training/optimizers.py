@@ -6,20 +6,12 @@ import hashlib
 import itertools
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictType,
-)
-from torch.distributed.fsdp.api import ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim.named_optimizer import _NamedOptimizer
 from torch.optim import Optimizer
 
@@ -27,12 +19,13 @@ from dcp_rs import _torch
 from dcp_rs.dcp.together import Ranks
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.shards import global_shape
+from dcp_rs.training.fsdp1 import fsdp1_group, is_fsdp1, sharded_state_dicts
+from dcp_rs.training.parameters import compiler_names, is_named, names_by_key, parameter_names, without_compiler
 
 __all__ = ["SavedOptimizers", "optimizer_state"]
 
 #: Keys of a parameter group that say which parameters it has, and not how they are trained.
 _WHO = ("params", "param_names")
-_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)  # noqa: SLF001  # as torch names it
 
 
 def optimizer_state(model: torch.nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks) -> dict[str, Any]:
@@ -47,7 +40,7 @@ def optimizer_state(model: torch.nn.Module, optimizers: Sequence[Optimizer], ran
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for number, optimizer in enumerate(optimizers):
-        osd = _fsdp1_state(model, optimizer) if _is_fsdp1(model) else _named_state(model, optimizer, number)
+        osd = _fsdp1_state(model, optimizer) if is_fsdp1(model) else _named_state(model, optimizer, number)
         twice = next((fqn for fqn in osd["state"] if fqn in state), None)
         if twice is not None:
             msg = f"two optimizers have state for parameter {twice!r}"
@@ -59,7 +52,7 @@ def optimizer_state(model: torch.nn.Module, optimizers: Sequence[Optimizer], ran
 
 def _named_state(model: torch.nn.Module, optimizer: Optimizer, number: int) -> dict[str, Any]:
     osd = optimizer.state_dict()
-    names = _names_by_key(model, optimizer, osd, number)
+    names = names_by_key(model, optimizer, osd, number)
     return {
         "state": {names.get(key, key): value for key, value in osd["state"].items()},
         "param_groups": [group | {"params": [names[key] for key in group["params"]]} for group in osd["param_groups"]],
@@ -69,9 +62,9 @@ def _named_state(model: torch.nn.Module, optimizer: Optimizer, number: int) -> d
 def _fsdp1_state(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     with sharded_state_dicts(model):
         osd = FullyShardedDataParallel.optim_state_dict(
-            model, optimizer, optimizer.state_dict(), group=_fsdp1_group(model)
+            model, optimizer, optimizer.state_dict(), group=fsdp1_group(model)
         )
-    plain = _without_compiler
+    plain = without_compiler
     return {
         "state": {plain(key): value for key, value in osd["state"].items()},
         "param_groups": [
@@ -115,12 +108,12 @@ class SavedOptimizers:
         Raises:
             PlanError: unless ``partial``, an optimizer has a parameter that the saved ones had not.
         """
-        fsdp1 = _is_fsdp1(model)
+        fsdp1 = is_fsdp1(model)
         shards = get_model_state_dict(model) if fsdp1 else {}
         self._values = {}
         self.missing = []
         for number, optimizer in enumerate(optimizers):
-            names = _parameter_names(model, optimizer, number)
+            names = parameter_names(model, optimizer, number)
             keys = self._saved_keys(model, optimizer, names, shards)
             unknown = self._unknown_params(keys)
             if unknown and not partial:
@@ -146,10 +139,10 @@ class SavedOptimizers:
         Raises:
             PlanError: unless ``partial``, parameters of one group were saved in groups that differ.
         """
-        fsdp1 = _is_fsdp1(model)
+        fsdp1 = is_fsdp1(model)
         shards = get_model_state_dict(model) if fsdp1 and self.by_id else {}
         for number, optimizer in enumerate(optimizers):
-            names = _parameter_names(model, optimizer, number)
+            names = parameter_names(model, optimizer, number)
             keys = self._saved_keys(model, optimizer, names, shards)
             state = {
                 fqn: nest({path: self._values[name] for path, name in self._entries[key].items()})
@@ -162,7 +155,7 @@ class SavedOptimizers:
                 continue
             _prepare(optimizer)
             osd = optimizer.state_dict()
-            by_key = _names_by_key(model, optimizer, osd, number)
+            by_key = names_by_key(model, optimizer, osd, number)
             optimizer.load_state_dict(
                 {
                     "state": {key: state[fqn] for key, fqn in by_key.items() if fqn in state},
@@ -176,7 +169,7 @@ class SavedOptimizers:
     def _apply_fsdp1(
         self, model: torch.nn.Module, optimizer: Optimizer, state: dict[str, Any], groups: list[dict[str, Any]]
     ) -> None:
-        names = _compiler_names(model)
+        names = compiler_names(model)
         osd = {
             "state": {names.get(fqn, fqn): value for fqn, value in state.items()},
             "param_groups": [group | {"params": [names.get(fqn, fqn) for fqn in group["params"]]} for group in groups],
@@ -187,8 +180,8 @@ class SavedOptimizers:
                 model,
                 optimizer,
                 osd,
-                is_named_optimizer=_is_named(optimizer.state_dict()),
-                group=_fsdp1_group(model),
+                is_named_optimizer=is_named(optimizer.state_dict()),
+                group=fsdp1_group(model),
             )
         optimizer.load_state_dict(flat)
 
@@ -290,44 +283,6 @@ def nest(flat: dict[tuple[Any, ...], Any]) -> Any:
     return {key: nest(child) for key, child in children.items()}
 
 
-def _parameter_names(model: torch.nn.Module, optimizer: Optimizer, number: int) -> list[tuple[torch.Tensor, list[str]]]:
-    """The parameters of an optimizer, and the FQNs of each: one, but for a flat parameter of FSDP1."""
-    fqns_of: dict[int, list[str]] = {}
-    for key, param in model.named_parameters():
-        fqns_of.setdefault(id(param), [_without_compiler(fqn) for fqn in _torch.fqns(model, key)])
-    names = []
-    for at, group in enumerate(optimizer.param_groups):
-        for place, param in enumerate(group["params"]):
-            fqns = fqns_of.get(id(param))
-            if fqns is None:
-                msg = (
-                    f"optimizer {number} has a parameter that is not in the model: "
-                    f"number {place} of group {at}, of shape {tuple(param.shape)}"
-                )
-                raise PlanError(msg)
-            names.append((param, fqns))
-    return names
-
-
-def _names_by_key(model: torch.nn.Module, optimizer: Optimizer, osd: dict[str, Any], number: int) -> dict[Any, str]:
-    """The keys of an optimizer's own state dict, and the FQNs of the parameters they stand for."""
-    keys = list(itertools.chain.from_iterable(group["params"] for group in osd["param_groups"]))
-    names = _parameter_names(model, optimizer, number)
-    if _is_named(osd):
-        known = {fqn for _, fqns in names for fqn in fqns}
-        stranger = next((key for key in keys if key not in known), None)
-        if stranger is not None:
-            msg = f"optimizer {number} calls a parameter {stranger!r}, which no parameter of the model is called"
-            raise PlanError(msg, tensor=stranger)
-        return {key: key for key in keys}
-    return {key: fqns[0] for key, (_, fqns) in zip(keys, names, strict=True)}
-
-
-def _is_named(osd: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's own state dict goes by name (torch's ``_NamedOptimizer``, TorchRec's ``KeyedOptimizer``)."""
-    return any(isinstance(param, str) for group in osd["param_groups"] for param in group["params"])
-
-
 def _prepare(optimizer: Optimizer) -> None:
     """Optimizers that load only into state that they have (torch's ``_NamedOptimizer``) make it: by a step, of which nothing else is to stay."""
     if optimizer.state or not isinstance(optimizer, _NamedOptimizer):
@@ -345,46 +300,6 @@ def _prepare(optimizer: Optimizer) -> None:
             group["lr"] = rate
         for param, gradient in zip(params, gradients, strict=True):
             param.grad = gradient
-
-
-def _without_compiler(fqn: str) -> str:
-    return fqn.replace("_orig_mod.", "")
-
-
-def _compiler_names(model: torch.nn.Module) -> dict[str, str]:
-    """Where a compiled module is inside, FSDP1's own names have its prefix."""
-    names = {}
-    for key, _ in model.named_parameters():
-        for fqn in _torch.fqns(model, key, skip_compiler_prefix=False):
-            if _without_compiler(fqn) != fqn:
-                names[_without_compiler(fqn)] = fqn
-    return names
-
-
-# --- FSDP1 ---------------------------------------------------------------------------------------------
-
-
-def _is_fsdp1(model: torch.nn.Module) -> bool:
-    return bool(FullyShardedDataParallel.fsdp_modules(model))
-
-
-def _fsdp1_group(model: torch.nn.Module) -> dist.ProcessGroup | None:
-    """The group that the optimizer state is sharded over, as torch's ``get_state_dict`` chooses it."""
-    module = FullyShardedDataParallel.fsdp_modules(model)[0]
-    group = None if module.sharding_strategy in _HYBRID else module.process_group
-    return None if isinstance(group, tuple) else group
-
-
-@contextmanager
-def sharded_state_dicts(model: torch.nn.Module) -> Iterator[None]:
-    """State dicts of FSDP1 modules hold shards, whatever the caller has set."""
-    with (
-        _torch.without_fsdp1_warnings(),
-        FullyShardedDataParallel.state_dict_type(
-            model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
-        ),
-    ):
-        yield
 
 
 # --- ranks ---------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dcp_rs import _core
 from dcp_rs.tensors.dtypes import NAMES
 
 __all__ = ["Entry"]
@@ -55,7 +56,17 @@ class Entry:
             and not data.is_neg()
         )
 
-    def item(self) -> tuple[Any, ...]:
-        """What ``_core.Save.create`` takes."""
+    def item(self) -> _core.SaveItem:
+        """As the engine has it."""
         dtype = NAMES[self.dtype or self.data.dtype] if isinstance(self.data, torch.Tensor) else None
-        return self.fqn, dtype, self.shape, self.flags, self.path, self.position, self.offsets, self.sizes, self.nbytes
+        return _core.SaveItem(
+            self.fqn,
+            self.nbytes,
+            dtype=dtype,
+            shape=self.shape,
+            offsets=self.offsets,
+            sizes=self.sizes,
+            flags=self.flags,
+            path=self.path,
+            position=self.position,
+        )

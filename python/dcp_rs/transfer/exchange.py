@@ -64,6 +64,11 @@ class SharedReads:
     way: torch.device
     targets: list[Target]
 
+    @property
+    def nbytes(self) -> int:
+        """Of the targets, as they are stored."""
+        return sum(target.tensor.numel() * target.dtype.itemsize for target in self.targets)
+
 
 def read_shared(
     index: _core.Index, shared: Sequence[SharedReads], options: ReadOptions, peers: Peers

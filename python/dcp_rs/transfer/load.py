@@ -1,4 +1,4 @@
-"""All destinations of a load: in place where the bytes fit as they are, through slabs otherwise."""
+"""All destinations of a load: in place where the bytes fit as they are, through slabs otherwise; and what is read for them, counted."""
 
 from __future__ import annotations
 

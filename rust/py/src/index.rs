@@ -4,7 +4,7 @@ use std::ffi::{c_int, c_void};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use dcp_rs_core::checkpoint::{self, gather};
+use dcp_rs_core::checkpoint;
 use dcp_rs_core::copy::Signs;
 use dcp_rs_core::foreign::torch_file::ValueReader;
 use dcp_rs_core::format::{self, Kind};
@@ -285,7 +285,7 @@ impl Index {
         let inner = Arc::clone(&self.inner);
         let allow_external = self.allow_external;
         let mapping = py
-            .detach(|| gather::map_data_file(&inner, file, allow_external))
+            .detach(|| checkpoint::map_data_file(&inner, file, allow_external))
             .into_py(py)?;
         Ok(FileMapping { mapping })
     }

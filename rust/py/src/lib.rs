@@ -11,6 +11,7 @@ mod interrupt;
 mod panics;
 mod plain;
 mod read;
+mod save_item;
 mod save_plan;
 mod slabs;
 mod tally;
@@ -31,6 +32,8 @@ mod _core {
     use crate::index::{FileMapping, Index};
     #[pymodule_export]
     use crate::panics::panic;
+    #[pymodule_export]
+    use crate::save_item::SaveItem;
     #[pymodule_export]
     use crate::save_plan::{SavePlan, assign_saves};
     #[pymodule_export]

@@ -4,7 +4,8 @@
 
 use std::sync::Arc;
 
-use dcp_rs_core::checkpoint::gather::{self, Gather, Memory, Source, Turns};
+use dcp_rs_core::checkpoint;
+use dcp_rs_core::checkpoint::gather::{Gather, Memory, Source, Turns};
 use dcp_rs_core::format::{Kind, SourceKind};
 use dcp_rs_core::geometry::Dims;
 use dcp_rs_core::geometry::overlap::{self, Overlap, Region};
@@ -187,7 +188,7 @@ impl Index {
         }
         let index = Arc::clone(&self.inner);
         let allow_external = self.allow_external;
-        py.detach(|| gather::check_files(&index, &chunks, allow_external))
+        py.detach(|| checkpoint::check_files(&index, &chunks, allow_external))
             .into_py(py)
     }
 
@@ -201,7 +202,7 @@ impl Index {
         let index = Arc::clone(&self.inner);
         let allow_external = self.allow_external;
         interrupt::run(py, |control| {
-            gather::verify_chunks(&index, &chunks, allow_external, &options, control)
+            checkpoint::verify_chunks(&index, &chunks, allow_external, &options, control)
         })
     }
 
@@ -228,7 +229,7 @@ impl Index {
         }
         let index = Arc::clone(&self.inner);
         let allow_external = self.allow_external;
-        py.detach(|| gather::check_regions(&index, &regions, &values, allow_external))
+        py.detach(|| checkpoint::check_regions(&index, &regions, &values, allow_external))
             .into_py(py)?
             .into_iter()
             .map(|(at, hole)| Ok((at, extent_to_py(py, &hole.offsets)?, extent_to_py(py, &hole.sizes)?)))

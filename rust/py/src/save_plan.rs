@@ -17,7 +17,8 @@ use crate::convert::{Extent, to_value};
 use crate::error::{IntoPy, PlanError};
 use crate::panics::guarded;
 use crate::plain::{HostTensor, Plain};
-use crate::write::{ItemTuple, Save, name_of, save_item};
+use crate::save_item::{self, items_of, name_of};
+use crate::write::Save;
 
 const REQUIRES_GRAD: u8 = 1;
 
@@ -126,11 +127,9 @@ impl SavePlan {
         Ok(others)
     }
 
-    /// Adds items as `Save.create` takes them. The length of a value that is not a tensor may be given later.
-    fn add(&self, items: Vec<ItemTuple<'_>>) -> PyResult<()> {
-        let items = items.into_iter().map(save_item).collect::<PyResult<Vec<_>>>()?;
-        self.lock().items.extend(items);
-        Ok(())
+    /// Adds items. The length of a value that is not a tensor may be given later.
+    fn add(&self, items: Vec<Bound<'_, save_item::SaveItem>>) {
+        self.lock().items.extend(items_of(&items));
     }
 
     fn __len__(&self) -> usize {

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use dcp_rs_core::checkpoint::verify::{self, CopyOptions};
-use dcp_rs_core::checkpoint::{self, RecoverOptions, gather};
+use dcp_rs_core::checkpoint::{self, RecoverOptions};
 use dcp_rs_core::foreign;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -44,7 +44,7 @@ impl Index {
 
     /// A data file that is a link out of the folder, and so refused to who opens the index file without `allow_external`; None where none is.
     fn find_link_outside(&self, py: Python<'_>) -> Option<FsPath> {
-        py.detach(|| gather::find_link_outside(&self.inner)).map(FsPath)
+        py.detach(|| checkpoint::find_link_outside(&self.inner)).map(FsPath)
     }
 
     /// The bytes of an index like this one, for a file in another folder (`prefix` is then the folder of the data), or with digests

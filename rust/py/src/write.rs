@@ -4,19 +4,20 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use dcp_rs_core::foreign::torch_file::ValueReader;
-use dcp_rs_core::format::{INDEX_NAME, Index, IndexBuilder, Kind, SourceKind, Value, rank_index_name};
+use dcp_rs_core::format::{INDEX_NAME, Index, IndexBuilder, SourceKind, Value, rank_index_name};
 use dcp_rs_core::store::{self, FileLock};
-use dcp_rs_core::write::{self, FilePlan, Part, Place, SaveInfo, SaveItem, WriteIo, WriteOptions};
+use dcp_rs_core::write::{self, FilePlan, Part, Place, SaveInfo, WriteIo, WriteOptions};
 use dcp_rs_core::{Control, Error, checkpoint};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::sync::MutexExt as _;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
-use crate::convert::{Extent, dtype, to_value};
-use crate::error::{IntoPy, PlanError, UnsupportedError, plan_error};
+use crate::convert::to_value;
+use crate::error::{IntoPy, PlanError, plan_error};
 use crate::panics::guarded;
 use crate::plain::Plain;
+use crate::save_item::{SaveItem, items_of, name_of};
 use crate::save_plan::Planned;
 use crate::{index, interrupt};
 
@@ -41,19 +42,6 @@ struct State {
     written: u64,
 }
 
-/// FQN, dtype (None: bytes), shape of the whole, flags, path, position (None: unknown), offsets, sizes, length in bytes.
-pub type ItemTuple<'py> = (
-    Bound<'py, PyAny>,
-    Option<String>,
-    Extent,
-    u8,
-    Option<Bound<'py, PyTuple>>,
-    Option<u32>,
-    Extent,
-    Extent,
-    u64,
-);
-
 #[guarded]
 #[pymethods]
 impl Save {
@@ -64,7 +52,7 @@ impl Save {
     fn create(
         py: Python<'_>,
         folder: PathBuf,
-        items: Vec<ItemTuple<'_>>,
+        items: Vec<Bound<'_, SaveItem>>,
         save_id: [u8; 16],
         generation: u64,
         token: u64,
@@ -75,7 +63,6 @@ impl Save {
         io: &str,
         max_inflight_bytes: u64,
     ) -> PyResult<Self> {
-        let items = items.into_iter().map(save_item).collect::<PyResult<Vec<_>>>()?;
         let info = SaveInfo {
             save_id,
             generation,
@@ -84,7 +71,14 @@ impl Save {
             world_size,
         };
         let options = options(threads, fsync, io, max_inflight_bytes)?;
-        Self::begin(py, &folder, items, info, &options, Planned { plain: Vec::new() })
+        Self::begin(
+            py,
+            &folder,
+            items_of(&items),
+            info,
+            &options,
+            Planned { plain: Vec::new() },
+        )
     }
 
     /// Creates files (name, header, size) of the caller's own layout, with values (name, file, offset, length) in them.
@@ -212,7 +206,7 @@ impl Save {
     pub fn begin(
         py: Python<'_>,
         folder: &Path,
-        items: Vec<SaveItem>,
+        items: Vec<write::SaveItem>,
         info: SaveInfo,
         options: &WriteOptions,
         planned: Planned,
@@ -279,40 +273,6 @@ fn io_mode(name: &str) -> PyResult<WriteIo> {
             "io is {name:?}: one of auto, direct, buffered"
         ))),
     }
-}
-
-pub fn name_of(name: &Bound<'_, PyAny>) -> PyResult<String> {
-    match name.extract::<String>() {
-        Ok(name) => Ok(name),
-        Err(_) => Err(UnsupportedError::new_err(format!(
-            "the name {} is not valid Unicode text",
-            name.repr()?
-        ))),
-    }
-}
-
-pub fn save_item(item: ItemTuple<'_>) -> PyResult<SaveItem> {
-    let (name, dtype_name, shape, flags, path, position, offsets, sizes, length) = item;
-    let name = name_of(&name)?;
-    Ok(SaveItem {
-        kind: if dtype_name.is_some() {
-            Kind::Tensor
-        } else {
-            Kind::Bytes
-        },
-        dtype: dtype_name.as_deref().map(dtype).transpose()?,
-        shape: shape.0,
-        flags,
-        path: path
-            .map(|path| to_value(path.as_any(), 0))
-            .transpose()?
-            .filter(Value::is_path),
-        position,
-        offsets: offsets.0,
-        sizes: sizes.0,
-        length,
-        name,
-    })
 }
 
 /// Merges the indexes of all ranks and commits them as the index of `folder` (or of one rank in it). Returns that index, and why files of the checkpoint it

@@ -1,4 +1,4 @@
-//! The end of a save, and the number of the next one.
+//! The commit: one rename makes a save visible, and what it replaced goes. And the number of the next save.
 
 use std::collections::HashSet;
 use std::fs;
@@ -6,7 +6,7 @@ use std::io::ErrorKind;
 use std::path::Path;
 use std::time::Duration;
 
-use super::gather::identity_of;
+use super::index_file::identity_of;
 use crate::format::{DataFileName, INDEX_NAME, Index, parse_rank_index_name, rank_index_name};
 use crate::store::disk::Disk;
 use crate::store::{FolderLock, Mode, publish_on, read_all};

@@ -4,190 +4,20 @@
 
 mod arrange;
 
-use std::collections::HashSet;
-use std::io::Read as _;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use smallvec::{SmallVec, smallvec};
 
 use self::arrange::Elsewhere;
 pub use self::arrange::{Rest, Turns, Want};
+use super::data_files::{explain, file_ref};
 use crate::copy::SignBits;
-use crate::format::{BLOCK_SIZE, ChunkView, INDEX_NAME, Identity, Index, SourceKind};
+use crate::format::{ChunkView, Index};
 use crate::geometry::memory::Footprint;
 use crate::geometry::overlap::{self, Overlap, Region};
 use crate::geometry::{Dims, row_major};
-use crate::paths::{Links, Reach, Verdict, reach};
 use crate::read::{self, Catalog, Destination, FileRef, ReadOptions, ReadReq, ReadStats};
-use crate::store::{Mapping, PrivateMapping, is_remote, open_file, read_at};
 use crate::{Control, Dtype, Error, Result};
-
-/// Indexes of up to this many bytes are read: that takes no longer than to map one, and what was read cannot be cut short.
-const SMALL_INDEX: u64 = 1 << 20;
-
-/// Opens the index file at `path`, and checks it. A large one is mapped, unless it lies where a page fault may wait or fail.
-pub fn open_index(path: &Path) -> Result<Index> {
-    let mut file = open_file(path).map_err(|error| match error.kind() {
-        std::io::ErrorKind::NotFound => Error::NotFound {
-            path: path.to_owned(),
-            reason: "no such file".into(),
-        },
-        std::io::ErrorKind::InvalidInput => Error::corrupt_index(path, 0, error.to_string()),
-        _ => Error::io("open", path, error),
-    })?;
-    let len = file.metadata().map_err(|error| Error::io("stat", path, error))?.len();
-    if len <= SMALL_INDEX || is_remote(&file) {
-        let mut bytes = Vec::new();
-        file.read_to_end(&mut bytes)
-            .map_err(|error| Error::io("read", path, error))?;
-        return Index::from_bytes(bytes, path);
-    }
-    let mapping = Mapping::new(&file).map_err(|error| Error::io("map", path, error))?;
-    Index::from_bytes(IndexMapping(mapping), path)
-}
-
-/// Which save an index file is of, without a look at the rest of it.
-pub(crate) fn identity_of(path: &Path) -> Option<Identity> {
-    let mut start = [0; Identity::LEN];
-    read_at(&open_file(path).ok()?, &mut start, 0).ok()?;
-    Identity::of(&start)
-}
-
-/// An index file in memory. Published indexes are never changed in place (section 9 of the format), which is what makes a slice of one sound.
-struct IndexMapping(Mapping);
-
-impl AsRef<[u8]> for IndexMapping {
-    fn as_ref(&self) -> &[u8] {
-        if self.0.is_empty() {
-            return &[];
-        }
-        // SAFETY: the mapping is readable for its length, and lives as long as `self`. No one writes to a published index: a save replaces
-        // it by rename, and leaves the mapped file as it is.
-        unsafe { std::slice::from_raw_parts(self.0.as_ptr(), self.0.len()) }
-    }
-}
-
-/// What the engine needs to know of a data file. `allow_external`: whether names, and symbolic links, may lead out of the folder.
-///
-/// # Errors
-/// [`Error::Unsupported`] where the name leads out, and may not. Links are looked at when the file is opened.
-pub fn file_ref(index: &Index, file: u32, allow_external: bool) -> Result<FileRef> {
-    let view = index.file(file);
-    let path = index.file_path(file);
-    if !allow_external && reach(view.name) == Reach::Outside {
-        return Err(Error::Unsupported(format!(
-            "{} names {}, outside its folder; pass allow_external=True (--allow-external) to open it",
-            index.path().display(),
-            path.display()
-        )));
-    }
-    Ok(FileRef {
-        path,
-        size: view.size,
-        mtime_ns: view.mtime_ns,
-        links: if allow_external || index.follows_links() {
-            Links::Any
-        } else {
-            links(index, view.external)
-        },
-    })
-}
-
-fn links(index: &Index, external: bool) -> Links {
-    Links::Within {
-        folder: index.folder(),
-        last: external,
-    }
-}
-
-/// A data file that is refused to who opens the index file without leave to follow it, because of links.
-pub fn find_link_outside(index: &Index) -> Option<PathBuf> {
-    (0..index.file_count()).find_map(|file| {
-        let path = index.file_path(file);
-        let links = links(index, index.file(file).external);
-        let leads_out = matches!(links.judge(&path), Ok(Verdict::Outside | Verdict::Link));
-        leads_out.then_some(path)
-    })
-}
-
-/// What an error of a read means: a data file that is gone, or changed, may have gone with the checkpoint it belonged to. What is refused by
-/// those who know no index gets its path.
-pub fn explain(index: &Index, error: Error) -> Error {
-    let path = index.path().to_owned();
-    match error {
-        Error::CorruptData { .. } if was_replaced(index) => Error::Replaced { path },
-        Error::TensorPlan {
-            path: None,
-            tensor,
-            reason,
-        } => Error::TensorPlan {
-            path: Some(path),
-            tensor,
-            reason,
-        },
-        other => other,
-    }
-}
-
-/// Whether another save has been committed in the place of this index since it was opened.
-fn was_replaced(index: &Index) -> bool {
-    if index.source() != SourceKind::Native {
-        return false; // no save removes the files of others
-    }
-    match identity_of(index.path()) {
-        Some(now) => now.save_id != index.save_id(),
-        // A save of all ranks removes the indexes of single ones.
-        None => !index.path().ends_with(INDEX_NAME) && index.path().with_file_name(INDEX_NAME).exists(),
-    }
-}
-
-/// Maps a data file privately, after its length was checked.
-pub fn map_data_file(index: &Index, file: u32, allow_external: bool) -> Result<PrivateMapping> {
-    let file_ref = file_ref(index, file, allow_external)?;
-    let opened = file_ref.open(false).map_err(|error| explain(index, error))?;
-    PrivateMapping::new(&opened).map_err(|error| Error::io("map", &file_ref.path, error))
-}
-
-/// Checks that the files of some chunks are there and as long as they should be.
-pub fn check_files(index: &Index, chunks: &[u64], allow_external: bool) -> Result<()> {
-    let files: HashSet<u32> = chunks.iter().map(|&c| index.chunk_file(c)).collect();
-    check_each(index, files, allow_external)
-}
-
-fn check_each(index: &Index, files: impl IntoIterator<Item = u32>, allow_external: bool) -> Result<()> {
-    for file in files {
-        let opened = file_ref(index, file, allow_external)?.open(false);
-        opened.map_err(|error| explain(index, error))?;
-    }
-    Ok(())
-}
-
-/// Checks a plan before anything is read: finds what of the regions no chunk holds (by their number), and checks the data files
-/// of all of them and of some values, as [`check_files`] does.
-pub fn check_regions(
-    index: &Index,
-    regions: &[(u32, Region)],
-    values: &[u32],
-    allow_external: bool,
-) -> Result<Vec<(usize, Region)>> {
-    let mut holes = Vec::new();
-    let mut files = HashSet::new();
-    for (i, (tensor, region)) in regions.iter().enumerate() {
-        match overlap::cover(index, *tensor, region) {
-            Ok(parts) => files.extend(parts.iter().map(|part| index.chunk_file(part.chunk))),
-            Err(hole) => holes.push((i, hole)),
-        }
-    }
-    files.extend(
-        values
-            .iter()
-            .flat_map(|&value| index.tensor(value).chunks)
-            .map(|chunk| index.chunk_file(chunk)),
-    );
-    check_each(index, files, allow_external)?;
-    Ok(holes)
-}
 
 /// What a region is of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -397,7 +227,7 @@ impl Gather {
         self.requests.is_empty()
     }
 
-    /// Checks the files of all that was added, as [`check_files`] does.
+    /// Checks the files of all that was added, as [`check_files`](super::check_files) does.
     pub fn check_files(&self) -> Result<()> {
         for file in &self.files {
             file.open(false).map_err(|error| explain(&self.index, error))?;
@@ -482,53 +312,6 @@ pub fn cover(index: &Index, tensor: u32, region: &Region) -> Result<Vec<Overlap>
         );
         Error::tensor_plan(Some(index.path()), index.name(tensor), reason)
     })
-}
-
-/// Checks the digests of some chunks that have them, through a buffer of `options.max_inflight_bytes`.
-pub fn verify_chunks(
-    index: &Arc<Index>,
-    chunks: &[u64],
-    allow_external: bool,
-    options: &ReadOptions,
-    control: &Control,
-) -> Result<()> {
-    let options = ReadOptions {
-        verify: true,
-        ..options.clone()
-    };
-    let capacity = (options.max_inflight_bytes / BLOCK_SIZE).max(1) * BLOCK_SIZE;
-    let mut buffer = vec![0_u8; usize::try_from(capacity).map_err(|_| Error::Plan("buffer too large".into()))?];
-    let base = buffer.as_mut_ptr();
-    let mut gather = Gather::new(Arc::clone(index), allow_external);
-    let mut used = 0;
-    for &chunk in chunks {
-        let view = index.chunk(chunk);
-        let length = if view.digests.is_some() { view.length } else { 0 };
-        let mut from = 0;
-        while from < length {
-            let part = (capacity - used).min(length - from);
-            // A part ends at the end of a block, so that no block is read twice.
-            let part = if from + part < length {
-                part / BLOCK_SIZE * BLOCK_SIZE
-            } else {
-                part
-            };
-            if part > 0 {
-                let at = usize::try_from(used).expect("below the capacity");
-                gather.add_bytes(chunk, from, part, Destination(base.wrapping_add(at)))?;
-            } else {
-                // SAFETY: the parts lie in `buffer` one after another.
-                unsafe { gather.read(&options, control)? };
-                gather.truncate(0);
-                used = 0;
-            }
-            used += part;
-            from += part;
-        }
-    }
-    // SAFETY: as above.
-    unsafe { gather.read(&options, control)? };
-    Ok(())
 }
 
 /// The names and digests of an index, for the engine.

@@ -1,17 +1,22 @@
 //! A checkpoint as a whole: found and opened, read from, verified, committed, and its index rebuilt where that was lost.
 
+mod check;
 mod clean;
 mod commit;
+mod data_files;
 mod data_header;
 pub mod gather;
+mod index_file;
 mod locate;
 mod open;
 mod payload;
 mod recover;
 pub mod verify;
 
+pub use check::{check_files, check_regions, verify_chunks};
 pub use clean::{Cleaned, Kind as LeftoverKind, Leftover, Verdict, clean, leftovers};
 pub use commit::{Committed, commit, commit_index, discard, next_generation, replace_index};
+pub use data_files::{file_ref, find_link_outside, map_data_file};
 pub(crate) use data_header::part_of;
 pub use gather::{Gather, Memory};
 pub use locate::{Found, check_no_rank_indexes, find, find_data, has_native_data};

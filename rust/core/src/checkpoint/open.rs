@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::gather::open_index;
+use super::index_file::open_index;
 use super::locate::{Found, find, find_data};
 use crate::Result;
 use crate::foreign::{Foreign, distcp, safetensors, torch_file};

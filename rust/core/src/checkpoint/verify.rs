@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::gather::{explain, file_ref};
+use super::data_files::{explain, file_ref};
 use crate::foreign::torch_file;
 use crate::format::{
     BLOCK_SIZE, FileEntry, FileView, Index, IndexBuilder, Kind, SourceKind, block_count, block_digest,

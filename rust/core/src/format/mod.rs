@@ -3,16 +3,19 @@
 mod build;
 mod data_file;
 mod digest;
+mod entry;
 mod index;
 mod layout;
 mod name;
 pub mod safetensors;
+mod sections;
 mod validate;
 mod value;
 
-pub use build::{ChunkEntry, FileEntry, IndexBuilder, TensorEntry};
+pub use build::IndexBuilder;
 pub use data_file::DataFileName;
 pub use digest::{BLOCK_SIZE, block_count, block_digest};
+pub use entry::{ChunkEntry, FileEntry, TensorEntry};
 pub use index::{ChunkView, FileView, Index, IndexBytes, TensorView};
 pub(crate) use layout::Identity;
 pub use layout::{Kind, PAYLOAD_ALIGNMENT, SourceKind};

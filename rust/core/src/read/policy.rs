@@ -1,4 +1,4 @@
-//! How the bytes of a file are fetched: in which way, in jobs of which size, how many at a time.
+//! How the bytes of a file are fetched: from a mapping, through the page cache or past it (`O_DIRECT`), in jobs of which size, how many at a time.
 
 /// Reads in flight that keep a disk busy, whatever the number of cores.
 pub const DISK_DEPTH: usize = 16;

@@ -1,4 +1,4 @@
-//! Memory that direct reads and writes go through.
+//! Aligned memory, which direct (`O_DIRECT`) reads and writes go through.
 
 use std::io;
 

@@ -1,4 +1,4 @@
-//! Data files: opening them with their checks, and reads that are complete or an error.
+//! Data files: opening them with their checks (and with `O_DIRECT`), and reads that are complete or an error.
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Read as _};

@@ -6,8 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::files::{DataFiles, Handles};
+use super::item::{SaveInfo, SaveItem};
 use super::jobs::{Job, Span, cut};
-use super::layout::{FilePlan, Layout, Place, SaveInfo, SaveItem, plan_files};
+use super::layout::{FilePlan, Layout, Place, plan_files};
 use super::options::{Resolved, WriteOptions};
 use crate::copy::Signs;
 use crate::format::{

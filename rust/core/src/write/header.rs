@@ -3,7 +3,7 @@
 use std::io::Write as _;
 use std::ops::Range;
 
-use super::layout::{SaveInfo, SaveItem};
+use super::item::{SaveInfo, SaveItem};
 use crate::Dtype;
 use crate::format::{Kind, PAYLOAD_ALIGNMENT, Value, to_header_name, uuid};
 

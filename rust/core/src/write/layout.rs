@@ -4,56 +4,15 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
 use super::header::{FIXED_BOUND, FileText, ItemText};
-use crate::format::{DataFileName, Kind, PAYLOAD_ALIGNMENT, Value};
-use crate::geometry::Dims;
-use crate::{Dtype, Error, Result};
+use super::item::{SaveInfo, SaveItem};
+use crate::format::{DataFileName, PAYLOAD_ALIGNMENT};
+use crate::{Error, Result};
 
 /// The longest header of a data file, in bytes, with its length and padding.
 pub const HEADER_LIMIT: u64 = 64 << 20;
 
-const MAX_NDIM: usize = 64;
 /// The most that an offset in a file can be.
 const MAX_FILE_SIZE: u64 = i64::MAX.unsigned_abs();
-
-/// A chunk of a tensor, or another value, to be saved.
-#[derive(Clone, Debug, PartialEq)]
-pub struct SaveItem {
-    /// FQN.
-    pub name: String,
-    /// Tensor or bytes.
-    pub kind: Kind,
-    /// Element type, for tensors.
-    pub dtype: Option<Dtype>,
-    /// Sizes of the whole tensor.
-    pub shape: Dims,
-    /// As in section 3.3 of the format.
-    pub flags: u8,
-    /// Its path in the state dict.
-    pub path: Option<Value>,
-    /// Its place among the entries of the state dict.
-    pub position: Option<u32>,
-    /// Where the chunk begins in the tensor.
-    pub offsets: Dims,
-    /// How far it extends.
-    pub sizes: Dims,
-    /// Its bytes: elements times element size, for a tensor.
-    pub length: u64,
-}
-
-/// Which save this is, and whose part of it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SaveInfo {
-    /// Random: identifies the save, on all ranks.
-    pub save_id: [u8; 16],
-    /// 1 + the highest that any file of the folder carries.
-    pub generation: u64,
-    /// Random: no two saves into a folder may share it.
-    pub token: u64,
-    /// The rank that writes.
-    pub rank: u32,
-    /// How many ranks write; 0: this one, for itself alone.
-    pub world_size: u32,
-}
 
 /// A data file to be written.
 #[derive(Clone, Debug)]
@@ -165,18 +124,15 @@ fn assign(items: &[SaveItem], header_limit: u64) -> Result<Vec<Draft>> {
     let mut seen: HashMap<&str, Seen> = HashMap::with_capacity(items.len());
     let mut text = ItemText::default();
     for (id, item) in (0..count).zip(items) {
-        check(item)?;
+        item.check()?;
         text.set(item);
         let bound = text.bound();
         if bound > room {
-            return Err(refuse(
-                item,
-                format!("takes {bound} bytes of a file's header, of at most {room}"),
-            ));
+            return Err(item.refuse(format!("takes {bound} bytes of a file's header, of at most {room}")));
         }
         let seen = match seen.entry(&item.name) {
             Entry::Occupied(entry) => {
-                agree(entry.get().item, item)?;
+                item.agree_with(entry.get().item)?;
                 entry.into_mut()
             }
             Entry::Vacant(entry) => entry.insert(Seen { item, next_file: 0 }),
@@ -211,69 +167,6 @@ const fn alignment(length: u64) -> u64 {
     } else {
         1 << length.trailing_zeros()
     }
-}
-
-fn refuse(item: &SaveItem, reason: impl std::fmt::Display) -> Error {
-    let name: String = item.name.chars().take(200).collect();
-    Error::tensor_plan(None, &name, format!("it cannot be saved: {reason}"))
-}
-
-fn check(item: &SaveItem) -> Result<()> {
-    let dims = [&item.shape, &item.offsets, &item.sizes].map(Dims::len);
-    let Some(dtype) = item.dtype.filter(|_| item.kind == Kind::Tensor) else {
-        return match (item.kind, item.dtype, dims, item.flags) {
-            (Kind::Bytes, None, [0, 0, 0], 0) => Ok(()),
-            (Kind::Bytes, ..) => Err(refuse(item, "a non-tensor value has no dtype, shape or flags")),
-            (Kind::Tensor, ..) => Err(refuse(item, "a tensor needs a dtype")),
-        };
-    };
-    if dims != [item.shape.len(); 3] || item.shape.len() > MAX_NDIM {
-        return Err(refuse(
-            item,
-            format!("it has {dims:?} sizes, offsets and chunk sizes; at most {MAX_NDIM}"),
-        ));
-    }
-    if item.flags >> 4 != 0 || item.flags >> 2 == 3 {
-        return Err(refuse(item, format!("unknown flags {:#x}", item.flags)));
-    }
-    for ((&size, &offset), &extent) in item.sizes.iter().zip(&item.offsets).zip(&item.shape) {
-        if offset.checked_add(size).is_none_or(|end| end > extent) {
-            return Err(refuse(
-                item,
-                format!(
-                    "chunk {:?} at {:?} does not lie in the shape {:?}",
-                    item.sizes.as_slice(),
-                    item.offsets.as_slice(),
-                    item.shape.as_slice()
-                ),
-            ));
-        }
-    }
-    // In bits and in this order, even where a size is 0: safetensors multiplies so, and refuses what overflows.
-    let bits = item
-        .sizes
-        .iter()
-        .try_fold(1_u64, |n, &size| n.checked_mul(size))
-        .and_then(|n| n.checked_mul(8 * dtype.size()));
-    match bits {
-        None => Err(refuse(item, format!("sizes {:?} overflow", item.sizes.as_slice()))),
-        Some(bits) if bits / 8 != item.length => Err(refuse(
-            item,
-            format!("{} bytes given, {} expected", item.length, bits / 8),
-        )),
-        Some(_) => Ok(()),
-    }
-}
-
-/// Chunks of one name are of one tensor.
-fn agree(first: &SaveItem, item: &SaveItem) -> Result<()> {
-    if item.kind == Kind::Bytes {
-        return Err(refuse(item, "a second value of this name"));
-    }
-    if (first.kind, first.dtype, &first.shape) != (item.kind, item.dtype, &item.shape) {
-        return Err(refuse(item, "two chunks of it disagree in kind, dtype or shape"));
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -9,7 +9,9 @@ use serde_json::{Value as Json, json};
 use super::super::header::in_header;
 use super::super::testing::{INFO, content, odd_names, rows, saves, value, whole};
 use super::*;
-use crate::format::to_header_name;
+use crate::Dtype;
+use crate::format::{Value, to_header_name};
+use crate::geometry::Dims;
 
 /// The files as they would be written.
 fn files(layout: &Layout, items: &[SaveItem]) -> Vec<Vec<u8>> {

@@ -3,6 +3,7 @@
 mod engine;
 mod files;
 mod header;
+mod item;
 mod jobs;
 mod layout;
 mod options;
@@ -10,5 +11,6 @@ mod options;
 pub(crate) mod testing;
 
 pub use engine::{Finished, Part, Save};
-pub use layout::{FilePlan, HEADER_LIMIT, Layout, Place, SaveInfo, SaveItem, plan_files};
+pub use item::{SaveInfo, SaveItem};
+pub use layout::{FilePlan, HEADER_LIMIT, Layout, Place, plan_files};
 pub use options::{WriteIo, WriteOptions};

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::archive::TorchFile;
-use crate::checkpoint::gather::file_ref;
+use crate::checkpoint::file_ref;
 use crate::foreign::fault::{Fault, FaultResult};
 use crate::foreign::pickle::Item;
 use crate::format::Index;

@@ -1,0 +1,55 @@
+"""A stored tensor that is indexed and not loaded: each indexing reads what it returns."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+from dcp_rs.checkpoint.elements import safetensors_name
+from dcp_rs.checkpoint.mapping import OpenCheckpoint
+from dcp_rs.tensors.boxes import selection
+
+__all__ = ["StoredSlice"]
+
+T = TypeVar("T")
+
+
+class StoredSlice(Generic[T]):
+    """A tensor of an open checkpoint, to be indexed.
+
+    Attributes:
+        dtype: of the framework that reads.
+        shape: sizes of the whole.
+    """
+
+    dtype: Any
+
+    def __init__(self, checkpoint: OpenCheckpoint[Any], tensor: int) -> None:
+        self._checkpoint = checkpoint
+        self._tensor = tensor
+        self._name, _, self._stored, self.shape, _, self._chunks = checkpoint._index.tensor(tensor)
+
+    def get_shape(self) -> list[int]:
+        """The sizes, as ``safetensors`` slices give them."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """What a header of safetensors calls the dtype, as its slices give it; torch's name of one that it lacks."""
+        return safetensors_name(self._stored or "")
+
+    def __getitem__(self, key: Any) -> T:
+        """The elements that ``key`` selects.
+
+        Raises:
+            IndexError: out of range, or too many indices.
+            ValueError: a slice with a negative step.
+            TypeError: another kind of index.
+        """
+        offsets, sizes, local = selection(key, self.shape)
+        checkpoint = self._checkpoint
+        checkpoint._find(self._name)
+        if self._chunks == 1 and checkpoint._is_in_place:
+            part = checkpoint[self._name][tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+        else:
+            part = checkpoint._read(self._tensor, self._name, self.dtype, offsets, tuple(sizes))
+        found: T = part[local]
+        return found

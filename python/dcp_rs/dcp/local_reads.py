@@ -1,0 +1,61 @@
+"""What one rank reads for its own plan: a few lists, without an object for every item."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from dcp_rs import _core
+from dcp_rs.tensors.boxes import narrow
+from dcp_rs.transfer.target import Target
+
+__all__ = ["LocalReads"]
+
+
+@dataclass
+class LocalReads:
+    """What one rank reads, without items: whole tensors, regions of tensors, and values (index, name).
+
+    ``plain`` is what ``whole`` was made of: stored names, tensors, and the places of those that are not in it.
+    """
+
+    index: _core.Index
+    whole: _core.Batch | None = None
+    plain: tuple[list[str], list[torch.Tensor], list[int]] = field(default_factory=lambda: ([], [], []))
+    targets: list[Target] = field(default_factory=list)
+    values: list[tuple[int, str]] = field(default_factory=list)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that is filled."""
+        _, plain, others = self.plain
+        if others:
+            left_out = set(others)
+            plain = [tensor for i, tensor in enumerate(plain) if i not in left_out]
+        return [*plain, *(target.tensor for target in self.targets)]
+
+    def add_covered(
+        self, targets: list[tuple[str, Target]], fill_partly: Callable[[str, Iterable[int], Iterable[int]], bool]
+    ) -> None:
+        """Adds targets, as far as the checkpoint holds them. Finds what no chunk holds, and data files that are missing or of another length.
+
+        Args:
+            targets: each with its name in the state dict.
+            fill_partly: hears of elements of a name that no chunk holds, and says whether the others are to be read.
+        """
+        regions = [(target.index, target.offsets, target.tensor.shape) for _, target in targets]
+        holes = self.index.check_regions(regions, [value for value, _ in self.values])
+        left_alone = {targets[at][0] for at, offsets, sizes in holes if not fill_partly(targets[at][0], offsets, sizes)}
+        in_part = {at for at, _, _ in holes}
+        for at, (fqn, target) in enumerate(targets):
+            if fqn in left_alone:
+                continue
+            if at not in in_part:
+                self.targets.append(target)
+                continue
+            for chunk, chunk_offsets, region_offsets, sizes in self.index.touching(
+                target.index, target.offsets, target.tensor.shape
+            ):
+                part = narrow(target.tensor, region_offsets, sizes)
+                self.targets.append(replace(target, index=chunk, of_chunk=True, offsets=chunk_offsets, tensor=part))

@@ -1,0 +1,91 @@
+//! The data files of an index: where they are, whether they may be followed, and whether they are still those of this save.
+
+use std::path::PathBuf;
+
+use super::index_file::identity_of;
+use crate::format::{INDEX_NAME, Index, SourceKind};
+use crate::paths::{Links, Reach, Verdict, reach};
+use crate::read::FileRef;
+use crate::store::PrivateMapping;
+use crate::{Error, Result};
+
+/// What the engine needs to know of a data file. `allow_external`: whether names, and symbolic links, may lead out of the folder.
+///
+/// # Errors
+/// [`Error::Unsupported`] where the name leads out, and may not. Links are looked at when the file is opened.
+pub fn file_ref(index: &Index, file: u32, allow_external: bool) -> Result<FileRef> {
+    let view = index.file(file);
+    let path = index.file_path(file);
+    if !allow_external && reach(view.name) == Reach::Outside {
+        return Err(Error::Unsupported(format!(
+            "{} names {}, outside its folder; pass allow_external=True (--allow-external) to open it",
+            index.path().display(),
+            path.display()
+        )));
+    }
+    Ok(FileRef {
+        path,
+        size: view.size,
+        mtime_ns: view.mtime_ns,
+        links: if allow_external || index.follows_links() {
+            Links::Any
+        } else {
+            links(index, view.external)
+        },
+    })
+}
+
+fn links(index: &Index, external: bool) -> Links {
+    Links::Within {
+        folder: index.folder(),
+        last: external,
+    }
+}
+
+/// A data file that is refused to who opens the index file without leave to follow it, because of links.
+pub fn find_link_outside(index: &Index) -> Option<PathBuf> {
+    (0..index.file_count()).find_map(|file| {
+        let path = index.file_path(file);
+        let links = links(index, index.file(file).external);
+        let leads_out = matches!(links.judge(&path), Ok(Verdict::Outside | Verdict::Link));
+        leads_out.then_some(path)
+    })
+}
+
+/// What an error of a read means: a data file that is gone, or changed, may have gone with the checkpoint it belonged to. What is refused by
+/// those who know no index gets its path.
+pub fn explain(index: &Index, error: Error) -> Error {
+    let path = index.path().to_owned();
+    match error {
+        Error::CorruptData { .. } if was_replaced(index) => Error::Replaced { path },
+        Error::TensorPlan {
+            path: None,
+            tensor,
+            reason,
+        } => Error::TensorPlan {
+            path: Some(path),
+            tensor,
+            reason,
+        },
+        other => other,
+    }
+}
+
+/// Whether another save has been committed in the place of this index since it was opened.
+fn was_replaced(index: &Index) -> bool {
+    if index.source() != SourceKind::Native {
+        return false; // no save removes the files of others
+    }
+    match identity_of(index.path()) {
+        Some(now) => now.save_id != index.save_id(),
+        // A save of all ranks removes the indexes of single ones.
+        None => !index.path().ends_with(INDEX_NAME) && index.path().with_file_name(INDEX_NAME).exists(),
+    }
+}
+
+/// Maps a data file privately, after its length was checked.
+pub fn map_data_file(index: &Index, file: u32, allow_external: bool) -> Result<PrivateMapping> {
+    let file_ref = file_ref(index, file, allow_external)?;
+    let opened = file_ref.open(false).map_err(|error| explain(index, error))?;
+    PrivateMapping::new(&opened).map_err(|error| Error::io("map", &file_ref.path, error))
+}

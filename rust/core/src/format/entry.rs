@@ -1,0 +1,78 @@
+//! What an index is built of: data files, tensors, chunks.
+
+use super::{FileView, Kind, Value};
+use crate::Dtype;
+use crate::copy::Signs;
+use crate::geometry::Dims;
+
+/// A data file, to be named by an index.
+#[derive(Clone, Debug)]
+pub struct FileEntry {
+    /// Path relative to the folder of the index.
+    pub name: String,
+    /// Length in bytes.
+    pub size: u64,
+    /// Where the payload begins.
+    pub data_start: u64,
+    /// Whether someone else wrote the file.
+    pub external: bool,
+    /// XXH3-64 of what precedes the payload.
+    pub head_digest: Option<u64>,
+    /// Modification time in nanoseconds since 1970; 0: not recorded.
+    pub mtime_ns: i64,
+}
+
+impl From<FileView<'_>> for FileEntry {
+    fn from(file: FileView<'_>) -> Self {
+        Self {
+            name: file.name.to_owned(),
+            size: file.size,
+            data_start: file.data_start,
+            external: file.external,
+            head_digest: file.head_digest,
+            mtime_ns: file.mtime_ns,
+        }
+    }
+}
+
+/// A tensor or another value.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TensorEntry {
+    /// FQN.
+    pub name: String,
+    /// Tensor or bytes.
+    pub kind: Kind,
+    /// Element type, for tensors.
+    pub dtype: Option<Dtype>,
+    /// Sizes of the whole tensor.
+    pub shape: Dims,
+    /// As in section 3.3 of the format.
+    pub flags: u8,
+    /// Its path in the state dict: a value that [is one](Value::is_path).
+    pub path: Option<Value>,
+    /// Its place among the entries of the state dict.
+    pub position: Option<u32>,
+}
+
+/// A chunk of a tensor that was added before.
+#[derive(Clone, Debug)]
+pub struct ChunkEntry {
+    /// What [`IndexBuilder::add_tensor`] returned.
+    pub tensor: u32,
+    /// What [`IndexBuilder::add_file`] returned.
+    pub file: u32,
+    /// First byte in the file.
+    pub offset: u64,
+    /// Bytes in the file.
+    pub length: u64,
+    /// Where the chunk begins in the tensor.
+    pub offsets: Dims,
+    /// How far it extends.
+    pub sizes: Dims,
+    /// Strides in elements, where it is not contiguous.
+    pub strides: Option<Dims>,
+    /// What its bytes stand for; other than themselves only in adopted data.
+    pub signs: Signs,
+    /// A digest for each block.
+    pub digests: Option<Vec<u64>>,
+}

@@ -1,0 +1,109 @@
+//! What a save is made of: the items of one rank, and which save they are of.
+
+use crate::format::{Kind, Value};
+use crate::geometry::Dims;
+use crate::{Dtype, Error, Result};
+
+const MAX_NDIM: usize = 64;
+
+/// A chunk of a tensor, or another value, to be saved.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SaveItem {
+    /// FQN.
+    pub name: String,
+    /// Tensor or bytes.
+    pub kind: Kind,
+    /// Element type, for tensors.
+    pub dtype: Option<Dtype>,
+    /// Sizes of the whole tensor.
+    pub shape: Dims,
+    /// As in section 3.3 of the format.
+    pub flags: u8,
+    /// Its path in the state dict.
+    pub path: Option<Value>,
+    /// Its place among the entries of the state dict.
+    pub position: Option<u32>,
+    /// Where the chunk begins in the tensor.
+    pub offsets: Dims,
+    /// How far it extends.
+    pub sizes: Dims,
+    /// Its bytes: elements times element size, for a tensor.
+    pub length: u64,
+}
+
+/// Which save this is, and whose part of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SaveInfo {
+    /// Random: identifies the save, on all ranks.
+    pub save_id: [u8; 16],
+    /// 1 + the highest that any file of the folder carries.
+    pub generation: u64,
+    /// Random: no two saves into a folder may share it.
+    pub token: u64,
+    /// The rank that writes.
+    pub rank: u32,
+    /// How many ranks write; 0: this one, for itself alone.
+    pub world_size: u32,
+}
+
+impl SaveItem {
+    /// An error that names the item.
+    pub(super) fn refuse(&self, reason: impl std::fmt::Display) -> Error {
+        let name: String = self.name.chars().take(200).collect();
+        Error::tensor_plan(None, &name, format!("it cannot be saved: {reason}"))
+    }
+
+    /// Refuses an item that contradicts itself, or that the format cannot hold.
+    pub(super) fn check(&self) -> Result<()> {
+        let dims = [&self.shape, &self.offsets, &self.sizes].map(Dims::len);
+        let Some(dtype) = self.dtype.filter(|_| self.kind == Kind::Tensor) else {
+            return match (self.kind, self.dtype, dims, self.flags) {
+                (Kind::Bytes, None, [0, 0, 0], 0) => Ok(()),
+                (Kind::Bytes, ..) => Err(self.refuse("a non-tensor value has no dtype, shape or flags")),
+                (Kind::Tensor, ..) => Err(self.refuse("a tensor needs a dtype")),
+            };
+        };
+        if dims != [self.shape.len(); 3] || self.shape.len() > MAX_NDIM {
+            return Err(self.refuse(format!(
+                "it has {dims:?} sizes, offsets and chunk sizes; at most {MAX_NDIM}"
+            )));
+        }
+        if self.flags >> 4 != 0 || self.flags >> 2 == 3 {
+            return Err(self.refuse(format!("unknown flags {:#x}", self.flags)));
+        }
+        for ((&size, &offset), &extent) in self.sizes.iter().zip(&self.offsets).zip(&self.shape) {
+            if offset.checked_add(size).is_none_or(|end| end > extent) {
+                return Err(self.refuse(format!(
+                    "chunk {:?} at {:?} does not lie in the shape {:?}",
+                    self.sizes.as_slice(),
+                    self.offsets.as_slice(),
+                    self.shape.as_slice()
+                )));
+            }
+        }
+        // In bits and in this order, even where a size is 0: safetensors multiplies so, and refuses what overflows.
+        let bits = self
+            .sizes
+            .iter()
+            .try_fold(1_u64, |n, &size| n.checked_mul(size))
+            .and_then(|n| n.checked_mul(8 * dtype.size()));
+        match bits {
+            None => Err(self.refuse(format!("sizes {:?} overflow", self.sizes.as_slice()))),
+            Some(bits) if bits / 8 != self.length => {
+                Err(self.refuse(format!("{} bytes given, {} expected", self.length, bits / 8)))
+            }
+            Some(_) => Ok(()),
+        }
+    }
+
+    /// Chunks of one name are of one tensor.
+    pub(super) fn agree_with(&self, first: &Self) -> Result<()> {
+        if self.kind == Kind::Bytes {
+            return Err(self.refuse("a second value of this name"));
+        }
+        if (first.kind, first.dtype, &first.shape) != (self.kind, self.dtype, &self.shape) {
+            return Err(self.refuse("two chunks of it disagree in kind, dtype or shape"));
+        }
+        Ok(())
+    }
+}
