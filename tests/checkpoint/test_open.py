@@ -479,3 +479,15 @@ def test_a_load_unwraps_what_was_kept_whole(ckpt):
     dcp_rs.load(got, ckpt, no_dist=True)
     assert got == {"a": kept, "deep": {"b": [torch.ones(1), [{}]]}}
     assert type(got["a"]["six"]) is OrderedDict
+
+
+def test_a_state_dict_with_memory_of_its_own(saved):
+    with dcp_rs.open(saved) as checkpoint:
+        views, copied = checkpoint.state_dict(), checkpoint.state_dict(copy=True)
+        views["w"].zero_()  # of the mapping, which no copy sees
+        assert torch.equal(copied["w"], WHOLE)
+        assert list(copied) == list(views)
+        assert copied["step"] == 7
+    for file in saved.glob("*.safetensors"):
+        os.truncate(file, 0)
+    assert torch.equal(copied["b"], torch.arange(5))

@@ -135,6 +135,16 @@ def test_what_is_excluded_stays_on_meta(saved):
     assert torch.equal(state["layers.0.weight"], W)
 
 
+def test_a_policy_may_change_between_loads(saved):
+    planner = RsLoadPlanner(dtype_policy="error")
+    state = {"layers": {"0": {"weight": torch.zeros(4, 6).double()}}}
+    with pytest.raises(PlanError, match="dtype_policy='error'"):
+        dcp_rs.load(state, saved, planner=planner)
+    planner.dtype_policy = "cast"
+    dcp_rs.load(state, saved, planner=planner)
+    assert torch.equal(state["layers"]["0"]["weight"], W.double())
+
+
 # --- names -----------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from dcp_rs.integrations.{name} import {what}
     ("name", "what", "call"),
     [
         ("transformers", "from_pretrained", "from_pretrained(None, 'ckpt')"),
+        ("lightning", "DcpRsCheckpointIO", ""),
     ],
 )
 def test_it_says_what_to_install(name, what, call):

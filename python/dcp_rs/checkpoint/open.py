@@ -68,8 +68,11 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
     def _info(self, name: str, dtype: str | None, shape: tuple[int, ...], chunks: int, nbytes: int) -> TensorInfo:
         return TensorInfo(name, None if dtype is None else stored_dtype(name, dtype), torch.Size(shape), chunks, nbytes)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, copy: bool = False) -> dict[str, Any]:
         """Everything, nested as it was saved.
+
+        Args:
+            copy: every tensor has memory of its own, and all is read at once; else tensors on the CPU are views of the files, where they can be.
 
         What DCP itself saved has text for keys, as DCP keeps them, but for the numbers in an optimizer's state, and lacks empty dicts. Of mappings, ``dict``,
         ``OrderedDict``, ``Counter`` and ``defaultdict`` come back as what they were, others as a ``dict``.
@@ -77,7 +80,7 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
         Raises:
             PlanError: the paths in the checkpoint contradict each other.
         """
-        if self._device.type in ("cpu", "meta"):
+        if self._device.type == "meta" or (self._device.type == "cpu" and not copy):
             flat = {name: self[name] for name in self}
         else:  # one load for all, and not one for each
             streamed = dict(self.stream())

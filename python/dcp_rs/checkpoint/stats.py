@@ -1,4 +1,4 @@
-"""Statistics of tensors, a bounded piece at a time, as fast as they are read. Without torch."""
+"""Statistics of tensors, a bounded piece at a time, read while those before are counted. Without torch."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         self.dtype_policy = dtype_policy
         self.report = LoadReport()
         self._names = LoadNames(rename, include, exclude)
-        self._casts = CastRule(dtype, dtype_policy)
+        CastRule(dtype, dtype_policy)  # a policy that is none is an error here
         self._matching: Matching | None = None
         self._checkpoint_path = checkpoint
         self.metadata: Metadata | None = None
@@ -136,11 +136,11 @@ class RsLoadPlanner(DefaultLoadPlanner):
         self._new = Replacements(self.dtype, self.device, self.set_value)
         stored = None if self.metadata is None else self.metadata.state_dict_metadata
         wanted, self.report.excluded = self._names.choose(self.state_dict, stored)
+        casts = CastRule(self.dtype, self.dtype_policy)
         self._matching = None
         if self.metadata is not None:
-            self._matching = Matching(
-                self.metadata, self._names, self._casts, self.report, self._new, partial=self.allow_partial_load
-            )
+            partial = self.allow_partial_load
+            self._matching = Matching(self.metadata, self._names, casts, self.report, self._new, partial=partial)
         self._items = LocalItems(planner=self, make=self._make_items)
         index = index_of(self.metadata)
         if index is None:
@@ -148,7 +148,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
             self._plan_items(wanted)
         else:
             self._reads = self._plan_reads(index, wanted)
-        self._casts.warn(self.report)
+        casts.warn(self.report)
         # Who plans for all ranks needs the items of all.
         is_whole = index is None or _METHODS.replaced(self, ("create_global_plan",))
         return LoadPlan(list(self._items) if is_whole else self._items)  # type: ignore[arg-type]  # it is as good as one

@@ -1,0 +1,155 @@
+"""Lightning: whole checkpoints by a ``CheckpointIO``, sharded ones by strategies. Of what is called ``lightning`` or ``pytorch_lightning``."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import sys
+from concurrent.futures import Future
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Unpack
+
+import torch
+
+from dcp_rs.api import async_save, save
+from dcp_rs.checkpoint.frameworks import open as open_checkpoint
+from dcp_rs.checkpoint.locate import local_path
+from dcp_rs.dcp.arguments import check_options
+from dcp_rs.dcp.writer import RsWriter
+from dcp_rs.integrations._needs import framework
+from dcp_rs.integrations.install import installed
+from dcp_rs.options import WriterArguments
+
+__all__ = ["DcpRsCheckpointIO", "DcpRsFSDPStrategy", "DcpRsModelParallelStrategy", "DcpRsSharded"]
+
+#: The one package has two names, with classes of their own.
+_FABRIC = {"lightning": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+_PYTORCH = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+
+
+def _names() -> list[str]:
+    """The names under which Lightning is in use; where it is not yet, one that is installed."""
+    used = [name for name in _FABRIC if name in sys.modules]
+    if not used and find_spec("lightning") is None and find_spec("pytorch_lightning") is not None:
+        used = ["pytorch_lightning"]
+    return used or ["lightning"]
+
+
+def _bases(modules: dict[str, str], inner: str, name: str) -> Any:
+    """The class, under every name that is in use, as bases of ours."""
+    for package in _names():
+        framework(package, "lightning")
+    found = [getattr(import_module(f"{modules[package]}.{inner}"), name) for package in _names()]
+    return type(name, tuple(dict.fromkeys(found)), {})
+
+
+class DcpRsCheckpointIO(_bases(_FABRIC, "plugins", "CheckpointIO")):  # type: ignore[misc]
+    """Lightning's checkpoints as folders of this package: ``Trainer(plugins=[DcpRsCheckpointIO()])``, or ``Fabric(plugins=...)``.
+
+    What a checkpoint holds comes back as it was, with its empty dicts, numbers for keys and hyper-parameters. Those that Lightning wrote
+    before, files of ``torch.save``, load too. The rank that Lightning asks writes all; models that are sharded have strategies.
+
+    Args:
+        asynchronous: save in the background, from a copy in host memory. What fails is raised by the next call, or when the trainer ends.
+        write_options: arguments of :class:`dcp_rs.RsWriter`. ``strict_values=True`` refuses at the save what a load with ``weights_only=True`` would.
+    """
+
+    def __init__(self, *, asynchronous: bool = False, **write_options: Unpack[WriterArguments]) -> None:
+        super().__init__()
+        check_options("DcpRsCheckpointIO", write_options, RsWriter)
+        self._asynchronous = asynchronous
+        self._options = write_options
+        self._saving: Future[Any] | None = None
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Saves to the folder ``path``. A file that is there (of Lightning's own) gives way once the save is complete.
+
+        Raises:
+            TypeError: there are ``storage_options``.
+            Exception: as :func:`dcp_rs.save`.
+        """
+        if storage_options is not None:
+            raise TypeError(
+                "DcpRsCheckpointIO takes no storage_options: it takes the arguments of RsWriter when it is made"
+            )
+        self.wait()
+        target = local_path(path)
+        if target.is_file():
+            beside = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+            try:
+                save(checkpoint, beside, no_dist=True, **self._options)
+                target.unlink()
+                beside.rename(target)
+            finally:
+                shutil.rmtree(beside, ignore_errors=True)
+        elif self._asynchronous:
+            self._saving = async_save(checkpoint, target, no_dist=True, **self._options)
+        else:
+            save(checkpoint, target, no_dist=True, **self._options)
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """The checkpoint at ``path``, its tensors in memory of their own.
+
+        Args:
+            path: a folder of this package, or a file of Lightning's own.
+            map_location: a device, where tensors go. A mapping or a callable, which torch asks for each storage, leaves them on the CPU.
+            weights_only: as for ``torch.load``; None is True.
+
+        Raises:
+            CheckpointNotFoundError: (a ``FileNotFoundError``) there is nothing.
+            UnsafePickleError: a value that needs ``weights_only=False``.
+        """
+        self.wait()
+        device = map_location if isinstance(map_location, str | int | torch.device) else "cpu"
+        with open_checkpoint(path, device=device, weights_only=weights_only is not False) as checkpoint:
+            return checkpoint.state_dict(copy=True)
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Removes what is at ``path``, once no save is under way."""
+        self.wait()
+        target = local_path(path)
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target)
+        else:
+            target.unlink(missing_ok=True)
+
+    def wait(self) -> None:
+        """Returns when no save is under way; raises what the last one raised."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    def teardown(self) -> None:
+        """Waits for a save that is under way."""
+        self.wait()
+
+
+class DcpRsSharded:
+    """A base before one of Lightning's strategies that save a folder by DCP, in ``lightning.pytorch`` and in ``lightning.fabric``.
+
+    They save and load by this package then: every rank its own part. Folders that they wrote before load too.
+    """
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """As the strategy's own."""
+        with installed():
+            super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """As the strategy's own."""
+        with installed():
+            return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+
+class DcpRsFSDPStrategy(DcpRsSharded, _bases(_PYTORCH, "strategies", "FSDPStrategy")):  # type: ignore[misc]
+    """``FSDPStrategy``, whose sharded checkpoints are of this package (``state_dict_type="sharded"``)."""
+
+
+class DcpRsModelParallelStrategy(DcpRsSharded, _bases(_PYTORCH, "strategies", "ModelParallelStrategy")):  # type: ignore[misc]
+    """``ModelParallelStrategy``, whose distributed checkpoints are of this package."""
