@@ -46,7 +46,7 @@ class Wanted:
         scramble(self.memory.values())
 
     def broadcast(self, path: str) -> None:
-        """By torch's reader of such files, which knows whole tensors only: under a DTensor its ranks wait for each other for ever."""
+        """By torch's reader of such files, which knows whole tensors only: under a DTensor two ranks did not return within 180 s."""
         whole = whole_tensors()
         dcp.load(
             whole, storage_reader=BroadcastingTorchSaveReader(), planner=DynamicMetaLoadPlanner(), checkpoint_id=path
