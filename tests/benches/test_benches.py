@@ -35,7 +35,7 @@ def test_a_family_measures_all_its_rows(context, family):
             continue
         assert row.error is None
         assert row.value is not None
-        assert row.rounds == 1
+        assert row.rounds in (1, 3)  # more where a difference of a hundredth is looked for
 
 
 @pytest.mark.slow
