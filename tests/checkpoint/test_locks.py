@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,7 +116,19 @@ def about_to_commit(folder, *arguments):
         process.stdin.write("\n")
         process.stdin.flush()
         assert process.stdout.read(2) == "go"
+        while not has_open(process, folder / _core.LOCK_NAME):
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.001)
         yield process
+
+
+def has_open(process, path):
+    """Whether the process has the file open: it does from where it begins to wait for the lock."""
+    opened = []
+    for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            opened.append(descriptor.readlink())
+    return path.resolve() in opened
 
 
 def test_a_signal_does_not_make_the_lock_ours(ckpt):
