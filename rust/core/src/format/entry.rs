@@ -57,9 +57,9 @@ pub struct TensorEntry {
 /// A chunk of a tensor that was added before.
 #[derive(Clone, Debug)]
 pub struct ChunkEntry {
-    /// What [`IndexBuilder::add_tensor`] returned.
+    /// What [`IndexBuilder::add_tensor`](super::IndexBuilder::add_tensor) returned.
     pub tensor: u32,
-    /// What [`IndexBuilder::add_file`] returned.
+    /// What [`IndexBuilder::add_file`](super::IndexBuilder::add_file) returned.
     pub file: u32,
     /// First byte in the file.
     pub offset: u64,
