@@ -92,6 +92,7 @@ def test_a_commit_waits_for_another_through_signals(ckpt):
 
 
 COMMIT_LATER = """
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
 from torch.distributed import checkpoint as dcp
 class Told(dcp_rs.RsWriter):
     def finish(self, metadata, results):
