@@ -196,6 +196,8 @@ def _save(ranks: Ranks, begin: BeginSave) -> Metadata:
 
 def _without_stateful(state_dict: dict[str, Any]) -> dict[str, Any]:
     stateful = stateful_values(state_dict)
+    if not stateful:
+        return like(state_dict, state_dict.items())
     return like(
         state_dict,
         ((key, stateful[key].state_dict() if key in stateful else value) for key, value in state_dict.items()),

@@ -28,7 +28,10 @@ def unwrap(value: Any) -> Any:
 
 def unwrap_in(tree: Any) -> Any:
     """A nested state dict, in which nothing is wrapped any more. Its dicts and lists are changed in place."""
-    places = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    if not any(issubclass(kind, dict | list | tuple) for kind in set(map(type, values))):
+        return tree  # nothing but tensors, mostly: of twenty thousand each would be asked
+    places = tree.items() if isinstance(tree, dict) else enumerate(tree)
     for key, value in list(places):
         if isinstance(value, dict | list):
             unwrap_in(value)

@@ -80,7 +80,10 @@ def kind_of(mapping: Mapping[Any, Any]) -> str:
 
 def like(mapping: Mapping[Any, Any], pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     """A mapping of the same kind with these items."""
-    made = _KINDS[kind_of(mapping)]()
+    make = _KINDS[kind_of(mapping)]
+    if make is dict:
+        return dict(pairs)
+    made = make()
     for key, value in pairs:
         made[key] = value
     return made

@@ -119,16 +119,19 @@ def _children(node: Mapping[str, Any] | list[Any]) -> Mapping[Any, Any]:
 
 def is_stateful(value: Any) -> bool:
     """Whether the value is one of DCP's ``Stateful``: it has ``state_dict`` and ``load_state_dict``."""
-    kind = type(value)
     # torch asks a runtime protocol, at some 30 microseconds a value.
-    if kind in _NEVER_STATEFUL or (issubclass(kind, torch.Tensor) and not hasattr(kind, "load_state_dict")):
-        return False
-    return isinstance(value, Stateful)
+    return _may_be_stateful(type(value)) and isinstance(value, Stateful)
 
 
 def stateful_values(state_dict: Mapping[Any, Any]) -> dict[Any, Any]:
     """The values that are ``Stateful``."""
+    if not any(map(_may_be_stateful, set(map(type, state_dict.values())))):
+        return {}
     return {key: value for key, value in state_dict.items() if is_stateful(value)}
+
+
+def _may_be_stateful(kind: type) -> bool:
+    return kind not in _NEVER_STATEFUL and not (issubclass(kind, torch.Tensor) and not hasattr(kind, "load_state_dict"))
 
 
 _NEVER_STATEFUL = {dict, list, tuple, str, bytes, int, float, bool, type(None), *_torch.PLAIN_TYPES}
