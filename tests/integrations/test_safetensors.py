@@ -72,6 +72,11 @@ def test_what_safetensors_saved_is_loaded(tmp_path):
     same(loaded, tensors())
 
 
+def test_a_backend_that_is_none_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="one of 'mmap', 'pread', not 'nmap'"):
+        dcp_rs.load_file(tmp_path / "model.safetensors", backend="nmap")
+
+
 def test_signatures_are_those_of_safetensors():
     for name in ("load_file", "save_file"):
         theirs = inspect.signature(getattr(stock, name)).parameters

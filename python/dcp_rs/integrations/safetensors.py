@@ -24,6 +24,8 @@ from dcp_rs.transfer.target import Target, stored_dtype
 
 __all__ = ["load_file", "save_file"]
 
+_BACKENDS: dict[str, Literal["mmap", "buffered"]] = {"mmap": "mmap", "pread": "buffered"}
+
 
 def load_file(
     filename: str | os.PathLike[str],
@@ -43,11 +45,15 @@ def load_file(
         read_options: see :class:`dcp_rs.options.ReadOptions`.
 
     Raises:
+        ValueError: ``backend`` is none of these.
         UnsupportedError: an entry is no tensor.
         CheckpointNotFoundError, CorruptIndexError, CorruptDataError: see :mod:`dcp_rs.errors`.
     """
     if backend is not None:
-        read_options.setdefault("io", {"mmap": "mmap", "pread": "buffered"}[backend])  # type: ignore[typeddict-item]
+        if backend not in _BACKENDS:
+            msg = f"backend is one of {', '.join(map(repr, _BACKENDS))}, not {backend!r}"
+            raise ValueError(msg)
+        read_options.setdefault("io", _BACKENDS[backend])
     options = ReadOptions(**read_options)
     index = open_index(filename, rank=None, allow_external=False, verify=options.verify)
     if torch.device(device).type == "meta":
