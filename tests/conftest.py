@@ -2,8 +2,10 @@
 
 import gc
 import os
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +41,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_sessionfinish() -> None:
     close_shared_pool()
+
+
+@pytest.fixture
+def dcp_rs_cli(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs a command in this process: (status, what it printed, its errors)."""
+    from dcp_rs.cli import main
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    def run(*arguments: Any) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        printed = capfd.readouterr()
+        return ended.value.code, printed.out, printed.err  # type: ignore[return-value]  # a number here
+
+    return run
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """``progress=``: it hears the end, an error in it is the caller's, and ``True`` is a bar where somebody watches, and nothing elsewhere."""
 
-import os
 import pickle
-import pty
 import subprocess
 import sys
 import types
@@ -18,6 +16,7 @@ import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader, RsWriter
 from support import assert_state_equal, blank, run_ranks
 from support.both import save_rs, save_stock
+from support.terminal import shown_on_a_terminal
 
 #: Long enough to be asked about in between.
 STATE = {"w": torch.arange(24 << 20, dtype=torch.int32), "step": 3}
@@ -153,22 +152,8 @@ def test_a_terminal_gets_a_bar_and_a_log_nothing(world, tmp_path):
     command = [sys.executable, "-c", WORK, str(world / "ours"), str(tmp_path / "new")]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout + done.stderr == ""
-    parent, child = pty.openpty()
-    environment = {**os.environ, "COLUMNS": "80", "PYTHONIOENCODING": "utf-8"}
-    with subprocess.Popen(command, stdin=child, stdout=subprocess.DEVNULL, stderr=child, env=environment) as process:
-        os.close(child)
-        shown = b""
-        while True:
-            try:
-                part = os.read(parent, 65536)
-            except OSError:  # the other end is closed
-                break
-            if not part:
-                break
-            shown += part
-    os.close(parent)
-    assert process.returncode == 0
-    lines = shown.decode().split("\r")
+    shown = shown_on_a_terminal(command, all_of_it=False, PYTHONIOENCODING="utf-8")
+    lines = shown.split("\r")
     for what in ("verifying", "converting", "loading", "saving"):
         assert any(line.startswith(f"{what} ") for line in lines), what
     assert all(len(line) <= 80 for line in lines)

@@ -2,10 +2,8 @@
 
 import json
 import math
-import signal
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -17,23 +15,8 @@ import dcp_rs
 from dcp_rs.checkpoint import stats as module
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.stats import stats
-from dcp_rs.cli import main
 from support import dtypes_state, run_ranks, shapes_state
 from support.both import save_rs, save_stock
-
-
-@pytest.fixture
-def cli(capfd, monkeypatch):
-    """Runs a command in this process: (status, what it printed, its errors)."""
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-
-    def run(*arguments: Any) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        printed = capfd.readouterr()
-        return ended.value.code, printed.out, printed.err
-
-    return run
 
 
 def of(path, **options):
@@ -130,41 +113,41 @@ def test_tensors_are_put_together_from_slabs_and_chunks(ckpt, tmp_path, monkeypa
         check(one, state[name])
 
 
-def test_the_command(cli, ckpt):
+def test_the_command(dcp_rs_cli, ckpt):
     bad = torch.tensor([float("nan"), 1.0, float("inf"), 0.0])
     save_rs({"m.10.w": bad, "m.2.w": torch.full((3,), -2, dtype=torch.int32), "step": 3}, ckpt)
-    status, out, err = cli("stats", ckpt)
+    status, out, err = dcp_rs_cli("stats", ckpt)
     assert (status, err) == (0, "")
     assert out.splitlines()[0].split() == ["dtype", "shape", "min", "max", "mean", "std", "zeros", "nan", "inf", "name"]
     assert out.splitlines()[1].split() == ["int32", "[3]", "-2", "-2", "-2", "0", "0", "0", "0", "m.2.w"]
     assert out.splitlines()[2].split() == ["float32", "[4]", "0", "1", "0.5", "0.5", "25.0%", "1", "1", "m.10.w"]
     assert "NaN in 1 tensor" in out.splitlines()[-1]
-    assert cli("stats", ckpt, "--fail-on-nan")[0] == 1
-    assert cli("stats", ckpt, "--fail-on-nan", "--exclude", "m.10.*")[0] == 0
-    assert cli("stats", ckpt, "m.2.*", "--fail-on-nan", "--json")[0] == 0
-    status, out, _ = cli("stats", ckpt, "--json", "--fail-on-nan", "--sort", "max")
+    assert dcp_rs_cli("stats", ckpt, "--fail-on-nan")[0] == 1
+    assert dcp_rs_cli("stats", ckpt, "--fail-on-nan", "--exclude", "m.10.*")[0] == 0
+    assert dcp_rs_cli("stats", ckpt, "m.2.*", "--fail-on-nan", "--json")[0] == 0
+    status, out, _ = dcp_rs_cli("stats", ckpt, "--json", "--fail-on-nan", "--sort", "max")
     assert status == 1
     assert [one["name"] for one in json.loads(out)["tensors"]] == ["m.10.w", "m.2.w"]
     next(ckpt.glob("*.safetensors")).unlink()
-    assert cli("stats", ckpt)[0] == 2
+    assert dcp_rs_cli("stats", ckpt)[0] == 2
 
 
-def test_the_tree_adds_up(cli, ckpt):
+def test_the_tree_adds_up(dcp_rs_cli, ckpt):
     state = {f"model.layers.{i}.{part}.weight": torch.ones(i + 1) for i in range(11) for part in ("a", "b")}
     save_rs({**state, "model.head": torch.ones(100), "step": 3}, ckpt)
-    status, out, err = cli("tree", ckpt, "--exclude", "step")
+    status, out, err = dcp_rs_cli("tree", ckpt, "--exclude", "step")
     assert (status, err) == (0, "")
     assert [line.split()[-1] for line in out.splitlines()[3:]] == ["layers", *map(str, range(11))][:12]
     assert out.splitlines()[1].split()[:2] == ["928", "B"]
     torch.save({**state, "step": 3}, ckpt.with_name("x.pth"))
-    assert json.loads(cli("tree", ckpt.with_name("x.pth"), "model.layers.*", "--json")[1])["bytes"] == 528
-    top = json.loads(cli("tree", ckpt, "model.*", "--depth", 0, "--json")[1])
+    assert json.loads(dcp_rs_cli("tree", ckpt.with_name("x.pth"), "model.layers.*", "--json")[1])["bytes"] == 528
+    top = json.loads(dcp_rs_cli("tree", ckpt, "model.*", "--depth", 0, "--json")[1])
     assert (top["bytes"], top["entries"]) == (928, 23)
     layers = top["modules"][0]["modules"][0]
     assert layers["name"] == "layers"
     assert sum(layer["bytes"] for layer in layers["modules"]) == layers["bytes"] == 528
     assert [module["name"] for module in layers["modules"][0]["modules"]] == ["a", "b"]
-    largest = json.loads(cli("tree", ckpt, "model.*", "--sort", "size", "--json")[1])["modules"][0]["modules"][0]
+    largest = json.loads(dcp_rs_cli("tree", ckpt, "model.*", "--sort", "size", "--json")[1])["modules"][0]["modules"][0]
     assert largest["modules"][0]["name"] == "10"
 
 

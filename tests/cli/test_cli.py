@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import shutil
 import signal
 import subprocess
@@ -14,9 +13,10 @@ import pytest
 import torch
 
 import dcp_rs
-from dcp_rs.cli import cutmap, main, output
+from dcp_rs.cli import cutmap, output
 from support import nested_state, random_tensor, run_ranks
 from support.both import save_rs, save_stock
+from support.terminal import shown_on_a_terminal
 
 COMMAND = [sys.executable, "-m", "dcp_rs"]
 
@@ -31,20 +31,6 @@ def world(tmp_path_factory):
     torch.save(state, folder / "x.pt")
     dcp_rs.convert(folder / "ckpt", folder / "hf", to="safetensors", include="model.*")
     return folder
-
-
-@pytest.fixture
-def dcp_rs_cli(capfd, monkeypatch):
-    """Runs a command in this process: (status, what it printed, its errors)."""
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-
-    def run(*arguments: Any) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        printed = capfd.readouterr()
-        return ended.value.code, printed.out, printed.err
-
-    return run
 
 
 def in_a_process(*arguments: Any, **more: Any) -> subprocess.CompletedProcess[str]:
@@ -340,21 +326,7 @@ def test_a_terminal_gets_colours_and_names_no_commands(world: Path, tmp_path: Pa
 
 
 def on_a_terminal(*arguments: Any) -> str:
-    parent, child = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "NO_COLOR": ""}
-    with subprocess.Popen([*COMMAND, *map(str, arguments)], stdin=child, stdout=child, stderr=child, env=environment):
-        os.close(child)
-        shown = b""
-        while True:
-            try:
-                part = os.read(parent, 65536)
-            except OSError:  # the other end is closed
-                break
-            if not part:
-                break
-            shown += part
-    os.close(parent)
-    return shown.decode()
+    return shown_on_a_terminal([*COMMAND, *map(str, arguments)], TERM="xterm-256color", NO_COLOR="")
 
 
 def test_80_columns(world: Path, dcp_rs_cli) -> None:
