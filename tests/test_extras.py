@@ -23,7 +23,7 @@ def run_without(modules: str, code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("missing", ["typer", "rich"])
+@pytest.mark.parametrize("missing", ["click"])
 def test_the_command_line_says_what_to_install(missing: str) -> None:
     done = run_without(missing, "from dcp_rs.__main__ import main; main()")
     assert done.returncode == 2
@@ -42,5 +42,5 @@ dcp_rs.load(into, path, no_dist=True)
 assert into["w"].tolist() == [0, 1, 2, 3]
 assert dcp_rs.verify(path)
 """
-    done = run_without("typer,rich", code)
+    done = run_without("click,rich", code)
     assert done.returncode == 0, done.stderr

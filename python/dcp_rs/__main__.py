@@ -10,7 +10,7 @@ def main() -> None:
     try:
         from dcp_rs import cli
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
+        if error.name != "click":
             raise
         sys.stderr.write(f"dcp-rs: the command line needs {error.name}: pip install 'dcp-rs[cli]'\n")
         sys.exit(2)

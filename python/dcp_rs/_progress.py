@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -97,6 +96,8 @@ class _TerminalBar(_Bar):
         full, empty = ("█", "·") if "utf" in (sys.stderr.encoding or "").lower() else ("#", ".")
         filled = round(self.share() * _WIDTH)
         line = f"{self._what} {full * filled}{empty * (_WIDTH - filled)} {self.text()}"
+        import shutil  # with all that it can compress
+
         columns = shutil.get_terminal_size().columns
         sys.stderr.write("\r" + line[: columns - 1] + "\x1b[K")
         sys.stderr.flush()

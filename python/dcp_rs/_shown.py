@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -60,6 +59,8 @@ def size(nbytes: float) -> str:
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, total: int | None = None) -> str:
     """HTML; of many rows the first, and how many more there are of ``total``."""
+    import html  # a list of all entities comes with it
+
     shown = [row for _, row in zip(range(_ROWS), rows, strict=False)]
     head = "".join(f"<th style='text-align:left'>{html.escape(heading)}</th>" for heading in headings)
     body = "".join(

@@ -408,9 +408,9 @@ def test_version_and_module() -> None:
 
 
 def test_completion_is_there() -> None:
-    environment = {**os.environ, "_DCP_RS_COMPLETE": "complete_bash", "COMP_WORDS": "dcp-rs in", "COMP_CWORD": "1"}
+    environment = {**os.environ, "_DCP_RS_COMPLETE": "bash_complete", "COMP_WORDS": "dcp-rs in", "COMP_CWORD": "1"}
     done = in_a_process(env=environment)
-    assert done.stdout.split() == ["inspect", "index"]
+    assert done.stdout.split() == ["plain,inspect", "plain,index"]
 
 
 def test_looking_needs_no_torch(world: Path) -> None:

@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Any
 
-import typer
+import click
 
 from dcp_rs._core import __version__
 
-__all__ = ["app"]
+__all__ = ["app", "command"]
 
-app = typer.Typer(
-    name="dcp-rs",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+
+class _Program(click.Group):
+    """A group that lists its commands in the order in which they were added."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of the commands."""
+        return list(self.commands)
+
+
+@click.group(
+    name="dcp-rs", cls=_Program, context_settings={"help_option_names": ["-h", "--help"], "show_default": True}
 )
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        sys.stdout.write(f"dcp-rs {__version__}\n")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-) -> None:
+@click.version_option(__version__, message="dcp-rs %(version)s", help="Print the version.")
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+def app() -> None:
     """Look at, check, convert and compare PyTorch checkpoints: dcp-rs, stock DCP, safetensors, torch.save.
 
     Exit status: 0 all is well, 1 a finding (damage, a difference), 2 no answer.
     """
+
+
+def command(name: str, *examples: str) -> Callable[[Callable[..., Any]], click.Command]:
+    """Adds a function to the program, with its docstring as help, which ``examples`` end as they are typed."""
+    epilog = "\n".join(["\b", "Examples:", *(f"  {example}" for example in examples)])
+
+    def add(function: Callable[..., Any]) -> click.Command:
+        sentence = (function.__doc__ or "").partition(".")[0] + "."
+        return app.command(name, short_help=sentence, epilog=epilog)(function)
+
+    return add

@@ -10,7 +10,6 @@ from typing import Any
 
 from dcp_rs.checkpoint.elements import ITEMSIZES
 from dcp_rs.checkpoint.locate import open_index
-from dcp_rs.checkpoint.values import load_value
 from dcp_rs.cli.output import for_command_line, printable
 from dcp_rs.errors import DcpRsError
 
@@ -128,6 +127,8 @@ class Contents:
         Raises:
             UnsafePickleError: it needs more than that.
         """
+        from dcp_rs.checkpoint.values import load_value  # it unpickles
+
         first = self._index.first_chunk(entry.number)
         (data,) = self._index.read_bytes([first], io="buffered", threads=1, verify=False, max_inflight_bytes=1 << 22)
         return load_value(entry.name, data)

@@ -1,104 +1,95 @@
-"""Arguments and options that several commands have, and how their help shows examples."""
+"""Arguments and options that several commands have."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import typer
-from rich.markup import escape
+import click
 
 from dcp_rs.checkpoint.locate import local_path
 from dcp_rs.checkpoint.names import selector
 from dcp_rs.cli.output import text_argument
 
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
 __all__ = [
-    "AnyCheckpoint",
-    "Checkpoint",
-    "Exclude",
-    "External",
-    "Globs",
-    "Html",
-    "Include",
-    "Json",
-    "Rank",
-    "Threads",
-    "WithStats",
+    "any_checkpoint",
+    "checkpoint",
     "chosen",
-    "examples",
+    "exclude",
+    "external",
+    "globs",
+    "html",
+    "include",
+    "json",
+    "path_argument",
+    "rank",
+    "threads",
+    "with_stats",
 ]
 
 
-def examples(*commands: str) -> str:
-    """The end of a command's help."""
-    return "\n\n".join(["[dim]Examples:[/dim]", *(escape(f"  {command}") for command in commands)])
+#: What an option or an argument is added to.
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-_FOLDERS = "A dcp-rs folder, a stock DCP folder, a Hugging Face folder"
-
-#: What has an index, or is given one when it is opened.
-Checkpoint = Annotated[
-    Path,
-    typer.Argument(
-        metavar="PATH",
-        help=f"{_FOLDERS}, a .safetensors file or its .index.json.",
-        show_default=False,
-        parser=local_path,
-    ),
-]
-AnyCheckpoint = Annotated[
-    Path,
-    typer.Argument(
-        metavar="PATH",
-        help=f"{_FOLDERS}, a .safetensors file, its .index.json or a file of torch.save.",
-        show_default=False,
-        parser=local_path,
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads. [default: the cores]", show_default=False)]
-Rank = Annotated[
-    int | None, typer.Option(min=0, help="What this rank wrote, of a rank-local save.", show_default=False)
-]
-Globs = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[GLOB]...",
-        help="Only names that match; as --include.",
-        show_default=False,
-        parser=text_argument,
-    ),
-]
-Include = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="GLOB", help="Only names that match. Can be given again.", show_default=False, parser=text_argument
-    ),
-]
-Exclude = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="GLOB", help="Not names that match. Can be given again.", show_default=False, parser=text_argument
-    ),
-]
-Html = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Write one page of HTML with all of it; - is standard output.",
-        show_default=False,
-        parser=local_path,
-    ),
-]
-WithStats = Annotated[bool, typer.Option("--stats", help="With --html: read the tensors, and show what they hold.")]
-External = Annotated[
-    bool, typer.Option("--allow-external", help="Read data files outside of the folder, if its index names any.")
-]
+def path_argument(name: str) -> Callable[[Command], Command]:
+    """An argument that is a path of the file system, which the shell completes."""
+    return click.argument(name, type=local_path, shell_complete=_files)
 
 
-def chosen(
-    patterns: Sequence[str] | None, include: Sequence[str] | None, exclude: Sequence[str] | None
-) -> Callable[[str], bool] | None:
+def _files(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(incomplete, type="file")]
+
+
+_FOLDERS = "PATH is a dcp-rs folder, a stock DCP folder, a Hugging Face folder"
+
+
+def checkpoint(function: Command) -> Command:
+    """Adds the argument ``path``: of what has an index, or is given one when it is opened."""
+    return _explained(function, f"{_FOLDERS}, a .safetensors file or its .index.json.")
+
+
+def any_checkpoint(function: Command) -> Command:
+    """The same, which takes files of torch.save too."""
+    return _explained(function, f"{_FOLDERS}, a .safetensors file, its .index.json or a file of torch.save.")
+
+
+def _explained(function: Command, sentence: str) -> Command:
+    function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{sentence}"
+    return path_argument("path")(function)
+
+
+json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+threads = click.option("--threads", type=click.IntRange(min=1), help="Threads.  [default: the cores]")
+rank = click.option("--rank", type=click.IntRange(min=0), help="What this rank wrote, of a rank-local save.")
+globs = click.argument("patterns", metavar="[GLOB]...", nargs=-1, type=text_argument)
+include = click.option(
+    "--include", metavar="GLOB", multiple=True, type=text_argument, help="Only names that match. Can be given again."
+)
+exclude = click.option(
+    "--exclude", metavar="GLOB", multiple=True, type=text_argument, help="Not names that match. Can be given again."
+)
+html = click.option(
+    "--html",
+    metavar="FILE",
+    type=local_path,
+    shell_complete=_files,
+    help="Write one page of HTML with all of it; - is standard output.",
+)
+with_stats = click.option(
+    "--stats", "with_stats", is_flag=True, help="With --html: read the tensors, and show what they hold."
+)
+external = click.option(
+    "--allow-external", is_flag=True, help="Read data files outside of the folder, if its index names any."
+)
+
+
+def chosen(patterns: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> Callable[[str], bool] | None:
     """Whether an entry was asked for, by globs on the line and ``--include`` (any of them), and ``--exclude``; None where all are."""
-    return selector([*(patterns or []), *(include or [])] or None, exclude or None)
+    return selector([*patterns, *include] or None, list(exclude) or None)

@@ -10,8 +10,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.text import Text
+import click
 
 from dcp_rs._shown import size
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "bar",
-    "console",
     "count",
     "entries",
     "for_command_line",
@@ -39,15 +37,19 @@ __all__ = [
 ]
 
 
-def console(*, stderr: bool = False) -> Console:
-    """Where text goes: without colours, unless it is a terminal."""
-    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
-
-
 def line(*parts: str | tuple[str, str]) -> None:
-    """Prints one line of texts, or (text, style). It is never cut or wrapped."""
-    fitting = [_fitting(part) if isinstance(part, str) else (_fitting(part[0]), part[1]) for part in parts]
-    console().print(Text.assemble(*fitting), soft_wrap=True)
+    """Prints one line of texts, or (text, style), as ``bold red``. It is never cut or wrapped."""
+    fitting = [_fitting(part) if isinstance(part, str) else _styled(_fitting(part[0]), part[1]) for part in parts]
+    sys.stdout.write("".join(fitting) + "\n")
+
+
+def _styled(text: str, style: str) -> str:
+    """The text with its style, where a terminal shows it: https://no-color.org, and ``TERM=dumb``."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    words = style.split()
+    colour = next((word for word in words if word not in ("bold", "dim")), None)
+    return click.style(text, fg=colour, bold="bold" in words or None, dim="dim" in words or None)
 
 
 class _Outlet(io.FileIO):

@@ -8,10 +8,10 @@ import warnings
 from importlib import import_module
 from typing import Any
 
-import typer
+import click
 
 from dcp_rs.cli.app import app
-from dcp_rs.cli.output import console, for_command_line, prepare_streams, print_json, printable
+from dcp_rs.cli.output import for_command_line, prepare_streams, print_json, printable
 from dcp_rs.errors import DcpRsError
 
 __all__ = ["main"]
@@ -62,13 +62,15 @@ def _terminate(number: int, _: Any) -> None:
 
 
 def _report(error: Exception, *, as_json: bool) -> int:
-    if isinstance(error, typer.Abort):
+    if isinstance(error, click.Abort):
         _say("interrupted")
         return 130
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        error.show()
+        return 2
     text = _message(error)
-    if text:  # empty where help was shown for want of arguments
-        _say(text)
-    if text and as_json:
+    _say(text)
+    if as_json:
         where = {name: getattr(error, name, None) for name in ("path", "tensor", "offset")}
         print_json({"error": {"type": type(error).__name__, "message": for_command_line(text), **where}})
     return 2
@@ -76,8 +78,7 @@ def _report(error: Exception, *, as_json: bool) -> int:
 
 def _message(error: Exception) -> str:
     if hasattr(error, "format_message"):  # the command line itself is wrong
-        message = error.format_message()
-        return f"{message} (dcp-rs --help)" if message else ""
+        return f"{error.format_message()} (dcp-rs --help)"
     text = str(error) or type(error).__name__
     if isinstance(error, OSError) and not isinstance(error, DcpRsError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
@@ -88,4 +89,4 @@ def _message(error: Exception) -> str:
 
 def _say(text: str) -> None:
     one_line = for_command_line(" ".join(text.split("\n")))
-    console(stderr=True).print(f"dcp-rs: {printable(one_line)}", soft_wrap=True)
+    sys.stderr.write(f"dcp-rs: {printable(one_line)}\n")

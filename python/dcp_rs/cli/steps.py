@@ -14,15 +14,7 @@ from dcp_rs.steps.pruning import Pruned, unneeded
 from dcp_rs.steps.pruning import prune as remove
 from dcp_rs.steps.root import Listing, PassedOver, Root, Step
 
-__all__ = ["is_root", "prune", "steps"]
-
-
-def is_root(path: Path) -> bool:
-    """Whether a folder is that of a run, and no checkpoint itself."""
-    if not path.is_dir() or any((path / name).exists() for name in ("index.dcprs", ".metadata")):
-        return False
-    found = Root(path).look()
-    return bool(found.steps or found.passed_over)
+__all__ = ["prune", "steps"]
 
 
 def steps(path: Path, *, as_json: bool) -> None:

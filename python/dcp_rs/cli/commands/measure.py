@@ -2,66 +2,61 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from pathlib import Path
 
-import typer
+import click
 
-from dcp_rs.cli.app import app
-from dcp_rs.cli.options import Checkpoint, External, Include, Json, Threads, examples
-from dcp_rs.cli.output import console, print_json
+from dcp_rs.cli import options
+from dcp_rs.cli.app import command
+from dcp_rs.cli.output import print_json
 
 
-@app.command(
-    "bench",
-    epilog=examples(
-        "dcp-rs bench ckpt/",
-        "dcp-rs bench ckpt/ --cold --include 'model.layers.0.*'",
-    ),
-)
+@command("bench", "dcp-rs bench ckpt/", "dcp-rs bench ckpt/ --cold --include 'model.layers.0.*'")
+@options.checkpoint
+@options.include
+@click.option("--rounds", type=click.IntRange(min=1), default=3, help="Times each reader reads; the best counts.")
+@click.option("--cold", is_flag=True, help="Drop the files from the page cache before each time.")
+@options.external
+@options.threads
+@options.json
 def _bench(
-    path: Checkpoint,
-    include: Include = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Times each reader reads; the best counts.")] = 3,
-    cold: Annotated[bool, typer.Option("--cold", help="Drop the files from the page cache before each time.")] = False,
-    allow_external: External = False,
-    threads: Threads = None,
-    as_json: Json = False,
-) -> None:
+    path: Path,
+    include: Sequence[str],
+    rounds: int,
+    cold: bool,
+    allow_external: bool,
+    threads: int | None,
+    as_json: bool,
+) -> int:
     """Time all readers on this checkpoint, this disk, this machine."""
     from dcp_rs.cli.bench import bench
 
-    raise typer.Exit(
-        bench(
-            path,
-            include=include or [],
-            rounds=rounds,
-            cold=cold,
-            allow_external=allow_external,
-            threads=threads,
-            as_json=as_json,
-        )
+    return bench(
+        path,
+        include=include,
+        rounds=rounds,
+        cold=cold,
+        allow_external=allow_external,
+        threads=threads,
+        as_json=as_json,
     )
 
 
-@app.command(
-    "demo",
-    epilog=examples(
-        "dcp-rs demo",
-        "dcp-rs demo --size-mb 1000",
-    ),
-)
-def _demo(
-    size_mb: Annotated[int, typer.Option(min=1, help="Size of the model's weights.")] = 300,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the checkpoints on the disk.")] = False,
-    as_json: Json = False,
-) -> None:
+@command("demo", "dcp-rs demo", "dcp-rs demo --size-mb 1000")
+@click.option("--size-mb", type=click.IntRange(min=1), default=300, help="Size of the model's weights.")
+@click.option("--keep", is_flag=True, help="Leave the checkpoints on the disk.")
+@options.json
+def _demo(size_mb: int, keep: bool, as_json: bool) -> int:
     """Save and restore a model with stock DCP and with dcp-rs, and compare."""
+    from rich.console import Console
+
     from dcp_rs.demo import run
 
     if as_json:
-        rows = run.demo_rows(size_mb, keep, console(stderr=True))
+        rows = run.demo_rows(size_mb, keep, Console(stderr=True))
         print_json([vars(row) for row in rows])
         well = all(row.same is not False for row in rows)
     else:
         well = run.run_demo(size_mb, keep)
-    raise typer.Exit(0 if well else 1)
+    return 0 if well else 1

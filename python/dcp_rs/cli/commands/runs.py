@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import typer
+import click
 
-from dcp_rs.checkpoint.locate import local_path
-from dcp_rs.cli.app import app
-from dcp_rs.cli.options import Json, examples
-
-Root = Annotated[
-    Path,
-    typer.Argument(
-        metavar="ROOT",
-        help="The folder of a run, with a folder step-N for each.",
-        show_default=False,
-        parser=local_path,
-    ),
-]
+from dcp_rs.cli import options
+from dcp_rs.cli.app import command
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _BYTES = {"": 1, "B": 1} | {
@@ -35,7 +24,7 @@ def _amount(text: str, units: dict[str, int], what: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     if found is None or found[2] not in units or float(found[1]) <= 0:
         msg = f"{text!r} is no {what}"
-        raise typer.BadParameter(msg)
+        raise click.BadParameter(msg)
     return float(found[1]) * units[found[2]]
 
 
@@ -47,63 +36,66 @@ def _bytes(text: str) -> int:
     return int(_amount(text, _BYTES, "size: 500000, 500GB, 2TiB"))
 
 
-@app.command("steps", epilog=examples("dcp-rs steps run/", "dcp-rs steps run/ --json | jq '.steps[-1].path'"))
-def _steps(root: Root, as_json: Json = False) -> None:
-    """List the steps that a run can resume from, and what is passed over and why."""
+_root = options.path_argument("root")
+_number = click.IntRange(min=1)
+
+
+@command("steps", "dcp-rs steps run/", "dcp-rs steps run/ --json | jq '.steps[-1].path'")
+@_root
+@options.json
+def _steps(root: Path, as_json: bool) -> None:
+    """List the steps that a run can resume from, and what is passed over and why.
+
+    ROOT is the folder of a run, with a folder step-N for each.
+    """
     from dcp_rs.cli.steps import steps
 
     steps(root, as_json=as_json)
 
 
-@app.command(
+@command(
     "prune",
-    epilog=examples(
-        "dcp-rs prune run/ --keep-last 3 --keep-every 10000",
-        "dcp-rs prune run/ --keep-best 2 --metric loss --verify --yes",
-        "dcp-rs prune run/ --max-bytes 2TB --yes",
-    ),
+    "dcp-rs prune run/ --keep-last 3 --keep-every 10000",
+    "dcp-rs prune run/ --keep-best 2 --metric loss --verify --yes",
+    "dcp-rs prune run/ --max-bytes 2TB --yes",
 )
+@_root
+@click.option("--keep-last", type=_number, metavar="N", help="Keep the N newest.")
+@click.option("--keep-every", type=_number, metavar="N", help="Keep the first at or after each multiple of N.")
+@click.option(
+    "--keep-within",
+    type=_seconds,
+    metavar="TIME",
+    help="Keep what was saved so long before the newest, or less: 90 (s), 45m, 12h, 7d.",
+)
+@click.option("--keep-best", type=_number, metavar="N", help="Keep the N best by --metric.")
+@click.option("--metric", help="What tells the best, which stays.")
+@click.option("--mode", type=click.Choice(["min", "max"]), default="min", help="Which value of it is best.")
+@click.option(
+    "--max-bytes",
+    type=_bytes,
+    metavar="SIZE",
+    help="Remove the oldest until the rest takes no more: 500GB, 2TiB.",
+)
+@click.option("--verify", is_flag=True, help="Remove nothing unless a step that stays matches its digests.")
+@click.option("--yes", is_flag=True, help="Remove it.")
+@options.json
 def _prune(
-    root: Root,
-    keep_last: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Keep the N newest.", show_default=False)
-    ] = None,
-    keep_every: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Keep the first at or after each multiple of N.", show_default=False),
-    ] = None,
-    keep_within: Annotated[
-        float | None,
-        typer.Option(
-            metavar="TIME",
-            help="Keep what was saved so long before the newest, or less: 90 (s), 45m, 12h, 7d.",
-            show_default=False,
-            parser=_seconds,
-        ),
-    ] = None,
-    keep_best: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Keep the N best by --metric.", show_default=False)
-    ] = None,
-    metric: Annotated[str | None, typer.Option(help="What tells the best, which stays.", show_default=False)] = None,
-    mode: Annotated[Literal["min", "max"], typer.Option(help="Which value of it is best.")] = "min",
-    max_bytes: Annotated[
-        int | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Remove the oldest until the rest takes no more: 500GB, 2TiB.",
-            show_default=False,
-            parser=_bytes,
-        ),
-    ] = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Remove nothing unless a step that stays matches its digests.")
-    ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Remove it.")] = False,
-    as_json: Json = False,
-) -> None:
+    root: Path,
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_within: float | None,
+    keep_best: int | None,
+    metric: str | None,
+    mode: Literal["min", "max"],
+    max_bytes: int | None,
+    verify: bool,
+    yes: bool,
+    as_json: bool,
+) -> int:
     """List the steps that no --keep option keeps, and what killed saves left; with --yes, remove them.
 
-    Never the latest step. Exit status 1: something could not be removed.
+    ROOT is the folder of a run. Its latest step is never removed. Exit status 1: something could not be removed.
     """
     from dcp_rs.cli.steps import prune
     from dcp_rs.steps.policies import Policies
@@ -117,4 +109,4 @@ def _prune(
         metric=metric,
         mode=mode,
     )
-    raise typer.Exit(prune(root, policies, verify=verify, yes=yes, as_json=as_json))
+    return prune(root, policies, verify=verify, yes=yes, as_json=as_json)
