@@ -1,4 +1,4 @@
-"""Warnings that point at the caller's line, not at one of this package or of torch; and words that were others in the last release."""
+"""Warnings that point at the caller's line, not at one of this package or of torch; among them those of deprecated names of arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving and resuming a training job: model, optimizers, and what rides along."""
+"""The public functions for training state: models, optimizers and what rides along, saved and resumed. The work is in ``training/``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ls`` and ``inspect``."""
+"""``ls`` and ``inspect``: the lines that they print."""
 
 from __future__ import annotations
 

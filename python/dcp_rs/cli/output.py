@@ -1,4 +1,4 @@
-"""What the commands print: text for people, JSON for machines."""
+"""How commands print: lines, tables, styles, sizes for people; JSON for machines."""
 
 from __future__ import annotations
 

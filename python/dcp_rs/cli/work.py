@@ -1,4 +1,4 @@
-"""``verify``, ``index`` and ``convert``."""
+"""``verify``, ``index`` and ``convert``: carried out, and what is said of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rectangles of tensors."""
+"""Rectangles of tensors: narrowing to one, cutting one out of a run of elements, and what an index expression selects."""
 
 from __future__ import annotations
 

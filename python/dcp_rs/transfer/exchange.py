@@ -1,4 +1,4 @@
-"""Ranks that share the reading of something: each reads a part, and sends it to the others.
+"""Ranks that share the reading of something: each reads a part, and broadcasts it to the others.
 
 Nobody waits for a rank that has failed. What can fail by itself is done before anything is sent, and all ranks say that they are ready; an error
 there is that of all. From then on ranks send each other pieces in rounds, and with each piece whether its owner has failed meanwhile, so that those

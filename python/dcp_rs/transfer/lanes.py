@@ -1,4 +1,4 @@
-"""Between slabs of host memory and devices: streams, events, and scratch memory on the device."""
+"""Where copies between slabs of host memory and a device are queued: on streams of its own, with events and scratch memory there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas read once: who needs the same bytes as others, and shares the reading of them."""
+"""Replicas, which are tensors that several ranks hold alike, read once: who shares the reading of what."""
 
 from __future__ import annotations
 

@@ -1,3 +1,4 @@
+//! Zip archives as `torch.save` writes them.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {

@@ -1,3 +1,4 @@
+//! Indexes: opened, and all of them looked at.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {

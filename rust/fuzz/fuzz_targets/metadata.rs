@@ -1,3 +1,4 @@
+//! The `.metadata` of stock DCP.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {

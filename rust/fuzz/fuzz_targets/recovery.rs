@@ -1,3 +1,4 @@
+//! Headers of data files, from which a lost index is made again.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {

@@ -1,3 +1,4 @@
+//! Pickles of single tensors.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {

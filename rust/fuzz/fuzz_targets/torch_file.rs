@@ -1,3 +1,4 @@
+//! Whole files of `torch.save`.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {

@@ -1,4 +1,4 @@
-//! Joins an index and the read engine: from chunks and regions of tensors to requests for bytes.
+//! Regions of stored tensors become requests for the read engine: which bytes of which files, and where in memory they go.
 
 #![allow(unsafe_code)] // destinations are addresses that a caller vouches for
 

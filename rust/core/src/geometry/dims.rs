@@ -1,4 +1,4 @@
-//! Sizes, offsets and strides.
+//! Sizes, offsets and strides: how many elements, how many bytes, and whether they are one run.
 
 /// Sizes, offsets or strides, one for each dimension.
 pub type Dims = smallvec::SmallVec<[u64; 4]>;

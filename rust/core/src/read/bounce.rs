@@ -1,4 +1,4 @@
-//! File ranges on their way to a destination: read into a buffer, through the page cache or past it (`O_DIRECT`).
+//! File ranges on their way to a destination: read into a worker's buffer, through the page cache or past it (`O_DIRECT`).
 
 use std::fs::File;
 use std::io;

@@ -1,4 +1,4 @@
-//! Blocks against their digests.
+//! Blocks that were read, compared with their digests.
 
 use super::{Catalog, ReadReq};
 use crate::format::{BLOCK_SIZE, Index};

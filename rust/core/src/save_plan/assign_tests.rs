@@ -1,3 +1,5 @@
+//! Every chunk goes to one rank, and what does not make up its tensor is refused.
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;

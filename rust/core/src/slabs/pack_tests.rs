@@ -1,3 +1,5 @@
+//! What is packed is all that is wanted, once, within slabs.
+
 use proptest::prelude::*;
 
 use super::pack::{Batch, Item, PAGE, Part, pack};

@@ -1,4 +1,4 @@
-//! Cuts rectangles.
+//! Cuts a region that is larger than a slab into ones that fit.
 
 use crate::geometry::Dims;
 

@@ -1,4 +1,4 @@
-//! How to write.
+//! The options of a save: threads, direct or buffered writes, fsync, memory in flight.
 
 use crate::format::PAYLOAD_ALIGNMENT;
 use crate::parallel;

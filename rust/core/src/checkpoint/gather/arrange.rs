@@ -1,4 +1,4 @@
-//! All destinations of one load together: which of them share memory, and in which turns they are filled.
+//! The turns in which the destinations of a load are filled, where some of them share memory.
 
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};

@@ -1,4 +1,4 @@
-//! The interpreter of pickles.
+//! The interpreter of pickles: a stack and a memo, and nothing that it could call.
 //!
 //! It knows the opcodes that `pickle` emits for data (protocols 2 to 5) and refuses the others. A global must be on
 //! the caller's list before it even becomes a value; calls and instances are recorded, never made. Every opcode takes a byte

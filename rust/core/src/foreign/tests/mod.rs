@@ -1,3 +1,5 @@
+//! Checkpoints of others, whole, damaged and hostile.
+
 mod hostile;
 mod safetensors;
 mod stock;

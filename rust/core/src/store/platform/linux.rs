@@ -1,4 +1,4 @@
-//! Linux.
+//! Linux: what is in the page cache, what a file lies on, direct I/O, huge pages, write-back.
 #![allow(unsafe_code)] // system calls without a safe wrapper
 
 use std::fs::File;
