@@ -235,8 +235,7 @@ class RsSavePlanner(DefaultSavePlanner):
     def _plan(self) -> _Local:
         names, values = list(self.state_dict), list(self.state_dict.values())
         nested = self._nesting
-        paths = None if nested is None else [nested.paths.get(name) for name in names]
-        positions = [None if nested is None else nested.positions.get(name) for name in names]
+        paths, positions = (None, None) if nested is None else nested.places(names)
         plan = _core.SavePlan()
         cast = None if self.dtype is None else NAMES[self.dtype]
         rest = plan.add_plain(names, paths, values, _torch.PLAIN_TYPES, NAMES, positions=positions, cast=cast)
@@ -244,8 +243,8 @@ class RsSavePlanner(DefaultSavePlanner):
         local = _Local(plan, values, [name for i, name in enumerate(names) if i not in others])
         layouts: Layouts = {}
         for i in rest:
-            path = paths[i] if paths else None
-            local.others += held_items(names[i], values[i], path, positions[i], layouts, self._becomes)
+            path, position = paths[i] if paths else None, positions[i] if positions else None
+            local.others += held_items(names[i], values[i], path, position, layouts, self._becomes)
         plan.add([other.item() for other in local.others])
         return local
 

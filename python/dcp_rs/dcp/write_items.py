@@ -74,6 +74,12 @@ class Nesting:
         """The places of the leaves."""
         return {fqn: position for position, fqn in enumerate(self.paths)}
 
+    def places(self, names: list[str]) -> tuple[list[TreePath | None], list[int | None]]:
+        """The path and the position of each leaf; None of what is none."""
+        if list(self.paths) == names:  # nothing was added, taken or moved
+            return list(self.paths.values()), list(range(len(names)))
+        return [self.paths.get(name) for name in names], [self.positions.get(name) for name in names]
+
     def only(self, names: Iterable[str], passes: Callable[[str], bool]) -> Nesting:
         """That of a state dict of which only the leaves ``names`` are left, and other containers that pass."""
         leaves = [self.paths[name] for name in names]

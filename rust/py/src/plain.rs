@@ -7,7 +7,7 @@ use std::sync::Arc;
 use dcp_rs_core::Dtype;
 use dcp_rs_core::checkpoint::gather::{Gather, Source};
 use dcp_rs_core::format::Kind;
-use dcp_rs_core::geometry::{Dims, Region};
+use dcp_rs_core::geometry::{Dims, Region, row_major};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
@@ -45,9 +45,17 @@ pub struct Layout {
 impl Layout {
     pub fn of(tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = tensor.py();
+        let shape = tensor.getattr(intern!(py, "shape"))?.extract::<Extent>()?.0;
+        // Most are, and a tuple of strides is a good part of all that is asked of a tensor.
+        let is_contiguous = tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()?;
+        let strides = if is_contiguous {
+            row_major(&shape)
+        } else {
+            tensor.call_method0(intern!(py, "stride"))?.extract::<Extent>()?.0
+        };
         Ok(Self {
-            shape: tensor.getattr(intern!(py, "shape"))?.extract::<Extent>()?.0,
-            strides: tensor.call_method0(intern!(py, "stride"))?.extract::<Extent>()?.0,
+            shape,
+            strides,
             address: tensor.call_method0(intern!(py, "data_ptr"))?.extract()?,
         })
     }
