@@ -20,7 +20,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
             {"demo"},
             {"__init__"},
             {"integrations"},
-            {"conversion", "steps"},
+            {"conversion", "steps", "testing"},
             {"optim"},
             {"training"},
             {"api"},

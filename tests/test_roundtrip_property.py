@@ -8,55 +8,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import dcp_rs
-from support import ALL_DTYPES, assert_state_equal, blank, random_tensor
-from support.both import can_copy, load_stock, save_stock
-
-DTYPES = [dtype for dtype in ALL_DTYPES if can_copy(dtype)]
-
-
-@st.composite
-def tensors(draw):
-    """A view of random bits: steps, permuted dimensions, expanded ones, lazily conjugated or negated, or a parameter."""
-    dtype = draw(st.sampled_from(DTYPES))
-    shape = tuple(draw(st.lists(st.integers(0, 4), max_size=4)))
-    tensor = random_tensor(shape, dtype, draw(st.integers(0, 99)))
-    for dim in range(tensor.dim()):
-        kind = draw(st.sampled_from(["whole", "whole", "step", "narrow"]))
-        size = tensor.shape[dim]
-        if kind == "step":
-            tensor = tensor[(slice(None),) * dim + (slice(None, None, 2),)]
-        elif kind == "narrow" and size:
-            start = draw(st.integers(0, size - 1))
-            tensor = tensor.narrow(dim, start, draw(st.integers(0, size - start)))
-    tensor = tensor.permute(draw(st.permutations(range(tensor.dim()))))
-    if draw(st.integers(0, 5)) == 0:
-        tensor = tensor.unsqueeze(0).expand(3, *tensor.shape)
-    if dtype in (torch.complex64, torch.complex128) and draw(st.booleans()):
-        tensor = tensor.conj()
-        if draw(st.booleans()):
-            tensor = tensor.imag
-    if tensor.is_floating_point() and dtype.itemsize > 1 and draw(st.integers(0, 3)) == 0:
-        tensor = torch.nn.Parameter(tensor)
-    return tensor
-
-
-VALUES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.binary(max_size=5))
-NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=6) | st.sampled_from(
-    ["", "__metadata__", "__metadata__~", "a.b", "a/b", "@"]
-)
-STATES = st.dictionaries(
-    NAMES,
-    st.recursive(
-        tensors() | VALUES,
-        lambda inner: (
-            st.lists(inner, max_size=3)
-            | st.tuples(inner, inner)
-            | st.dictionaries(NAMES | st.integers(0, 3), inner, max_size=3)
-        ),
-        max_leaves=8,
-    ),
-    max_size=5,
-)
+from dcp_rs.testing.strategies import state_dicts
+from support import assert_state_equal, blank
+from support.both import load_stock, save_stock
 
 
 def template(state):
@@ -99,7 +53,7 @@ def in_place(at, beside, like):
 
 
 @pytest.mark.parametrize("planners", ["ours", "stock"])
-@given(state=STATES, small=st.booleans())
+@given(state=state_dicts(), small=st.booleans())
 def test_random_states_come_back_as_through_stock_dcp(tmp_path_factory, planners, state, small):
     path = tmp_path_factory.mktemp("ckpt")
     ours, stock = template(state), template(state)

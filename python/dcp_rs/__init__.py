@@ -8,6 +8,7 @@ from dcp_rs._core import __version__
 if TYPE_CHECKING:
     from dcp_rs import errors as errors
     from dcp_rs import optim as optim
+    from dcp_rs import testing as testing
     from dcp_rs.api import SaveFuture, async_save, load, load_state_dict, save
     from dcp_rs.checkpoint.arrays import NumpyCheckpoint
     from dcp_rs.checkpoint.clean import CleanReport, Leftover, clean
@@ -84,7 +85,7 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 #: What was here in the last release: nothing takes these, and `dcp_rs.options` is where they are.
 _FORMERLY = {"ReadOptions": "options", "WriteOptions": "options"}
 #: Modules that are part of the public surface.
-_SUBMODULES = ("errors", "optim")
+_SUBMODULES = ("errors", "optim", "testing")
 
 
 if not TYPE_CHECKING:  # where types are checked, a name that is not above is an error

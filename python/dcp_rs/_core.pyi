@@ -56,6 +56,8 @@ class Index:
     @property
     def version(self) -> int: ...
     @property
+    def writer(self) -> str | None: ...
+    @property
     def source(self) -> str: ...
     @property
     def tensor_count(self) -> int: ...
@@ -384,6 +386,12 @@ def seal_archives(path: str, archives: Sequence[tuple[int, int]], threads: int) 
 
 def check_no_rank_indexes(folder: str) -> None:
     """Raises where a rank has an index of its own in the folder."""
+
+def arm_fault(folder: str, at: int, errno: int) -> None:
+    """From now on, in this process, the call number ``at`` (from 0) that changes something below ``folder`` fails with ``errno``."""
+
+def disarm_fault() -> tuple[int, str | None] | None:
+    """Ends it: how many calls there were, and the one that failed. None where nothing was armed."""
 
 def has_native_data(folder: str) -> bool: ...
 def next_generation(folder: str) -> int: ...

@@ -167,7 +167,7 @@ def test_the_second_reader_reads_version_1():
     assert reader.generation == 1
     with dcp_rs.open(V1) as checkpoint:
         assert set(reader.tensors) == set(checkpoint)
-    from support.compare import raw_bytes
+    from dcp_rs.testing.compare import raw_bytes
 
     want = expected()
     flat = {f"dtypes.{k}": v for k, v in want["dtypes"].items()}

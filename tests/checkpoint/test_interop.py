@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_rs import RsWriter
+from dcp_rs.testing.compare import raw_bytes
 from support import (
     assert_state_equal,
     blank,
@@ -25,7 +26,6 @@ from support import (
     strange_names_state,
 )
 from support.both import save_rs
-from support.compare import raw_bytes
 
 # Those that both safetensors and torch's reader have (section 6 of docs/format.md); the others are bytes to them.
 NOT_SHARED = {

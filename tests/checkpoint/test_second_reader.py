@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp_rs
 from dcp_rs import RsReader, RsWriter, _core
+from dcp_rs.testing.compare import raw_bytes
 from support import (
     ALL_DTYPES,
     dtypes_state,
@@ -26,7 +27,6 @@ from support import (
     strange_names_state,
 )
 from support.both import HAS_RANK_LOCAL, save_rs
-from support.compare import raw_bytes
 from support.second_reader import FormatError, SecondReader, xxh3_64
 
 

@@ -31,8 +31,8 @@ from dcp_rs.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
+from dcp_rs.testing.states import ALL_DTYPES, blank, dtypes_state, nested_state, shapes_state
 from support import assert_state_equal, same_bits
-from support.states import ALL_DTYPES, blank, dtypes_state, nested_state, shapes_state
 
 
 def rich_state():

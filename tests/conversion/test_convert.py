@@ -33,8 +33,9 @@ from dcp_rs.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
+from dcp_rs.testing.states import can_copy
 from support import assert_state_equal, blank, dtypes_state, nested_state, random_tensor, run_ranks
-from support.both import can_copy, load_rs, load_stock, save_rs, save_stock
+from support.both import load_rs, load_stock, save_rs, save_stock
 from support.places import STOCK
 
 SOURCES = ["dcp-rs", "dcp", "torch"]

@@ -21,9 +21,10 @@ from dcp_rs.errors import (
     UnsafePickleError,
 )
 from dcp_rs.optim import load_training_state, save_training_state
+from dcp_rs.testing.disk import SmallDisk
 from dcp_rs.transfer.exchange import _Exchange
 from support import RankDiedError, rank_outcomes, run_ranks
-from support.faults import Breaks, LoadBreaks, MishapError, SaveBreaks, SmallDisk, die_in, watched
+from support.faults import Breaks, LoadBreaks, MishapError, SaveBreaks, die_in, watched
 
 SIZE = 3
 BIG = 200_000

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from support.both import can_copy
-from support.states import ALL_DTYPES
+from dcp_rs.testing.states import ALL_DTYPES, can_copy
+from dcp_rs.testing.strategies import meshes
 
 __all__ = ["Case", "Load", "Save", "Tensor", "cases"]
 
@@ -19,8 +19,6 @@ DTYPES = [dtype for dtype in ALL_DTYPES if can_copy(dtype)]
 FORMS = ("plain", "parameter", "transposed", "steps", "offset", "expanded", "conj", "neg", "tied", "tied view")
 #: A placement for each dimension of a mesh: replicated, sharded along a dimension, or pending a sum.
 PLACES = ("R", "S0", "S1", "S2", "P")
-#: How the ranks are arranged.
-MESHES = {1: [(1,)], 2: [(2,), (1, 2), (2, 1)], 3: [(3,)], 4: [(4,), (2, 2)]}
 
 
 @dataclass(frozen=True)
@@ -169,7 +167,7 @@ _place = st.sampled_from(PLACES[:4] * 4 + PLACES)
 _ranks = st.sampled_from([1, 2, 2, 3, 4]).flatmap(
     lambda size: st.builds(
         Ranks,
-        st.sampled_from(MESHES[size]),
+        meshes(size),
         st.lists(st.tuples(_place, _place), min_size=1, max_size=4).map(tuple),
     )
 )

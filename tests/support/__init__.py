@@ -1,6 +1,15 @@
 """What the tests share: rank processes, state dicts, and their comparison."""
 
-from support.compare import assert_state_equal, same_bits, state_differences
+from dcp_rs.testing.compare import assert_state_equal, same_bits, state_differences
+from dcp_rs.testing.states import (
+    ALL_DTYPES,
+    blank,
+    dtypes_state,
+    nested_state,
+    random_tensor,
+    shapes_state,
+    strange_names_state,
+)
 from support.files import files_in
 from support.ranks import (
     Outcome,
@@ -11,15 +20,6 @@ from support.ranks import (
     UnpicklableError,
     rank_outcomes,
     run_ranks,
-)
-from support.states import (
-    ALL_DTYPES,
-    blank,
-    dtypes_state,
-    nested_state,
-    random_tensor,
-    shapes_state,
-    strange_names_state,
 )
 
 __all__ = [

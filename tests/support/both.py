@@ -4,24 +4,13 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_rs import RsReader, RsWriter
-from support.states import blank, random_tensor
+from dcp_rs.testing.states import blank
 
 # torch 2.8 has no rank-local saves.
 HAS_RANK_LOCAL = "use_collectives" in inspect.signature(dcp.save).parameters
-
-
-def can_copy(dtype: torch.dtype) -> bool:
-    """Stock DCP copies, and older torch cannot copy its youngest dtypes (2.8: float4)."""
-    try:
-        source = random_tensor((4, 4), dtype)[:, ::2]
-        torch.empty_like(source).copy_(source)
-    except NotImplementedError:
-        return False
-    return True
 
 
 def save_rs(state: dict[str, Any], path: Path, **options: Any) -> None:

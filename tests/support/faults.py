@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import resource
 import signal
 import sys
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-__all__ = ["Breaks", "LoadBreaks", "MishapError", "SaveBreaks", "SmallDisk", "die_in", "watched"]
+__all__ = ["Breaks", "LoadBreaks", "MishapError", "SaveBreaks", "die_in", "watched"]
 
 #: Nobody may wait longer for a rank that has failed.
 PATIENCE = 20  # seconds
@@ -100,22 +99,6 @@ class LoadBreaks(_PlannerBreaks, RsLoadPlanner):
 
 class SaveBreaks(_PlannerBreaks, RsSavePlanner):
     """A save planner that does."""
-
-
-class SmallDisk:
-    """Files of this process cannot grow beyond some bytes while it is entered."""
-
-    def __init__(self, nbytes: int | None) -> None:
-        self.nbytes = nbytes
-
-    def __enter__(self) -> None:
-        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if self.nbytes is not None:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (self.nbytes, self.before[1]))
-
-    def __exit__(self, *_: object) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
 
 
 @contextmanager

@@ -17,8 +17,8 @@ import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader, RsSavePlanner, RsWriter
 from dcp_rs.checkpoint.compare import compare
 from dcp_rs.errors import PlanError, UnsafePickleError, UnsupportedError
+from dcp_rs.testing.compare import raw_bytes
 from support import run_ranks
-from support.compare import raw_bytes
 from support.second_reader import SecondReader
 
 

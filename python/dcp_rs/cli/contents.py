@@ -72,6 +72,7 @@ class Contents:
             self.facts = {
                 "index": str(index.path),
                 "version": index.version,
+                "writer": index.writer,
                 "generation": index.generation,
                 "save_id": index.save_id,
             }

@@ -166,6 +166,8 @@ def _overview(contents: Contents) -> None:
     rows.append(("stored", f"{count(contents.chunk_count, 'chunk')} in {count(len(contents.files), 'file')}"))
     if facts:
         rows.append(("save", f"{facts['save_id']}, generation {facts['generation']}"))
+    if facts.get("writer"):
+        rows.append(("written", f"by {printable(facts['writer'])}"))
     for key, value in rows:
         line((f"  {key:<8}", "dim"), value)
 

@@ -93,6 +93,11 @@ impl Index {
     }
 
     #[getter]
+    fn writer(&self) -> Option<&str> {
+        self.inner.writer()
+    }
+
+    #[getter]
     fn source(&self) -> &'static str {
         match self.inner.source() {
             format::SourceKind::Native => "dcp-rs",

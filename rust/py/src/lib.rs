@@ -6,6 +6,7 @@ mod batch;
 mod clean;
 mod convert;
 mod error;
+mod faults;
 mod index;
 mod interrupt;
 mod panics;
@@ -28,6 +29,8 @@ mod _core {
     use crate::batch::Batch;
     #[pymodule_export]
     use crate::clean::{FolderLock, clean, leftovers};
+    #[pymodule_export]
+    use crate::faults::{arm_fault, disarm_fault};
     #[pymodule_export]
     use crate::index::{FileMapping, Index};
     #[pymodule_export]

@@ -88,6 +88,7 @@ fn sample() -> Vec<u8> {
 fn what_is_built_is_found() {
     let index = Index::from_bytes(sample(), Path::new("ckpt/index.dcprs")).unwrap();
     assert_eq!((index.generation(), index.save_id(), index.version()), (4, [5; 16], 1));
+    assert_eq!(index.writer(), Some(concat!("dcp-rs ", env!("CARGO_PKG_VERSION"))));
     assert_eq!(index.source(), SourceKind::Native);
     let names: Vec<_> = (0..index.tensor_count()).map(|t| index.name(t)).collect();
     assert_eq!(names, ["a.step", "b", "w"]);

@@ -177,6 +177,14 @@ impl Index {
         self.header().version.get()
     }
 
+    /// The program that wrote the index and its release, where the index says so in characters that can be printed.
+    pub fn writer(&self) -> Option<&str> {
+        let field = &self.header().writer;
+        let end = field.iter().position(|&byte| byte == 0).unwrap_or(field.len());
+        let text = str::from_utf8(&field[..end]).ok()?;
+        (!text.is_empty() && text.chars().all(|c| c == ' ' || c.is_ascii_graphic())).then_some(text)
+    }
+
     /// Counts the saves into the folder.
     pub fn generation(&self) -> u64 {
         self.header().generation.get()

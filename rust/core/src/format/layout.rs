@@ -114,6 +114,9 @@ impl SectionRecord {
     }
 }
 
+/// Bytes of the header that say what wrote it.
+pub(super) const WRITER_LEN: usize = 24;
+
 #[derive(Clone, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 #[expect(clippy::struct_field_names, reason = "the names of docs/format.md")]
@@ -131,7 +134,8 @@ pub(super) struct Header {
     pub source: U64,
     pub reserved: U64,
     pub sections: [SectionRecord; 7],
-    pub reserved_end: [u8; 48],
+    pub writer: [u8; WRITER_LEN],
+    pub reserved_end: [u8; 24],
 }
 
 #[derive(Clone, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]

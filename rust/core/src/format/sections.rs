@@ -7,7 +7,7 @@ use super::entry::{ChunkEntry, FileEntry, TensorEntry};
 use super::layout::{
     CHUNK_CONJUGATE, CHUNK_DIGESTS, CHUNK_NEGATIVE, CHUNK_STRIDED, ChunkRecord, DIGEST_AT, FILE_EXTERNAL,
     FILE_HEAD_DIGEST, FileRecord, HEADER_LEN, HEADER_LEN_U32, Header, INCOMPAT_SIGNS, Kind, MAGIC, NO_POSITION,
-    NO_SPLIT, SECTIONS, SectionRecord, SourceKind, TensorRecord, VERSION,
+    NO_SPLIT, SECTIONS, SectionRecord, SourceKind, TensorRecord, VERSION, WRITER_LEN,
 };
 use super::{BLOCK_SIZE, Value};
 use crate::copy::Signs;
@@ -200,7 +200,8 @@ impl Sections {
             source: source.code().into(),
             reserved: 0.into(),
             sections: records,
-            reserved_end: [0; 48],
+            writer: written_by(),
+            reserved_end: [0; 24],
         };
         bytes[..HEADER_LEN].copy_from_slice(header.as_bytes());
         let digest = index_digest(&bytes, DIGEST_AT);
@@ -209,6 +210,15 @@ impl Sections {
             .digest = digest.into();
         bytes
     }
+}
+
+/// This program and its release, as the header holds them.
+fn written_by() -> [u8; WRITER_LEN] {
+    let mut field = [0; WRITER_LEN];
+    let text = concat!("dcp-rs ", env!("CARGO_PKG_VERSION")).as_bytes();
+    let len = text.len().min(WRITER_LEN);
+    field[..len].copy_from_slice(&text[..len]);
+    field
 }
 
 /// The dimension along which sorted chunks are a run, each spanning the others whole.

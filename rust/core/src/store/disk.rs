@@ -10,6 +10,7 @@ use std::sync::Arc;
 use rustix::fs::{CWD, FallocateFlags, FlockOperation, RenameFlags, fallocate, flock, renameat_with};
 use rustix::io::Errno;
 
+use super::faults;
 use super::lock::Mode;
 use super::platform;
 use crate::{Control, Error, Result};
@@ -84,6 +85,7 @@ impl Disk {
     }
 
     fn before(&self, call: Call, path: &Path) -> io::Result<usize> {
+        faults::before(call, path)?;
         self.hook
             .as_ref()
             .map_or(Ok(usize::MAX), |hook| hook.before(call, path))

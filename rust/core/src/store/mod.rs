@@ -2,6 +2,7 @@
 
 mod buffer;
 pub(crate) mod disk;
+mod faults;
 mod file;
 mod fork;
 mod lock;
@@ -13,6 +14,7 @@ mod random;
 mod residency;
 
 pub(crate) use buffer::Buffer;
+pub use faults::{Faulted, arm, disarm};
 pub use file::FileRef;
 pub(crate) use file::{open_file, read_all, read_at, read_direct_at};
 pub(crate) use lock::Claimed;

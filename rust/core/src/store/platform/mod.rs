@@ -1,11 +1,13 @@
 //! What operating systems do each in their own way: asked for here, and told apart nowhere else in this crate.
+//!
+//! `--cfg posix_only` takes what Linux alone has away from it: `make test-posix` runs the tests of this crate as on macOS.
 
-#[cfg(target_os = "linux")]
+#[cfg(all(target_os = "linux", not(posix_only)))]
 mod linux;
-#[cfg(not(target_os = "linux"))]
+#[cfg(any(not(target_os = "linux"), posix_only))]
 mod other;
 
-#[cfg(target_os = "linux")]
+#[cfg(all(target_os = "linux", not(posix_only)))]
 pub(super) use linux::*;
-#[cfg(not(target_os = "linux"))]
+#[cfg(any(not(target_os = "linux"), posix_only))]
 pub(super) use other::*;

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+__all__ = ["assert_state_equal", "raw_bytes", "same_bits", "state_differences"]
+
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in row-major order, as a flat CPU tensor of uint8."""

@@ -4,7 +4,18 @@ from typing import Any
 
 import torch
 
-from support.compare import raw_bytes
+from dcp_rs.testing.compare import raw_bytes
+
+__all__ = [
+    "ALL_DTYPES",
+    "blank",
+    "can_copy",
+    "dtypes_state",
+    "nested_state",
+    "random_tensor",
+    "shapes_state",
+    "strange_names_state",
+]
 
 _NAMES = """
 bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 float32 float64 bfloat16
@@ -12,7 +23,7 @@ complex32 complex64 complex128 bcomplex32 float8_e4m3fn float8_e4m3fnuz float8_e
 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2
 """.split()  # noqa: SIM905 - twenty-three quoted names, one a line, are no easier to read
 
-# The dtypes of docs/format.md that the installed torch has (bcomplex32 is the newest).
+#: The dtypes of the format that the installed torch has (bcomplex32 is the newest).
 ALL_DTYPES: list[torch.dtype] = [getattr(torch, name) for name in _NAMES if hasattr(torch, name)]
 
 
@@ -27,6 +38,16 @@ def random_tensor(shape: tuple[int, ...] = (4, 6), dtype: torch.dtype = torch.fl
     itemsize = torch.empty(0, dtype=dtype).element_size()
     raw = torch.randint(0, 256, (count * itemsize,), generator=generator, dtype=torch.uint8)
     return raw.view(dtype).reshape(shape)
+
+
+def can_copy(dtype: torch.dtype) -> bool:
+    """Whether the installed torch copies tensors of this dtype, as stock DCP does: older ones cannot with their youngest (2.8: float4)."""
+    try:
+        source = random_tensor((4, 4), dtype)[:, ::2]
+        torch.empty_like(source).copy_(source)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def blank(state: Any) -> Any:

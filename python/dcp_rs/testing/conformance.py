@@ -1,0 +1,291 @@
+"""Whether a reader of the format reads what it has to, and refuses what it has to: for readers other than this package's.
+
+A test of such a reader, a function of a folder: ::
+
+    @pytest.mark.parametrize("case", conformance.cases(), ids=str)
+    def test_my_reader(case, tmp_path):
+        case.check(my_read, tmp_path)
+
+Checkpoints are written by this release, on one process, and some are then changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from dcp_rs import _core
+from dcp_rs.api import save
+from dcp_rs.checkpoint.verify import index
+from dcp_rs.testing.compare import raw_bytes, state_differences
+from dcp_rs.testing.states import dtypes_state, random_tensor, shapes_state, strange_names_state
+
+__all__ = ["Case", "Entry", "NonconformingError", "Read", "cases"]
+
+#: A tensor: its dtype (a name of section 6 of the format), its shape, its elements in row-major order, little-endian. A value: its bytes.
+Entry = tuple[str, tuple[int, ...], bytes] | bytes
+#: A reader: what the folder holds, by name. It raises whatever it likes where it refuses.
+Read = Callable[[Path], Mapping[str, Entry]]
+
+INDEX = "index.dcprs"
+#: Where fields of the header are (section 3.1 of the format).
+VERSION, COMPAT, INCOMPAT, DIGEST, RESERVED_END = 8, 16, 24, 40, 232
+
+
+class NonconformingError(AssertionError):
+    """The reader did not do what the format asks of it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing that a reader has to do.
+
+    Attributes:
+        name: of the case, as ``str`` gives it.
+        about: what it is about, in a sentence.
+        make: writes the checkpoint to a folder that is not there yet; returns what is in it, by name: tensors and values. None: it is to be refused.
+    """
+
+    name: str
+    about: str
+    make: Callable[[Path], dict[str, Any] | None]
+
+    def __str__(self) -> str:
+        return self.name
+
+    def check(self, read: Read, folder: Path) -> None:
+        """Makes the checkpoint in an empty folder, and reads it.
+
+        Raises:
+            NonconformingError: it was read otherwise than it was written, or taken where it had to be refused.
+        """
+        path = folder / "checkpoint"
+        want = self.make(path)
+        if want is None:
+            try:
+                read(path)
+            except Exception:  # noqa: BLE001 - a reader refuses in whatever way it likes
+                return
+            raise NonconformingError(f"{self.name}: it was taken, and had to be refused: {self.about}")
+        got = dict(read(path))
+        if set(got) != set(want):
+            names = f"missing {sorted(set(want) - set(got))}, unexpected {sorted(set(got) - set(want))}"
+            raise NonconformingError(f"{self.name}: {names}")
+        for name, value in want.items():
+            _check_entry(f"{self.name}: {name!r}", got[name], value)
+
+
+def _check_entry(what: str, got: Entry, want: Any) -> None:
+    if isinstance(want, torch.Tensor):
+        expected = str(want.dtype).removeprefix("torch."), tuple(want.shape), raw_bytes(want).numpy().tobytes()
+        if isinstance(got, bytes):
+            raise NonconformingError(f"{what}: a value, and not a tensor")
+        for part, have, should in zip(("dtype", "shape", "bytes"), got, expected, strict=True):
+            if have != should:
+                shown = "" if part == "bytes" else f": {have!r}, and not {should!r}"
+                raise NonconformingError(f"{what}: another {part}{shown}")
+        return
+    if not isinstance(got, bytes):
+        raise NonconformingError(f"{what}: a tensor, and not a value")
+    differences = state_differences(torch.load(io.BytesIO(got), weights_only=True), want)
+    if differences:
+        raise NonconformingError(f"{what}: {differences[0]}")
+
+
+# --- what is to be read ----------------------------------------------------------------------------
+
+
+class _Cut(DefaultSavePlanner):
+    """Saves tensors of two dimensions in pieces, as ranks would: of two rows, or of two rows and two columns."""
+
+    def __init__(self, *, columns: bool) -> None:
+        super().__init__()
+        self._columns = columns
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items = [piece for item in plan.items for piece in self._pieces(item)]
+        self.plan = dataclasses.replace(plan, items=items)
+        return self.plan
+
+    def _pieces(self, item: WriteItem) -> list[WriteItem]:
+        data = item.tensor_data
+        if data is None or len(data.size) != 2:
+            return [item]
+        rows, columns = data.size
+        width = 2 if self._columns else max(1, columns)
+        pieces = []
+        for row in range(0, rows, 2):
+            for column in range(0, columns, width):
+                offsets = torch.Size((row, column))
+                sizes = torch.Size((min(2, rows - row), min(width, columns - column)))
+                chunk = dataclasses.replace(data, chunk=ChunkStorageMetadata(offsets, sizes))
+                place = MetadataIndex(item.index.fqn, offsets)
+                pieces.append(dataclasses.replace(item, index=place, type=WriteItemType.SHARD, tensor_data=chunk))
+        return pieces
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        data = write_item.tensor_data
+        if data is None or write_item.type != WriteItemType.SHARD:
+            whole: torch.Tensor | io.BytesIO = super().resolve_data(write_item)
+            return whole
+        tensor: torch.Tensor = self.state_dict[write_item.index.fqn].detach()
+        for dim, (offset, size) in enumerate(zip(data.chunk.offsets, data.chunk.sizes, strict=True)):
+            tensor = tensor.narrow(dim, offset, size)
+        return tensor
+
+
+def _saved(make: Callable[[], dict[str, Any]]) -> Callable[[Path], dict[str, Any]]:
+    def write(path: Path) -> dict[str, Any]:
+        state = make()
+        save(dict(state), path, no_dist=True, fsync=False)
+        return state
+
+    return write
+
+
+def _cut(*, columns: bool) -> Callable[[Path], dict[str, Any]]:
+    def write(path: Path) -> dict[str, Any]:
+        state = {f"{rows}x{width}": random_tensor((rows, width), seed=rows) for rows, width in ((4, 4), (5, 3), (1, 7))}
+        state["short"] = random_tensor((5, 4), torch.int16)
+        save(dict(state), path, planner=_Cut(columns=columns), no_dist=True, fsync=False)
+        return state
+
+    return write
+
+
+def _values() -> dict[str, Any]:
+    return {"none": None, "number": -3, "float": 0.1, "text": "größe\n", "list": [1, "two", [None]], "bytes": b"\0\xff"}
+
+
+def _nested(path: Path) -> dict[str, Any]:
+    weight, step = random_tensor((3, 2)), torch.tensor(4.0)
+    state = {"model": {"w": weight}, "optim": {"state": [{"step": step}], "groups": {0: {"lr": 0.1}}}}
+    save(state, path, no_dist=True, fsync=False)
+    return {"model.w": weight, "optim.state.0.step": step, "optim.groups.0.lr": 0.1}
+
+
+def _replaced(path: Path) -> dict[str, Any]:
+    save({"w": random_tensor((4,), seed=1), "gone": torch.zeros(2)}, path, no_dist=True, fsync=False)
+    return _saved(lambda: {"w": random_tensor((6,), seed=2)})(path)
+
+
+def _blocks() -> dict[str, Any]:
+    return {"w": random_tensor(((1 << 20) + 100,), torch.uint8), "after": torch.arange(3)}
+
+
+def _adopted(path: Path) -> dict[str, Any]:
+    path.mkdir()
+    state = {"a.weight": random_tensor((2, 3), torch.bfloat16), "b": torch.arange(5)}
+    save_file(state, path / "model.safetensors")
+    index(path)
+    return state
+
+
+def _with_other_bits(path: Path) -> dict[str, Any]:
+    state = _small(path)
+    _change(path, {COMPAT: struct.pack("<Q", 1 << 63), RESERVED_END: b"\xff" * 24})
+    return state
+
+
+# --- what is to be refused -------------------------------------------------------------------------
+
+
+def _small(path: Path) -> dict[str, Any]:
+    return _saved(lambda: {"w": random_tensor((4, 4)), "step": 3})(path)
+
+
+def _change(path: Path, fields: dict[int, bytes], *, refit: bool = True) -> None:
+    """Overwrites bytes of the index; with ``refit`` its digest fits again."""
+    raw = bytearray((path / INDEX).read_bytes())
+    for at, new in fields.items():
+        raw[at : at + len(new)] = new
+    if refit:
+        raw[DIGEST : DIGEST + 8] = bytes(8)
+        raw[DIGEST : DIGEST + 8] = struct.pack("<Q", _core.block_digest(bytes(raw)))
+    (path / INDEX).write_bytes(raw)
+
+
+def _data_file(path: Path) -> Path:
+    return next(path.glob("*.safetensors"))
+
+
+def _renamed(path: Path) -> None:
+    """The data file's name leads out of the folder, where such a file is."""
+    file = _data_file(path)
+    outside = "../" + file.name[3:]
+    raw = (path / INDEX).read_bytes()
+    at = raw.index(file.name.encode())
+    file.rename(path / outside)
+    _change(path, {at: outside.encode()})
+
+
+def _damage(change: Callable[[Path], Any]) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        _small(path)
+        change(path)
+
+    return make
+
+
+def _flip(file: Path, at: int) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[at] ^= 1
+    file.write_bytes(raw)
+
+
+def _cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+_READ: list[tuple[str, str, Callable[[Path], dict[str, Any] | None]]] = [
+    ("dtypes", "every dtype of section 6 that the installed torch has", _saved(dtypes_state)),
+    ("shapes", "scalars, empty tensors, views, more than one block of digests", _saved(shapes_state)),
+    ("names", "names that are awkward as anything else than names", _saved(strange_names_state)),
+    ("values", "what is no tensor: a zip archive of torch.save", _saved(_values)),
+    ("nested", "names are paths joined by dots", _nested),
+    ("empty", "a checkpoint of nothing", _saved(dict)),
+    ("blocks", "a chunk of several blocks, each with its digest", _saved(_blocks)),
+    ("rows", "tensors in pieces along the first dimension", _cut(columns=False)),
+    ("rectangles", "tensors in pieces along two dimensions", _cut(columns=True)),
+    ("replaced", "a save over another: the second generation alone", _replaced),
+    ("adopted", "an index over a safetensors file of others (source 1)", _adopted),
+    ("other bits", "unknown bits of compat and reserved bytes are ignored", _with_other_bits),
+]
+_REFUSED: list[tuple[str, str, Callable[[Path], None]]] = [
+    ("no index", "data files without an index are no checkpoint", _damage(lambda path: (path / INDEX).unlink())),
+    ("magic", "the first bytes are others", _damage(lambda path: _change(path, {0: b"\x88"}))),
+    ("version", "a version that is not known", _damage(lambda path: _change(path, {VERSION: b"\x02"}))),
+    ("incompat", "a feature that is not known", _damage(lambda path: _change(path, {INCOMPAT + 7: b"\x80"}))),
+    ("digest", "a byte of the index was changed", _damage(lambda path: _flip(path / INDEX, 300))),
+    ("cut index", "the index lacks its last byte", _damage(lambda path: _cut_short(path / INDEX))),
+    ("no data", "a data file is missing", _damage(lambda path: _data_file(path).unlink())),
+    ("cut data", "a data file lacks its last byte", _damage(lambda path: _cut_short(_data_file(path)))),
+    (
+        "payload",
+        "a byte of the payload was changed, and digests are checked",
+        _damage(lambda path: _flip(_data_file(path), -1)),
+    ),
+    ("outside", "a data file's name leads out of the folder", _damage(_renamed)),
+]
+
+
+def cases(*, digests: bool = True) -> list[Case]:
+    """All cases.
+
+    Args:
+        digests: with those that only a reader finds that compares payloads with their digests.
+    """
+    refused = [case for case in _REFUSED if digests or case[0] != "payload"]
+    return [Case(*case) for case in [*_READ, *refused]]
