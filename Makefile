@@ -24,7 +24,7 @@ PY   := $(BIN)/python
 UV   := $(BIN)/uv
 RUST_SOURCES := Cargo.toml $(wildcard Cargo.lock) $(shell find rust -path rust/fuzz -prune -o \( -name '*.rs' -o -name 'Cargo.toml' \) -print)
 # What ruff formats and checks.
-PYTHON_FOLDERS := $(wildcard python tests benches examples)
+PYTHON_FOLDERS := $(wildcard python tests benches examples .ci docs/*.py)
 
 # PyO3 asks this interpreter; one value for all commands, or each would rebuild what the other built.
 export PYO3_PYTHON := $(abspath $(PY))
@@ -34,7 +34,8 @@ export UV_SYSTEM_CERTS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help build demo test test-rust test-python test-slow test-oldest test-frameworks check check-rust check-python \
-	fmt bench crash soak soak-steps differential fuzz wheels dist clean
+	fmt bench crash soak soak-steps differential fuzz wheels sdist dist check-dist release-check test-wheel docs docs-serve \
+	test-posix free-threaded audit lint-workflows clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -95,6 +96,11 @@ check: check-rust check-python  ## Formatting, lints, types and docs
 check-rust: $(VENV)/.uv
 	cargo fmt --check
 	cargo clippy --workspace --all-targets -- -D warnings
+	@for target in aarch64-apple-darwin x86_64-apple-darwin aarch64-unknown-linux-musl; do \
+		if rustup target list --installed 2>/dev/null | grep -qx $$target; then \
+			env -u PYO3_PYTHON cargo check --quiet --workspace --target $$target || exit 1; \
+		else echo "the target $$target is not installed: that it compiles was not checked"; fi; \
+	done
 	RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps --quiet
 	@if command -v cargo-deny >/dev/null; then cargo deny check; \
 		else echo 'cargo-deny is not installed: licences and advisories were not checked'; fi
@@ -139,24 +145,89 @@ fuzz:  ## Every fuzz target for FUZZ_SECONDS each (needs nightly Rust and cargo-
 			-max_total_time=$(FUZZ_SECONDS) -max_len=65536 -malloc_limit_mb=64 -timeout=10 -print_final_stats=1; \
 	done
 
+# --- what is published -----------------------------------------------------------------------------
+
 # Wheels for other platforms are linked by zig, which comes from PyPI. glibc 2.28 and musl 1.2 are as old as torch's own wheels ask for.
-wheels: $(VENV)/.wheel-tools  ## A wheel for each of WHEEL_TARGETS, in dist/, checked by auditwheel
+wheels: $(VENV)/.wheel-tools  ## A wheel for each of WHEEL_TARGETS, and the sdist, in dist/, checked
 	@set -e; for target in $(WHEEL_TARGETS); do \
-		rustup target add --toolchain "$$(rustup show active-toolchain | cut -d' ' -f1)" $$target; \
+		rustup target list --installed | grep -qx $$target || rustup target add $$target; \
 		case $$target in *-musl) policy=musllinux_1_2;; *) policy=manylinux_2_28;; esac; \
 		PATH="$(abspath $(BIN)):$$PATH" maturin build --release --zig --target $$target --compatibility $$policy --out dist; \
 	done
-	@for wheel in dist/*linux*.whl; do $(BIN)/auditwheel show $$wheel; done
+	$(MAKE) sdist check-dist
+
+sdist: $(VENV)/.wheel-tools  ## The sdist, in dist/
+	PATH="$(abspath $(BIN)):$$PATH" maturin sdist --out dist
+
+check-dist: $(VENV)/.wheel-tools  ## Look into what is in dist/: tags, licence, SBOM, contents
+	$(PY) .ci/dist.py dist
+	$(BIN)/twine check --strict dist/*
+
+release-check: $(VENV)/.deps  ## Whether version, citation and changelog agree (TAG=v1.2.3: and the tag)
+	$(PY) .ci/dist.py --release $(TAG)
 
 $(VENV)/.wheel-tools: $(VENV)/.deps
-	$(UV) pip install --quiet --python $(PY) ziglang auditwheel
+	$(UV) pip install --quiet --python $(PY) --group wheels
 	@touch $@
 
-dist: $(VENV)/.deps  ## The sdist, and the wheel built from it, in dist/
+dist: $(VENV)/.deps  ## The sdist, and the wheel of this machine built from it, in dist/
 	rm -rf dist
 	PATH="$(abspath $(BIN)):$$PATH" maturin build --release --sdist --out dist
 
+# The wheel is built once; what is tested is what it installs, in an environment that has nothing else of this tree, by the tests of the sdist.
+#   make test-wheel TORCH=torch==2.8.0 WHEEL=dist/*manylinux*x86_64.whl ARGS='tests/cli -x'
+WHEEL ?=
+WHEEL_PLACE := build/wheel$(if $(TORCH),-$(subst =,,$(TORCH)))
+test-wheel: $(VENV)/.deps  ## The Python tests on a built wheel, away from this tree (WHEEL, TORCH, PYTHON, ARGS)
+	rm -rf $(WHEEL_PLACE) && mkdir -p $(WHEEL_PLACE)
+	PATH="$(abspath $(BIN)):$$PATH" maturin sdist --quiet --out $(WHEEL_PLACE)
+	@[ -n "$(WHEEL)" ] || PATH="$(abspath $(BIN)):$$PATH" maturin build --quiet --release --out $(WHEEL_PLACE)
+	$(UV) venv --quiet --python $(PYTHON) $(WHEEL_PLACE)/venv
+	$(UV) pip install --quiet --python $(WHEEL_PLACE)/venv/bin/python "$$(ls $(if $(WHEEL),$(WHEEL),$(WHEEL_PLACE)/*.whl))[cli,testing]" $(TORCH) pytest pytest-timeout ml-dtypes
+	tar -xzf $(WHEEL_PLACE)/dcp_rs-*.tar.gz -C $(WHEEL_PLACE)
+	rm -rf $(WHEEL_PLACE)/dcp_rs-*/python
+	cd $(WHEEL_PLACE)/dcp_rs-*/ && ../venv/bin/python -c 'import dcp_rs, torch; print("dcp-rs", dcp_rs.__version__, dcp_rs.__file__, "torch", torch.__version__)' \
+		&& ../venv/bin/python -m pytest $(ARGS)
+
+# --- the site --------------------------------------------------------------------------------------
+
+export NO_MKDOCS_2_WARNING := 1
+docs: $(VENV)/.docs  ## The site, in site/: broken links, missing names and snippets that fail are errors
+	$(BIN)/mkdocs build
+	$(PY) -m pytest tests/docs $(ARGS)
+
+docs-serve: $(VENV)/.docs  ## The site at localhost:8000, made anew at every change
+	$(BIN)/mkdocs serve
+
+$(VENV)/.docs: $(VENV)/.built
+	$(UV) pip install --quiet --python $(PY) --group docs
+	@touch $@
+
+# --- other platforms, others' code, the workflows --------------------------------------------------
+
+# What Linux alone has is taken away: the core works as it does on macOS.
+test-posix: $(VENV)/.uv  ## The core's tests without what only Linux has
+	RUSTFLAGS='--cfg posix_only' CARGO_TARGET_DIR=target/posix cargo test --package dcp-rs-core
+
+free-threaded: $(VENV)/.built  ## Import the extension on a free-threaded Python, and save and load (PYTHON=python3.14t)
+	$(PY) -c 'import sys, torch, dcp_rs; assert not sys._is_gil_enabled(); s = {"w": torch.arange(4.0)}; dcp_rs.save(s, "build/ft", no_dist=True); dcp_rs.load(s, "build/ft", no_dist=True)'
+
+audit: $(VENV)/.deps  ## Advisories on what is depended on, Rust and Python
+	@if command -v cargo-deny >/dev/null; then cargo deny check advisories; else echo 'cargo-deny is not installed'; exit 1; fi
+	$(UV) pip install --quiet --python $(PY) pip-audit
+	@mkdir -p build
+	$(UV) pip compile --quiet pyproject.toml --extra cli --extra testing -o build/requirements.txt --no-header --no-annotate
+	$(BIN)/pip-audit --strict --requirement build/requirements.txt --disable-pip --no-deps
+
+# actionlint comes as a program of its own; where there is none, the schema of workflows and zizmor are what looks.
+lint-workflows: $(VENV)/.deps  ## The workflows: their schema, and what is unsafe in them
+	$(UV) pip install --quiet --python $(PY) --group workflows
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/zizmor --offline --persona pedantic .github
+	@if command -v actionlint >/dev/null; then actionlint; else echo 'actionlint is not installed: expressions of workflows were not checked'; fi
+
 clean:  ## Remove what make built; virtual environments too
-	rm -rf target rust/fuzz/target dist .venv .venv-oldest .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf target rust/fuzz/target dist build site .venv .venv-oldest .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find python tests benches -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 	rm -f python/dcp_rs/_core*.so
