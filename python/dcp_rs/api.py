@@ -106,7 +106,7 @@ def load(
         What the load found and took on this rank. The log ``dcp_rs`` has it as a line.
 
     Raises:
-        As :func:`load_state_dict`.
+        Exception: as :func:`load_state_dict`.
     """
     ranks = Ranks(process_group, no_dist=no_dist)
     reader: RsReader | None = None
@@ -159,8 +159,8 @@ def save(
         What ``dcp.save`` does. What the save took is in the log ``dcp_rs``; an object of it is :attr:`RsWriter.report`, after ``dcp.save``.
 
     Raises:
-        As :func:`load_state_dict`. Then no rank has left data files behind, and the checkpoint that was there is whole. Only after a
-        :class:`RankLostError` files may be left, for :func:`dcp_rs.clean`, and the new checkpoint may be there.
+        Exception: as :func:`load_state_dict`. Then no rank has left data files behind, and the checkpoint that was there is whole. Only after a
+            ``RankLostError`` files may be left, for :func:`dcp_rs.clean`, and the new checkpoint may be there.
     """
 
     def begin() -> tuple[dict[str, Any], RsWriter, SavePlanner]:

@@ -1,4 +1,4 @@
-"""docs/how-to.md: its commands, in its order, in folders made as it says, print what it shows."""
+"""Pages of commands: these, in their order, in folders made as they say, print what they show."""
 
 import re
 import shlex
@@ -15,8 +15,9 @@ from support import run_ranks
 from support.places import ROOT
 from support.training import quiet
 
-PAGE = ROOT / "docs" / "how-to.md"
-#: The page is of this release. What its pickles are long, and so where things lie, changes from one to the next.
+#: In this order: a page goes on with the folders of the one before.
+PAGES = [ROOT / "docs" / name for name in ("from-dcp.md", "hugging-face.md", "how-to.md", "verify-and-repair.md")]
+#: The pages are of this release. What its pickles are long, and so where things lie, changes from one to the next.
 RELEASE = "2.15"
 
 
@@ -26,9 +27,10 @@ def make(folder: Path) -> None:
         example("how_to_folders").main(str(folder / "large"))  # as wide as the other
 
 
-def shown() -> list[tuple[str, str]]:
+def shown(page: Path) -> list[tuple[str, str]]:
     """Every command of the page, and what it prints."""
-    blocks = re.findall(r"^```\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^```python\n.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     steps = [step.partition("\n") for block in blocks for step in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
     return [(command, printed.strip()) for command, _, printed in steps]
 
@@ -44,37 +46,33 @@ def stable(command: str, printed: str) -> str:
     return printed.strip()
 
 
-@pytest.mark.skipif(not torch.__version__.startswith(f"{RELEASE}."), reason=f"the page is of torch {RELEASE}")
-def test_every_command_prints_what_the_page_shows(tmp_path, monkeypatch, capfd):
+def run(command: str, printed: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Runs a command of a page, and compares what it prints."""
+    program, *arguments = shlex.split(command)
+    if program == "torchrun":  # done before
+        assert "examples/how_to_folders.py" in arguments
+        return
+    if program == "dcp-rs":
+        with pytest.raises(SystemExit):
+            main(arguments)
+    else:
+        subprocess.run(["bash", "-c", command], check=True, timeout=60)
+    said = capfd.readouterr()
+    assert stable(command, said.out + said.err) == stable(command, printed), command
+
+
+@pytest.mark.skipif(not torch.__version__.startswith(f"{RELEASE}."), reason=f"the pages are of torch {RELEASE}")
+def test_every_command_prints_what_its_page_shows(tmp_path, monkeypatch, capfd):
     run_ranks(2, make, tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    steps = shown()
-    assert len(steps) > 20
-    for command, printed in steps:
-        program, *arguments = shlex.split(command)
-        if program == "torchrun":  # done above
-            assert "examples/how_to_folders.py" in arguments
-            continue
-        if program == "dcp-rs":
-            with pytest.raises(SystemExit):
-                main(arguments)
-        else:
-            subprocess.run(["bash", "-c", command], check=True, timeout=60)
-        said = capfd.readouterr()
-        assert stable(command, said.out + said.err) == stable(command, printed), command
-    snippets = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    assert snippets
-    for snippet in snippets:
-        exec(compile(snippet, PAGE.name, "exec"), {})
-
-
-def test_its_links_lead_somewhere():
-    text = PAGE.read_text()
-    headings = {
-        re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
-        for title in re.findall(r"^## (.*)$", text, re.MULTILINE)
-    }
-    for target in re.findall(r"\]\(([^)]*)\)", text):
-        assert target[1:] in headings if target.startswith("#") else (PAGE.parent / target).exists(), target
+    for page in PAGES:
+        steps = shown(page)
+        assert steps
+        for command, printed in steps:
+            run(command, printed, capfd)
+        names = {}
+        for snippet in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
+            exec(compile(snippet, page.name, "exec"), names)  # the page is ours
+        capfd.readouterr()

@@ -1,0 +1,33 @@
+"""Docstrings name classes and functions as Sphinx does (``:class:`RsReader` ``): on the site these are links."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc):`~?([^`]+)`")
+
+#: What announces a block of code, which Markdown knows by its indentation.
+BLOCK = re.compile(r" ?::$", re.MULTILINE)
+
+
+class Roles(griffe.Extension):
+    """Turns roles into cross-references where the name is known, and into code where it is not."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Rewrites one docstring."""
+        if obj.docstring is not None:
+            text = ROLE.sub(lambda match: _reference(obj, match[1]), obj.docstring.value)
+            obj.docstring.value = BLOCK.sub("", text)
+
+
+def _reference(obj: griffe.Object, name: str) -> str:
+    if name.startswith("dcp_rs."):
+        return f"[`{name}`][{name}]"
+    try:
+        found = obj.resolve(name)
+    except griffe.NameResolutionError:
+        return f"`{name}`"
+    return f"[`{name}`][{found}]" if found.startswith("dcp_rs.") else f"`{name}`"
