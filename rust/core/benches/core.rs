@@ -163,6 +163,7 @@ fn reading(c: &mut Criterion) {
         size: total as u64,
         mtime_ns: 0,
         links: Links::Any,
+        remote: None,
     }];
     let mut to = vec![1_u8; total];
     let mut group = c.benchmark_group("read 64 MiB from the page cache");

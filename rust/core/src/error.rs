@@ -81,6 +81,20 @@ pub enum Error {
         /// What the system said.
         source: io::Error,
     },
+    /// A store refused a request, or did not answer it within the limits that were set.
+    #[error("{action} {}: {reason}{}", path.display(), after(*attempts))]
+    Storage {
+        /// What a caller can do about it.
+        kind: StorageFault,
+        /// What was being done, as in "read".
+        action: &'static str,
+        /// The URL.
+        path: PathBuf,
+        /// How often it was tried.
+        attempts: u32,
+        /// What the store said, without anything that is secret.
+        reason: String,
+    },
     /// Another process keeps a folder locked.
     #[error("another process has held the lock {} for {seconds} s: it is stuck, or a file system that lost it has to be mounted anew", path.display())]
     Busy {
@@ -95,6 +109,27 @@ pub enum Error {
     /// The caller asked for the work to stop.
     #[error("interrupted")]
     Interrupted,
+}
+
+/// Why a store did not do what it was asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum StorageFault {
+    /// There is no such bucket, or no such object.
+    NotFound,
+    /// The credentials are missing, wrong, or not enough.
+    Denied,
+    /// The object is another one than it was, or was to be.
+    Precondition,
+    /// It could not be reached, or did not answer properly.
+    Failed,
+}
+
+fn after(attempts: u32) -> String {
+    match attempts {
+        0 | 1 => String::new(),
+        n => format!(" (after {n} attempts)"),
+    }
 }
 
 /// What a file is to a checkpoint: the headers of data files serve as an index where there is no other.

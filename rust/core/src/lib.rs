@@ -30,4 +30,4 @@ pub mod write;
 
 pub use control::Control;
 pub use dtype::Dtype;
-pub use error::{Error, Result};
+pub use error::{Error, Result, StorageFault};

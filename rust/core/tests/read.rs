@@ -49,6 +49,7 @@ fn written(dir: &Path, name: &str, bytes: &[u8]) -> FileRef {
             folder: dir.into(),
             last: false,
         },
+        remote: None,
     }
 }
 
@@ -206,6 +207,7 @@ fn nothing_wanted_is_nothing_done() {
         size: 10,
         mtime_ns: 0,
         links: Links::Any,
+        remote: None,
     };
     assert_eq!(go(&[], &[], &options(IoMode::Auto)).unwrap(), ReadStats::default());
     let empty = run(0, 0, 0, 0, &mut []);
@@ -270,6 +272,7 @@ fn files_are_checked_before_reading() {
         let followed = FileRef {
             path: link,
             links: Links::Any,
+            remote: None,
             ..good.clone()
         };
         go(&[followed], std::slice::from_ref(&req), &options(io)).unwrap();

@@ -51,8 +51,13 @@ impl<'py> IntoPyObject<'py> for FsPath {
     type Error = PyErr;
 
     fn into_pyobject(self, py: Python<'py>) -> PyResult<Self::Output> {
+        let text = Self::text(py, &self.0)?;
+        if self.0.as_os_str().as_bytes().windows(3).any(|three| three == b"://") {
+            let url = py.import(intern!(py, "dcp_rs._url"))?;
+            return url.call_method1(intern!(py, "Url"), (text,));
+        }
         py.import(intern!(py, "pathlib"))?
-            .call_method1(intern!(py, "Path"), (Self::text(py, &self.0)?,))
+            .call_method1(intern!(py, "Path"), (text,))
     }
 }
 

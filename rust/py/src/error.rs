@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use dcp_rs_core::Error;
+use dcp_rs_core::{Error, StorageFault};
 use pyo3::exceptions::{PyKeyboardInterrupt, PyOSError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -17,6 +17,10 @@ pyo3::import_exception!(dcp_rs.errors, CorruptIndexError);
 pyo3::import_exception!(dcp_rs.errors, InternalError);
 pyo3::import_exception!(dcp_rs.errors, PlanError);
 pyo3::import_exception!(dcp_rs.errors, SaveInProgressError);
+pyo3::import_exception!(dcp_rs.errors, StorageError);
+pyo3::import_exception!(dcp_rs.errors, StorageNotFoundError);
+pyo3::import_exception!(dcp_rs.errors, StoragePermissionError);
+pyo3::import_exception!(dcp_rs.errors, StoragePreconditionError);
 pyo3::import_exception!(dcp_rs.errors, UnsafePickleError);
 pyo3::import_exception!(dcp_rs.errors, UnsupportedError);
 
@@ -55,6 +59,25 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
             format!("{action}: {source}"),
             FsPath::text(py, path).map_or_else(|_| py.None(), Bound::unbind),
         )),
+        Error::Storage {
+            kind,
+            action,
+            path,
+            attempts,
+            ..
+        } => {
+            let error = match kind {
+                StorageFault::NotFound => StorageNotFoundError::new_err(message),
+                StorageFault::Denied => StoragePermissionError::new_err(message),
+                StorageFault::Precondition => StoragePreconditionError::new_err(message),
+                _ => StorageError::new_err(message),
+            };
+            let told = error.value(py).setattr("operation", *action);
+            match told.and_then(|()| error.value(py).setattr("attempts", *attempts)) {
+                Ok(()) => with_place(py, error, Some(path), None, None),
+                Err(other) => other,
+            }
+        }
         Error::Busy { path, .. } => with_place(py, SaveInProgressError::new_err(message), Some(path), None, None),
         Error::Internal(what) => internal_error(what, None),
         Error::Interrupted => PyKeyboardInterrupt::new_err(()),

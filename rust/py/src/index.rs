@@ -1,5 +1,6 @@
 //! The index of a checkpoint, as Python sees it.
 
+use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -9,13 +10,16 @@ use dcp_rs_core::copy::Signs;
 use dcp_rs_core::foreign::torch_file::ValueReader;
 use dcp_rs_core::format::{self, Kind};
 use dcp_rs_core::geometry::Dims;
-use dcp_rs_core::store::PrivateMapping;
+use dcp_rs_core::store::{PrivateMapping, Remote};
+use dcp_rs_core::{Control, Result};
+use dcp_rs_remote::Store;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBytes, PyList, PyTuple};
 
 use crate::convert::{Extent, FsPath, extent_to_py, from_value};
 use crate::error::{IntoPy, PlanError, plan_error};
+use crate::interrupt;
 use crate::panics::guarded;
 
 /// An open, validated index. Immutable, and safe to share between threads.
@@ -38,10 +42,23 @@ type ChunkTuple<'py> = (u32, u64, u64, Bound<'py, PyTuple>, Bound<'py, PyTuple>)
 #[guarded]
 #[pymethods]
 impl Index {
-    /// Opens the checkpoint at `path`, whatever it is; with `rank`, what that rank wrote for itself.
+    /// Opens the checkpoint at `path`, whatever it is; with `rank`, what that rank wrote for itself. With `storage_options`, `path` is a URL.
     #[staticmethod]
-    fn open(py: Python<'_>, path: PathBuf, rank: Option<u32>, allow_external: bool) -> PyResult<Self> {
-        let inner = py.detach(|| checkpoint::open(&path, rank, 0)).into_py(py)?;
+    #[pyo3(signature = (path, rank, allow_external, storage_options = None))]
+    fn open(
+        py: Python<'_>,
+        path: PathBuf,
+        rank: Option<u32>,
+        allow_external: bool,
+        storage_options: Option<HashMap<String, String>>,
+    ) -> PyResult<Self> {
+        let inner = match storage_options {
+            None => py.detach(|| checkpoint::open(&path, rank, 0)).into_py(py)?,
+            Some(options) => {
+                let store: Arc<dyn Remote> = Arc::new(Store::new(&path.to_string_lossy(), options).into_py(py)?);
+                interrupt::run(py, |control| checkpoint::open_remote(&path, rank, store, control))?
+            }
+        };
         Ok(Self {
             inner: Arc::new(inner),
             allow_external,
@@ -74,6 +91,12 @@ impl Index {
     #[getter]
     fn path(&self) -> FsPath {
         FsPath(self.inner.path().to_owned())
+    }
+
+    /// Whether the data files are no files of this system.
+    #[getter]
+    fn is_remote(&self) -> bool {
+        self.inner.remote().is_some()
     }
 
     #[getter]
@@ -297,6 +320,15 @@ impl Index {
 }
 
 impl Index {
+    /// Looks at data files without the GIL. Where each look is a request, Ctrl-C stops it.
+    pub fn looking<T: Send>(&self, py: Python<'_>, look: impl FnOnce(&Control) -> Result<T> + Send) -> PyResult<T> {
+        if self.inner.remote().is_some() {
+            interrupt::run(py, look)
+        } else {
+            py.detach(|| look(&Control::new())).into_py(py)
+        }
+    }
+
     pub fn check_tensor(&self, tensor: u32) -> PyResult<()> {
         if tensor < self.inner.tensor_count() {
             Ok(())

@@ -15,7 +15,6 @@ use pyo3::types::{PyDict, PyList, PyTuple, PyType};
 
 use crate::batch::Batch;
 use crate::convert::{Extent, dtype};
-use crate::error::IntoPy;
 use crate::index::Index;
 use crate::panics::guarded;
 use crate::read;
@@ -144,7 +143,7 @@ impl Index {
                 None => others.push(i),
             }
         }
-        py.detach(|| gather.check_files()).into_py(py)?;
+        this.looking(py, |control| gather.check_files(control))?;
         Ok((Batch::around(slf.clone().unbind(), gather), others))
     }
 }

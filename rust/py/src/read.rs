@@ -188,8 +188,9 @@ impl Index {
         }
         let index = Arc::clone(&self.inner);
         let allow_external = self.allow_external;
-        py.detach(|| checkpoint::check_files(&index, &chunks, allow_external))
-            .into_py(py)
+        self.looking(py, |control| {
+            checkpoint::check_files(&index, &chunks, allow_external, control)
+        })
     }
 
     /// Raises unless the digests of these chunks are right.
@@ -229,11 +230,12 @@ impl Index {
         }
         let index = Arc::clone(&self.inner);
         let allow_external = self.allow_external;
-        py.detach(|| checkpoint::check_regions(&index, &regions, &values, allow_external))
-            .into_py(py)?
-            .into_iter()
-            .map(|(at, hole)| Ok((at, extent_to_py(py, &hole.offsets)?, extent_to_py(py, &hole.sizes)?)))
-            .collect()
+        self.looking(py, |control| {
+            checkpoint::check_regions(&index, &regions, &values, allow_external, control)
+        })?
+        .into_iter()
+        .map(|(at, hole)| Ok((at, extent_to_py(py, &hole.offsets)?, extent_to_py(py, &hole.sizes)?)))
+        .collect()
     }
 }
 

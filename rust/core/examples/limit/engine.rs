@@ -101,6 +101,7 @@ fn file_ref(path: PathBuf) -> FileRef {
         path,
         mtime_ns: 0,
         links: Links::Any,
+        remote: None,
     }
 }
 

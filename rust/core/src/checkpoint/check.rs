@@ -5,7 +5,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use super::data_files::{explain, file_ref};
+use super::data_files::{check_each, file_ref};
 use super::gather::Gather;
 use crate::format::{BLOCK_SIZE, Index};
 use crate::geometry::overlap::{self, Region};
@@ -13,17 +13,19 @@ use crate::read::{Destination, ReadOptions};
 use crate::{Control, Error, Result};
 
 /// Checks that the files of some chunks are there and as long as they should be.
-pub fn check_files(index: &Index, chunks: &[u64], allow_external: bool) -> Result<()> {
+pub fn check_files(index: &Index, chunks: &[u64], allow_external: bool, control: &Control) -> Result<()> {
     let files: HashSet<u32> = chunks.iter().map(|&c| index.chunk_file(c)).collect();
-    check_each(index, files, allow_external)
+    check_numbers(index, files, allow_external, control)
 }
 
-fn check_each(index: &Index, files: impl IntoIterator<Item = u32>, allow_external: bool) -> Result<()> {
-    for file in files {
-        let opened = file_ref(index, file, allow_external)?.open(false);
-        opened.map_err(|error| explain(index, error))?;
-    }
-    Ok(())
+fn check_numbers(
+    index: &Index,
+    files: impl IntoIterator<Item = u32>,
+    allow_external: bool,
+    control: &Control,
+) -> Result<()> {
+    let files = files.into_iter().map(|file| file_ref(index, file, allow_external));
+    check_each(index, &files.collect::<Result<Vec<_>>>()?, control)
 }
 
 /// Checks a plan before anything is read: finds what of the regions no chunk holds (by their number), and checks the data files
@@ -33,6 +35,7 @@ pub fn check_regions(
     regions: &[(u32, Region)],
     values: &[u32],
     allow_external: bool,
+    control: &Control,
 ) -> Result<Vec<(usize, Region)>> {
     let mut holes = Vec::new();
     let mut files = HashSet::new();
@@ -48,7 +51,7 @@ pub fn check_regions(
             .flat_map(|&value| index.tensor(value).chunks)
             .map(|chunk| index.chunk_file(chunk)),
     );
-    check_each(index, files, allow_external)?;
+    check_numbers(index, files, allow_external, control)?;
     Ok(holes)
 }
 

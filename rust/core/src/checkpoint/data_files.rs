@@ -1,13 +1,13 @@
 //! The data files of an index: where they are, whether they may be followed, and whether they are still those of this save.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use super::index_file::identity_of;
-use crate::format::{INDEX_NAME, Index, SourceKind};
+use crate::format::{INDEX_NAME, Identity, Index, SourceKind};
 use crate::paths::{Links, Reach, Verdict, reach};
 use crate::read::FileRef;
-use crate::store::PrivateMapping;
-use crate::{Error, Result};
+use crate::store::{Files, PrivateMapping, Remote};
+use crate::{Control, Error, Result, StorageFault, parallel};
 
 /// What the engine needs to know of a data file. `allow_external`: whether names, and symbolic links, may lead out of the folder.
 ///
@@ -16,6 +16,13 @@ use crate::{Error, Result};
 pub fn file_ref(index: &Index, file: u32, allow_external: bool) -> Result<FileRef> {
     let view = index.file(file);
     let path = index.file_path(file);
+    if index.remote().is_some() && reach(view.name) == Reach::Outside {
+        return Err(Error::Unsupported(format!(
+            "{} names {}, outside its folder, which is not followed on a store",
+            index.path().display(),
+            view.name
+        )));
+    }
     if !allow_external && reach(view.name) == Reach::Outside {
         return Err(Error::Unsupported(format!(
             "{} names {}, outside its folder; pass allow_external=True (--allow-external) to open it",
@@ -32,6 +39,7 @@ pub fn file_ref(index: &Index, file: u32, allow_external: bool) -> Result<FileRe
         } else {
             links(index, view.external)
         },
+        remote: index.remote().cloned(),
     })
 }
 
@@ -39,6 +47,38 @@ fn links(index: &Index, external: bool) -> Links {
     Links::Within {
         folder: index.folder(),
         last: external,
+    }
+}
+
+/// Checks that data files are there, and as long as they should be.
+pub(super) fn check_each<'a>(
+    index: &Index,
+    files: impl IntoIterator<Item = &'a FileRef>,
+    control: &Control,
+) -> Result<()> {
+    let Some(remote) = index.remote() else {
+        return files
+            .into_iter()
+            .try_for_each(|file| file.open(false).map(drop).map_err(|error| explain(index, error)));
+    };
+    let files: Vec<&FileRef> = files.into_iter().collect();
+    if files.is_empty() {
+        return Ok(());
+    }
+    let connection = remote.connect(1)?;
+    let there = Files::Remote(&*connection, control);
+    let check = |i: usize| check_remote(there, files[i]).map_err(|error| explain(index, error));
+    parallel::map(files.len(), there.threads(0), check).map(drop)
+}
+
+/// Checks that a data file on a store is there, and as long as it should be.
+pub(super) fn check_remote(there: Files<'_>, file: &FileRef) -> Result<()> {
+    match there.stat(&file.path)?.size {
+        size if size == file.size => Ok(()),
+        size => Err(Error::corrupt_file(
+            &file.path,
+            format!("the file is {size} bytes long, expected {}", file.size),
+        )),
     }
 }
 
@@ -57,7 +97,11 @@ pub fn find_link_outside(index: &Index) -> Option<PathBuf> {
 pub fn explain(index: &Index, error: Error) -> Error {
     let path = index.path().to_owned();
     match error {
-        Error::CorruptData { .. } if was_replaced(index) => Error::Replaced { path },
+        Error::CorruptData { .. }
+        | Error::Storage {
+            kind: StorageFault::Precondition,
+            ..
+        } if was_replaced(index) => Error::Replaced { path },
         Error::TensorPlan {
             path: None,
             tensor,
@@ -76,16 +120,34 @@ fn was_replaced(index: &Index) -> bool {
     if index.source() != SourceKind::Native {
         return false; // no save removes the files of others
     }
-    match identity_of(index.path()) {
+    let now = match index.remote() {
+        Some(remote) => remote_identity(&**remote, index.path()),
+        None => identity_of(index.path()),
+    };
+    match now {
         Some(now) => now.save_id != index.save_id(),
         // A save of all ranks removes the indexes of single ones.
+        None if index.remote().is_some() => false,
         None => !index.path().ends_with(INDEX_NAME) && index.path().with_file_name(INDEX_NAME).exists(),
     }
+}
+
+/// Which save an index on a store is of now.
+fn remote_identity(remote: &dyn Remote, path: &Path) -> Option<Identity> {
+    let connection = remote.connect(1).ok()?;
+    let start = connection.start(path, Identity::LEN as u64, true, &Control::new());
+    Identity::of(start.ok()??.0.first_chunk()?)
 }
 
 /// Maps a data file privately, after its length was checked.
 pub fn map_data_file(index: &Index, file: u32, allow_external: bool) -> Result<PrivateMapping> {
     let file_ref = file_ref(index, file, allow_external)?;
+    if file_ref.remote.is_some() {
+        return Err(Error::Unsupported(format!(
+            "{}: what lies on a store cannot be mapped",
+            file_ref.path.display()
+        )));
+    }
     let opened = file_ref.open(false).map_err(|error| explain(index, error))?;
     PrivateMapping::new(&opened).map_err(|error| Error::io("map", &file_ref.path, error))
 }

@@ -10,7 +10,7 @@ use smallvec::{SmallVec, smallvec};
 
 use self::arrange::Elsewhere;
 pub use self::arrange::{Rest, Turns, Want};
-use super::data_files::{explain, file_ref};
+use super::data_files::{check_each, explain, file_ref};
 use crate::copy::SignBits;
 use crate::format::{ChunkView, Index};
 use crate::geometry::memory::Footprint;
@@ -228,11 +228,8 @@ impl Gather {
     }
 
     /// Checks the files of all that was added, as [`check_files`](super::check_files) does.
-    pub fn check_files(&self) -> Result<()> {
-        for file in &self.files {
-            file.open(false).map_err(|error| explain(&self.index, error))?;
-        }
-        Ok(())
+    pub fn check_files(&self, control: &Control) -> Result<()> {
+        check_each(&self.index, &self.files, control)
     }
 
     /// The files, and the requests in the order in which they were added.

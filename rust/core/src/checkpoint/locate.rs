@@ -1,14 +1,14 @@
 //! What kind of checkpoint a path is: found out by looking.
 
 use std::io::{ErrorKind, Read as _};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use crate::foreign::distcp::{METADATA_NAME, rank_metadata_name};
 use crate::foreign::models::{self, Model};
 use crate::foreign::{Foreign, torch_file};
 use crate::format::{DataFileName, INDEX_NAME, parse_rank_index_name, rank_index_name};
-use crate::store::{self, LOCK_NAME};
-use crate::{Error, Result};
+use crate::store::{self, Connection, Files, LOCK_NAME};
+use crate::{Control, Error, Result};
 
 /// What a path holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -78,10 +78,10 @@ fn file(path: &Path) -> Result<Option<Foreign>> {
         let model = Model::of_file(&name);
         return Ok(Some(Foreign::Torch { dir, model }));
     }
-    if let Some(model) = Model::at(&dir, &name, &models::SAFETENSORS)? {
+    if let Some(model) = Model::at(Files::Local, &dir, &name, &models::SAFETENSORS)? {
         return Ok(Some(Foreign::Safetensors { dir, model }));
     }
-    if let Some(model) = Model::at(&dir, &name, &models::TORCH)? {
+    if let Some(model) = Model::at(Files::Local, &dir, &name, &models::TORCH)? {
         return Ok(Some(Foreign::Torch { dir, model }));
     }
     no(
@@ -100,17 +100,87 @@ fn start(path: &Path) -> Result<Vec<u8>> {
     }
 }
 
-fn models(path: &Path) -> Result<Foreign> {
-    let names = names(path)?;
+/// The model of a folder, of files with these names.
+fn model_of(files: Files<'_>, path: &Path, names: &[String]) -> Result<Option<Foreign>> {
     let dir = path.to_owned();
     // transformers prefers safetensors too.
-    if let Some(model) = models::choose(path, &names, &models::SAFETENSORS)? {
-        return Ok(Foreign::Safetensors { dir, model });
+    if let Some(model) = models::choose(files, path, names, &models::SAFETENSORS)? {
+        return Ok(Some(Foreign::Safetensors { dir, model }));
     }
-    match models::choose(path, &names, &models::TORCH)? {
-        Some(model) => Ok(Foreign::Torch { dir, model }),
+    let model = models::choose(files, path, names, &models::TORCH)?;
+    Ok(model.map(|model| Foreign::Torch { dir, model }))
+}
+
+fn models(path: &Path) -> Result<Foreign> {
+    let names = names(path)?;
+    match model_of(Files::Local, path, &names)? {
+        Some(model) => Ok(model),
         None => no(path, why_not(&names)),
     }
+}
+
+/// What is at a path that is a URL: the kinds that are read in place there. Each look is a request, so an index is asked for at once, and
+/// taken where it is.
+pub(super) fn find_remote(
+    connection: &dyn Connection,
+    path: &Path,
+    rank: Option<u32>,
+    control: &Control,
+) -> Result<FoundRemote> {
+    let files = Files::Remote(connection, control);
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let dir = path.parent().unwrap_or(Path::new("")).to_owned();
+    if rank.is_none() {
+        if let Some(model) = Model::at(files, &dir, &name, &models::SAFETENSORS)? {
+            return Ok(FoundRemote::Foreign(Foreign::Safetensors { dir, model }));
+        }
+        if torch_file::is_torch_file(&name, &[]) || Model::at(files, &dir, &name, &models::TORCH)?.is_some() {
+            return Err(only_locally(path));
+        }
+    }
+    let index = path.join(rank.map_or_else(|| INDEX_NAME.to_owned(), rank_index_name));
+    if let Some(bytes) = files.read(&index)? {
+        return Ok(FoundRemote::Native { index, bytes });
+    }
+    let metadata = path.join(rank.map_or_else(|| METADATA_NAME.to_owned(), rank_metadata_name));
+    if connection.look(&metadata, control)?.is_some() {
+        return Ok(FoundRemote::Foreign(Foreign::Dcp));
+    }
+    if let Some(rank) = rank {
+        return no(path, format!("rank {rank} wrote no index of its own"));
+    }
+    let names = connection.names(path, control)?;
+    let can_list = names.is_some();
+    let names = match names {
+        Some(names) => names,
+        // A server of files tells what it has to who asks for it by name.
+        None => models::known_names(files, path)?,
+    };
+    match model_of(files, path, &names)? {
+        Some(Foreign::Torch { .. }) => Err(only_locally(path)),
+        Some(model) => Ok(FoundRemote::Foreign(model)),
+        None if !can_list => no(
+            path,
+            "no index.dcprs, no .metadata and no model.safetensors is there, and this server lists no files",
+        ),
+        None if names.is_empty() => no(path, "nothing is there"),
+        None => no(path, why_not(&names)),
+    }
+}
+
+/// What [`find_remote`] finds.
+pub(super) enum FoundRemote {
+    /// An index of this crate: where, and its bytes.
+    Native { index: PathBuf, bytes: Vec<u8> },
+    /// A checkpoint without one.
+    Foreign(Foreign),
+}
+
+fn only_locally(path: &Path) -> Error {
+    Error::Unsupported(format!(
+        "{}: files of torch.save are opened from the file system: download it, or convert it",
+        path.display()
+    ))
 }
 
 /// Whether there is something of this name, and be it a link that leads nowhere.

@@ -1,12 +1,14 @@
 //! Opening a checkpoint, whatever it is.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use super::index_file::open_index;
-use super::locate::{Found, find, find_data};
-use crate::Result;
+use super::locate::{Found, FoundRemote, find, find_data, find_remote};
 use crate::foreign::{Foreign, distcp, safetensors, torch_file};
 use crate::format::{INDEX_NAME, Index, rank_index_name};
+use crate::store::{Files, Remote};
+use crate::{Control, Error, Result};
 
 /// Opens the checkpoint at `path`, whatever it is: its index file, or else an index made in memory. With `rank`, what that rank wrote for itself.
 /// `threads` may be 0: as many as there are cores.
@@ -14,6 +16,18 @@ pub fn open(path: &Path, rank: Option<u32>, threads: usize) -> Result<Index> {
     match find(path, rank)? {
         Found::Native => open_index(&path.join(rank.map_or(INDEX_NAME.into(), rank_index_name))),
         Found::Foreign(kind) => index(path, &kind, rank, threads),
+    }
+}
+
+/// The same of a URL, by way of `remote`. The index is fetched whole.
+pub fn open_remote(path: &Path, rank: Option<u32>, remote: Arc<dyn Remote>, control: &Control) -> Result<Index> {
+    let connection = remote.connect(0)?;
+    match find_remote(&*connection, path, rank, control)? {
+        FoundRemote::Native { index, bytes } => Ok(Index::from_bytes(bytes, &index)?.on(remote)),
+        FoundRemote::Foreign(kind) => {
+            let files = Files::Remote(&*connection, control);
+            Ok(index_of(files, path, &kind, rank, 0)?.on(Arc::clone(&remote)))
+        }
     }
 }
 
@@ -25,9 +39,16 @@ pub fn open_data(path: &Path, threads: usize) -> Result<Index> {
 /// Indexes a checkpoint that [`find`] found: in memory, over its own files, nothing is written. With `rank`, what that rank wrote for
 /// itself. `threads` may be 0: as many as there are cores. The index is as one that lies in the folder of the data.
 pub fn index(path: &Path, kind: &Foreign, rank: Option<u32>, threads: usize) -> Result<Index> {
+    index_of(Files::Local, path, kind, rank, threads)
+}
+
+fn index_of(files: Files<'_>, path: &Path, kind: &Foreign, rank: Option<u32>, threads: usize) -> Result<Index> {
     let (dir, bytes) = match kind {
-        Foreign::Dcp => (path, distcp::index_folder(path, rank, threads)?),
-        Foreign::Safetensors { dir, model } => (dir.as_path(), safetensors::index_model(dir, model, threads)?),
+        Foreign::Dcp => (path, distcp::index_folder(files, path, rank, threads)?),
+        Foreign::Safetensors { dir, model } => (dir.as_path(), safetensors::index_model(files, dir, model, threads)?),
+        Foreign::Torch { .. } if files.is_remote() => {
+            return Err(Error::Internal("a remote file of torch.save".into()));
+        }
         Foreign::Torch { dir, model } => (dir.as_path(), torch_file::index_model(dir, model, threads)?),
     };
     // Its names were found by looking at the folder: links there are those of whoever made the folder (a cache of downloads).

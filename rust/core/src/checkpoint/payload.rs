@@ -68,6 +68,7 @@ impl<'a> Open<'a> {
             size,
             mtime_ns: 0,
             links: Links::Any,
+            remote: None,
         };
         let plain = file.open(false)?;
         let is_cached = resident_bytes(&plain, 0, size).is_some_and(|resident| resident > size / 2);

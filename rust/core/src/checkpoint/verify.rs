@@ -1,17 +1,17 @@
 //! Checking a checkpoint against its digests, all of it, and adding digests to an index that has none.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::data_files::{explain, file_ref};
+use super::data_files::{check_remote, explain, file_ref};
 use crate::foreign::torch_file;
 use crate::format::{
     BLOCK_SIZE, FileEntry, FileView, Index, IndexBuilder, Kind, SourceKind, block_count, block_digest,
 };
-use crate::store::{FileRef, read_at};
+use crate::store::{FileRef, Files, Opened, read_at};
 use crate::{Control, Error, Result, parallel};
 
 /// Something that is not as the index says.
@@ -61,26 +61,38 @@ struct Block {
 pub fn verify(index: &Index, allow_external: bool, threads: usize, control: &Control) -> Result<Verified> {
     let mut verified = Verified::default();
     let mut files = BTreeMap::new();
-    for number in 0..index.file_count() {
+    let connection = index.remote().map(|remote| remote.connect(threads)).transpose()?;
+    let there = match &connection {
+        Some(connection) => Files::Remote(&**connection, control),
+        None => Files::Local,
+    };
+    let count = usize::try_from(index.file_count()).expect("in memory");
+    // One after another on a file system: it is no wait.
+    let looks = if there.is_remote() { there.threads(threads) } else { 1 };
+    let looked_at = parallel::map(count, looks, |number| {
         control.check()?;
+        let number = u32::try_from(number).expect("counted by one");
         let file_ref = file_ref(index, number, allow_external)?;
-        match file_ref.open(false).map_err(|error| explain(index, error)) {
-            Ok(file) => {
-                verified
-                    .problems
-                    .extend(check_head(index, number, &file, &file_ref.path)?);
-                files.insert(number, file_ref);
-            }
+        let problem = match open(there, &file_ref).map_err(|error| explain(index, error)) {
+            Ok(file) => check_head(index, number, &file, &file_ref)?.map(|problem| (problem, true)),
             Err(Error::CorruptData { path, reason, .. }) => {
-                verified.problems.push(file_problem(path, file_ref.size, reason));
+                Some((file_problem(there, path, file_ref.size, reason), false))
             }
             Err(other) => return Err(other),
+        };
+        Ok((number, file_ref, problem))
+    })?;
+    for (number, file_ref, problem) in looked_at {
+        let is_there = problem.as_ref().is_none_or(|(_, is_there)| *is_there);
+        verified.problems.extend(problem.map(|(problem, _)| problem));
+        if is_there {
+            files.insert(number, file_ref);
         }
     }
     let (blocks, without) = blocks(index, |file| files.contains_key(&file));
     verified.bytes_without_digest = without;
     let problems = Mutex::new(Vec::new());
-    each_block(index, &files, &blocks, threads, control, |block, got| {
+    each_block(index, there, &files, &blocks, threads, control, |block, got| {
         let digests = index.chunk(block.chunk).digests.expect("only blocks that have one");
         let expected = index.digest(digests.start + block.number);
         if got != expected {
@@ -170,9 +182,10 @@ fn verify_records(
 }
 
 /// A file that was refused for `reason`: missing, of another length than `size`, or modified.
-fn file_problem(path: PathBuf, size: u64, reason: String) -> Problem {
+fn file_problem(there: Files<'_>, path: PathBuf, size: u64, reason: String) -> Problem {
     let file = format!("a file of {size} bytes");
     let (expected, got) = match std::fs::metadata(&path) {
+        _ if there.is_remote() => (file, reason),
         Ok(found) if found.is_file() && found.len() != size => (file, format!("one of {} bytes", found.len())),
         Ok(found) if found.is_file() => ("the file that was indexed".into(), format!("another: {reason}")),
         Ok(_) => (file, reason),
@@ -189,18 +202,16 @@ fn file_problem(path: PathBuf, size: u64, reason: String) -> Problem {
 }
 
 /// The header of a data file against its digest.
-fn check_head(index: &Index, number: u32, file: &File, path: &Path) -> Result<Option<Problem>> {
+fn check_head(index: &Index, number: u32, file: &Opened<'_>, file_ref: &FileRef) -> Result<Option<Problem>> {
     let view = index.file(number);
     let Some(expected) = view.head_digest else {
         return Ok(None);
     };
     // No longer than the file, which was compared with the index.
-    let mut head =
-        vec![0; usize::try_from(view.data_start).map_err(|_| Error::Unsupported("a header over 4 GiB".into()))?];
-    read_at(file, &mut head, 0).map_err(|error| Error::io("read", path, error))?;
+    let head = file.fetch(&file_ref.path, file_ref.size, 0, view.data_start)?;
     let got = block_digest(&head);
     Ok((got != expected).then(|| Problem {
-        path: path.to_owned(),
+        path: file_ref.path.clone(),
         tensor: String::new(),
         block: 0,
         offset: 0,
@@ -238,15 +249,46 @@ fn push_blocks(blocks: &mut Vec<Block>, chunk: u64, file: u32, offset: u64, leng
     }));
 }
 
+/// Opens a data file, after its length was checked.
+fn open<'a>(there: Files<'a>, file: &FileRef) -> Result<Opened<'a>> {
+    if there.is_remote() {
+        check_remote(there, file)?;
+        there.open(&file.path)
+    } else {
+        file.open(false).map(Opened::File)
+    }
+}
+
+/// Gaps up to this, and as many bytes, are read by one request to a store.
+const REQUEST: (u64, u64) = (BLOCK_SIZE, 8 * BLOCK_SIZE);
+
+/// Numbers of blocks that are read together: from a store, what lies near each other.
+fn groups(there: Files<'_>, blocks: &[Block]) -> Vec<Range<usize>> {
+    let mut groups: Vec<Range<usize>> = Vec::with_capacity(blocks.len());
+    for (i, block) in blocks.iter().enumerate() {
+        if let Some(group) = groups.last_mut().filter(|_| there.is_remote()) {
+            let (first, last) = (&blocks[group.start], &blocks[group.end - 1]);
+            let near = block.file == first.file && block.offset <= last.offset + last.len + REQUEST.0;
+            if near && block.offset + block.len <= first.offset + REQUEST.1 {
+                group.end = i + 1;
+                continue;
+            }
+        }
+        groups.push(i..i + 1);
+    }
+    groups
+}
+
 /// What one thread reads with: the file that it read last stays open. (A checkpoint may have more files than a process may open.)
-struct Hasher {
+struct Hasher<'a> {
     buffer: Vec<u8>,
-    open: Option<(u32, File)>,
+    open: Option<(u32, Opened<'a>)>,
 }
 
 /// Reads and hashes blocks in parallel, and hands each digest to `found`.
 fn each_block(
     index: &Index,
+    there: Files<'_>,
     files: &BTreeMap<u32, FileRef>,
     blocks: &[Block],
     threads: usize,
@@ -254,30 +296,46 @@ fn each_block(
     found: impl Fn(&Block, u64) + Sync,
 ) -> Result<()> {
     let workers = if threads == 0 { parallel::available() } else { threads };
+    let groups = groups(there, blocks);
     parallel::for_each(
-        blocks.len(),
-        workers,
+        groups.len(),
+        there.threads(workers),
         || Hasher {
             buffer: vec![0; usize::try_from(BLOCK_SIZE).expect("1 MiB")],
             open: None,
         },
         |hasher, job| {
             control.check()?;
-            let block = &blocks[job];
+            let group = &blocks[groups[job].clone()];
+            let (block, last) = (&group[0], &group[group.len() - 1]);
             let file_ref = &files[&block.file];
             let kept = hasher.open.take().filter(|(number, _)| *number == block.file);
             let file = match kept {
                 Some((_, file)) => file,
-                None => file_ref.open(false).map_err(|error| explain(index, error))?,
+                None if there.is_remote() => there.open(&file_ref.path)?,
+                None => file_ref
+                    .open(false)
+                    .map(Opened::File)
+                    .map_err(|error| explain(index, error))?,
             };
             let (_, file) = hasher.open.insert((block.file, file));
-            let buffer = &mut hasher.buffer[..usize::try_from(block.len).expect("at most 1 MiB")];
-            read_at(file, buffer, block.offset).map_err(|error| {
-                let tensor = index.name(index.chunk(block.chunk).tensor);
-                Error::corrupt_data(&file_ref.path, tensor, block.offset, error.to_string())
-            })?;
-            found(block, block_digest(buffer));
-            control.add(block.len);
+            if let Opened::File(file) = file {
+                let buffer = &mut hasher.buffer[..usize::try_from(block.len).expect("at most 1 MiB")];
+                read_at(file, buffer, block.offset).map_err(|error| {
+                    let tensor = index.name(index.chunk(block.chunk).tensor);
+                    Error::corrupt_data(&file_ref.path, tensor, block.offset, error.to_string())
+                })?;
+            } else {
+                let len = last.offset + last.len - block.offset;
+                let fetched = file.fetch(&file_ref.path, file_ref.size, block.offset, len);
+                hasher.buffer = fetched.map_err(|error| explain(index, error))?;
+            }
+            for each in group {
+                let at = usize::try_from(each.offset - block.offset).expect("in memory");
+                let len = usize::try_from(each.len).expect("at most 1 MiB");
+                found(each, block_digest(&hasher.buffer[at..at + len]));
+                control.add(each.len);
+            }
             Ok(())
         },
     )
@@ -331,6 +389,12 @@ pub fn copy_index(index: &Index, options: &CopyOptions, control: &Control) -> Re
 
 /// The digests of every chunk that has none.
 fn hash_all(index: &Index, threads: usize, control: &Control) -> Result<BTreeMap<u64, Vec<u64>>> {
+    if index.remote().is_some() {
+        return Err(Error::Unsupported(format!(
+            "{}: digests are added to checkpoints on a file system",
+            index.path().display()
+        )));
+    }
     let mut files = BTreeMap::new();
     for number in 0..index.file_count() {
         let file_ref = file_ref(index, number, true)?;
@@ -350,10 +414,18 @@ fn hash_all(index: &Index, threads: usize, control: &Control) -> Result<BTreeMap
         }
     }
     blocks.sort_unstable_by_key(|block| (block.file, block.offset));
-    each_block(index, &files, &blocks, threads, control, |block, digest| {
-        let number = usize::try_from(block.number).expect("as many as fit memory");
-        digests[&block.chunk][number].store(digest, Ordering::Relaxed);
-    })?;
+    each_block(
+        index,
+        Files::Local,
+        &files,
+        &blocks,
+        threads,
+        control,
+        |block, digest| {
+            let number = usize::try_from(block.number).expect("as many as fit memory");
+            digests[&block.chunk][number].store(digest, Ordering::Relaxed);
+        },
+    )?;
     Ok(digests
         .into_iter()
         .map(|(chunk, digests)| (chunk, digests.into_iter().map(AtomicU64::into_inner).collect()))

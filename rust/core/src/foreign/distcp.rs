@@ -11,11 +11,11 @@ use super::sharding::Sharding;
 use super::tensor_pickle::{self, StoredTensor};
 use super::window::{Fetched, MAX_PIECE, Source, Window};
 use super::zip::{Archive, LOCAL_MAGIC};
-use super::{Stat, open_data_file, stat_data_file};
 use crate::copy::Signs;
 use crate::format::safetensors as st;
 use crate::format::{ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry};
-use crate::{Dtype, Error, Result, parallel, store};
+use crate::store::{Files, Stat};
+use crate::{Dtype, Error, Result, parallel};
 
 /// The file that makes a folder a stock DCP checkpoint.
 pub const METADATA_NAME: &str = ".metadata";
@@ -28,25 +28,22 @@ pub fn rank_metadata_name(rank: u32) -> String {
 
 /// Indexes the stock DCP folder `dir` from its `.metadata`, or with `rank` from that rank's own. Returns the bytes of an
 /// index that is to lie in `dir`. `threads` may be 0: as many as there are cores.
-pub fn index_folder(dir: &Path, rank: Option<u32>, threads: usize) -> Result<Vec<u8>> {
+pub(crate) fn index_folder(files: Files<'_>, dir: &Path, rank: Option<u32>, threads: usize) -> Result<Vec<u8>> {
     let path = dir.join(rank.map_or_else(|| METADATA_NAME.to_owned(), rank_metadata_name));
-    let bytes = match store::read_all(&path) {
-        Ok(bytes) => bytes,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-            return Err(Error::NotFound {
-                path: dir.to_owned(),
-                reason: format!("there is no {}", path.display()),
-            });
-        }
-        Err(e) => return Err(Error::io("read", &path, e)),
+    let Some(bytes) = files.read(&path)? else {
+        return Err(Error::NotFound {
+            path: dir.to_owned(),
+            reason: format!("there is no {}", path.display()),
+        });
     };
-    index_items(dir, metadata_pickle::parse(&bytes, &path)?, threads)
+    index_items(files, dir, metadata_pickle::parse(&bytes, &path)?, threads)
 }
 
 /// Indexes the data files that `metadata` names.
-pub fn index_items(dir: &Path, metadata: StockMetadata, threads: usize) -> Result<Vec<u8>> {
+pub(crate) fn index_items(files: Files<'_>, dir: &Path, metadata: StockMetadata, threads: usize) -> Result<Vec<u8>> {
+    let threads = files.threads(threads);
     let StockMetadata {
-        files,
+        files: names,
         entries,
         mut items,
         root,
@@ -55,8 +52,8 @@ pub fn index_items(dir: &Path, metadata: StockMetadata, threads: usize) -> Resul
     let mut builder = IndexBuilder::new(SourceKind::Dcp);
     builder.root = root;
     builder.save_id = save_id;
-    let opened = parallel::map(files.len(), threads, |i| DataFile::look_at(dir, &files[i]))?;
-    for (name, file) in files.into_iter().zip(&opened) {
+    let looked_at = parallel::map(names.len(), threads, |i| DataFile::look_at(files, dir, &names[i]))?;
+    for (name, file) in names.into_iter().zip(&looked_at) {
         builder.add_file(FileEntry {
             name,
             size: file.stat.size,
@@ -68,7 +65,9 @@ pub fn index_items(dir: &Path, metadata: StockMetadata, threads: usize) -> Resul
     }
     items.sort_by_key(|item| (item.file, item.offset));
     let batches = batches(&items);
-    let located = parallel::map(batches.len(), threads, |i| locate_batch(&opened, &entries, batches[i]))?;
+    let located = parallel::map(batches.len(), threads, |i| {
+        locate_batch(files, &looked_at, &entries, batches[i])
+    })?;
     for entry in entries {
         builder.add_tensor(entry)?;
     }
@@ -89,9 +88,9 @@ struct DataFile {
 }
 
 impl DataFile {
-    fn look_at(dir: &Path, name: &str) -> Result<Self> {
+    fn look_at(files: Files<'_>, dir: &Path, name: &str) -> Result<Self> {
         let path = dir.join(name);
-        let stat = stat_data_file(&path)?;
+        let stat = files.stat(&path)?;
         Ok(Self {
             path,
             stat,
@@ -136,9 +135,11 @@ const TAIL: u64 = 1024;
 /// Reading this much that is not needed costs no more than another call.
 const GAP: u64 = 16 << 10;
 const LONGEST_READ: u64 = 4 << 20;
+/// [`GAP`] where a call is a request to a store.
+const REMOTE_GAP: u64 = 256 << 10;
 
 /// The ranges to read for some items of a file of `size` bytes: their ends, with near neighbours joined.
-fn ranges(items: &[StockItem], size: u64) -> Vec<(u64, u64)> {
+fn ranges(items: &[StockItem], size: u64, gap: u64) -> Vec<(u64, u64)> {
     let mut ranges: Vec<(u64, u64)> = Vec::new();
     let mut ends = Vec::with_capacity(2 * items.len());
     for item in items {
@@ -150,7 +151,7 @@ fn ranges(items: &[StockItem], size: u64) -> Vec<(u64, u64)> {
     ends.sort_unstable();
     for (begin, end) in ends {
         match ranges.last_mut() {
-            Some(last) if begin <= last.1.saturating_add(GAP) && end.max(last.1) - last.0 <= LONGEST_READ => {
+            Some(last) if begin <= last.1.saturating_add(gap) && end.max(last.1) - last.0 <= LONGEST_READ => {
                 last.1 = last.1.max(end);
             }
             _ => ranges.push((begin, end)),
@@ -159,12 +160,17 @@ fn ranges(items: &[StockItem], size: u64) -> Vec<(u64, u64)> {
     ranges
 }
 
-fn locate_batch(files: &[DataFile], entries: &[TensorEntry], items: &[StockItem]) -> Result<Vec<ChunkEntry>> {
+fn locate_batch(
+    files: Files<'_>,
+    looked_at: &[DataFile],
+    entries: &[TensorEntry],
+    items: &[StockItem],
+) -> Result<Vec<ChunkEntry>> {
     let Some(first) = items.first() else {
         return Ok(Vec::new());
     };
-    let file = &files[first.file as usize];
-    let opened = open_data_file(&file.path)?;
+    let file = &looked_at[first.file as usize];
+    let opened = files.open(&file.path)?;
     let source = Source {
         file: &opened,
         path: &file.path,
@@ -175,10 +181,8 @@ fn locate_batch(files: &[DataFile], entries: &[TensorEntry], items: &[StockItem]
         .filter(|item| is_stored_tensor(item, entries))
         .cloned()
         .collect();
-    let fetched = ranges(&tensors, source.size)
-        .into_iter()
-        .map(|(begin, end)| source.fetch(begin, end - begin))
-        .collect::<Result<Vec<_>>>()?;
+    let gap = if opened.is_remote() { REMOTE_GAP } else { GAP };
+    let fetched = source.fetch_all(&ranges(&tensors, source.size, gap))?;
     let mut chunks = Vec::with_capacity(items.len());
     for item in items {
         let entry = &entries[item.entry as usize];

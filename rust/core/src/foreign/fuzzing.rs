@@ -8,6 +8,7 @@ use super::{distcp, metadata_pickle, tensor_pickle as pickle, torch_file as torc
 use crate::Control;
 use crate::checkpoint::{RecoverOptions, recover};
 use crate::format::{INDEX_NAME, Index};
+use crate::store::Opened;
 
 /// The `.metadata` of a stock checkpoint.
 pub fn metadata(bytes: &[u8]) -> bool {
@@ -26,7 +27,7 @@ pub fn tensor_pickle(bytes: &[u8]) -> bool {
 pub fn archive(bytes: &[u8]) -> bool {
     let file = File::open("/dev/null").expect("a system has that");
     let source = Source {
-        file: &file,
+        file: &Opened::Lent(&file),
         path: Path::new("x.distcp"),
         size: bytes.len() as u64,
     };
@@ -54,7 +55,7 @@ pub fn archive(bytes: &[u8]) -> bool {
 pub fn torch_file(bytes: &[u8]) -> bool {
     let file = File::open("/dev/null").expect("a system has that");
     let source = Source {
-        file: &file,
+        file: &Opened::Lent(&file),
         path: Path::new("x.pth"),
         size: bytes.len() as u64,
     };

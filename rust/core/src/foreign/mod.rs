@@ -24,11 +24,7 @@ mod tests;
 pub use models::Model;
 pub use seal::seal;
 
-use std::fs::File;
-use std::os::unix::fs::MetadataExt as _;
-use std::path::{Path, PathBuf};
-
-use crate::{Error, Result};
+use std::path::PathBuf;
 
 /// A checkpoint that others wrote.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -49,31 +45,4 @@ pub enum Foreign {
         /// Which of the files there.
         model: Model,
     },
-}
-
-/// Length and modification time of a data file.
-#[derive(Clone, Copy, Debug)]
-struct Stat {
-    size: u64,
-    mtime_ns: i64,
-}
-
-/// Looks at a data file that a checkpoint names.
-fn stat_data_file(path: &Path) -> Result<Stat> {
-    match std::fs::metadata(path) {
-        Ok(found) if found.is_file() => Ok(Stat {
-            size: found.len(),
-            mtime_ns: found
-                .mtime()
-                .saturating_mul(1_000_000_000)
-                .saturating_add(found.mtime_nsec()),
-        }),
-        Ok(_) => Err(Error::corrupt_file(path, "it is not a file")),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Err(Error::corrupt_file(path, "it is missing")),
-        Err(e) => Err(Error::io("look at", path, e)),
-    }
-}
-
-fn open_data_file(path: &Path) -> Result<File> {
-    crate::store::open_file(path).map_err(|e| Error::io("open", path, e))
 }

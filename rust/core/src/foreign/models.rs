@@ -10,7 +10,8 @@ use serde::Deserialize;
 
 use crate::format::DataFileName;
 use crate::paths::{Reach, reach};
-use crate::{Error, Result, store};
+use crate::store::Files;
+use crate::{Error, Result};
 
 /// A kind of files that models are kept in.
 #[derive(Debug)]
@@ -72,8 +73,8 @@ impl Model {
     }
 
     /// The model whose index is the file `name` of the folder.
-    fn of_index(dir: &Path, name: &str) -> Result<Self> {
-        let weight_map = read_weight_map(dir, name)?;
+    fn of_index(from: Files<'_>, dir: &Path, name: &str) -> Result<Self> {
+        let weight_map = read_weight_map(from, dir, name)?;
         let files: BTreeSet<&String> = weight_map.values().collect();
         if files.is_empty() {
             return Err(Error::NotFound {
@@ -88,9 +89,9 @@ impl Model {
     }
 
     /// The model that a file of the folder is, or that it indexes; nothing where it is neither.
-    pub(crate) fn at(dir: &Path, name: &str, family: &Family) -> Result<Option<Self>> {
+    pub(crate) fn at(from: Files<'_>, dir: &Path, name: &str, family: &Family) -> Result<Option<Self>> {
         if family.is_index(name) {
-            Self::of_index(dir, name).map(Some)
+            Self::of_index(from, dir, name).map(Some)
         } else {
             Ok(name.ends_with(family.suffix).then(|| Self::of_file(name)))
         }
@@ -117,7 +118,7 @@ impl Family {
 /// # Errors
 /// [`Error::Unsupported`] where there are several and no loader prefers one; [`Error::CorruptData`] where a file of a numbered series is missing;
 /// [`Error::CorruptIndex`] where the index of the model is no such file.
-pub(crate) fn choose(dir: &Path, names: &[String], family: &Family) -> Result<Option<Model>> {
+pub(crate) fn choose(from: Files<'_>, dir: &Path, names: &[String], family: &Family) -> Result<Option<Model>> {
     let is_model_index = |name: &str| family.is_index(name) && !name.starts_with('.');
     let sorted = |wanted: &dyn Fn(&str) -> bool| {
         let mut found: Vec<&str> = names.iter().map(String::as_str).filter(|name| wanted(name)).collect();
@@ -132,8 +133,8 @@ pub(crate) fn choose(dir: &Path, names: &[String], family: &Family) -> Result<Op
             Some((key, files)) => whole(dir, &key, &files, family).map(Some),
         };
     }
-    if let Some(name) = named_by_config(dir, names)
-        && let Some(model) = Model::at(dir, &name, family)?
+    if let Some(name) = named_by_config(from, dir, names)
+        && let Some(model) = Model::at(from, dir, &name, family)?
     {
         return Ok(Some(model));
     }
@@ -142,9 +143,24 @@ pub(crate) fn choose(dir: &Path, names: &[String], family: &Family) -> Result<Op
         .iter()
         .find(|&name| names.iter().any(|there| there == name));
     match (preferred, indexes.as_slice()) {
-        (Some(name), _) | (None, [name]) => Model::at(dir, name, family),
+        (Some(name), _) | (None, [name]) => Model::at(from, dir, name, family),
         (None, _) => Err(several(dir, &indexes, &series, family)),
     }
+}
+
+/// Of the names that loaders look for, those that are there: for a folder that cannot be listed.
+pub(crate) fn known_names(from: Files<'_>, dir: &Path) -> Result<Vec<String>> {
+    let Files::Remote(connection, control) = from else {
+        return Ok(Vec::new());
+    };
+    let mut names = Vec::new();
+    for name in SAFETENSORS.loaded {
+        if connection.look(&dir.join(name), control)?.is_some() {
+            names.push((*name).to_owned());
+            break;
+        }
+    }
+    Ok(names)
 }
 
 /// What makes files one model, by their names alone: all ranks of one distributed save, a series with its length, or a file for itself.
@@ -228,13 +244,13 @@ fn whole(dir: &Path, key: &Key<'_>, files: &[&str], family: &Family) -> Result<M
 }
 
 /// The file that the model's own configuration names, which transformers prefers to all others.
-fn named_by_config(dir: &Path, names: &[String]) -> Option<String> {
+fn named_by_config(from: Files<'_>, dir: &Path, names: &[String]) -> Option<String> {
     #[derive(Deserialize)]
     struct Config {
         transformers_weights: Option<String>,
     }
     let config = names.iter().find(|&name| name == "config.json")?;
-    let text = store::read_all(&dir.join(config)).ok()?;
+    let text = from.read(&dir.join(config)).ok()??;
     let config: Config = serde_json::from_slice(&text).ok()?;
     config.transformers_weights.filter(|name| names.contains(name))
 }
@@ -265,9 +281,11 @@ struct HfIndex {
     weight_map: HashMap<String, String>,
 }
 
-fn read_weight_map(dir: &Path, name: &str) -> Result<HashMap<String, String>> {
+fn read_weight_map(from: Files<'_>, dir: &Path, name: &str) -> Result<HashMap<String, String>> {
     let path = dir.join(name);
-    let text = store::read_all(&path).map_err(|e| Error::io("read", &path, e))?;
+    let Some(text) = from.read(&path)? else {
+        return Err(Error::io("read", &path, std::io::ErrorKind::NotFound.into()));
+    };
     let index: HfIndex = serde_json::from_slice(&text)
         .map_err(|e| Error::corrupt_index(&path, 0, format!("line {} column {}: {e}", e.line(), e.column())))?;
     match index.weight_map.values().find(|file| reach(file) != Reach::Plain) {
@@ -302,7 +320,7 @@ mod tests {
             .unwrap();
         }
         let names: Vec<String> = names.iter().map(|&name| name.to_owned()).collect();
-        match choose(dir.path(), &names, family) {
+        match choose(Files::Local, dir.path(), &names, family) {
             Ok(model) => Ok(model.map(|model| model.files).unwrap_or_default()),
             Err(error) => Err(error.to_string()),
         }

@@ -9,13 +9,12 @@ use std::path::Path;
 use super::fault::{Fault, FaultResult};
 use super::models::Model;
 use super::sharding::Sharding;
-use super::window::Source;
-use super::{Stat, open_data_file, stat_data_file};
 use crate::checkpoint::part_of;
 use crate::copy::Signs;
 use crate::format::safetensors as st;
 use crate::format::{ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry, Value};
 use crate::geometry::{Dims, element_count};
+use crate::store::{Files, Stat};
 use crate::{Dtype, Error, Result, parallel};
 
 /// What the names of safetensors files end with.
@@ -23,8 +22,9 @@ pub const SUFFIX: &str = ".safetensors";
 
 /// Indexes the files of a model in the folder `dir`. Returns the bytes of an index that is to lie there. `threads` may be 0: as many as there
 /// are cores.
-pub fn index_model(dir: &Path, model: &Model, threads: usize) -> Result<Vec<u8>> {
-    let parts = parallel::map(model.files.len(), threads, |i| read_part(dir, &model.files[i]))?;
+pub(crate) fn index_model(files: Files<'_>, dir: &Path, model: &Model, threads: usize) -> Result<Vec<u8>> {
+    let threads = files.threads(threads);
+    let parts = parallel::map(model.files.len(), threads, |i| read_part(files, dir, &model.files[i]))?;
     for part in &parts {
         if let Some(which) = part_of(&part.header) {
             return Err(Error::NotFound {
@@ -47,22 +47,15 @@ struct Part {
 /// Long enough for most headers, so that one read is all it takes.
 const FIRST_READ: u64 = 64 << 10;
 
-fn read_part(dir: &Path, name: &str) -> Result<Part> {
+fn read_part(files: Files<'_>, dir: &Path, name: &str) -> Result<Part> {
     let path = dir.join(name);
-    let stat = stat_data_file(&path)?;
-    let file = open_data_file(&path)?;
-    let source = Source {
-        file: &file,
-        path: &path,
-        size: stat.size,
-    };
+    let (stat, mut head) = files.stat_with_start(&path, FIRST_READ)?;
     let bad = |e: st::HeaderError| Error::corrupt_index(&path, e.offset, e.reason);
-    let mut head = source.fetch(0, FIRST_READ.min(stat.size))?.bytes;
     if let Some(prefix) = head.first_chunk::<8>() {
         let need = st::PREFIX_LEN + st::header_len(*prefix, stat.size).map_err(bad)?;
         if need > head.len() as u64 {
-            let more = source.fetch(head.len() as u64, need - head.len() as u64)?;
-            head.extend(more.bytes);
+            let here = head.len() as u64;
+            head.extend(files.open(&path)?.fetch(&path, stat.size, here, need - here)?);
         }
     }
     let header = st::parse(&head, stat.size).map_err(bad)?;

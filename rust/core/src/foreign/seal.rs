@@ -10,7 +10,7 @@ use std::path::Path;
 use super::fault::{Fault, FaultResult};
 use super::window::{Source, Window};
 use super::zip::{Archive, DESCRIPTOR_MAGIC};
-use crate::store::read_at;
+use crate::store::{Opened, read_at};
 use crate::{Control, Error, Result, parallel};
 
 const BUFFER: usize = 1 << 20;
@@ -34,7 +34,7 @@ pub fn seal(path: &Path, archives: &[(u64, u64)], threads: usize, control: &Cont
         .open(path)
         .map_err(io("open"))?;
     let source = Source {
-        file: &file,
+        file: &Opened::Lent(&file),
         path,
         size: file.metadata().map_err(io("look at"))?.len(),
     };

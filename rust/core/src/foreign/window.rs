@@ -1,12 +1,11 @@
 //! The bytes of one item of a file, most of them fetched beforehand together with its neighbours'.
 
 use std::borrow::Cow;
-use std::fs::File;
-use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
 use super::fault::{Fault, FaultResult};
-use crate::{Error, Result};
+use crate::Result;
+use crate::store::Opened;
 
 /// A part of a file that is in memory.
 pub(super) struct Fetched {
@@ -16,7 +15,7 @@ pub(super) struct Fetched {
 
 /// A file to read ranges of.
 pub(super) struct Source<'a> {
-    pub file: &'a File,
+    pub file: &'a Opened<'a>,
     pub path: &'a Path,
     pub size: u64,
 }
@@ -24,20 +23,16 @@ pub(super) struct Source<'a> {
 impl Source<'_> {
     /// Reads `[at, at + len)`, which must lie in the file.
     pub(super) fn fetch(&self, at: u64, len: u64) -> Result<Fetched> {
-        let end = at.checked_add(len).filter(|&end| end <= self.size);
-        let (Some(_), Ok(len)) = (end, usize::try_from(len)) else {
-            return Err(Error::corrupt_data(
-                self.path,
-                "",
-                at,
-                format!("{len} bytes are wanted here, of a file of {} bytes", self.size),
-            ));
-        };
-        let mut bytes = vec![0; len];
-        match self.file.read_exact_at(&mut bytes, at) {
-            Ok(()) => Ok(Fetched { at, bytes }),
-            Err(e) => Err(Error::io("read", self.path, e)),
-        }
+        let bytes = self.file.fetch(self.path, self.size, at, len)?;
+        Ok(Fetched { at, bytes })
+    }
+
+    /// Reads several ranges (first byte, the byte after the last).
+    pub(super) fn fetch_all(&self, ranges: &[(u64, u64)]) -> Result<Vec<Fetched>> {
+        let lengths: Vec<_> = ranges.iter().map(|&(begin, end)| (begin, end - begin)).collect();
+        let read = self.file.fetch_all(self.path, self.size, &lengths)?;
+        let fetched = read.into_iter().zip(ranges);
+        Ok(fetched.map(|(bytes, &(at, _))| Fetched { at, bytes }).collect())
     }
 }
 

@@ -14,6 +14,7 @@ use super::layout::{
 use super::{Value, block_count, validate};
 use crate::copy::Signs;
 use crate::geometry::Dims;
+use crate::store::Remote;
 use crate::{Dtype, Result};
 
 /// The bytes of an index: a mapping of its file, or a buffer.
@@ -26,6 +27,7 @@ pub struct Index {
     bytes: IndexBytes,
     sections: [Range<usize>; 7],
     follows_links: bool,
+    remote: Option<Arc<dyn Remote>>,
 }
 
 /// A data file.
@@ -101,6 +103,7 @@ impl Index {
             bytes: Box::new(bytes),
             sections,
             follows_links: false,
+            remote: None,
         };
         validate::check(&index)?;
         Ok(index)
@@ -113,6 +116,20 @@ impl Index {
             follows_links: true,
             ..self
         }
+    }
+
+    /// The index of data that lies where `remote` leads.
+    #[must_use]
+    pub(crate) fn on(self, remote: Arc<dyn Remote>) -> Self {
+        Self {
+            remote: Some(remote),
+            ..self
+        }
+    }
+
+    /// What leads to the data files, if they are no files of this system: paths are URLs then.
+    pub fn remote(&self) -> Option<&Arc<dyn Remote>> {
+        self.remote.as_ref()
     }
 
     /// Whether data files may be symbolic links that lead out of the folder.

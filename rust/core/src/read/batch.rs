@@ -6,7 +6,9 @@ use std::fs::File;
 use super::plan::Plan;
 use super::policy::{Access, Policy};
 use super::{Catalog, FileRef, ReadReq};
+use crate::Control;
 use crate::copy::Stores;
+use crate::store::Connection;
 
 /// From here on a batch is streamed: what it writes would not stay in a cache anyway.
 const STREAM_BATCH: u64 = 1 << 20;
@@ -23,6 +25,9 @@ pub struct Batch<'a> {
     pub policies: &'a [Policy],
     pub plan: Plan,
     pub stores: Stores,
+    /// What files are fetched through that are on a store.
+    pub connection: Option<&'a dyn Connection>,
+    pub control: &'a Control,
 }
 
 /// Makes of what was read what it stands for.

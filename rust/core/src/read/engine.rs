@@ -6,8 +6,9 @@ use std::sync::{Mutex, PoisonError};
 
 use super::batch::{Batch, change_signs, stores};
 use super::plan::plan;
-use super::policy::{DISK_DEPTH, MIN_JOB, Policy, SMALL_READ, SMALL_READ_DEPTH};
-use super::survey::{spans, survey};
+use super::policy::{Access, MIN_JOB, Policy, SMALL_READ, SMALL_READ_DEPTH};
+use super::scatter;
+use super::survey::{connect, spans, survey};
 use super::worker::Worker;
 use super::{Catalog, FileRef, ReadOptions, ReadReq, ReadStats};
 use crate::store::Buffer;
@@ -44,13 +45,16 @@ pub unsafe fn read(
         .iter()
         .map(|access| {
             let workers = if access.waits() {
-                threads.max(DISK_DEPTH)
+                threads.max(access.depth())
             } else {
                 threads
             };
-            access.policy(total / (workers as u64 * 4))
+            // A small load from a store is over when the slowest request is: one each.
+            let shares = if *access == Access::Remote { 1 } else { 4 };
+            access.policy(total / (workers as u64 * shares))
         })
         .collect();
+    let connection = connect(files, threads)?;
     let plan = plan(files, reqs, &policies, options.verify, catalog)?;
     let mut queues = [Queue::default(), Queue::default()];
     for (i, job) in plan.jobs.iter().enumerate() {
@@ -67,6 +71,8 @@ pub unsafe fn read(
             policies: &policies,
             plan,
             stores: stores(total),
+            connection: connection.as_deref(),
+            control,
         },
         control,
         queues,
@@ -121,10 +127,13 @@ impl Call<'_> {
 
     /// How many jobs may wait for storage at a time.
     fn depth(&self, threads: usize, max_inflight: u64) -> usize {
-        let (mut largest, mut wanted, mut seeks) = (1, 0, 0);
+        let (mut largest, mut wanted, mut seeks, mut most) = (1, 0, 0, 0);
         for &job in &self.queues[1].jobs {
             let job = &self.batch.plan.jobs[job];
-            largest = largest.max(job.buffer);
+            most = most.max(self.batch.access[job.file as usize].depth());
+            if !scatter::goes_straight(&self.batch, job) {
+                largest = largest.max(job.buffer);
+            }
             wanted += job.wanted;
             seeks += job.seeks;
         }
@@ -133,7 +142,7 @@ impl Call<'_> {
         let depth = if wanted / SMALL_READ < seeks {
             SMALL_READ_DEPTH
         } else {
-            DISK_DEPTH
+            most
         };
         threads.max(depth).min(buffers).max(1)
     }

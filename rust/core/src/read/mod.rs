@@ -7,6 +7,7 @@ mod plan;
 #[cfg(test)]
 mod plan_tests;
 mod policy;
+mod scatter;
 mod segments;
 mod sequential;
 mod survey;
@@ -15,7 +16,7 @@ mod worker;
 
 use crate::copy::SignBits;
 use crate::geometry::Dims;
-pub use crate::store::FileRef;
+pub use crate::store::{Destination, FileRef};
 pub use engine::read;
 pub use sequential::{Sequential, Survey};
 
@@ -64,17 +65,6 @@ impl Default for ReadOptions {
         }
     }
 }
-
-/// Where a request's bytes go: an address that the caller keeps valid for the length of the call.
-#[derive(Clone, Copy, Debug)]
-pub struct Destination(pub *mut u8);
-
-// SAFETY: an address alone is harmless; whoever calls `read` vouches that its memory may be written from any thread.
-#[allow(unsafe_code)]
-unsafe impl Send for Destination {}
-// SAFETY: as above; nothing is written through a shared `Destination` but what `read` was asked to write.
-#[allow(unsafe_code)]
-unsafe impl Sync for Destination {}
 
 /// A rectangle of one stored chunk, and the memory it goes to.
 #[derive(Clone, Debug)]

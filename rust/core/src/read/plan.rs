@@ -12,15 +12,9 @@ use crate::store::FileRef;
 use crate::{Error, Result};
 use smallvec::SmallVec;
 
-/// Gaps up to this are read rather than skipped wherever the over-read stays within bounds.
-pub const MAX_GAP: u64 = 64 << 10;
 /// A row further than this from the next is fetched alone if the rows between are not wanted. Below it, skipping cannot
 /// save whole pages.
 const MIN_ROW: u64 = 4096;
-/// A separate read costs the disk about as much as this many bytes more.
-const SEEK_COST: u64 = 32 << 10;
-/// Pieces of a job at most: keeps jobs of tiny pieces small enough to share between threads.
-const MAX_PIECES: usize = 2048;
 
 /// Segments fetch at most 3/2 of what is wanted, alignment aside.
 pub fn worth_joining(fetched: u64, wanted: u64) -> bool {
@@ -247,8 +241,8 @@ impl Plan {
             let wanted = self.bytes(piece);
             let open = jobs
                 .last_mut()
-                .filter(|job| job.file == req.file && i - job.pieces.0 < MAX_PIECES);
-            let near = covered.filter(|c| open.is_some() && start <= c.1.saturating_add(MAX_GAP));
+                .filter(|job| job.file == req.file && i - job.pieces.0 < policy.max_pieces);
+            let near = covered.filter(|c| open.is_some() && start <= c.1.saturating_add(policy.max_gap));
             // Alone in a job, and what it adds to the last one: bytes to fetch, room in a buffer. Segments that are joined
             // fetch half as much again as is wanted.
             let ends = 2 * policy.align;
@@ -256,7 +250,7 @@ impl Plan {
                 let step = extent(&loops[sparse..], piece.run) + ends;
                 let steps = loops[..sparse].iter().fold(1, |n, l| n * l.n);
                 let bytes = cost(loops, piece.run, sparse, policy);
-                (bytes, steps * (step + step / 2), bytes / SEEK_COST)
+                (bytes, steps * (step + step / 2), bytes / policy.seek_cost)
             } else {
                 let bytes = end - start;
                 (bytes, bytes + bytes / 2 + ends, 1)
@@ -266,7 +260,7 @@ impl Plan {
                     let more = end.saturating_sub(last) + first.saturating_sub(start);
                     (more, more + if start > last { ends } else { 0 }, 0)
                 }
-                _ if policy.skip_gaps => (bytes.max(SEEK_COST), buffer, seeks),
+                _ if policy.skip_gaps => (bytes.max(policy.seek_cost), buffer, seeks),
                 _ => (bytes, buffer, seeks),
             };
             if let Some(job) = open.filter(|_| fetched + more <= policy.target) {
@@ -322,7 +316,8 @@ fn sparse_loops(copy: &Strided, policy: Policy) -> usize {
     for (i, l) in copy.loops.iter().enumerate().rev() {
         let joined = dense + (l.n - 1) * l.src;
         wanted *= l.n;
-        let touching = l.src <= dense.next_multiple_of(policy.align).max(MIN_ROW);
+        let touching = l.src <= dense.next_multiple_of(policy.align).max(MIN_ROW)
+            || policy.over_reads && l.src.saturating_sub(dense) <= policy.max_gap;
         if !touching && !worth_joining(joined, wanted) {
             return i + 1;
         }
@@ -339,5 +334,5 @@ fn cost(loops: &[Loop], run: u64, sparse: usize, policy: Policy) -> u64 {
         return one;
     }
     let steps = outer.iter().fold(1u64, |n, l| n.saturating_mul(l.n));
-    steps.saturating_mul(one.next_multiple_of(policy.align).max(SEEK_COST))
+    steps.saturating_mul(one.next_multiple_of(policy.align).max(policy.seek_cost))
 }

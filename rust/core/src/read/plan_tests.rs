@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use smallvec::smallvec;
 
 use super::plan::*;
-use super::policy::Policy;
+use super::policy::{MAX_GAP, Policy};
 use super::{Catalog, Destination, FileRef, ReadReq};
 use crate::copy::SignBits;
 use crate::geometry::Dims;
@@ -17,11 +17,16 @@ const DISK: Policy = Policy {
     target: 2 * MIB,
     align: 4096,
     skip_gaps: true,
+    max_gap: MAX_GAP,
+    over_reads: false,
+    seek_cost: 32 << 10,
+    max_pieces: 2048,
 };
 const MAPPED: Policy = Policy {
     target: 2 * MIB,
     align: 1,
     skip_gaps: false,
+    ..DISK
 };
 
 struct NoNames;
@@ -41,6 +46,7 @@ fn file(size: u64) -> FileRef {
         size,
         mtime_ns: 0,
         links: Links::Any,
+        remote: None,
     }
 }
 
@@ -254,6 +260,36 @@ fn requests() -> impl Strategy<Value = Vec<ReadReq>> {
     prop::collection::vec(one, 0..12)
 }
 
+/// From a store, what lies between columns is fetched with them: a request for each row would take longer. Further away than a request costs, it is not.
+#[test]
+fn a_store_reads_through_what_a_request_would_cost() {
+    let policy = super::policy::Access::Remote.policy(u64::MAX);
+    let columns = |pitch: u64| ReadReq {
+        file: 0,
+        tensor: 0,
+        chunk_offset: 0,
+        chunk_length: 16 * pitch,
+        digests: None,
+        itemsize: 1,
+        shape: smallvec![16, 1024],
+        src_offset: 0,
+        src_strides: smallvec![pitch, 1],
+        dst: Destination(std::ptr::null_mut()),
+        dst_strides: smallvec![1024, 1],
+        signs: SignBits::default(),
+    };
+    for (pitch, requests) in [(4096, 1), (512 << 10, 1), (4 * MIB, 16)] {
+        let reqs = [columns(pitch)];
+        let plan = plan(&[file(1 << 40)], &reqs, &[policy], false, &NoNames).unwrap();
+        let (mut extents, mut segments, mut all) = (vec![], vec![], 0);
+        for job in &plan.jobs {
+            plan.extents(job, &reqs, policy, false, &mut extents, &mut segments);
+            all += segments.len();
+        }
+        assert_eq!(all, requests, "rows {pitch} bytes apart");
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
     /// What the jobs copy is what was asked for, each byte once, from within fetched segments.
@@ -263,9 +299,10 @@ proptest! {
         target in prop::sample::select(vec![64u64, 1000, 4096, 65536]),
         align in prop::sample::select(vec![1u64, 512]),
         skip_gaps: bool,
+        over_reads: bool,
         verify: bool,
     ) {
-        let policy = Policy { target, align, skip_gaps };
+        let policy = Policy { target, align, skip_gaps, over_reads, ..DISK };
         let files = [file(1 << 40)];
         let plan = plan(&files, &reqs, &[policy], verify, &NoNames).unwrap();
         let (mut extents, mut segments, mut got) = (vec![], vec![], vec![]);
@@ -279,7 +316,7 @@ proptest! {
                 prop_assert!(pair[0].buffer_end(align) <= pair[1].at);
             }
             prop_assert!(segments.iter().all(|s| s.start % align == 0 && s.at % align == 0 && s.start < s.end));
-            prop_assert!(segments.last().is_none_or(|s| s.buffer_end(align) <= job.buffer));
+            prop_assert!(over_reads || segments.last().is_none_or(|s| s.buffer_end(align) <= job.buffer));
             let before = got.len();
             for e in &extents {
                 let segment = segments[e.segment];

@@ -15,6 +15,24 @@ const CACHED_JOB: u64 = 512 << 10;
 /// Jobs are made smaller than the above to give every thread some, but never below this.
 pub const MIN_JOB: u64 = 256 << 10;
 
+/// Requests to a store in flight.
+pub const REMOTE_DEPTH: usize = 64;
+/// Bytes of a job fetched from a store: large against what a request costs.
+const REMOTE_JOB: u64 = 8 << 20;
+/// The least of one, where there is little to fetch.
+const REMOTE_MIN_JOB: u64 = 1 << 20;
+/// A request to a store takes about as long as this many bytes of one connection (20 ms at 50 MB/s).
+const REQUEST_COST: u64 = 1 << 20;
+/// Gaps up to this are read rather than skipped wherever the over-read stays within bounds.
+pub const MAX_GAP: u64 = 64 << 10;
+/// A separate read costs the disk about as much as this many bytes more.
+const SEEK_COST: u64 = 32 << 10;
+
+/// Tiny pieces that are worth a thread of their own where they are in memory.
+const MAX_PIECES: usize = 2048;
+/// Those that are worth a request of their own.
+const REMOTE_PIECES: usize = 1 << 16;
+
 /// How the bytes of a file are best fetched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Policy {
@@ -24,6 +42,14 @@ pub struct Policy {
     pub align: u64,
     /// Whether a skipped gap saves reading it. Not so from memory, where only its pages are set up.
     pub skip_gaps: bool,
+    /// Gaps up to this are read rather than skipped, within the bounds of [`over_reads`](Self::over_reads).
+    pub max_gap: u64,
+    /// Whether that is so however much more than what is wanted is read.
+    pub over_reads: bool,
+    /// A separate read costs about as much as this many bytes more.
+    pub seek_cost: u64,
+    /// Pieces of a job at most: keeps jobs of tiny pieces small enough to share between threads.
+    pub max_pieces: usize,
 }
 
 /// How one file is read in this call.
@@ -40,12 +66,14 @@ pub enum Access {
     Direct {
         align: u64,
     },
+    /// From a store.
+    Remote,
 }
 
 impl Access {
     /// Whether more threads than cores are useful.
     pub fn waits(self) -> bool {
-        matches!(self, Self::Shared | Self::Buffered | Self::Direct { .. })
+        matches!(self, Self::Shared | Self::Buffered | Self::Direct { .. } | Self::Remote)
     }
 
     /// Whether bytes are copied from a mapping.
@@ -53,16 +81,31 @@ impl Access {
         matches!(self, Self::Mapped | Self::Shared)
     }
 
+    /// How many of its reads are in flight where they are large.
+    pub fn depth(self) -> usize {
+        match self {
+            Self::Remote => REMOTE_DEPTH,
+            _ => DISK_DEPTH,
+        }
+    }
+
     pub fn policy(self, share: u64) -> Policy {
         let (target, align) = match self {
             Self::Mapped | Self::Shared => (MAPPED_JOB, 1),
             Self::Cached | Self::Buffered => (CACHED_JOB, 1),
             Self::Direct { align } => (DISK_JOB, align),
+            Self::Remote => (REMOTE_JOB, 1),
         };
+        let is_remote = self == Self::Remote;
+        let least = if is_remote { REMOTE_MIN_JOB } else { MIN_JOB };
         Policy {
-            target: share.next_power_of_two().clamp(MIN_JOB, target),
+            target: share.next_power_of_two().clamp(least, target),
             align,
             skip_gaps: !self.maps(),
+            max_gap: if is_remote { REQUEST_COST } else { MAX_GAP },
+            over_reads: is_remote,
+            max_pieces: if is_remote { REMOTE_PIECES } else { MAX_PIECES },
+            seek_cost: if is_remote { REQUEST_COST } else { SEEK_COST },
         }
     }
 }

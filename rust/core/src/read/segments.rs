@@ -1,7 +1,7 @@
 //! What a job fetches: the ranges of the file that its pieces need, joined where that is cheaper. Pure, as the plan is.
 
 use super::ReadReq;
-use super::plan::{Job, MAX_GAP, Piece, Plan, extent, fetch_range, worth_joining};
+use super::plan::{Job, Piece, Plan, extent, fetch_range, worth_joining};
 use super::policy::Policy;
 use crate::copy::Loop;
 
@@ -79,8 +79,9 @@ impl Plan {
             if let Some(last) = segments.last_mut() {
                 let covered = last.end.next_multiple_of(policy.align);
                 let fetched = end.max(last.end) - last.start;
-                let near = start.saturating_sub(covered) <= MAX_GAP;
-                if start <= covered || near && (!policy.skip_gaps || worth_joining(fetched, wanted + new)) {
+                let near = start.saturating_sub(covered) <= policy.max_gap;
+                let read_through = || !policy.skip_gaps || policy.over_reads || worth_joining(fetched, wanted + new);
+                if start <= covered || near && read_through() {
                     wanted += new.min(end.saturating_sub(last.end));
                     last.end = last.end.max(end);
                     extent.segment = segments.len() - 1;
@@ -96,7 +97,7 @@ impl Plan {
 }
 
 /// Calls `each` with the source and destination offset of every step of the loops, which begin at `(src, dst)`.
-fn each_step(loops: &[Loop], src: u64, dst: u64, each: &mut impl FnMut(u64, u64)) {
+pub fn each_step(loops: &[Loop], src: u64, dst: u64, each: &mut impl FnMut(u64, u64)) {
     match loops {
         [] => each(src, dst),
         [outer, rest @ ..] => {

@@ -2,13 +2,15 @@
 #![allow(unsafe_code)] // `read` is unsafe to call: it writes to addresses that it is given.
 
 use std::fs::File;
+use std::sync::Arc;
 
 use super::batch::{Batch, change_signs, stores};
 use super::plan::{Plan, plan};
-use super::policy::{Access, DISK_DEPTH, Policy};
-use super::survey::{spans, survey};
+use super::policy::{Access, Policy};
+use super::survey::{connect, spans, survey};
 use super::worker::Worker;
 use super::{Catalog, FileRef, ReadOptions, ReadReq, ReadStats};
+use crate::store::Connection;
 use crate::{Control, Result};
 
 /// How each file of a series of batches is read: looked at once, before the first.
@@ -16,6 +18,7 @@ pub struct Survey {
     access: Vec<Access>,
     open: Vec<Option<File>>,
     policies: Vec<Policy>,
+    connection: Option<Arc<dyn Connection>>,
 }
 
 impl Survey {
@@ -27,17 +30,20 @@ impl Survey {
         let wanted = spans(files, reqs, options, catalog)?;
         let (access, open) = survey(files, &wanted, options)?;
         let policies = access.iter().map(|access| access.policy(u64::from(u32::MAX))).collect();
-        Ok(Self { access, open, policies })
+        let connection = connect(files, options.threads)?;
+        Ok(Self {
+            access,
+            open,
+            policies,
+            connection,
+        })
     }
 
     /// How many threads keep busy what is slowest: the cores, or the disk.
     #[must_use]
     pub fn workers(&self, threads: usize) -> usize {
-        if self.access.iter().any(|access| access.waits()) {
-            threads.max(DISK_DEPTH)
-        } else {
-            threads.max(1)
-        }
+        let waiting = self.access.iter().filter(|access| access.waits());
+        waiting.map(|access| access.depth()).fold(threads.max(1), usize::max)
     }
 
     /// What offsets of direct reads of a file must be multiples of, if that is how it is read.
@@ -55,6 +61,7 @@ impl Survey {
         files: &'a [FileRef],
         reqs: &'a [ReadReq],
         catalog: &'a dyn Catalog,
+        control: &'a Control,
         plan: Plan,
     ) -> Batch<'a> {
         let total = plan.jobs.iter().map(|job| job.wanted).sum();
@@ -68,6 +75,8 @@ impl Survey {
             policies: &self.policies,
             plan,
             stores: stores(total),
+            connection: self.connection.as_deref(),
+            control,
         }
     }
 }
@@ -99,7 +108,7 @@ impl Sequential {
         let plan = plan(files, reqs, &survey.policies, verify, catalog)?;
         let batch = Batch {
             verify,
-            ..survey.batch(files, reqs, catalog, plan)
+            ..survey.batch(files, reqs, catalog, control, plan)
         };
         for job in &batch.plan.jobs {
             control.check()?;
@@ -127,7 +136,7 @@ impl Sequential {
         control: &Control,
     ) -> Result<bool> {
         control.check()?;
-        let batch = survey.batch(files, &[], &Nameless, Plan::default());
+        let batch = survey.batch(files, &[], &Nameless, control, Plan::default());
         let read = self.worker.read_direct(&batch, file, (start, end), memory)?;
         if read {
             control.add(end - start);

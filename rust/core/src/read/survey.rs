@@ -2,10 +2,11 @@
 
 use std::collections::HashMap;
 use std::fs::File;
+use std::sync::Arc;
 
 use super::policy::{Access, SMALL_READ};
 use super::{Catalog, FileRef, IoMode, ReadOptions, ReadReq};
-use crate::store::{Mapping, direct_align, is_remote, resident_bytes};
+use crate::store::{Connection, Mapping, direct_align, is_remote, resident_bytes};
 use crate::{Error, Result};
 
 /// Of a file that is taken as resident, at most one part in this many is not.
@@ -91,6 +92,12 @@ fn is_thin(req: &ReadReq, bytes: u64) -> bool {
     row < SMALL_READ.min(bytes)
 }
 
+/// The connection to the store that files are on, if they are on one.
+pub fn connect(files: &[FileRef], threads: usize) -> Result<Option<Arc<dyn Connection>>> {
+    let remote = files.iter().find_map(|file| file.remote.as_ref());
+    remote.map(|remote| remote.connect(threads)).transpose()
+}
+
 /// Opens and checks every file that is needed before a byte of any is read, and decides how to read each.
 pub fn survey(files: &[FileRef], wanted: &[Wanted], options: &ReadOptions) -> Result<(Vec<Access>, Vec<Option<File>>)> {
     let mut all = Vec::with_capacity(files.len());
@@ -99,6 +106,12 @@ pub fn survey(files: &[FileRef], wanted: &[Wanted], options: &ReadOptions) -> Re
     for (file, wanted) in files.iter().zip(wanted) {
         if wanted.bytes == 0 {
             all.push(Access::Buffered);
+            kept.push(None);
+            continue;
+        }
+        if file.remote.is_some() {
+            // What is there, and how long it is, its first part tells.
+            all.push(Access::Remote);
             kept.push(None);
             continue;
         }
@@ -177,6 +190,7 @@ mod tests {
             size: 1 << 20,
             mtime_ns: 0,
             links: Links::Any,
+            remote: None,
         };
         let options = ReadOptions {
             shared,

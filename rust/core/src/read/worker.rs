@@ -9,7 +9,7 @@ use super::bounce;
 use super::plan::Job;
 use super::policy::Access;
 use super::segments::{Extent, Segment};
-use super::{FileRef, ReadStats, verify};
+use super::{FileRef, ReadStats, scatter, verify};
 use crate::copy::{copy_strided_unfenced, copy_with_digest_unfenced, fence};
 use crate::format::{BLOCK_SIZE, block_digest};
 use crate::store::{Buffer, Mapping, read_direct_at, resident_bytes};
@@ -89,6 +89,9 @@ impl Worker {
             &mut self.extents,
             &mut self.segments,
         );
+        if batch.access[index] == Access::Remote {
+            return self.fetch(batch, job);
+        }
         self.open.turn_to(job.file);
         let mapped = batch.access[index].maps();
         if mapped {
@@ -112,6 +115,59 @@ impl Worker {
         if mapped {
             self.stats.bytes_read += job.wanted;
             self.stats.bytes_mapped += job.wanted;
+        }
+        Ok(())
+    }
+
+    /// Delivers a job from a store: straight to its destinations where all of it can go there, else by way of the buffer.
+    fn fetch(&mut self, batch: &Batch, job: &Job) -> Result<()> {
+        let file = &batch.files[job.file as usize];
+        let connection = batch
+            .connection
+            .ok_or_else(|| Error::Internal("a remote file without a connection".into()))?;
+        let bytes: u64 = self.segments.iter().map(|s| s.end - s.start).sum();
+        if scatter::goes_straight(batch, job) {
+            let parts = scatter::parts(batch, &self.extents, &self.segments);
+            // SAFETY: the planner only divides the requests' rectangles, all of which the caller of `read` vouches for, and no other piece holds these
+            // bytes; it has checked that every extent ends within the file.
+            unsafe { connection.fetch(&file.path, file.size, parts, batch.control)? };
+            self.check_delivered(batch, file)?;
+        } else {
+            let size = self.segments.last().map_or(0, |s| s.buffer_end(1));
+            let memory = self.buffer.at_least(index(size));
+            let memory = memory.map_err(|e| Error::io("read", &file.path, e))?.as_mut_ptr();
+            let parts = scatter::whole(&self.segments, memory);
+            // SAFETY: the buffer has room for every segment at its own place, and is this thread's alone; segments lie in the file, as above.
+            unsafe { connection.fetch(&file.path, file.size, parts, batch.control)? };
+            let delivered = self.deliver(batch, file, false);
+            fence();
+            delivered?;
+        }
+        self.stats.bytes_read += bytes;
+        self.stats.bytes_wanted += job.wanted;
+        self.stats.jobs += 1;
+        Ok(())
+    }
+
+    /// Compares blocks that went straight to where they are wanted with their digests.
+    fn check_delivered(&mut self, batch: &Batch, file: &FileRef) -> Result<()> {
+        for extent in self.extents.iter().filter(|_| batch.verify) {
+            let req = &batch.reqs[batch.plan.pieces[extent.piece].req as usize];
+            if req.digests.is_none() {
+                continue;
+            }
+            let dst = req.dst.0.wrapping_add(index(extent.dst));
+            let first = (extent.src - req.chunk_offset) / BLOCK_SIZE;
+            let mut at = 0;
+            for block in first..(extent.src + extent.len - req.chunk_offset).div_ceil(BLOCK_SIZE) {
+                let (from, to) = verify::block_range(req, block);
+                let len = to - from;
+                // SAFETY: what goes straight is made of whole blocks; they were written just now, where the caller of `read` vouches for the memory.
+                let bytes = unsafe { std::slice::from_raw_parts(dst.wrapping_add(index(at)), index(len)) };
+                verify::compare(file, req, block, block_digest(bytes), batch.catalog)?;
+                self.stats.bytes_verified += len;
+                at += len;
+            }
         }
         Ok(())
     }

@@ -4,8 +4,10 @@ use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Read as _};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use super::platform;
+use super::remote::Remote;
 use crate::paths::{Links, Verdict};
 use crate::{Error, Result};
 
@@ -24,6 +26,8 @@ pub struct FileRef {
     pub mtime_ns: i64,
     /// Which symbolic links may lead to it.
     pub links: Links,
+    /// Where it is no file of this system: what `path` is a URL of.
+    pub remote: Option<Arc<dyn Remote>>,
 }
 
 impl FileRef {

@@ -1,9 +1,10 @@
-//! Files, folders and mappings: what the operating system offers, without knowledge of the format.
+//! Files, folders and mappings: what the operating system offers, or a store of objects, without knowledge of the format.
 
 mod buffer;
 pub(crate) mod disk;
 mod faults;
 mod file;
+mod files;
 mod fork;
 mod lock;
 mod mapping;
@@ -11,12 +12,14 @@ mod platform;
 mod private;
 mod publish;
 mod random;
+mod remote;
 mod residency;
 
 pub(crate) use buffer::Buffer;
 pub use faults::{Faulted, arm, disarm};
 pub use file::FileRef;
 pub(crate) use file::{open_file, read_all, read_at, read_direct_at};
+pub(crate) use files::{Files, Opened, Stat};
 pub(crate) use lock::Claimed;
 pub use lock::{FileLock, FolderLock, LOCK_NAME, Mode};
 pub use mapping::Mapping;
@@ -24,4 +27,5 @@ pub use private::PrivateMapping;
 pub use publish::{ASIDE, create_folder, publish, put_in_place};
 pub(crate) use publish::{name_of_temporary, publish_on};
 pub use random::{random_bytes, random_token};
+pub use remote::{Connection, Destination, Part, Remote, Run};
 pub use residency::{direct_align, is_remote, resident_bytes};

@@ -289,7 +289,7 @@ proptest! {
         }
         let dir = fixtures().join("torch-2.15.0/nested");
         if let Ok(metadata) = metadata_pickle::parse(&bytes, &dir) {
-            let _ = crate::foreign::distcp::index_items(&dir, metadata, 1);
+            let _ = crate::foreign::distcp::index_items(crate::store::Files::Local, &dir, metadata, 1);
         }
     }
 

@@ -9,8 +9,8 @@ use crate::foreign::fault::{Fault, FaultResult};
 use crate::foreign::pickle::{Pickle, Rules};
 use crate::foreign::window::{Fetched, Source, Window};
 use crate::foreign::zip::{Archive, LOCAL_MAGIC, Record};
-use crate::foreign::{Stat, open_data_file, stat_data_file};
 use crate::format::Value;
+use crate::store::{Files, Stat};
 use crate::{Error, Result, parallel};
 
 /// Longest directory, and longest pickle. All of one is in memory, and what is made of it takes some thirty times as much at worst.
@@ -74,8 +74,8 @@ pub(crate) fn is_torch_file(name: &str, start: &[u8]) -> bool {
 impl TorchFile {
     /// Looks at a file. `threads` may be 0: as many as there are cores.
     pub(super) fn open(path: &Path, threads: usize) -> Result<Self> {
-        let stat = stat_data_file(path)?;
-        let file = open_data_file(path)?;
+        let stat = Files::Local.stat(path)?;
+        let file = Files::Local.open(path)?;
         let source = Source {
             file: &file,
             path,

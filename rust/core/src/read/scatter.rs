@@ -1,0 +1,76 @@
+//! What of a job goes straight to its destinations as it comes from a store, and where: pure, as the plan is.
+
+use super::ReadReq;
+use super::batch::Batch;
+use super::plan::{Job, Piece};
+use super::segments::{Extent, Segment, each_step};
+use crate::format::BLOCK_SIZE;
+use crate::store::{Destination, Part, Run};
+
+/// Runs shorter than this are better gathered in a buffer first.
+const MIN_RUN: u64 = 512;
+
+/// Whether all of a job does: its runs are long enough, and blocks that are compared with digests are wanted whole, so that they can be hashed where
+/// they went.
+pub fn goes_straight(batch: &Batch, job: &Job) -> bool {
+    batch.plan.pieces[job.pieces.0..job.pieces.1].iter().all(|piece| {
+        let req = &batch.reqs[piece.req as usize];
+        let (loops, _) = batch.plan.loops_of(piece);
+        if batch.verify && req.digests.is_some() {
+            return loops.is_empty() && is_of_whole_blocks(req, piece);
+        }
+        loops.is_empty() || piece.run >= MIN_RUN
+    })
+}
+
+fn is_of_whole_blocks(req: &ReadReq, piece: &Piece) -> bool {
+    let from = piece.src - req.chunk_offset;
+    let to = from + piece.run;
+    from.is_multiple_of(BLOCK_SIZE) && (to.is_multiple_of(BLOCK_SIZE) || to == req.chunk_length)
+}
+
+/// The parts to fetch for the extents of a job that [`goes_straight`], one for a segment.
+pub fn parts(batch: &Batch, extents: &[Extent], segments: &[Segment]) -> Vec<Part> {
+    let mut parts: Vec<Part> = segments
+        .iter()
+        .map(|segment| Part {
+            start: segment.start,
+            end: segment.end,
+            runs: Vec::new(),
+        })
+        .collect();
+    for extent in extents {
+        let piece = &batch.plan.pieces[extent.piece];
+        let base = batch.reqs[piece.req as usize].dst.0;
+        let (loops, sparse) = batch.plan.loops_of(piece);
+        let runs = &mut parts[extent.segment].runs;
+        each_step(&loops[sparse..], extent.src, extent.dst, &mut |src, dst| {
+            runs.push(Run {
+                at: src,
+                len: piece.run,
+                // What is in memory fits in it.
+                to: Destination(base.wrapping_add(usize::try_from(dst).unwrap_or(usize::MAX))),
+            });
+        });
+    }
+    for part in &mut parts {
+        if !part.runs.is_sorted_by_key(|run| run.at) {
+            part.runs.sort_unstable_by_key(|run| run.at);
+        }
+    }
+    parts
+}
+
+/// The parts to fetch all segments to their places in a buffer.
+pub fn whole(segments: &[Segment], buffer: *mut u8) -> Vec<Part> {
+    let part = |segment: &Segment| Part {
+        start: segment.start,
+        end: segment.end,
+        runs: vec![Run {
+            at: segment.start,
+            len: segment.end - segment.start,
+            to: Destination(buffer.wrapping_add(usize::try_from(segment.at).unwrap_or(usize::MAX))),
+        }],
+    };
+    segments.iter().filter(|s| s.end > s.start).map(part).collect()
+}

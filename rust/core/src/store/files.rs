@@ -1,0 +1,202 @@
+//! Looking at files, wherever they are: on a file system, or where a connection leads.
+#![allow(unsafe_code)] // what is fetched goes to a buffer by its address
+
+use std::fs::File;
+use std::io::ErrorKind;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+use std::path::Path;
+
+use super::remote::{Connection, Destination, Part, Run};
+use super::{open_file, read_all};
+use crate::{Control, Error, Result};
+
+/// Of a remote file that is read whole, so much is asked for at first: one request for most.
+const FIRST: u64 = 4 << 20;
+/// One request each for what is left.
+const PART: u64 = 8 << 20;
+/// Looks that wait for a store at a time.
+const LOOKS: usize = 32;
+
+/// Where paths lead.
+#[derive(Clone, Copy)]
+pub(crate) enum Files<'a> {
+    /// To the file system.
+    Local,
+    /// To where a connection leads.
+    Remote(&'a dyn Connection, &'a Control),
+}
+
+/// Length and modification time of a file.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Stat {
+    pub size: u64,
+    /// In nanoseconds since 1970; 0 where it is not to be compared: a remote file is known by its tag.
+    pub mtime_ns: i64,
+}
+
+impl<'a> Files<'a> {
+    /// Whether every look waits for somebody else.
+    pub fn is_remote(&self) -> bool {
+        matches!(self, Self::Remote(..))
+    }
+
+    /// How many threads look at files where `threads` were asked for.
+    pub fn threads(&self, threads: usize) -> usize {
+        if self.is_remote() { LOOKS } else { threads }
+    }
+
+    /// All of a file; `None` if it is not there.
+    pub fn read(&self, path: &Path) -> Result<Option<Vec<u8>>> {
+        match *self {
+            Self::Local => match read_all(path) {
+                Ok(bytes) => Ok(Some(bytes)),
+                Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+                Err(e) => Err(Error::io("read", path, e)),
+            },
+            Self::Remote(connection, control) => match connection.start(path, FIRST, false, control)? {
+                Some((bytes, size)) => rest(connection, control, path, bytes, size).map(Some),
+                None => Ok(None),
+            },
+        }
+    }
+
+    /// Looks at a data file that a checkpoint names.
+    pub fn stat(&self, path: &Path) -> Result<Stat> {
+        match *self {
+            Self::Local => match std::fs::metadata(path) {
+                Ok(found) if found.is_file() => Ok(Stat {
+                    size: found.len(),
+                    mtime_ns: found
+                        .mtime()
+                        .saturating_mul(1_000_000_000)
+                        .saturating_add(found.mtime_nsec()),
+                }),
+                Ok(_) => Err(Error::corrupt_file(path, "it is not a file")),
+                Err(e) if e.kind() == ErrorKind::NotFound => Err(Error::corrupt_file(path, "it is missing")),
+                Err(e) => Err(Error::io("look at", path, e)),
+            },
+            Self::Remote(connection, control) => match connection.look(path, control)? {
+                Some(size) => Ok(Stat { size, mtime_ns: 0 }),
+                None => Err(Error::corrupt_file(path, "it is missing")),
+            },
+        }
+    }
+
+    /// The start of a data file, and what [`stat`](Self::stat) says of it: one request.
+    pub fn stat_with_start(&self, path: &Path, most: u64) -> Result<(Stat, Vec<u8>)> {
+        match *self {
+            Self::Local => {
+                let stat = self.stat(path)?;
+                let bytes = self.open(path)?.fetch(path, stat.size, 0, most.min(stat.size))?;
+                Ok((stat, bytes))
+            }
+            Self::Remote(connection, control) => match connection.start(path, most, false, control)? {
+                Some((bytes, size)) => Ok((Stat { size, mtime_ns: 0 }, bytes)),
+                None => Err(Error::corrupt_file(path, "it is missing")),
+            },
+        }
+    }
+
+    /// Opens a data file to read ranges of it.
+    pub fn open(&self, path: &Path) -> Result<Opened<'a>> {
+        match *self {
+            Self::Local => match open_file(path) {
+                Ok(file) => Ok(Opened::File(file)),
+                Err(e) => Err(Error::io("open", path, e)),
+            },
+            Self::Remote(connection, control) => Ok(Opened::Remote(connection, control)),
+        }
+    }
+}
+
+/// A file to read ranges of.
+pub(crate) enum Opened<'a> {
+    File(File),
+    Lent(&'a File),
+    Remote(&'a dyn Connection, &'a Control),
+}
+
+impl Opened<'_> {
+    /// Whether every read waits for somebody else.
+    pub fn is_remote(&self) -> bool {
+        matches!(self, Self::Remote(..))
+    }
+
+    /// Reads `[at, at + len)`, which must lie in the file of `size` bytes.
+    pub fn fetch(&self, path: &Path, size: u64, at: u64, len: u64) -> Result<Vec<u8>> {
+        let mut bytes = self.fetch_all(path, size, &[(at, len)])?;
+        Ok(bytes.pop().unwrap_or_default())
+    }
+
+    /// Reads several ranges (first byte, length) of the file: remotely, all of them at a time.
+    pub fn fetch_all(&self, path: &Path, size: u64, ranges: &[(u64, u64)]) -> Result<Vec<Vec<u8>>> {
+        let mut buffers = Vec::with_capacity(ranges.len());
+        for &(at, len) in ranges {
+            let end = at.checked_add(len).filter(|&end| end <= size);
+            let (Some(_), Ok(len)) = (end, usize::try_from(len)) else {
+                let reason = format!("{len} bytes are wanted here, of a file of {size} bytes");
+                return Err(Error::corrupt_data(path, "", at, reason));
+            };
+            buffers.push(vec![0; len]);
+        }
+        match self {
+            Self::File(file) => read_exact(file, path, &mut buffers, ranges)?,
+            Self::Lent(file) => read_exact(file, path, &mut buffers, ranges)?,
+            Self::Remote(connection, control) => {
+                let parts = buffers
+                    .iter_mut()
+                    .zip(ranges)
+                    .filter(|(_, (_, len))| *len > 0)
+                    .flat_map(|(buffer, &(at, len))| parts(at, len, Destination(buffer.as_mut_ptr())))
+                    .collect();
+                // SAFETY: each range has a buffer of its length, which nothing else touches meanwhile, and lies in the file.
+                unsafe { connection.fetch(path, size, parts, control)? };
+            }
+        }
+        Ok(buffers)
+    }
+}
+
+fn read_exact(file: &File, path: &Path, buffers: &mut [Vec<u8>], ranges: &[(u64, u64)]) -> Result<()> {
+    buffers.iter_mut().zip(ranges).try_for_each(|(buffer, (at, _))| {
+        let read = file.read_exact_at(buffer, *at);
+        read.map_err(|e| Error::io("read", path, e))
+    })
+}
+
+/// A range of a file on its way to one place, as requests of at most [`PART`] bytes.
+fn parts(at: u64, len: u64, to: Destination) -> impl Iterator<Item = Part> {
+    (0..len.div_ceil(PART)).map(move |number| {
+        let from = number * PART;
+        let len = PART.min(len - from);
+        // What is in memory fits in it.
+        let to = Destination(to.0.wrapping_add(usize::try_from(from).unwrap_or(usize::MAX)));
+        Part {
+            start: at + from,
+            end: at + from + len,
+            runs: vec![Run { at: at + from, len, to }],
+        }
+    })
+}
+
+/// All of a remote file of which the first bytes are here.
+fn rest(connection: &dyn Connection, control: &Control, path: &Path, mut bytes: Vec<u8>, size: u64) -> Result<Vec<u8>> {
+    let here = bytes.len();
+    let whole = usize::try_from(size).map_err(|_| Error::Unsupported(format!("{}: too large", path.display())))?;
+    if here >= whole {
+        return Ok(bytes);
+    }
+    // Its length is the store's word: memory that is not there is an error, and no abort.
+    if bytes.try_reserve_exact(whole - here).is_err() {
+        return Err(Error::Unsupported(format!(
+            "{}: there is no memory for its {size} bytes",
+            path.display()
+        )));
+    }
+    bytes.resize(whole, 0);
+    let to = Destination(bytes[here..].as_mut_ptr());
+    let parts = parts(here as u64, size - here as u64, to).collect();
+    // SAFETY: the buffer is as long as the file, and nothing else touches it meanwhile.
+    unsafe { connection.fetch(path, size, parts, control)? };
+    Ok(bytes)
+}

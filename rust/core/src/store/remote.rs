@@ -1,0 +1,74 @@
+//! Files that no file system has: objects of a store, pages of a server. Their paths are URLs.
+//!
+//! This crate knows no protocol. Whoever does implements [`Remote`] and [`Connection`]; the plans, the checks and the engines are those of files.
+#![allow(unsafe_code)] // `Connection::fetch` writes to addresses that it is given.
+
+use std::fmt::Debug;
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::{Control, Result};
+
+/// Where bytes go: an address that the caller keeps valid for the length of the call.
+#[derive(Clone, Copy, Debug)]
+pub struct Destination(pub *mut u8);
+
+// SAFETY: an address alone is harmless; whoever asks for bytes to be written to it vouches that its memory may be written from any thread.
+unsafe impl Send for Destination {}
+// SAFETY: as above; nothing is written through a shared `Destination` but what its holder was asked to write.
+unsafe impl Sync for Destination {}
+
+/// Bytes of a part, and the memory they go to.
+#[derive(Clone, Copy, Debug)]
+pub struct Run {
+    /// First byte in the file.
+    pub at: u64,
+    /// Bytes; at least one.
+    pub len: u64,
+    /// Where the first goes.
+    pub to: Destination,
+}
+
+/// A range of a file that is fetched by one request. What no run wants is dropped as it comes.
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// First byte.
+    pub start: u64,
+    /// The byte after the last.
+    pub end: u64,
+    /// What is wanted of it, in the order of the file. Two runs may want the same bytes.
+    pub runs: Vec<Run>,
+}
+
+/// A store, and how to speak to it. Nothing is open, and no thread runs, but while there is a [`Connection`].
+pub trait Remote: Debug + Send + Sync {
+    /// Begins to speak to it; `threads`: that receive, 0 for as many as there are cores.
+    fn connect(&self, threads: usize) -> Result<Arc<dyn Connection>>;
+}
+
+/// For the length of a call: what answers for the files of a [`Remote`]. Every method may be called from any thread, and waits; a cancelled
+/// [`Control`] ends the wait.
+///
+/// A file that was seen once has to stay the same for as long as its `Remote` lives: another length or another tag is an error.
+///
+/// # Errors
+/// [`Error::Storage`](crate::Error::Storage), after the retries; [`Error::Interrupted`](crate::Error::Interrupted).
+pub trait Connection: Send + Sync {
+    /// The length of a file, if it is there.
+    fn look(&self, path: &Path, control: &Control) -> Result<Option<u64>>;
+
+    /// The names of the files right in a folder; `None` where the store cannot list.
+    fn names(&self, folder: &Path, control: &Control) -> Result<Option<Vec<String>>>;
+
+    /// The first `most` bytes of a file, or all of a shorter one, and its length; `None` if it is not there. With `anew` the file may be another one
+    /// than it was.
+    fn start(&self, path: &Path, most: u64, anew: bool, control: &Control) -> Result<Option<(Vec<u8>, u64)>>;
+
+    /// Fetches parts of a file of `size` bytes, many at a time. A file that is missing, or of another length, is
+    /// [`Error::CorruptData`](crate::Error::CorruptData). When this returns, nothing is written any more.
+    ///
+    /// # Safety
+    /// The memory of every run is valid for writes from any thread until this returns, and no two runs share any. Runs lie in their part, and parts
+    /// in the file.
+    unsafe fn fetch(&self, path: &Path, size: u64, parts: Vec<Part>, control: &Control) -> Result<()>;
+}

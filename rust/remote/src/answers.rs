@@ -1,0 +1,204 @@
+//! What an error of a client means: whether to try again, and what to tell the caller. Of what servers send no more is told than its code: an
+//! error's body may repeat what was signed.
+
+use std::error::Error as StdError;
+use std::path::Path;
+
+use dcp_rs_core::{Error, StorageFault};
+use object_store::client::{HttpError, HttpErrorKind};
+
+use crate::secrets::Secrets;
+
+/// Why one attempt failed.
+#[derive(Debug)]
+pub struct Failure {
+    pub kind: StorageFault,
+    pub is_worth_another_try: bool,
+    pub reason: String,
+}
+
+impl Failure {
+    /// One that another try may mend.
+    pub fn passing(reason: impl Into<String>) -> Self {
+        Self {
+            kind: StorageFault::Failed,
+            is_worth_another_try: true,
+            reason: reason.into(),
+        }
+    }
+
+    /// One that stays.
+    pub fn lasting(kind: StorageFault, reason: impl Into<String>) -> Self {
+        Self {
+            kind,
+            is_worth_another_try: false,
+            reason: reason.into(),
+        }
+    }
+
+    /// What a client said.
+    pub fn of(error: &object_store::Error) -> Self {
+        use object_store::Error as E;
+        let text = chain(error);
+        let status = status(&text);
+        let told = told(error, &text, status);
+        match (error, status) {
+            (E::NotFound { .. }, _) | (_, Some(404)) => Self::lasting(StorageFault::NotFound, told),
+            (E::PermissionDenied { .. } | E::Unauthenticated { .. }, _) | (_, Some(401 | 403)) => {
+                if code(&text) == Some("RequestTimeTooSkewed") {
+                    return Self::lasting(
+                        StorageFault::Denied,
+                        format!("{told}: the clock of this machine is wrong"),
+                    );
+                }
+                Self::lasting(StorageFault::Denied, told)
+            }
+            (E::Precondition { .. }, _) | (_, Some(412)) => Self::lasting(StorageFault::Precondition, told),
+            // S3: another conditional write is under way. Neither was done.
+            (E::AlreadyExists { .. }, _) | (_, Some(409)) if code(&text) == Some("ConditionalRequestConflict") => {
+                Self { ..Self::passing(told) }
+            }
+            (E::AlreadyExists { .. }, _) => Self::lasting(StorageFault::Precondition, told),
+            (_, Some(408 | 409 | 429 | 500..=599)) => Self::passing(told),
+            (_, Some(_)) => Self::lasting(StorageFault::Failed, told),
+            (_, None) => match transport(error) {
+                Some(_) if text.contains("certificate") => Self::lasting(StorageFault::Failed, told),
+                Some(HttpErrorKind::Connect) => Self { ..Self::passing(told) },
+                Some(_) => Self::passing(told),
+                // An S3 answer that begins well and then says that it failed.
+                None if text.contains("InternalError") || text.contains("SlowDown") => Self::passing(told),
+                None => Self::lasting(StorageFault::Failed, told),
+            },
+        }
+    }
+
+    /// As the error of a call.
+    pub fn into_error(self, action: &'static str, path: &Path, attempts: u32, secrets: &Secrets) -> Error {
+        Error::Storage {
+            kind: self.kind,
+            action,
+            path: path.to_owned(),
+            attempts,
+            reason: secrets.remove(&self.reason),
+        }
+    }
+}
+
+/// Everything an error says, and what is under it.
+fn chain(error: &dyn StdError) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(source) = next {
+        text.push_str(": ");
+        text.push_str(&source.to_string());
+        next = source.source();
+    }
+    text
+}
+
+/// The status that a server answered with: the client does not give it but in words.
+fn status(text: &str) -> Option<u16> {
+    let (_, after) = text.split_once("status code: ")?;
+    after.get(..3)?.parse().ok()
+}
+
+/// The code in the body of an answer of S3 or Azure.
+fn code(text: &str) -> Option<&str> {
+    let (_, after) = text.split_once("<Code>")?;
+    let (code, _) = after.split_once("</Code>")?;
+    let is_code = (1..=64).contains(&code.len()) && code.bytes().all(|byte| byte.is_ascii_alphanumeric());
+    is_code.then_some(code)
+}
+
+/// What happened to a request that got no answer.
+fn transport(error: &(dyn StdError + 'static)) -> Option<HttpErrorKind> {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if let Some(http) = error.downcast_ref::<HttpError>() {
+            return Some(http.kind());
+        }
+        next = error.source();
+    }
+    None
+}
+
+/// A sentence for people.
+fn told(error: &object_store::Error, text: &str, status: Option<u16>) -> String {
+    if let Some(status) = status {
+        return match (code(text), status) {
+            (Some(code), _) => format!("the store answered {status} {code}"),
+            (None, 401 | 403) => {
+                format!("the store answered {status}: the credentials are missing, or may not do this")
+            }
+            (None, 404) => "there is no such object, or no such bucket".into(),
+            (None, 412) => "the store answered 412: the object is another one than was asked for".into(),
+            (None, _) => format!("the store answered {status}"),
+        };
+    }
+    if let Some(kind) = transport(error) {
+        let what = match kind {
+            HttpErrorKind::Connect => "no connection",
+            HttpErrorKind::Timeout => "no answer in time",
+            HttpErrorKind::Interrupted => "the connection was lost",
+            HttpErrorKind::Decode => "the answer was cut short, or is none of HTTP",
+            _ => "the request failed",
+        };
+        return format!("{what} ({})", innermost(error));
+    }
+    match error {
+        object_store::Error::NotFound { .. } => "there is no such object, or no such bucket".into(),
+        _ if text.contains("non-partial response") => {
+            "the server sends whole files only, and no ranges of them: they cannot be read in place".into()
+        }
+        _ => innermost(error),
+    }
+}
+
+fn innermost(error: &dyn StdError) -> String {
+    let mut error = error;
+    while let Some(source) = error.source() {
+        error = source;
+    }
+    // URLs of requests may be signed.
+    let text = error.to_string();
+    text.split(' ')
+        .filter(|word| !word.contains("://"))
+        .collect::<Vec<_>>()
+        .join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn generic(text: &str) -> Failure {
+        Failure::of(&object_store::Error::Generic {
+            store: "S3",
+            source: text.to_owned().into(),
+        })
+    }
+
+    #[test]
+    fn answers_are_told_apart() {
+        let answer = |status: &str, code: &str| {
+            generic(&format!(
+                "Server returned non-2xx status code: {status}: <Error><Code>{code}</Code><X>hunter22</X></Error>"
+            ))
+        };
+        let slow = answer("503 Service Unavailable", "SlowDown");
+        assert!(slow.is_worth_another_try);
+        assert_eq!(slow.reason, "the store answered 503 SlowDown");
+        assert!(answer("500 Internal Server Error", "InternalError").is_worth_another_try);
+        assert!(answer("409 Conflict", "ConditionalRequestConflict").is_worth_another_try);
+        for (status, kind) in [
+            ("403 Forbidden", StorageFault::Denied),
+            ("404 Not Found", StorageFault::NotFound),
+            ("412 Precondition Failed", StorageFault::Precondition),
+            ("400 Bad Request", StorageFault::Failed),
+        ] {
+            let failure = answer(status, "Some<thing> hunter22");
+            assert_eq!((failure.kind, failure.is_worth_another_try), (kind, false));
+            assert!(!failure.reason.contains("hunter22"));
+        }
+    }
+}

@@ -1,0 +1,295 @@
+//! From a URL and options to a client.
+
+use std::path::Path;
+use std::sync::{Arc, Once};
+use std::time::Duration;
+
+use dcp_rs_core::Result;
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
+use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
+use object_store::client::ClientConfigKey;
+use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
+use object_store::http::HttpBuilder;
+use object_store::{ClientOptions, ObjectStore, RetryConfig};
+
+use crate::secrets::Secrets;
+use crate::unsupported;
+
+/// What speaks for itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    S3,
+    Google,
+    Azure,
+    Http,
+}
+
+/// How long, and how often, a request is tried.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Since it last got anywhere.
+    pub time: Duration,
+    /// After the first.
+    pub retries: u32,
+    /// Without a byte, until one is taken as lost.
+    pub silence: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            time: Duration::from_secs(120),
+            retries: 10,
+            silence: Duration::from_secs(15),
+        }
+    }
+}
+
+/// Where a store is, and how to speak to it. Its options may be secret: it has no `Debug`.
+pub struct Config {
+    pub root: String,
+    pub kind: Kind,
+    pub limits: Limits,
+    pub secrets: Secrets,
+    /// Bucket or container; of a server, its URL.
+    place: String,
+    options: Vec<(String, String)>,
+}
+
+impl Config {
+    pub fn new(url: &str, options: impl IntoIterator<Item = (String, String)>) -> Result<Self> {
+        let (scheme, rest) = url.split_once("://").ok_or_else(|| unsupported("not a URL"))?;
+        let authority = rest.split('/').next().unwrap_or_default();
+        let scheme = scheme.to_ascii_lowercase();
+        let kind = match scheme.as_str() {
+            "s3" => Kind::S3,
+            "gs" => Kind::Google,
+            "az" => Kind::Azure,
+            "http" | "https" => Kind::Http,
+            _ => {
+                return Err(unsupported(format!(
+                    "{scheme}:// is not one of s3://, gs://, az://, http://, https://, file://"
+                )));
+            }
+        };
+        if authority.contains('@') || rest.contains('?') || rest.contains('#') {
+            return Err(unsupported(format!(
+                "a {scheme}:// URL with a user, a query or a fragment in it: credentials go into storage_options or the environment"
+            )));
+        }
+        if authority.is_empty() {
+            return Err(unsupported(format!("a {scheme}:// URL without a bucket or a host")));
+        }
+        let mut config = Self {
+            root: format!("{scheme}://{authority}"),
+            kind,
+            limits: Limits::default(),
+            secrets: Secrets::default(),
+            place: if kind == Kind::Http {
+                format!("{scheme}://{authority}")
+            } else {
+                authority.to_owned()
+            },
+            options: Vec::new(),
+        };
+        for (key, value) in config.environment() {
+            config.secrets.note(&key, &value);
+        }
+        for (key, value) in options {
+            config.take(&key.to_ascii_lowercase(), value)?;
+        }
+        Ok(config)
+    }
+
+    fn take(&mut self, key: &str, value: String) -> Result<()> {
+        match key {
+            "retry_timeout" => self.limits.time = seconds(key, &value)?,
+            "read_timeout" => self.limits.silence = seconds(key, &value)?,
+            "max_retries" => {
+                self.limits.retries = value
+                    .parse()
+                    .map_err(|_| unsupported("storage_options: max_retries is not a number"))?;
+            }
+            _ => {
+                let known = match self.kind {
+                    Kind::S3 => key.parse::<AmazonS3ConfigKey>().is_ok(),
+                    Kind::Google => key.parse::<GoogleConfigKey>().is_ok(),
+                    Kind::Azure => key.parse::<AzureConfigKey>().is_ok(),
+                    Kind::Http => key.parse::<ClientConfigKey>().is_ok(),
+                };
+                if !known {
+                    return Err(unsupported(format!(
+                        "storage_options: {key:?} is not known for {}",
+                        self.root
+                    )));
+                }
+                self.secrets.note(key, &value);
+                self.options.push((key.to_owned(), value));
+            }
+        }
+        Ok(())
+    }
+
+    /// What the environment says of such a store.
+    fn environment(&self) -> Vec<(String, String)> {
+        let prefix = match self.kind {
+            Kind::S3 => "AWS_",
+            Kind::Google => "GOOGLE_",
+            Kind::Azure => "AZURE_",
+            Kind::Http => return Vec::new(),
+        };
+        std::env::vars_os()
+            .filter_map(|(key, value)| Some((key.into_string().ok()?, value.into_string().ok()?)))
+            .filter(|(key, _)| key.starts_with(prefix))
+            .map(|(key, value)| (key.to_ascii_lowercase(), value))
+            .collect()
+    }
+
+    /// Whether the store tells which objects it has. A server of plain files has no way to say it.
+    pub fn lists(&self) -> bool {
+        self.kind != Kind::Http
+    }
+
+    /// A client, for one connection.
+    pub fn client(&self) -> Result<Arc<dyn ObjectStore>> {
+        static PROVIDER: Once = Once::new();
+        PROVIDER.call_once(|| {
+            // Another one that was installed does as well.
+            let _ = rustls::crypto::ring::default_provider().install_default();
+        });
+        // Requests are tried again here, where a caller can stop it, and not by the client.
+        let once = RetryConfig {
+            max_retries: 0,
+            ..RetryConfig::default()
+        };
+        // With HTTP/2 all requests would share one connection. Servers that are idle close theirs: those of a call are new.
+        let client = ClientOptions::new().with_http1_only().with_pool_max_idle_per_host(1024);
+        let built: object_store::Result<Arc<dyn ObjectStore>> = match self.kind {
+            Kind::S3 => {
+                let builder = AmazonS3Builder::from_env().with_client_options(client);
+                let builder = self.apply(builder, AmazonS3Builder::with_config);
+                let builder = builder.with_bucket_name(&self.place).with_retry(once);
+                builder.build().map(|store| Arc::new(store) as _)
+            }
+            Kind::Google => {
+                let builder = GoogleCloudStorageBuilder::from_env().with_client_options(client);
+                let builder = self.apply(builder, GoogleCloudStorageBuilder::with_config);
+                let builder = builder.with_bucket_name(&self.place).with_retry(once);
+                builder.build().map(|store| Arc::new(store) as _)
+            }
+            Kind::Azure => {
+                let builder = MicrosoftAzureBuilder::from_env().with_client_options(client);
+                let builder = self.apply(builder, MicrosoftAzureBuilder::with_config);
+                let builder = builder.with_container_name(&self.place).with_retry(once);
+                builder.build().map(|store| Arc::new(store) as _)
+            }
+            Kind::Http => {
+                let client = if self.place.starts_with("http://") {
+                    client.with_allow_http(true)
+                } else {
+                    client
+                };
+                let builder = HttpBuilder::new().with_url(&self.place).with_client_options(client);
+                let builder = self.apply(builder, HttpBuilder::with_config);
+                builder.with_retry(once).build().map(|store| Arc::new(store) as _)
+            }
+        };
+        built.map_err(|error| unsupported(format!("{}: {}", self.root, self.secrets.remove(&error.to_string()))))
+    }
+
+    /// Gives a builder the options; what the environment says of the client itself was lost with the options that were set before.
+    fn apply<B, K: std::str::FromStr>(&self, builder: B, with: impl Fn(B, K, String) -> B) -> B {
+        let environment = self.environment();
+        let client_only = environment.iter().filter(|(key, _)| {
+            let name = key.split_once('_').map_or("", |(_, name)| name);
+            name.parse::<ClientConfigKey>().is_ok()
+        });
+        let all = client_only.chain(&self.options);
+        all.fold(builder, |builder, (key, value)| match key.parse() {
+            Ok(known) => with(builder, known, value.clone()),
+            Err(_) => builder,
+        })
+    }
+
+    /// The name in the store of what is at a URL.
+    pub fn name(&self, path: &Path) -> Result<object_store::path::Path> {
+        let text = path
+            .to_str()
+            .ok_or_else(|| unsupported(format!("{}: not UTF-8", path.display())))?;
+        let rest = text
+            .strip_prefix(&self.root)
+            .ok_or_else(|| unsupported(format!("{text} is not on {}", self.root)))?;
+        let name = if self.kind == Kind::Http {
+            object_store::path::Path::from_url_path(rest)
+        } else {
+            object_store::path::Path::parse(rest)
+        };
+        name.map_err(|_| {
+            unsupported(format!(
+                "{text}: a path with an empty part, a dot alone, or a control character in it"
+            ))
+        })
+    }
+}
+
+fn seconds(key: &str, value: &str) -> Result<Duration> {
+    let number = value.strip_suffix('s').unwrap_or(value).trim().parse::<f64>();
+    number
+        .ok()
+        .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
+        .ok_or_else(|| unsupported(format!("storage_options: {key} is not a number of seconds")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(url: &str) -> Result<Config> {
+        Config::new(url, [])
+    }
+
+    #[test]
+    fn urls_lead_to_places_and_names() {
+        for (url, root, name) in [
+            ("s3://b/a/index.dcprs", "s3://b", "a/index.dcprs"),
+            ("gs://b/a%20b/x", "gs://b", "a%20b/x"),
+            ("https://h:8/a%20b/x", "https://h:8", "a b/x"),
+            ("S3://b/x", "s3://b", ""),
+        ] {
+            let config = config(url).unwrap();
+            assert_eq!(config.root, root);
+            if url.starts_with(root) {
+                assert_eq!(
+                    config.name(Path::new(url)).unwrap().to_string(),
+                    object_store::path::Path::parse(name).unwrap().to_string()
+                );
+            }
+        }
+        let config = config("s3://b/x").unwrap();
+        for other in ["s3://b/a/../x", "s3://b/a//x", "/etc/passwd", "s3://c/x"] {
+            assert!(config.name(Path::new(other)).is_err(), "{other}");
+        }
+    }
+
+    #[test]
+    fn what_is_refused_names_no_secret() {
+        for url in [
+            "https://me:hunter22@h/x",
+            "https://h/x?sig=hunter22",
+            "ftp://hunter22/x",
+            "s3:///x",
+        ] {
+            let error = config(url).err().unwrap().to_string();
+            assert!(
+                !error.contains("hunter22/") && !error.contains("=hunter22") && !error.contains(":hunter22"),
+                "{error}"
+            );
+        }
+        let error = Config::new("s3://b", [("aws_secret_acess_key".into(), "hunter22".into())]);
+        let error = error.err().unwrap().to_string();
+        assert!(
+            error.contains("aws_secret_acess_key") && !error.contains("hunter22"),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,273 @@
+//! What lives for a call: a runtime, its threads, a client, and what is in flight.
+#![allow(unsafe_code)] // parts are fetched to memory by address
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use dcp_rs_core::store::{Connection, Part};
+use dcp_rs_core::{Control, Error, Result, StorageFault};
+use futures_util::StreamExt as _;
+use futures_util::stream::FuturesUnordered;
+use object_store::{GetOptions, GetRange, ObjectStore, ObjectStoreExt as _};
+use tokio::runtime::{Builder, Runtime};
+use tokio::sync::Semaphore;
+use tokio::time::timeout;
+
+use crate::answers::Failure;
+use crate::config::Config;
+use crate::fetch::{self, File};
+use crate::patience::Patience;
+use crate::{Seen, see};
+
+/// Requests in flight at most, of one connection.
+const IN_FLIGHT: usize = 96;
+/// Threads that receive, at most: what a fast network card needs.
+const MOST_THREADS: usize = 32;
+/// How often a waiting call looks whether it is to stop.
+const PERIOD: Duration = Duration::from_millis(50);
+/// What is in the midst of something when a connection ends is waited for no longer than this: a look-up of a name can hang.
+const LAST_WAIT: Duration = Duration::from_millis(200);
+
+/// What every request needs.
+pub struct Shared {
+    pub config: Arc<Config>,
+    pub client: Arc<dyn ObjectStore>,
+    pub permits: Semaphore,
+    pub seen: Arc<Mutex<HashMap<PathBuf, Seen>>>,
+}
+
+impl Shared {
+    /// The tag that a file has to have, if it was seen before.
+    pub fn tag(&self, path: &Path) -> Option<String> {
+        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let tag = seen.get(path)?.tag.clone()?;
+        // A weak tag matches nothing in a precondition (RFC 9110, 13.1.1); the answer's is compared.
+        (!tag.starts_with("W/")).then_some(tag)
+    }
+
+    /// Does something, again and again until it is done or enough.
+    async fn persist<T, F>(&self, action: &'static str, path: &Path, attempt: impl Fn() -> F) -> Result<T>
+    where
+        F: Future<Output = object_store::Result<T>>,
+    {
+        let mut patience = Patience::new(self.config.limits);
+        loop {
+            let failure = match timeout(patience.silence(), attempt()).await {
+                Ok(Ok(done)) => return Ok(done),
+                Ok(Err(error)) => Failure::of(&error),
+                Err(_) => Failure::passing("no answer in time"),
+            };
+            let wait = if failure.is_worth_another_try {
+                patience.failed()
+            } else {
+                None
+            };
+            match wait {
+                Some(wait) => tokio::time::sleep(wait).await,
+                None => return Err(failure.into_error(action, path, patience.attempts(), &self.config.secrets)),
+            }
+        }
+    }
+}
+
+/// A connection. Dropped, it ends its threads.
+pub struct Connected {
+    /// Taken when it is dropped.
+    runtime: Option<Runtime>,
+    shared: Arc<Shared>,
+}
+
+impl Connected {
+    pub fn new(config: Arc<Config>, seen: Arc<Mutex<HashMap<PathBuf, Seen>>>, threads: usize) -> Result<Self> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = if threads == 0 { cores } else { threads };
+        let runtime = Builder::new_multi_thread()
+            .worker_threads(threads.clamp(1, MOST_THREADS))
+            .thread_name("dcp-rs-store")
+            .enable_all()
+            .build()
+            .map_err(|error| Error::io("start threads for", Path::new(&config.root), error))?;
+        let client = {
+            // What it sets up by and by belongs to this runtime.
+            let _entered = runtime.enter();
+            config.client()?
+        };
+        Ok(Self {
+            runtime: Some(runtime),
+            shared: Arc::new(Shared {
+                config,
+                client,
+                permits: Semaphore::new(IN_FLIGHT),
+                seen,
+            }),
+        })
+    }
+
+    fn runtime(&self) -> &Runtime {
+        self.runtime.as_ref().expect("taken only when it is dropped")
+    }
+
+    /// Waits for work on the runtime, and ends it where the call is to stop.
+    fn wait<T: Send + 'static>(
+        &self,
+        control: &Control,
+        work: impl Future<Output = Result<T>> + Send + 'static,
+    ) -> Result<T> {
+        let (done, is_done) = channel();
+        let task = self.runtime().spawn(async move {
+            // The receiver lives until the task has ended.
+            let _ = done.send(work.await);
+        });
+        loop {
+            match is_done.recv_timeout(PERIOD) {
+                Ok(result) => return result,
+                Err(RecvTimeoutError::Timeout) => {
+                    if let Err(stopped) = control.check() {
+                        task.abort();
+                        // Once it has ended, by its end or by this, the channel is closed, and nothing is written any more.
+                        while is_done.recv().is_ok() {}
+                        return Err(stopped);
+                    }
+                }
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(Error::Internal("a request to a store ended without an answer".into()));
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Connected {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_timeout(LAST_WAIT);
+        }
+    }
+}
+
+/// `None` for what is not there.
+fn if_there<T>(result: Result<T>) -> Result<Option<T>> {
+    match result {
+        Ok(found) => Ok(Some(found)),
+        Err(Error::Storage {
+            kind: StorageFault::NotFound,
+            ref reason,
+            ..
+        }) if !reason.contains("NoSuchBucket") && !reason.contains("ContainerNotFound") => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn changed(path: &Path, reason: String) -> Error {
+    Error::Storage {
+        kind: StorageFault::Precondition,
+        action: "read",
+        path: path.to_owned(),
+        attempts: 1,
+        reason,
+    }
+}
+
+impl Connection for Connected {
+    fn look(&self, path: &Path, control: &Control) -> Result<Option<u64>> {
+        {
+            let seen = self.shared.seen.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(seen) = seen.get(path) {
+                return Ok(Some(seen.size));
+            }
+        }
+        let name = self.shared.config.name(path)?;
+        let (shared, at) = (Arc::clone(&self.shared), path.to_owned());
+        let meta = self.wait(control, async move {
+            let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
+            shared.persist("look at", &at, || shared.client.head(&name)).await
+        });
+        let Some(meta) = if_there(meta)? else { return Ok(None) };
+        let now = Seen {
+            size: meta.size,
+            tag: meta.e_tag,
+        };
+        see(&self.shared.seen, path, now).map_err(|reason| changed(path, reason))?;
+        Ok(Some(meta.size))
+    }
+
+    fn names(&self, folder: &Path, control: &Control) -> Result<Option<Vec<String>>> {
+        if !self.shared.config.lists() {
+            return Ok(None);
+        }
+        let prefix = self.shared.config.name(folder)?;
+        let (shared, at) = (Arc::clone(&self.shared), folder.to_owned());
+        let listed = self.wait(control, async move {
+            shared
+                .persist("list", &at, || shared.client.list_with_delimiter(Some(&prefix)))
+                .await
+        })?;
+        let names = listed.objects.iter().filter_map(|object| object.location.filename());
+        Ok(Some(names.map(str::to_owned).collect()))
+    }
+
+    fn start(&self, path: &Path, most: u64, anew: bool, control: &Control) -> Result<Option<(Vec<u8>, u64)>> {
+        let name = self.shared.config.name(path)?;
+        let (shared, at) = (Arc::clone(&self.shared), path.to_owned());
+        let started = self.wait(control, async move {
+            let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
+            let get = || async {
+                let options = GetOptions {
+                    range: Some(GetRange::Bounded(0..most)),
+                    ..GetOptions::default()
+                };
+                match shared.client.get_opts(&name, options).await {
+                    Ok(answer) => {
+                        let meta = answer.meta.clone();
+                        Ok((meta, answer.bytes().await?))
+                    }
+                    // No range of an empty file can be had: it is asked for whole.
+                    Err(error) if Failure::of(&error).reason.contains("416") => {
+                        let answer = shared.client.get(&name).await?;
+                        let meta = answer.meta.clone();
+                        Ok((meta, answer.bytes().await?))
+                    }
+                    Err(error) => Err(error),
+                }
+            };
+            shared.persist("read", &at, get).await
+        });
+        let Some((meta, bytes)) = if_there(started)? else {
+            return Ok(None);
+        };
+        if !anew {
+            let now = Seen {
+                size: meta.size,
+                tag: meta.e_tag,
+            };
+            see(&self.shared.seen, path, now).map_err(|reason| changed(path, reason))?;
+        }
+        if (bytes.len() as u64) < meta.size.min(most) {
+            return Err(changed(path, "the answer was cut short".into()));
+        }
+        Ok(Some((bytes.to_vec(), meta.size)))
+    }
+
+    unsafe fn fetch(&self, path: &Path, size: u64, parts: Vec<Part>, control: &Control) -> Result<()> {
+        let name = self.shared.config.name(path)?;
+        let shared = Arc::clone(&self.shared);
+        let file = Arc::new(File {
+            path: path.to_owned(),
+            name,
+            size,
+        });
+        self.wait(control, async move {
+            // SAFETY: the caller's promise, for as long as this call lasts; `wait` returns once the task and with it every part has ended.
+            let each = |part| unsafe { fetch::fetch(Arc::clone(&shared), Arc::clone(&file), part) };
+            let mut fetches: FuturesUnordered<_> = parts.into_iter().map(each).collect();
+            while let Some(fetched) = fetches.next().await {
+                fetched?;
+            }
+            Ok(())
+        })
+    }
+}

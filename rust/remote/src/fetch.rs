@@ -1,0 +1,183 @@
+//! One part of a file: asked for, asked for again from where it was cut off, and laid where it is wanted as it comes.
+#![allow(unsafe_code)] // runs are written by address
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use dcp_rs_core::store::{Part, Run};
+use dcp_rs_core::{Error, Result, StorageFault};
+use futures_util::StreamExt as _;
+use object_store::{GetOptions, GetRange};
+use tokio::time::timeout;
+
+use crate::answers::Failure;
+use crate::connection::Shared;
+use crate::patience::Patience;
+use crate::{Seen, see};
+
+/// A file of which parts are fetched.
+pub struct File {
+    pub path: PathBuf,
+    pub name: object_store::path::Path,
+    pub size: u64,
+}
+
+/// Fetches a part.
+///
+/// # Safety
+/// As [`Connection::fetch`](dcp_rs_core::store::Connection::fetch) has it, for as long as the future lives.
+pub async unsafe fn fetch(shared: Arc<Shared>, file: Arc<File>, part: Part) -> Result<()> {
+    let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
+    let mut patience = Patience::new(shared.config.limits);
+    let mut progress = Progress {
+        at: part.start,
+        first: 0,
+    };
+    loop {
+        // SAFETY: the caller's promise.
+        let attempt = unsafe { attempt(&shared, &file, &part, &mut progress, &mut patience).await };
+        let failure = match attempt {
+            Ok(()) => return Ok(()),
+            Err(failure) => failure,
+        };
+        let wait = if failure.is_worth_another_try {
+            patience.failed()
+        } else {
+            None
+        };
+        match wait {
+            Some(wait) => tokio::time::sleep(wait).await,
+            None => return Err(explain(&shared, &file, failure, &patience)),
+        }
+    }
+}
+
+/// What is missing, or has another length, is what it is for files.
+fn explain(shared: &Shared, file: &File, failure: Failure, patience: &Patience) -> Error {
+    match failure.kind {
+        StorageFault::NotFound => Error::corrupt_file(&file.path, "the file is missing"),
+        _ => failure.into_error("read", &file.path, patience.attempts(), &shared.config.secrets),
+    }
+}
+
+/// How far a part is.
+struct Progress {
+    /// The next byte.
+    at: u64,
+    /// The first run that may want it.
+    first: usize,
+}
+
+async unsafe fn attempt(
+    shared: &Shared,
+    file: &File,
+    part: &Part,
+    progress: &mut Progress,
+    patience: &mut Patience,
+) -> std::result::Result<(), Failure> {
+    if progress.at == part.end {
+        return Ok(());
+    }
+    let options = GetOptions {
+        range: Some(GetRange::Bounded(progress.at..part.end)),
+        if_match: shared.tag(&file.path),
+        ..GetOptions::default()
+    };
+    let silent = || Failure::passing("no answer in time");
+    let asked = timeout(patience.silence(), shared.client.get_opts(&file.name, options)).await;
+    let answer = asked.map_err(|_| silent())?.map_err(|error| Failure::of(&error))?;
+    let now = Seen {
+        size: answer.meta.size,
+        tag: answer.meta.e_tag.clone(),
+    };
+    if now.size != file.size {
+        return Err(Failure::lasting(
+            StorageFault::Precondition,
+            format!("the file is {} bytes long, expected {}", now.size, file.size),
+        ));
+    }
+    see(&shared.seen, &file.path, now).map_err(|reason| Failure::lasting(StorageFault::Precondition, reason))?;
+    let mut body = answer.into_stream();
+    loop {
+        let next = timeout(patience.silence(), body.next()).await.map_err(|_| silent())?;
+        let Some(bytes) = next else { break };
+        let bytes = bytes.map_err(|error| Failure::of(&error))?;
+        if bytes.len() as u64 > part.end - progress.at {
+            return Err(Failure::passing("the server sent more than it was asked for"));
+        }
+        // SAFETY: the caller's promise.
+        unsafe { scatter(&part.runs, progress, &bytes) };
+        patience.progressed();
+    }
+    if progress.at < part.end {
+        return Err(Failure::passing(format!(
+            "the answer was cut short, {} bytes before its end",
+            part.end - progress.at
+        )));
+    }
+    Ok(())
+}
+
+/// Lays bytes that came next to where they are wanted.
+///
+/// # Safety
+/// The memory of every run is valid for writes.
+unsafe fn scatter(runs: &[Run], progress: &mut Progress, bytes: &[u8]) {
+    let (from, to) = (progress.at, progress.at + bytes.len() as u64);
+    progress.at = to;
+    while runs.get(progress.first).is_some_and(|run| run.at + run.len <= from) {
+        progress.first += 1;
+    }
+    for run in runs[progress.first..].iter().take_while(|run| run.at < to) {
+        let (begin, end) = (run.at.max(from), (run.at + run.len).min(to));
+        // A longer run may lie before this one, that ended.
+        if begin >= end {
+            continue;
+        }
+        let index = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
+        let source = &bytes[index(begin - from)..index(end - from)];
+        // SAFETY: bytes `begin..end` are of the run, whose memory is valid for writes as the caller says; `source` is memory of the client.
+        unsafe {
+            let to = run.to.0.wrapping_add(index(begin - run.at));
+            std::ptr::copy_nonoverlapping(source.as_ptr(), to, source.len());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dcp_rs_core::store::Destination;
+
+    use super::*;
+
+    #[test]
+    fn pieces_of_any_size_go_where_they_are_wanted() {
+        let file: Vec<u8> = (0..=255).collect();
+        // (at, len): with gaps, and two that want the same bytes, one within the other.
+        let wanted = [(3_u64, 10_u64), (13, 1), (20, 60), (25, 5), (70, 20), (200, 56)];
+        for step in [1, 2, 7, 64, 256] {
+            let mut buffers: Vec<Vec<u8>> = wanted
+                .iter()
+                .map(|&(_, len)| vec![0; usize::try_from(len).unwrap()])
+                .collect();
+            let runs: Vec<Run> = buffers
+                .iter_mut()
+                .zip(wanted)
+                .map(|(buffer, (at, len))| Run {
+                    at,
+                    len,
+                    to: Destination(buffer.as_mut_ptr()),
+                })
+                .collect();
+            let mut progress = Progress { at: 0, first: 0 };
+            for bytes in file.chunks(step) {
+                // SAFETY: each run has a buffer of its length.
+                unsafe { scatter(&runs, &mut progress, bytes) };
+            }
+            for (buffer, (at, len)) in buffers.iter().zip(wanted) {
+                let at = usize::try_from(at).unwrap();
+                assert_eq!(buffer[..], file[at..at + usize::try_from(len).unwrap()], "step {step}");
+            }
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! Object stores under `dcp-rs-core`: S3 and what speaks like it, Google Cloud Storage, Azure, and servers of plain files.
+//!
+//! [`Store`] is the core's [`Remote`](dcp_rs_core::store::Remote). It only knows where it leads and what was seen there; a `Connection` has the runtime,
+//! its threads and the clients, and ends with the call that it was made for, so that nothing is left that a fork would break.
+
+mod answers;
+mod config;
+mod connection;
+mod fetch;
+mod patience;
+mod secrets;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use dcp_rs_core::store::{Connection, Remote};
+use dcp_rs_core::{Error, Result};
+
+use self::config::Config;
+use self::connection::Connected;
+
+/// What a file was when it was first seen: it has to stay so.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Seen {
+    size: u64,
+    tag: Option<String>,
+}
+
+/// A bucket, a container or a server, and how to speak to it.
+pub struct Store {
+    config: Arc<Config>,
+    seen: Arc<Mutex<HashMap<PathBuf, Seen>>>,
+}
+
+impl Store {
+    /// Where `url` leads. What `options` do not say comes from the environment. Nothing is asked of the store yet.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a URL of another kind, or an option that is not known; its value is not named.
+    pub fn new(url: &str, options: impl IntoIterator<Item = (String, String)>) -> Result<Self> {
+        Ok(Self {
+            config: Arc::new(Config::new(url, options)?),
+            seen: Arc::default(),
+        })
+    }
+
+    /// What URLs on this store begin with, as `s3://bucket`.
+    #[must_use]
+    pub fn root(&self) -> &str {
+        &self.config.root
+    }
+}
+
+impl fmt::Debug for Store {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Store({:?})", self.root())
+    }
+}
+
+impl Remote for Store {
+    fn connect(&self, threads: usize) -> Result<Arc<dyn Connection>> {
+        Ok(Arc::new(Connected::new(
+            Arc::clone(&self.config),
+            Arc::clone(&self.seen),
+            threads,
+        )?))
+    }
+}
+
+/// Notes what a file is, and refuses one that is another than it was.
+pub(crate) fn see(seen: &Mutex<HashMap<PathBuf, Seen>>, path: &Path, now: Seen) -> std::result::Result<(), String> {
+    let mut seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
+    match seen.get(path) {
+        Some(before) if before.tag != now.tag => Err(format!(
+            "the object was replaced since it was opened: its tag is {}, and was {}",
+            now.tag.as_deref().unwrap_or("none"),
+            before.tag.as_deref().unwrap_or("none")
+        )),
+        Some(before) if before.size != now.size => Err(format!(
+            "the object was replaced since it was opened: it is {} bytes long, and was {}",
+            now.size, before.size
+        )),
+        Some(_) => Ok(()),
+        None => {
+            seen.insert(path.to_owned(), now);
+            Ok(())
+        }
+    }
+}
+
+fn unsupported(reason: impl Into<String>) -> Error {
+    Error::Unsupported(reason.into())
+}

@@ -1,0 +1,86 @@
+//! How long a request is tried again: for a time, and so often.
+
+use std::time::{Duration, Instant};
+
+use crate::config::Limits;
+
+/// The wait after the first failure; it doubles, up to [`LONGEST`].
+const FIRST: Duration = Duration::from_millis(100);
+const LONGEST: Duration = Duration::from_secs(5);
+
+/// What is left of it, for one request.
+pub struct Patience {
+    limits: Limits,
+    /// When it last got anywhere.
+    since: Instant,
+    failures: u32,
+}
+
+impl Patience {
+    pub fn new(limits: Limits) -> Self {
+        Self {
+            limits,
+            since: Instant::now(),
+            failures: 0,
+        }
+    }
+
+    /// Something came of it: the time begins anew.
+    pub fn progressed(&mut self) {
+        self.since = Instant::now();
+    }
+
+    /// How long to wait for an answer.
+    pub fn silence(&self) -> Duration {
+        let left = self.limits.time.saturating_sub(self.since.elapsed());
+        self.limits.silence.min(left).max(Duration::from_millis(1))
+    }
+
+    /// It failed once more: how long to wait before it is tried again, or nothing where that is enough. Waits differ at random, so that what
+    /// failed together does not come back together.
+    pub fn failed(&mut self) -> Option<Duration> {
+        self.failures += 1;
+        if self.failures > self.limits.retries {
+            return None;
+        }
+        let longest = FIRST.saturating_mul(1 << (self.failures - 1).min(16)).min(LONGEST);
+        let wait = longest.mul_f64(0.5 + 0.5 * part(dcp_rs_core::store::random_bytes().unwrap_or([0x80; 16])));
+        let left = self.limits.time.saturating_sub(self.since.elapsed());
+        (wait < left).then_some(wait)
+    }
+
+    /// How often it was tried.
+    pub fn attempts(&self) -> u32 {
+        self.failures.max(1)
+    }
+}
+
+/// From random bytes to a number between 0 and 1.
+fn part(bytes: [u8; 16]) -> f64 {
+    f64::from(u16::from_le_bytes([bytes[0], bytes[1]])) / f64::from(u16::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ends_with_the_number_or_the_time() {
+        let limits = Limits {
+            time: Duration::from_secs(60),
+            retries: 2,
+            silence: Duration::from_secs(1),
+        };
+        let mut patience = Patience::new(limits);
+        let first = patience.failed().unwrap();
+        assert!(first >= FIRST / 2 && first <= FIRST);
+        assert!(patience.failed().is_some());
+        assert!(patience.failed().is_none());
+        assert_eq!(patience.attempts(), 3);
+        let mut none = Patience::new(Limits {
+            time: Duration::ZERO,
+            ..limits
+        });
+        assert!(none.failed().is_none());
+    }
+}

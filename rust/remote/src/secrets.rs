@@ -1,0 +1,61 @@
+//! What must not be said.
+
+/// Options whose values are no secret, by what their names end with. All others are.
+const PLAIN: &[&str] = &[
+    "region",
+    "bucket",
+    "bucket_name",
+    "endpoint",
+    "endpoint_url",
+    "endpoint_url_s3",
+    "endpoint_url_sts",
+    "allow_http",
+    "allow_invalid_certificates",
+    "virtual_hosted_style_request",
+    "skip_signature",
+    "unsigned_payload",
+    "timeout",
+    "retries",
+    "account_name",
+    "container_name",
+    "use_emulator",
+    "user_agent",
+    "http1_only",
+    "http2_only",
+    "conditional_put",
+    "disable_tagging",
+];
+
+/// The values that no message may have.
+#[derive(Default)]
+pub struct Secrets(Vec<String>);
+
+impl Secrets {
+    /// Notes the value of an option, if it may be secret.
+    pub fn note(&mut self, key: &str, value: &str) {
+        // What is shorter would be found by chance everywhere, and keeps no secret.
+        if value.len() >= 4 && !PLAIN.iter().any(|plain| key.ends_with(plain)) {
+            self.0.push(value.to_owned());
+        }
+    }
+
+    /// `text` without them.
+    pub fn remove(&self, text: &str) -> String {
+        let removed = |text: String, secret: &String| text.replace(secret.as_str(), "***");
+        self.0.iter().fold(text.to_owned(), removed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_is_known_to_be_none_is_said() {
+        let mut secrets = Secrets::default();
+        secrets.note("aws_secret_access_key", "hunter22");
+        secrets.note("aws_region", "eu-west-1");
+        secrets.note("something_new", "token");
+        assert_eq!(secrets.remove("hunter22 token eu-west-1"), "*** *** eu-west-1");
+    }
+}
