@@ -16,6 +16,7 @@ import dcp_rs
 from dcp_rs import RsSavePlanner, RsWriter, _core, errors
 from support import rank_outcomes
 from support.both import save_rs
+from support.object_server import Fault, object_server
 from support.places import ROOT
 
 DOCS = ROOT / "docs" / "errors.md"
@@ -102,6 +103,39 @@ def panic(path):
     _core._panic(f"in {path}", False)
 
 
+def from_a_store(spoil):
+    """Opens a checkpoint on a server, and reads of it, after something was done to the server."""
+
+    def provoke(path):
+        save_rs({"w": torch.ones(1)}, path)
+        with object_server() as server:
+            server.put_folder(path, "ckpt")
+            url = spoil(server) or server.url("ckpt")
+            checkpoint = dcp_rs.open(url, storage_options=server.options(max_retries=0))
+            checkpoint["w"]
+            (key,) = (key for key in server.objects if key.endswith(".safetensors"))
+            server.put(key, server.objects[key].data[:-1] + b"x")
+            checkpoint["w"]
+
+    return provoke
+
+
+def busy(server):
+    server.faults.append(Fault(status=503, times=None))
+
+
+def forbidden(server):
+    server.access_key = "another"
+
+
+def elsewhere(server):
+    return "s3://elsewhere/ckpt"
+
+
+def changed(server):
+    """Between the two reads, by :func:`from_a_store`."""
+
+
 ENGINE = {"io": "auto", "threads": 1, "verify": False, "max_inflight_bytes": 1 << 20}
 
 PROVOKED = {
@@ -116,6 +150,10 @@ PROVOKED = {
     errors.UnsafePickleError: unsafe,
     errors.PlanError: plan,
     errors.SaveInProgressError: in_progress,
+    errors.StorageError: from_a_store(busy),
+    errors.StorageNotFoundError: from_a_store(elsewhere),
+    errors.StoragePermissionError: from_a_store(forbidden),
+    errors.StoragePreconditionError: from_a_store(changed),
     errors.InternalError: panic,
     errors.RankLostError: lose_rank,
 }

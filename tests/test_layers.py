@@ -31,6 +31,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
             {"options", "_torch", "_warnings"},
             {"_progress"},
             {"_shown"},
+            {"_url"},
             {"errors"},
             {"_core"},
         ),

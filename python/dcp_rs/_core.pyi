@@ -41,7 +41,10 @@ class Index:
     """An open, validated index."""
 
     @staticmethod
-    def open(path: str, rank: int | None, allow_external: bool) -> Index: ...
+    def open(
+        path: str, rank: int | None, allow_external: bool, storage_options: Mapping[str, str] | None = None
+    ) -> Index:
+        """Opens what is at `path`, which is a URL where `storage_options` are given."""
     @staticmethod
     def from_bytes(data: bytes, path: str, allow_external: bool) -> Index: ...
     @staticmethod
@@ -49,6 +52,8 @@ class Index:
         """An index made of what others wrote at `path`, whatever index lies there."""
     @property
     def path(self) -> Path: ...
+    @property
+    def is_remote(self) -> bool: ...
     @property
     def save_id(self) -> str | None: ...
     @property

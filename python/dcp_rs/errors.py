@@ -16,6 +16,10 @@ __all__ = [
     "PlanError",
     "RankLostError",
     "SaveInProgressError",
+    "StorageError",
+    "StorageNotFoundError",
+    "StoragePermissionError",
+    "StoragePreconditionError",
     "UnsafePickleError",
     "UnsupportedError",
 ]
@@ -104,6 +108,40 @@ class SaveInProgressError(DcpRsError):
 
     Or another process has kept the folder locked for ten minutes: the message names the lock.
     """
+
+
+class StorageError(DcpRsError, OSError):
+    """A store could not be reached, or did not do what it was asked, after as many attempts as were allowed in the time that was allowed.
+
+    The options ``max_retries`` and ``retry_timeout`` (seconds) say how many and how long.
+
+    Attributes:
+        path: the URL.
+        operation: what was asked, as ``"read"``.
+        attempts: how often.
+    """
+
+    operation: str | None = None
+    attempts: int | None = None
+
+    def __init__(self, *args: Any, operation: str | None = None, attempts: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if operation is not None:
+            self.operation = operation
+        if attempts is not None:
+            self.attempts = attempts
+
+
+class StorageNotFoundError(StorageError, FileNotFoundError):
+    """There is no such bucket or container."""
+
+
+class StoragePermissionError(StorageError, PermissionError):
+    """The store refuses: credentials are missing, wrong, or do not suffice."""
+
+
+class StoragePreconditionError(StorageError):
+    """An object is another one than it was when it was first seen."""
 
 
 class InternalError(DcpRsError, RuntimeError):

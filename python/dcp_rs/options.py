@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
 from dcp_rs._progress import Progress
 
-__all__ = ["ReadArguments", "ReadOptions", "ReaderArguments", "WriteOptions", "WriterArguments"]
+__all__ = ["OpenArguments", "ReadArguments", "ReadOptions", "ReaderArguments", "WriteOptions", "WriterArguments"]
 
 MIB = 1 << 20
 
@@ -59,7 +60,13 @@ class ReadArguments(TypedDict, total=False):
     max_inflight_bytes: int | None
 
 
-class ReaderArguments(ReadArguments, total=False):
+class OpenArguments(ReadArguments, total=False):
+    """Those of what takes a URL as well."""
+
+    storage_options: Mapping[str, Any] | Any | None
+
+
+class ReaderArguments(OpenArguments, total=False):
     """The keyword arguments of ``RsReader``, but for ``process_group``."""
 
     weights_only: bool

@@ -107,22 +107,16 @@ def test_no_checkpoint_at_the_path(tmp_path, way):
 @pytest.mark.parametrize(
     "use",
     [
-        dcp_rs.open,
-        dcp_rs.verify,
         dcp_rs.index,
-        RsReader,
         RsWriter,
-        lambda url: RsReader("ckpt").reset(url),
         lambda url: RsWriter("ckpt").reset(url),
-        lambda url: dcp_rs.load({}, url, no_dist=True),
         lambda url: dcp_rs.save({"w": torch.ones(1)}, url, no_dist=True),
         lambda url: dcp_rs.async_save({"w": torch.ones(1)}, url, no_dist=True),
-        lambda url: dcp_rs.convert(url, "dst"),
         lambda url: dcp_rs.convert("src", url),
         lambda url: dcp_rs.index("src", out=url),
     ],
 )
-def test_a_path_with_a_scheme(tmp_path, monkeypatch, use):
+def test_a_url_where_there_has_to_be_a_path(tmp_path, monkeypatch, use):
     monkeypatch.chdir(tmp_path)
     save_rs({"w": torch.ones(1)}, tmp_path / "src")
     error = failure(UnsupportedError, use, "s3://bucket/ckpt")
@@ -130,6 +124,25 @@ def test_a_path_with_a_scheme(tmp_path, monkeypatch, use):
     assert "s3://bucket/ckpt" in str(error)
     assert "paths of the file system are supported" in str(error)
     assert [entry.name for entry in tmp_path.iterdir()] == ["src"]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        dcp_rs.open,
+        dcp_rs.verify,
+        RsReader,
+        lambda url: RsReader("ckpt").reset(url),
+        lambda url: dcp_rs.load({}, url, no_dist=True),
+        lambda url: dcp_rs.convert(url, "dst"),
+    ],
+)
+def test_a_scheme_of_no_store(tmp_path, monkeypatch, use):
+    monkeypatch.chdir(tmp_path)
+    error = failure(UnsupportedError, use, "hdfs://host/ckpt")
+    assert error.path == "hdfs://host/ckpt"
+    assert "hdfs:// is not supported" in str(error)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("way", WAYS)

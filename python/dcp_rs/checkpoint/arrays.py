@@ -38,7 +38,7 @@ class NumpyCheckpoint(OpenCheckpoint["ArraySlice"]):
         self, tensor: int, name: str, dtype: str | None, shape: tuple[int, ...], flags: int, chunks: int
     ) -> np.ndarray[Any, Any]:
         made = self.element_dtype(name, dtype)
-        view = self._view(tensor, made, shape) if chunks == 1 else None
+        view = self._view(tensor, made, shape) if chunks == 1 and self._is_in_place else None
         return self._read(tensor, name, made, [0] * len(shape), shape) if view is None else view
 
     def _slice(self, tensor: int) -> ArraySlice:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from dcp_rs._url import StorageOptions, Url, location
 from dcp_rs.checkpoint.blocks import rectangles
 from dcp_rs.checkpoint.names import globs, selector
 from dcp_rs.checkpoint.source import Item, Request, Source, open_source
@@ -63,20 +64,31 @@ def compare(
     tolerance: float = 0.0,
     threads: int | None = None,
     allow_external: bool = False,
+    storage_options: Mapping[str, Any] | Any | None = None,
     progress: Callable[[int, int], Any] | None = None,
 ) -> Comparison:
     """Compares two checkpoints of any kind. How tensors are cut and stored makes no difference; every bit does.
 
     Args:
-        a, b: paths.
+        a, b: paths, or URLs.
         include, exclude: globs over names.
         tolerance: elements whose absolute difference is at most that count as equal.
         threads: that read; default: the cores of this process.
         allow_external: read data files outside of the checkpoints' folders, if an index names any.
+        storage_options: for URLs, see :class:`dcp_rs.RsReader`.
         progress: called with the bytes of ``a`` compared so far, and all of them.
     """
     options = ReadOptions(threads=threads, max_inflight_bytes=_PIECE_BYTES)
-    left, right = (open_source(path, options=options, allow_external=allow_external) for path in (a, b))
+    stores = StorageOptions.of(storage_options)
+    left, right = (
+        open_source(
+            path,
+            options=options,
+            allow_external=allow_external,
+            storage_options=stores if isinstance(location(path), Url) else None,
+        )
+        for path in (a, b)
+    )
     wanted, unwanted = globs(include), globs(exclude)
 
     def chosen(source: Source) -> dict[str, Item]:

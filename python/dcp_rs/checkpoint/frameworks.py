@@ -6,9 +6,10 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from dcp_rs._url import StorageOptions, Url, location
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import nearest
-from dcp_rs.options import ReadArguments, ReadOptions
+from dcp_rs.options import OpenArguments, ReadOptions
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -29,7 +30,7 @@ def open(
     *,
     weights_only: bool = True,
     allow_external: bool = False,
-    **read_options: Unpack[ReadArguments],
+    **read_options: Unpack[OpenArguments],
 ) -> Checkpoint: ...
 @overload
 def open(
@@ -37,7 +38,7 @@ def open(
     framework: Literal["np"],
     *,
     allow_external: bool = False,
-    **read_options: Unpack[ReadArguments],
+    **read_options: Unpack[OpenArguments],
 ) -> NumpyCheckpoint: ...
 def open(
     path: str | os.PathLike[str],
@@ -53,31 +54,34 @@ def open(
     It takes the place of ``safetensors.safe_open(path, framework, device)``, for checkpoints of any kind, and has all that that has.
 
     Args:
-        path: a checkpoint: a folder of this package, of Hugging Face, of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``.
+        path: a checkpoint: a folder of this package, of Hugging Face, of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``;
+            or the URL of one of the first four on a store. There every tensor is read when it is asked for, and nothing is mapped.
         framework: ``"pt"``: tensors of torch. ``"np"``: arrays of NumPy, and torch is not imported; see :class:`dcp_rs.NumpyCheckpoint`.
         device: where tensors go. On ``"meta"`` they are a skeleton: shapes, dtypes and ``requires_grad`` as they were saved, and no tensor is read.
         weights_only: refuse values that need more than ``torch.load(weights_only=True)`` allows.
         allow_external: open data files outside the folder, if the index names any.
-        read_options: see :class:`dcp_rs.options.ReadOptions`.
+        read_options: see :class:`dcp_rs.options.ReadOptions`; and ``storage_options``, see :class:`dcp_rs.RsReader`.
 
     Raises:
         CheckpointNotFoundError, CorruptIndexError, UnsupportedError: see :mod:`dcp_rs.errors`.
     """
     for name in read_options:
-        if name not in ReadArguments.__annotations__:
+        if name not in OpenArguments.__annotations__:
             near = nearest(
-                name, [*ReadArguments.__annotations__, "framework", "device", "weights_only", "allow_external"]
+                name, [*OpenArguments.__annotations__, "framework", "device", "weights_only", "allow_external"]
             )
             msg = f"dcp_rs.open() has no option {name!r}" + (f": did you mean {near!r}?" if near else "")
             raise TypeError(msg)
-    options = ReadOptions(**read_options)
+    stores = read_options["storage_options"] = StorageOptions.of(read_options.get("storage_options"))
+    options = ReadOptions(**{name: value for name, value in read_options.items() if name != "storage_options"})
     if framework not in ("pt", "np"):
         msg = f"framework={framework!r}: one of 'pt', 'np'"
         raise ValueError(msg)
     if framework == "np" and (str(device) != "cpu" or not weights_only):
         msg = "framework='np' has neither devices nor other pickles than those of plain types: leave device= and weights_only= out"
         raise ValueError(msg)
-    index = open_index(path, rank=None, allow_external=allow_external, verify=options.verify)
+    where = location(path)
+    index = open_index(where, rank=None, allow_external=allow_external, verify=options.verify, storage_options=stores)
     checkpoint: Checkpoint | NumpyCheckpoint
     if framework == "np":
         from dcp_rs.checkpoint.arrays import NumpyCheckpoint
@@ -89,6 +93,7 @@ def open(
 
         checkpoint = Checkpoint(index, device=device, weights_only=weights_only, options=options)
         how = {"device": device, "weights_only": weights_only}
-    absolute = os.path.abspath(path)  # noqa: PTH100  # Path.resolve would follow links
-    checkpoint.open_again = partial(open, absolute, allow_external=allow_external, **how, **read_options)
+    # Path.resolve would follow links.
+    again = str(where) if isinstance(where, Url) else os.path.abspath(where)  # noqa: PTH100
+    checkpoint.open_again = partial(open, again, allow_external=allow_external, **how, **read_options)
     return checkpoint

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from dcp_rs import _core
+from dcp_rs._url import StorageOptions, Url, location, options_for
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.whereabouts import suggestion
 from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, UnsupportedError
@@ -37,41 +38,48 @@ def rank_index_name(rank: int) -> str:
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """The path, if it is one of the file system.
+    """The path, if it is one of the file system; ``file://`` leads there.
 
     Raises:
-        UnsupportedError: it has a scheme, as in ``s3://bucket/ckpt``.
+        UnsupportedError: it has another scheme, as in ``s3://bucket/ckpt``.
     """
-    text = os.fspath(path)
-    if scheme := re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
-        msg = f"{text}: paths of the file system are supported, {scheme[0]} is not: mount the storage, or copy from and to it"
-        raise UnsupportedError(msg, path=text)
-    return Path(path)
+    found = location(path)
+    if isinstance(found, Url):
+        msg = f"{found}: here paths of the file system are supported, a store is not: it is read from by load, open, RsReader, verify, diff and the commands that look"
+        raise UnsupportedError(msg, path=found)
+    return found
 
 
 def open_index(
-    path: str | os.PathLike[str], *, rank: int | None, allow_external: bool, verify: bool = False
+    path: str | os.PathLike[str],
+    *,
+    rank: int | None,
+    allow_external: bool,
+    verify: bool = False,
+    storage_options: StorageOptions | None = None,
 ) -> _core.Index:
-    """Opens the checkpoint at ``path``; with ``rank``, what that rank wrote in a rank-local save.
+    """Opens the checkpoint at ``path``, which may be a URL; with ``rank``, what that rank wrote in a rank-local save.
 
     Warns where ``verify`` is asked for and nothing has a digest, and where a checkpoint of torch is in the same folder.
 
     Raises:
         CheckpointNotFoundError: there is nothing at ``path`` that is a checkpoint.
-        CorruptIndexError, UnsafePickleError, UnsupportedError: see :mod:`dcp_rs.errors`.
+        CorruptIndexError, UnsafePickleError, UnsupportedError, StorageError: see :mod:`dcp_rs.errors`.
     """
+    where = location(path)
+    remotely = options_for(where, storage_options)
     try:
-        index = _core.Index.open(os.fspath(local_path(path)), rank, allow_external)
+        index = _core.Index.open(os.fspath(where), rank, allow_external, remotely)
     except (CheckpointNotFoundError, CorruptDataError) as error:
-        if isinstance(error, CheckpointNotFoundError) or Path(path).suffix == ".distcp":
-            error.args = (f"{error}{suggestion(Path(path))}",)
+        if remotely is None and (isinstance(error, CheckpointNotFoundError) or where.suffix == ".distcp"):
+            error.args = (f"{error}{suggestion(where)}",)
         raise
     if verify and index.chunk_count and not index.has_digests():
         warn_caller(
             f"verify=True checks nothing in {path}: it has no digests; "
             "dcp_rs.index(path, digests=True) adds them, dcp_rs.convert writes a checkpoint that has them"
         )
-    if rank is None and index.source == "dcp-rs":
+    if rank is None and remotely is None and index.source == "dcp-rs":
         _warn_of_two(index.path.parent)
     return index
 
@@ -118,7 +126,9 @@ def is_data_file(name: str) -> bool:
 
 def is_rank_local(path: str | os.PathLike[str]) -> bool:
     """Whether the folder holds a rank-local save, and none of all ranks."""
-    folder = Path(path)
+    folder = location(path)
+    if isinstance(folder, Url):  # whoever looks for one there is told what is not there
+        return False
     if (folder / INDEX_NAME).exists() or (folder / STOCK_NAME).exists():
         return False
     return any(next(folder.glob(pattern), None) is not None for pattern in _RANK_LOCAL)

@@ -16,7 +16,7 @@ from dcp_rs import _core
 from dcp_rs._shown import size, table
 from dcp_rs.checkpoint.names import hint
 from dcp_rs.checkpoint.values import unwrap
-from dcp_rs.errors import CheckpointReplacedError, DcpRsError, EntryNotFoundError, PlanError
+from dcp_rs.errors import CheckpointReplacedError, DcpRsError, EntryNotFoundError, PlanError, UnsupportedError
 from dcp_rs.options import ReadOptions
 
 __all__ = ["ChunkInfo", "OpenCheckpoint", "TensorInfo"]
@@ -109,7 +109,7 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
     @property
     def _is_in_place(self) -> bool:
         """Whether a tensor that is stored in one piece is used where it lies in its file."""
-        return True
+        return not self._index.is_remote
 
     @abstractmethod
     def _value(self, name: str, data: bytes) -> Any:
@@ -183,6 +183,9 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         if self.source != "safetensors":
             return None
         said: dict[str, str] = {}
+        if self._index.is_remote:
+            msg = f"{self.path}: what the headers of files say of themselves is read on the file system"
+            raise UnsupportedError(msg, path=self.path)
         for path in self._index.file_paths():
             said = safetensors_metadata(path) | said
         return said or None

@@ -63,7 +63,7 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
 
     @property
     def _is_in_place(self) -> bool:
-        return self._device.type == "cpu"
+        return self._device.type == "cpu" and super()._is_in_place
 
     def _info(self, name: str, dtype: str | None, shape: tuple[int, ...], chunks: int, nbytes: int) -> TensorInfo:
         return TensorInfo(name, None if dtype is None else stored_dtype(name, dtype), torch.Size(shape), chunks, nbytes)
@@ -80,7 +80,7 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
         Raises:
             PlanError: the paths in the checkpoint contradict each other.
         """
-        if self._device.type == "meta" or (self._device.type == "cpu" and not copy):
+        if self._device.type == "meta" or (self._is_in_place and not copy):
             flat = {name: self[name] for name in self}
         else:  # one load for all, and not one for each
             streamed = dict(self.stream())
@@ -116,7 +116,13 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
         """A contiguous tensor over the mapping of the file that holds a chunk; None where the chunk does not lie so."""
         file, offset, length, _, sizes = self._index.chunks(tensor)[chunk]
         number = self._index.first_chunk(tensor) + chunk
-        if length == 0 or offset % dtype.itemsize or self._index.chunk_strides(number) or self._index.has_signs(number):
+        if (
+            self._index.is_remote
+            or length == 0
+            or offset % dtype.itemsize
+            or self._index.chunk_strides(number)
+            or self._index.has_signs(number)
+        ):
             return None
         return self._map(file, offset, length).view(dtype).view(sizes)
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from dcp_rs import _core
+from dcp_rs._url import StorageOptions
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.open import Checkpoint, containers_of
 from dcp_rs.errors import (
@@ -101,9 +102,16 @@ class Source(Protocol):
         """Names of tensors that are another one under a second name, and that other name."""
 
 
-def open_source(path: str | os.PathLike[str], *, options: ReadOptions, allow_external: bool) -> Source:
-    """Opens a checkpoint of any kind."""
-    return IndexSource(open_index(path, rank=None, allow_external=allow_external), options)
+def open_source(
+    path: str | os.PathLike[str],
+    *,
+    options: ReadOptions,
+    allow_external: bool,
+    storage_options: StorageOptions | None = None,
+) -> Source:
+    """Opens a checkpoint of any kind, by its path or its URL."""
+    index = open_index(path, rank=None, allow_external=allow_external, storage_options=storage_options)
+    return IndexSource(index, options)
 
 
 class IndexSource:

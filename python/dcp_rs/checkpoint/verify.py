@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dcp_rs import _core
 from dcp_rs._progress import Progress, watching
 from dcp_rs._shown import Shown
+from dcp_rs._url import StorageOptions
 from dcp_rs._warnings import formerly, warn_caller
 from dcp_rs.checkpoint.clean import Leftover, seen_beside
 from dcp_rs.checkpoint.locate import INDEX_NAME, local_path, open_index
@@ -76,22 +78,26 @@ def verify(
     *,
     threads: int | None = None,
     allow_external: bool = False,
+    storage_options: Mapping[str, Any] | Any | None = None,
     progress: Progress = None,
 ) -> VerifyReport:
     """Hashes all of a checkpoint and compares it with the digests in its index. Every file has to be there, and have its length.
 
     Args:
-        path: a checkpoint: a folder of this package, of Hugging Face, of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``.
+        path: a checkpoint: a folder of this package, of Hugging Face, of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``; or the
+            URL of one of the first four on a store, all of which is then fetched.
             Data without digests (of others) is only looked for; ``bytes_without_digest`` says how much that is.
         threads: default: the cores of this process.
         allow_external: read data files outside the folder, if the index names any. Without it such an index is refused.
+        storage_options: for a URL, see :class:`dcp_rs.RsReader`.
         progress: called now and then with the bytes hashed so far, and all of the payload; ``True`` draws a bar, on a terminal
             and in notebooks.
 
     Raises:
-        CheckpointNotFoundError, CorruptIndexError, UnsupportedError: see :mod:`dcp_rs.errors`. Damaged data is in the report.
+        CheckpointNotFoundError, CorruptIndexError, UnsupportedError, StorageError: see :mod:`dcp_rs.errors`. Damaged data is in the report.
     """
-    opened = open_index(path, rank=None, allow_external=allow_external)
+    options = StorageOptions.of(storage_options)
+    opened = open_index(path, rank=None, allow_external=allow_external, storage_options=options)
     with watching(progress, "verifying") as watch:
         total = 0 if watch is None else _payload(opened)
         tell = None if watch is None else lambda done: watch(done, total)

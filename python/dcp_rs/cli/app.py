@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 
 from dcp_rs._core import __version__
+from dcp_rs._url import StorageOptions, use_storage_options
 
 __all__ = ["app", "command"]
 
@@ -20,11 +21,29 @@ class _Program(click.Group):
         return list(self.commands)
 
 
+def _use_store(_context: click.Context, _parameter: click.Parameter, pairs: Sequence[str]) -> None:
+    options = {}
+    for pair in pairs:
+        key, is_there, value = pair.partition("=")
+        if not is_there or not key:
+            raise click.BadParameter(f"{key}: KEY=VALUE")  # not the value, which may be a secret
+        options[key] = value
+    use_storage_options(StorageOptions(options) if options else None)
+
+
 @click.group(
     name="dcp-rs", cls=_Program, context_settings={"help_option_names": ["-h", "--help"], "show_default": True}
 )
 @click.version_option(__version__, message="dcp-rs %(version)s", help="Print the version.")
 @click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+@click.option(
+    "--storage-option",
+    metavar="KEY=VALUE",
+    multiple=True,
+    expose_value=False,
+    callback=_use_store,
+    help="How to reach the store of a URL, as aws_region=eu-west-1. Can be given again. Secrets are better in the environment.",
+)
 def app() -> None:
     """Look at, check, convert and compare PyTorch checkpoints: dcp-rs, stock DCP, safetensors, torch.save.
 

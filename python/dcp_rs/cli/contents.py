@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dcp_rs._url import location
 from dcp_rs.checkpoint.elements import ITEMSIZES
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.cli.output import for_command_line, printable
@@ -66,7 +67,11 @@ class Contents:
         self.facts: dict[str, Any] = {}
         index = self._index = open_index(path, rank=rank, allow_external=allow_external)
         self.format = index.source
-        self.indexed = path.is_dir() and index.path.name.endswith("index.dcprs") and index.path.exists()
+        in_folder = index.path.name.endswith("index.dcprs") and (
+            index.is_remote or (path.is_dir() and index.path.exists())
+        )
+        # What others wrote on a store has an index in memory only.
+        self.indexed = in_folder and not (index.is_remote and index.source != "dcp-rs")
         self.files = [(name, nbytes) for name, nbytes, _, _ in index.files()]
         if self.indexed:
             self.facts = {
@@ -137,7 +142,7 @@ class Contents:
 
 def open_contents(path: str | os.PathLike[str], *, rank: int | None = None, allow_external: bool = False) -> Contents:
     """Opens whatever is at ``path`` to look at it. No data is read."""
-    return Contents(Path(path), allow_external=allow_external, rank=rank)
+    return Contents(location(path), allow_external=allow_external, rank=rank)
 
 
 def value_text(contents: Contents, entry: Entry, most: int) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from dcp_rs._url import location
 from dcp_rs.checkpoint.locate import local_path
 from dcp_rs.checkpoint.names import selector
 from dcp_rs.cli.output import text_argument
@@ -25,6 +26,7 @@ __all__ = [
     "html",
     "include",
     "json",
+    "location_argument",
     "path_argument",
     "rank",
     "threads",
@@ -41,6 +43,11 @@ def path_argument(name: str) -> Callable[[Command], Command]:
     return click.argument(name, type=local_path, shell_complete=_files)
 
 
+def location_argument(name: str) -> Callable[[Command], Command]:
+    """An argument that is a path, or a URL of an object store."""
+    return click.argument(name, type=location, shell_complete=_files)
+
+
 def _files(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     from click.shell_completion import CompletionItem
 
@@ -52,17 +59,18 @@ _FOLDERS = "PATH is a dcp-rs folder, a stock DCP folder, a Hugging Face folder"
 
 def checkpoint(function: Command) -> Command:
     """Adds the argument ``path``: of what has an index, or is given one when it is opened."""
-    return _explained(function, f"{_FOLDERS}, a .safetensors file or its .index.json.")
+    return path_argument("path")(_explained(function, f"{_FOLDERS}, a .safetensors file or its .index.json."))
 
 
 def any_checkpoint(function: Command) -> Command:
     """The same, which takes files of torch.save too."""
-    return _explained(function, f"{_FOLDERS}, a .safetensors file, its .index.json or a file of torch.save.")
+    kinds = f"{_FOLDERS}, a .safetensors file, its .index.json, a file of torch.save; or the URL of one of them."
+    return location_argument("path")(_explained(function, kinds))
 
 
 def _explained(function: Command, sentence: str) -> Command:
     function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{sentence}"
-    return path_argument("path")(function)
+    return function
 
 
 json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")

@@ -27,6 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     # Anywhere on the line: it is added after an error, at the end.
     debug = "--debug" in arguments[:end]
+    arguments = _options_first(arguments, end)
     arguments = [a for i, a in enumerate(arguments) if a != "--debug" or i > end]
     as_json = "--json" in arguments[: arguments.index("--") if "--" in arguments else None]
     signal.signal(signal.SIGTERM, _terminate)
@@ -45,6 +46,21 @@ def main(arguments: list[str] | None = None) -> None:
         _say("interrupted")
         status = 130
     sys.exit(status)
+
+
+def _options_first(arguments: list[str], end: int) -> list[str]:
+    """``--storage-option`` before the command, wherever on the line it is: it is of all commands that read."""
+    first: list[str] = []
+    rest: list[str] = []
+    given = iter(arguments[:end])
+    for argument in given:
+        if argument == "--storage-option":
+            first += [argument, *([value] if (value := next(given, None)) is not None else [])]
+        elif argument.startswith("--storage-option="):
+            first.append(argument)
+        else:
+            rest.append(argument)
+    return [*first, *rest, *arguments[end:]]
 
 
 def _run(arguments: list[str]) -> int:

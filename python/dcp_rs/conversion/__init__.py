@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from dcp_rs._progress import Progress, watching
+from dcp_rs._url import StorageOptions, location
 from dcp_rs._warnings import formerly
 from dcp_rs.checkpoint.locate import local_path
 from dcp_rs.checkpoint.renaming import Rename
@@ -64,13 +65,15 @@ def convert(
     max_inflight_bytes: int | None = None,
     weights_only: bool = True,
     allow_external: bool = False,
+    storage_options: Mapping[str, Any] | Any | None = None,
 ) -> ConvertReport:
     """Writes a checkpoint again, in another format. Memory stays bounded, whatever the size of the checkpoint.
 
     The result appears at ``out`` in one step, when it is complete; after an error or Ctrl-C there is nothing.
 
     Args:
-        path: a folder of this package, of Hugging Face or of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``.
+        path: a folder of this package, of Hugging Face or of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``; or the URL of one of
+            the first four on a store.
         out: a folder; a file for ``to="torch"``, and for ``to="safetensors"`` if it ends in ``.safetensors``.
         to: the format. ``"dcp-rs"`` and ``"dcp"`` hold everything, and keep each stored piece of a tensor a piece. ``"safetensors"``
             holds tensors of common types, under the names that ``transformers`` looks for. ``"torch"`` holds everything in one file.
@@ -90,6 +93,7 @@ def convert(
         weights_only: refuse values of a file of ``torch.save``, or on their way into one, that need more than
             ``torch.load(weights_only=True)`` allows. Else values are taken as they are, without unpickling them.
         allow_external: read data files outside the source's folder, if its index names any.
+        storage_options: for a URL, see :class:`dcp_rs.RsReader`.
 
     A source whose files change meanwhile is an error, and the result is not kept. Files are mapped: one that is cut short while a tensor of it is
     being copied can end the process.
@@ -116,7 +120,7 @@ def convert(
     if not name or "/" in name:
         msg = f"name={name!r}: what files are called"
         raise ValueError(msg)
-    source_path, target = local_path(path), Path(os.path.abspath(local_path(out)))  # noqa: PTH100  # Path.resolve would follow out's last link
+    source_path, target = location(path), Path(os.path.abspath(local_path(out)))  # noqa: PTH100  # Path.resolve would follow out's last link
     as_file = to == "torch" or (to == "safetensors" and target.suffix == ".safetensors")
     if as_file and (shards or 1) > 1:
         msg = f"shards={shards}: {out} is one file"
@@ -125,7 +129,12 @@ def convert(
     write_options = WriteOptions(threads=threads, fsync=fsync, max_inflight_bytes=max_inflight_bytes)
     inflight = write_options.inflight_bytes(accelerator=False)
     read_options = ReadOptions(threads=threads, verify=verify, max_inflight_bytes=max(1 << 20, inflight // 4))
-    source = open_source(source_path, options=read_options, allow_external=allow_external)
+    source = open_source(
+        source_path,
+        options=read_options,
+        allow_external=allow_external,
+        storage_options=StorageOptions.of(storage_options),
+    )
     check_place(source_path, source.files, target, overwrite=overwrite)
     tasks = select(source, dtype=cast_to, include=include, exclude=exclude, rename=rename)
     containers = select_containers(source, tasks, include=include, exclude=exclude, rename=rename)

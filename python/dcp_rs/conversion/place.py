@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dcp_rs import _core
+from dcp_rs._url import Url
 from dcp_rs.errors import CheckpointExistsError
 
 __all__ = ["Place", "check_place", "new_place"]
@@ -32,7 +33,8 @@ def check_place(src: Path, files: Sequence[Path], dst: Path, *, overwrite: bool)
         CheckpointExistsError: it exists and ``overwrite`` is not set, or it holds more than a checkpoint.
     """
     source, target = src.resolve(), dst.resolve()
-    if target == source or target in source.parents or target in {file.resolve() for file in files}:
+    holds = target == source or target in source.parents or target in {file.resolve() for file in files}
+    if holds and not isinstance(src, Url):  # that is on no file system
         msg = f"the destination {dst} is the source, or holds it"
         raise ValueError(msg)
     if not (dst.exists() or dst.is_symlink()) or (dst.is_dir() and all(_is_lock(entry) for entry in dst.iterdir())):

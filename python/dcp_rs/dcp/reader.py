@@ -6,7 +6,7 @@ import dataclasses
 import os
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, Literal
 
@@ -19,7 +19,8 @@ from torch.futures import Future
 from dcp_rs import _core
 from dcp_rs._progress import Progress, watching
 from dcp_rs._shown import call
-from dcp_rs.checkpoint.locate import local_path, open_index
+from dcp_rs._url import StorageOptions, location
+from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.dcp.item_reads import ItemReads
 from dcp_rs.dcp.load_planner import RsLoadPlanner, local_reads
@@ -29,7 +30,7 @@ from dcp_rs.dcp.metadata import make_metadata
 from dcp_rs.dcp.reports import LoadReport, Phases
 from dcp_rs.dcp.stock_arguments import one_of, say_ignored
 from dcp_rs.dcp.together import Ranks
-from dcp_rs.errors import CheckpointReplacedError, PlanError
+from dcp_rs.errors import CheckpointReplacedError, PlanError, UnsupportedError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.memory import changing, is_opaque
@@ -90,7 +91,8 @@ class RsReader(StorageReader):
     """Reads a checkpoint under DCP's load protocol: ``dcp.load(state_dict, storage_reader=RsReader(path))``.
 
     Args:
-        path: a checkpoint: a folder of this package, of Hugging Face, of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``.
+        path: a checkpoint: a folder of this package, of Hugging Face, of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``;
+            or the URL of one of the first four on a store: ``s3://``, ``gs://``, ``az://``, ``http://``, ``https://``.
         io, threads, verify, shared, max_inflight_bytes: see :class:`dcp_rs.options.ReadOptions`.
         weights_only: check that every non-tensor value loads under ``torch.load(weights_only=True)`` before a planner gets it (stock
             planners unpickle freely). ``False`` is for checkpoints you wrote yourself.
@@ -98,6 +100,9 @@ class RsReader(StorageReader):
         replicas: who reads what several ranks need (all of the model under DDP, a shard under HSDP): ``"each"`` rank for itself; the ranks
             of a ``"node"`` together (``LOCAL_WORLD_SIZE`` of them); or ``"all"``. Together, every rank reads a part and sends it to
             the others, in pieces that ``max_inflight_bytes`` bounds. It takes effect in loads with :class:`dcp_rs.RsLoadPlanner`.
+        storage_options: for a URL, how to reach the store: names and values as the Rust crate ``object_store`` has them (``aws_endpoint``, ``aws_region``,
+            ``aws_access_key_id``, ...), and ``max_retries``, ``retry_timeout`` and ``read_timeout`` (seconds); or a store of ``obstore``, whose options are
+            taken. What is not given comes from the environment. Secrets are not pickled with the reader.
         progress: ``True`` draws a bar for the first rank, on a terminal and in notebooks; a callable hears on its rank, now and then and at the end, of the bytes
             that it has and of all that it wants.
         process_group: that of the load, for ``replicas`` under torch's ``dcp.load``: nothing else tells a reader. ``dcp_rs.load`` does.
@@ -115,6 +120,7 @@ class RsReader(StorageReader):
             one; ``dcp_rs.load`` and ``dcp_rs.load_state_dict`` then load the new one.
         CorruptDataError: a data file is missing, has another length than the index says, or (``verify=True``) does not match its digest.
         UnsafePickleError: a non-tensor value does not load under ``weights_only=True``.
+        StorageError: a store could not be reached, or refused; below it what there is to do about it.
         PlanError: a plan asks for what the checkpoint does not hold.
     """
 
@@ -130,6 +136,7 @@ class RsReader(StorageReader):
         weights_only: bool = True,
         allow_external: bool = False,
         replicas: Literal["each", "node", "all"] = "each",
+        storage_options: Mapping[str, Any] | Any | None = None,
         progress: Progress = None,
         process_group: dist.ProcessGroup | None = None,
         thread_count: int | None = None,
@@ -142,7 +149,8 @@ class RsReader(StorageReader):
         if replicas not in ("each", "node", "all"):
             msg = f"replicas={replicas!r}: one of 'each', 'node', 'all'"
             raise ValueError(msg)
-        self.path = local_path(path)
+        self.path = location(path)
+        self.storage_options = StorageOptions.of(storage_options)
         self.options = ReadOptions(
             io=io, threads=threads, verify=verify, shared=shared, max_inflight_bytes=max_inflight_bytes
         )
@@ -159,12 +167,13 @@ class RsReader(StorageReader):
 
     def __repr__(self) -> str:
         replicas = None if self.replicas == "each" else self.replicas
-        return call("RsReader", {"path": os.fspath(self.path), **self.options.given(), "replicas": replicas})
+        shown = {"path": os.fspath(self.path), **self.options.given(), "replicas": replicas}
+        return call("RsReader", {**shown, "storage_options": self.storage_options})
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load, of another path where one is given."""
         if checkpoint_id:
-            self.path = local_path(checkpoint_id)
+            self.path = location(checkpoint_id)
         self.load_id = _new_id()
         self._local = threading.local()
 
@@ -255,11 +264,21 @@ class RsReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether the id can be a path of the local file system."""
-        return "://" not in os.fspath(checkpoint_id)
+        """Whether the id can be a path of the local file system, or a URL of a store."""
+        try:
+            location(checkpoint_id)
+        except UnsupportedError:
+            return False
+        return True
 
     def _open(self, rank: int | None) -> _core.Index:
-        return open_index(self.path, rank=rank, allow_external=self.allow_external, verify=self.options.verify)
+        return open_index(
+            self.path,
+            rank=rank,
+            allow_external=self.allow_external,
+            verify=self.options.verify,
+            storage_options=self.storage_options,
+        )
 
     def _index(self) -> _core.Index:
         index = getattr(self._local, "index", None)

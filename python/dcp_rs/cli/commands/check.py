@@ -29,8 +29,8 @@ def _verify(path: Path, allow_external: bool, threads: int | None, as_json: bool
     "dcp-rs diff ckpt/ hf_model/ --include 'model.*' --tolerance 1e-3",
     "dcp-rs diff before/ after/ --html page.html --stats",
 )
-@options.path_argument("a")
-@options.path_argument("b")
+@options.location_argument("a")
+@options.location_argument("b")
 @options.include
 @options.exclude
 @click.option(
@@ -58,7 +58,7 @@ def _diff(
 ) -> int:
     """Compare two checkpoints: names, shapes, dtypes, every element. Exit status 1: they differ.
 
-    A and B are checkpoints of any two kinds, files of torch.save too.
+    A and B are checkpoints of any two kinds, files of torch.save and URLs too.
     """
     if with_stats and html is None:
         raise click.BadParameter("--stats goes with --html: dcp-rs stats prints them")

@@ -1,0 +1,160 @@
+"""URLs of checkpoints: paths on stores, and what is needed to read there."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PosixPath
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from dcp_rs.errors import UnsupportedError
+
+__all__ = ["StorageOptions", "Url", "location", "options_for", "use_storage_options"]
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+#: Stores that the engine speaks to.
+_STORES = ("s3", "gs", "az", "http", "https")
+#: What of an option's name says that its value is no secret.
+_PLAIN = (
+    "region",
+    "bucket",
+    "endpoint",
+    "endpoint_url",
+    "allow_http",
+    "virtual_hosted_style_request",
+    "skip_signature",
+    "timeout",
+    "max_retries",
+    "account_name",
+)
+
+
+class Url(PosixPath):
+    """A path on a store, with the two slashes that a :class:`~pathlib.Path` takes for one. Nothing of it is on the file system."""
+
+    def __str__(self) -> str:
+        return re.sub(r"^([A-Za-z][A-Za-z0-9+.-]*):/(?!/)", r"\1://", super().__str__())
+
+    def __fspath__(self) -> str:
+        return str(self)
+
+    def exists(self, **_: Any) -> bool:
+        """False: not on the file system."""
+        return False
+
+    def is_dir(self, **_: Any) -> bool:
+        """False: not on the file system."""
+        return False
+
+    def is_file(self, **_: Any) -> bool:
+        """False: not on the file system."""
+        return False
+
+
+def location(path: str | os.PathLike[str]) -> Path:
+    """The path, or the :class:`Url` where it is one of a store; ``file://`` leads to the file system.
+
+    Raises:
+        UnsupportedError: a scheme that no store is known for, or a URL with credentials in it.
+    """
+    if isinstance(path, Path):
+        return path
+    text = os.fspath(path)
+    scheme = _SCHEME.match(text)
+    if scheme is None:
+        return Path(text)
+    name = scheme[1].lower()
+    if name == "file":
+        parts = urlsplit(text)
+        if parts.netloc not in ("", "localhost"):
+            msg = f"{text}: a file:// URL has three slashes before the path, and no host"
+            raise UnsupportedError(msg, path=text)
+        return Path(unquote(parts.path))
+    if name not in _STORES:
+        msg = f"{text}: {scheme[0]} is not supported; paths of the file system are, and file://, s3://, gs://, az://, http:// and https://"
+        raise UnsupportedError(msg, path=text)
+    host, _, rest = text[scheme.end() :].partition("/")
+    if "@" in host or "?" in text or "#" in text:
+        msg = f"a {name}:// URL with a user, a query or a fragment: credentials go into storage_options= or the environment"
+        raise UnsupportedError(msg)
+    return Url(f"{name}://{host}/{rest}")
+
+
+class StorageOptions(Mapping[str, str]):
+    """Options of a store, of which secrets are shown to nobody and do not pickle: in another process they come from the environment there."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = {str(key): _text(value) for key, value in options.items()}
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | Any | None) -> StorageOptions | None:
+        """From what a caller gave: a mapping, or a store of ``obstore``, which has its own options in ``config`` and ``client_options``.
+
+        Raises:
+            TypeError: neither.
+        """
+        if options is None or isinstance(options, StorageOptions):
+            return options
+        if isinstance(options, Mapping):
+            return cls(options)
+        config = getattr(options, "config", None)
+        if isinstance(config, Mapping):
+            if getattr(options, "credential_provider", None) is not None:
+                raise TypeError(
+                    "storage_options: a store of obstore with a credential provider cannot be taken: give its credentials as options"
+                )
+            client = getattr(options, "client_options", None)
+            return cls({**(client if isinstance(client, Mapping) else {}), **config})
+        msg = f"storage_options is a {type(options).__name__}: a mapping of names to values, or a store of obstore"
+        raise TypeError(msg)
+
+    def __getitem__(self, key: str) -> str:
+        return self._options[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._options)
+
+    def __len__(self) -> int:
+        return len(self._options)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(
+            f"{key}={value!r}" if _is_plain(key) else f"{key}=***" for key, value in self._options.items()
+        )
+        return f"StorageOptions({shown})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StorageOptions, ({key: value for key, value in self._options.items() if _is_plain(key)},)
+
+
+def _is_plain(key: str) -> bool:
+    return key.lower().endswith(_PLAIN)
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_of_command_line: StorageOptions | None = None
+
+
+def use_storage_options(options: StorageOptions | None) -> None:
+    """What the command line was given: it holds for every store that the process opens without options of its own."""
+    global _of_command_line  # noqa: PLW0603
+    _of_command_line = options
+
+
+def options_for(path: Path, options: StorageOptions | None) -> dict[str, str] | None:
+    """What the engine is told; None for a path of the file system.
+
+    Raises:
+        UnsupportedError: options for such a path.
+    """
+    if isinstance(path, Url):
+        return dict(_of_command_line or {} if options is None else options)
+    if options:
+        msg = f"{path} is on the file system, which has no storage_options"
+        raise UnsupportedError(msg, path=path)
+    return None

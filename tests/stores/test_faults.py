@@ -1,0 +1,201 @@
+"""A store that fails: loads finish right, or say in time what is wrong."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+import dcp_rs
+from dcp_rs.errors import (
+    DcpRsError,
+    StorageError,
+    StorageNotFoundError,
+    StoragePermissionError,
+    StoragePreconditionError,
+)
+from support import assert_state_equal, blank
+from support.object_server import Fault
+
+
+def is_data(request):
+    return request.method == "GET" and request.key.endswith(".safetensors")
+
+
+def is_any(request):
+    return True
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(status=503),
+        Fault(status=500, code="InternalError"),
+        Fault(status=429, code="TooManyRequests"),
+        Fault(cut=0),
+        Fault(cut=1000, matches=is_data),
+        Fault(cut=700_001, matches=is_data, times=3),
+        Fault(reset=True),
+        Fault(lose=True),
+        Fault(silent=5000, delay=3.0, matches=is_data),
+        Fault(delay=3.0),
+    ],
+    ids=lambda fault: ",".join(
+        f"{name}={value}"
+        for name, value in vars(fault).items()
+        if name in ("status", "cut", "reset", "lose", "silent", "delay") and value
+    ),
+)
+def test_what_passes_is_tried_again(saved, server, fault):
+    state, _ = saved
+    server.faults.append(fault)
+    into = blank(state)
+    dcp_rs.load(into, server.url("runs/ckpt"), storage_options=server.options(read_timeout=0.5))
+    assert_state_equal(into, state)
+    assert fault.times == 0
+
+
+def test_one_request_in_ten_fails(saved, server):
+    state, _ = saved
+    kinds = [{"status": 503}, {"status": 500}, {"cut": 100}, {"reset": True}, {"lose": True}, {"cut": 300_000}]
+    server.faults.extend(Fault(**kind, times=None, chance=0.1 / len(kinds)) for kind in kinds)
+    for _ in range(10):
+        into = blank(state)
+        dcp_rs.load(into, server.url("runs/ckpt"), storage_options=server.options(), verify=True)
+        assert_state_equal(into, state)
+
+
+def span(request):
+    first, last = request.range.removeprefix("bytes=").split("-")
+    return int(first), int(last)
+
+
+def is_long(request):
+    return is_data(request) and span(request)[1] - span(request)[0] > 600_000
+
+
+def test_a_cut_body_goes_on_from_where_it_was_cut(saved, server):
+    state, _ = saved
+    server.faults.append(Fault(cut=500_000, matches=is_long))
+    into = blank(state)
+    dcp_rs.load(into, server.url("runs/ckpt"), storage_options=server.options())
+    assert_state_equal(into, state)
+    spans = [span(request) for request in server.requests if is_data(request)]
+    again = [(one, other) for one in spans for other in spans if one[1] == other[1] and one[0] < other[0]]
+    assert len(again) == 1
+    ((first, _), (second, _)) = again[0]
+    assert 0 < second - first <= 500_000
+
+
+@pytest.mark.parametrize("limit", [{"max_retries": 2}, {"retry_timeout": 1.5}])
+def test_what_stays_is_an_error_in_time(saved, server, limit):
+    server.faults.append(Fault(status=503, times=None))
+    begin = time.monotonic()
+    with pytest.raises(StorageError, match="503 SlowDown") as caught:
+        dcp_rs.open(server.url("runs/ckpt"), storage_options=server.options(**limit))
+    assert time.monotonic() - begin < 60  # the default is 120 s
+    error = caught.value
+    assert isinstance(error, OSError)
+    assert isinstance(error, DcpRsError)
+    assert error.path == server.url("runs/ckpt/index.dcprs")
+    assert error.operation == "read"
+    assert error.attempts == len(server.requests)
+    assert f"{error.attempts} attempts" in str(error)
+
+
+def test_a_store_that_says_nothing_is_given_up(saved, server):
+    server.faults.append(Fault(delay=30.0, times=None))
+    with pytest.raises(StorageError, match="no answer in time"):
+        dcp_rs.open(server.url("runs/ckpt"), storage_options=server.options(retry_timeout=1, read_timeout=0.3))
+
+
+def test_nobody_there(server):
+    server_options = server.options(aws_endpoint="http://127.0.0.1:1", max_retries=1)
+    with pytest.raises(StorageError, match="no connection"):
+        dcp_rs.open(server.url("x"), storage_options=server_options)
+
+
+def test_who_may_not_is_told_at_once(saved, server):
+    server.access_key = "another"
+    with pytest.raises(StoragePermissionError, match="403 InvalidAccessKeyId") as caught:
+        dcp_rs.open(server.url("runs/ckpt"), storage_options=server.options())
+    assert isinstance(caught.value, PermissionError)
+    assert len(server.requests) == 1
+
+
+def test_no_such_bucket(server):
+    with pytest.raises(StorageNotFoundError, match="NoSuchBucket") as caught:
+        dcp_rs.open("s3://other/x", storage_options=server.options())
+    assert isinstance(caught.value, FileNotFoundError)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_an_object_that_changes_is_an_error(saved, server, ignored):
+    """Also where the store ignores the condition: the tag of the answer is compared."""
+    state, _ = saved
+    server.ignores_conditions = ignored
+    with dcp_rs.open(server.url("runs/ckpt"), storage_options=server.options()) as ckpt:
+        assert ckpt["model.small"].equal(state["model"]["small"])
+        for key, stored in list(server.objects.items()):
+            if key.endswith(".safetensors"):
+                server.put(key, stored.data[:-1] + bytes([stored.data[-1] ^ 1]))
+        with pytest.raises(StoragePreconditionError) as caught:
+            ckpt["model.big"]
+    assert caught.value.path.endswith(".safetensors")
+
+
+def test_an_object_of_another_length_is_an_error(saved, server):
+    for key, stored in list(server.objects.items()):
+        if key.endswith(".safetensors"):
+            server.put(key, stored.data + b"x")
+    state, _ = saved
+    with pytest.raises(DcpRsError, match="bytes long, expected"):
+        dcp_rs.load(blank(state), server.url("runs/ckpt"), storage_options=server.options())
+
+
+def test_ctrl_c_ends_a_load(saved, server):
+    """While the store says nothing. The limit is what is promised, a second, and some for a busy machine."""
+    server.faults.append(Fault(delay=60.0, times=None, matches=is_data))
+    code = f"""
+        import signal, sys, torch, dcp_rs
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        print("begin", flush=True)
+        try:
+            dcp_rs.load({{"model": {{"big": torch.zeros(1500, 1024)}}}}, {server.url("runs/ckpt")!r}, storage_options={server.options()!r})
+        except KeyboardInterrupt:
+            print("stopped", flush=True)
+    """
+    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "begin\n"
+    deadline = time.monotonic() + 60
+    while not any(is_data(request) for request in server.asked()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    begin = time.monotonic()
+    os.kill(child.pid, signal.SIGINT)
+    assert child.stdout.readline() == "stopped\n"
+    took = time.monotonic() - begin
+    assert child.wait(30) == 0
+    assert took < 20  # the store is silent for 60
+
+
+def test_many_threads_may_read_one_open_checkpoint(saved, server):
+    state, _ = saved
+    server.faults.append(Fault(status=503, times=None, chance=0.2))
+    ckpt = dcp_rs.open(server.url("runs/ckpt"), storage_options=server.options())
+    wrong = []
+
+    def read(i):
+        if not ckpt[f"many.t{i}"].equal(state["many"][f"t{i}"]):
+            wrong.append(i)
+
+    threads = [threading.Thread(target=read, args=(i,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []

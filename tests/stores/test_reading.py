@@ -1,0 +1,303 @@
+"""Checkpoints on a store, read in place: what comes is what stock torch, or the local folder, says."""
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+import dcp_rs
+from dcp_rs import RsReader
+from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError, CorruptDataError, UnsupportedError
+from support import assert_state_equal, blank
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def url(server):
+    return server.url("runs/ckpt")
+
+
+@pytest.fixture
+def options(server):
+    return server.options()
+
+
+@pytest.mark.parametrize("read", [{}, {"verify": True}, {"max_inflight_bytes": 1 << 16}, {"threads": 1}])
+def test_load_gives_what_was_saved(saved, url, options, read):
+    state, _ = saved
+    into = blank(state)
+    report = dcp_rs.load(into, url, storage_options=options, **read)
+    assert_state_equal(into, state)
+    assert report.path == url
+    assert report.bytes_wanted == report.bytes_read or report.bytes_read >= report.bytes_wanted
+
+
+def test_stock_load_through_our_reader(saved, url, options):
+    state, _ = saved
+    into = blank(state)
+    dcp.load(into, storage_reader=RsReader(url, storage_options=options))
+    assert_state_equal(into, state)
+    again = blank(state)
+    dcp_rs.load_state_dict(again, RsReader(url, storage_options=options))
+    assert torch.equal(again["model"]["big"], state["model"]["big"])
+
+
+def test_open_reads_what_is_asked_for(saved, server, url, options):
+    state, _ = saved
+    with dcp_rs.open(url, storage_options=options) as ckpt:
+        assert ckpt.path == f"{url}/index.dcprs"
+        assert len(server.requests) == 1  # the index, whole
+        before = len(server.requests)
+        rows = ckpt.get_slice("model.big")[100:102]
+        assert torch.equal(rows, state["model"]["big"][100:102])
+        fetched = [request.range for request in server.requests[before:] if request.method == "GET"]
+        assert len(fetched) == 1
+        start, end = map(int, fetched[0].removeprefix("bytes=").split("-"))
+        assert end - start + 1 == 2 * 1024 * 4
+        assert ckpt["step"] == 17
+        assert torch.equal(ckpt["model.half"], state["model"]["half"])
+        assert_state_equal(ckpt.state_dict(), state)
+        assert {name: value for name, value in ckpt.stream() if name == "name"} == {"name": "run"}
+
+
+def test_open_without_torch(saved, url, options):
+    state, _ = saved
+    with dcp_rs.open(url, framework="np", storage_options=options) as ckpt:
+        assert np.array_equal(ckpt["model.big"], state["model"]["big"].numpy())
+        assert np.array_equal(ckpt.get_slice("model.big")[:, 5:9], state["model"]["big"][:, 5:9].numpy())
+
+
+def test_columns_are_read_through_and_not_row_by_row(saved, server, url, options):
+    state, _ = saved
+    with dcp_rs.open(url, storage_options=options) as ckpt:
+        before = len(server.requests)
+        got = ckpt.get_slice("model.big")[:, 256:512]
+    assert torch.equal(got, state["model"]["big"][:, 256:512])
+    assert (
+        len([request for request in server.requests[before:] if request.method == "GET"]) <= 1 + 6
+    )  # 6 MB, a MiB each at most
+
+
+def test_overlapping_and_strided_destinations(saved, url, options):
+    state, _ = saved
+    into = {"model": {"big": torch.zeros(1024, 1500).t()}}
+    dcp_rs.load(into, url, storage_options=options)
+    assert torch.equal(into["model"]["big"], state["model"]["big"])
+
+
+@pytest.mark.parametrize("index", [False, True])
+def test_hugging_face_folders_in_place(tmp_path, server, options, index):
+    tensors = {f"layer.{i}": torch.randn(64, 33) for i in range(6)}
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    names = sorted(tensors)
+    weight_map = {}
+    for number, part in enumerate((names[:3], names[3:]), start=1):
+        name = f"model-{number:05}-of-00002.safetensors"
+        save_file({key: tensors[key] for key in part}, folder / name)
+        weight_map.update(dict.fromkeys(part, name))
+    if index:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text("{}")
+    server.put_folder(folder, "hf")
+    with dcp_rs.open(server.url("hf"), storage_options=options) as ckpt:
+        assert ckpt.source == "safetensors"
+        for key, value in tensors.items():
+            assert torch.equal(ckpt[key], value)
+    one = server.url("hf/model-00001-of-00002.safetensors")
+    assert sorted(dcp_rs.open(one, storage_options=options)) == names[:3]
+    if index:  # a server of plain files lists nothing
+        with dcp_rs.open(server.http_url("hf")) as ckpt:
+            assert torch.equal(ckpt["layer.5"], tensors["layer.5"])
+
+
+def test_stock_folders_in_place(tmp_path, server, options):
+    state = {"w": torch.randn(200, 300), "b": torch.randn(11), "n": {"deep": torch.arange(5)}, "value": "text"}
+    dcp.save(state, checkpoint_id=tmp_path / "stock")
+    server.put_folder(tmp_path / "stock", "stock")
+    into = blank(state)
+    dcp_rs.load(into, server.url("stock"), storage_options=options)
+    assert_state_equal(into, state)
+
+
+def test_plain_http(saved, server):
+    state, _ = saved
+    into = blank(state)
+    dcp_rs.load(into, server.http_url("runs/ckpt"))
+    assert_state_equal(into, state)
+
+
+def test_converting_from_a_store(saved, tmp_path, url, options):
+    state, _ = saved
+    dcp_rs.convert(url, tmp_path / "copy", storage_options=options)
+    into = blank(state)
+    dcp_rs.load(into, tmp_path / "copy")
+    assert_state_equal(into, state)
+    dcp_rs.convert(url, tmp_path / "stock", to="dcp", storage_options=options)
+    into = blank(state)
+    dcp.load(into, checkpoint_id=tmp_path / "stock")
+    assert_state_equal(into, state)
+
+
+def test_file_urls_are_paths(saved):
+    state, folder = saved
+    into = blank(state)
+    dcp_rs.load(into, folder.as_uri())
+    assert_state_equal(into, state)
+    with pytest.raises(UnsupportedError, match="storage_options"):
+        dcp_rs.open(folder, storage_options={"aws_region": "x"})
+
+
+def test_verify_and_compare(saved, server, url, options):
+    _, folder = saved
+    report = dcp_rs.verify(url, storage_options=options)
+    assert report.ok
+    assert report.bytes_verified > 6 * MIB
+    from dcp_rs.checkpoint.compare import compare
+
+    assert compare(folder, url, storage_options=options).differences == []
+    (key,) = [key for key, stored in server.objects.items() if len(stored.data) > MIB]
+    damaged = bytearray(server.objects[key].data)
+    damaged[len(damaged) // 2] ^= 1
+    server.put(key, bytes(damaged))
+    report = dcp_rs.verify(url, storage_options=options)
+    assert [problem.tensor for problem in report.problems] == ["model.big"]
+    with pytest.raises(CorruptDataError, match=r"model\.big"):
+        dcp_rs.load({"model": {"big": torch.zeros(1500, 1024)}}, url, storage_options=options, verify=True)
+    server.put(key, bytes(damaged[:-1]))
+    report = dcp_rs.verify(url, storage_options=options)
+    assert "bytes long" in report.problems[0].got
+    del server.objects[key]
+    assert not dcp_rs.verify(url, storage_options=options).ok
+    with pytest.raises(CorruptDataError, match="missing"):
+        dcp_rs.load({"model": {"big": torch.zeros(1500, 1024)}}, url, storage_options=options)
+
+
+def test_a_save_that_replaces_it_is_noticed(saved, server, url, options, tmp_path):
+    state, _ = saved
+    reader = RsReader(url, storage_options=options)
+    metadata = reader.read_metadata()
+    for key in list(server.objects):
+        del server.objects[key]
+    other = tmp_path / "other"
+    dcp_rs.save({**state, "step": 18}, other)
+    server.put_folder(other, "runs/ckpt")
+    with pytest.raises(CheckpointReplacedError):
+        reader._local.index.read_bytes([reader._local.index.first_chunk(reader._local.index.find("step"))])
+    assert metadata.storage_data is not None
+    into = blank(state)
+    dcp_rs.load_state_dict(into, RsReader(url, storage_options=options))
+    assert into["step"] == 18
+
+
+def test_what_is_not_there_is_said(server, options, saved):
+    server.put("junk/readme.txt", b"x")
+    for url, what in [(server.url("nothing"), "nothing is there"), (server.url("junk"), r"no index\.dcprs")]:
+        with pytest.raises(CheckpointNotFoundError, match=what):
+            dcp_rs.open(url, storage_options=options)
+    with pytest.raises(CheckpointNotFoundError, match="lists no files"):
+        dcp_rs.open(server.http_url("nothing"))
+    with pytest.raises(UnsupportedError, match=r"torch\.save"):
+        dcp_rs.open(server.url("x/model.pth"), storage_options=options)
+    with pytest.raises(UnsupportedError, match="ftp"):
+        dcp_rs.open("ftp://host/x")
+    with pytest.raises(UnsupportedError, match="aws_regoin"):
+        dcp_rs.open(server.url("x"), storage_options={"aws_regoin": "x"})
+    for write in (lambda: dcp_rs.save({"a": torch.ones(1)}, server.url("x")), lambda: dcp_rs.RsWriter(server.url("x"))):
+        with pytest.raises(UnsupportedError, match="here paths of the file system"):
+            write()
+
+
+def test_names_that_lead_out_of_the_folder_are_not_followed(tmp_path, server, options, saved):
+    _, folder = saved
+    elsewhere = tmp_path / "elsewhere"
+    dcp_rs.index(folder, out=elsewhere)
+    server.put_folder(elsewhere, "elsewhere")
+    ckpt = dcp_rs.open(server.url("elsewhere"), storage_options=options, allow_external=True)
+    with pytest.raises(UnsupportedError, match="outside its folder"):
+        ckpt["model.big"]
+
+
+def test_an_open_checkpoint_pickles_without_its_secrets(saved, server, url, options, monkeypatch):
+    state, _ = saved
+    data = pickle.dumps(dcp_rs.open(url, storage_options=options))
+    assert b"test-secret" not in data
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-access-key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret-key-0123456789")
+    copy = pickle.loads(data)
+    assert torch.equal(copy["model.small"], state["model"]["small"])
+
+
+def test_the_environment_tells_the_rest(saved, server, url, monkeypatch):
+    state, _ = saved
+    server.access_key = "test-access-key"
+    for name, value in server.options().items():
+        if name.startswith("aws_"):
+            monkeypatch.setenv(name.upper(), str(value).lower() if isinstance(value, bool) else value)
+    into = blank(state)
+    dcp_rs.load(into, url)
+    assert_state_equal(into, state)
+
+
+def test_large_indexes_come_in_several_parts(tmp_path, server, options):
+    state = {f"some.long.name.of.a.tensor.{i:06}": torch.tensor([i]) for i in range(30_000)}
+    dcp_rs.save(state, tmp_path / "many")
+    server.put_folder(tmp_path / "many", "many")
+    assert len(server.objects["many/index.dcprs"].data) > 4 * MIB
+    into = {name: torch.zeros(1, dtype=torch.int64) for name in state}
+    dcp_rs.load(into, server.url("many"), storage_options=options)
+    assert all(torch.equal(into[name], state[name]) for name in state)
+    assert len(server.asked("GET")) < 12
+
+
+def test_nothing_of_it_runs_for_a_local_load(tmp_path):
+    """No thread, and nothing imported, that a load from the file system did not need."""
+    code = """
+import sys, threading, torch, dcp_rs
+dcp_rs.save({"a": torch.ones(4)}, sys.argv[1])
+dcp_rs.load({"a": torch.ones(4)}, sys.argv[1])
+names = [open(f"/proc/self/task/{t}/comm").read().strip() for t in __import__("os").listdir("/proc/self/task")]
+assert not [name for name in names if name.startswith("dcp-rs-store")], names
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "x")], check=True)
+
+
+def test_nothing_is_left_running_after_a_remote_one(saved, server, url, options):
+    import os
+
+    state, _ = saved
+    dcp_rs.load(blank(state), url, storage_options=options)
+    names = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
+    assert not [name for name in names if name.startswith("dcp-rs")]
+
+
+def test_a_fork_may_load_too(saved, server, url, options):
+    import os
+
+    state, _ = saved
+    dcp_rs.load(blank(state), url, storage_options=options)
+    child = os.fork()
+    if child == 0:
+        try:
+            into = {"model": {"small": torch.zeros(7, dtype=torch.int64)}}
+            dcp_rs.load(into, url, storage_options=options, no_dist=True, threads=1)
+            os._exit(0 if into["model"]["small"].equal(state["model"]["small"]) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_requests_are_large(saved, server, url, options):
+    """One for the index, a look at each file, and a MiB of data each at the least."""
+    state, _ = saved
+    dcp_rs.load(blank(state), url, storage_options=options)
+    files = len([key for key in server.objects if key.endswith(".safetensors")])
+    assert len(server.requests) <= 2 + 2 * files + sum(len(stored.data) for stored in server.objects.values()) // MIB

@@ -1,0 +1,120 @@
+"""No secret of a store is shown: in repr, messages, logs, pickles, tracebacks."""
+
+import logging
+import pickle
+import subprocess
+import sys
+import traceback
+from types import SimpleNamespace
+
+import pytest
+
+import dcp_rs
+from dcp_rs import RsReader
+from dcp_rs._url import StorageOptions
+from dcp_rs.errors import DcpRsError, UnsupportedError
+from support import blank
+from support.object_server import Fault
+
+SECRETS = ("test-secret-key-0123456789", "session-token-9876543210")
+
+
+def has_secret(text) -> bool:
+    return any(secret in str(text) for secret in SECRETS)
+
+
+@pytest.fixture
+def options(server):
+    return server.options(aws_session_token=SECRETS[1])
+
+
+def test_repr_and_pickle(server, options):
+    reader = RsReader(server.url("x"), storage_options=options)
+    shown = [repr(reader), repr(reader.storage_options), str(vars(reader))]
+    assert "aws_endpoint=" in shown[0]
+    assert "aws_secret_access_key=***" in shown[0]
+    assert not any(map(has_secret, shown))
+    for held in (reader, reader.storage_options):
+        data = pickle.dumps(held)
+        assert not any(secret.encode() in data for secret in SECRETS)
+    copy = pickle.loads(pickle.dumps(reader))
+    assert copy.storage_options["aws_endpoint"] == server.endpoint
+    assert "aws_secret_access_key" not in copy.storage_options
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(status=403, code="SignatureDoesNotMatch"),
+        Fault(status=400, code="x"),
+        Fault(status=503),
+        Fault(reset=True),
+    ],
+    ids=["denied", "bad", "busy", "reset"],
+)
+def test_errors_and_logs(saved, server, options, fault, caplog):
+    """The server sends the secret back in the body of its errors."""
+    state, _ = saved
+    fault.times = None
+    server.faults.append(fault)
+    caplog.set_level(logging.DEBUG)
+    with pytest.raises(DcpRsError) as caught:
+        dcp_rs.load(blank(state), server.url("runs/ckpt"), storage_options={**options, "max_retries": 1})
+    told = "".join(traceback.format_exception(caught.value))
+    assert not has_secret(told)
+    assert not has_secret(pickle.dumps(caught.value))
+    assert not has_secret(caplog.text)
+    dumped = pickle.loads(pickle.dumps(caught.value))
+    assert (dumped.path, dumped.operation, dumped.attempts) == (caught.value.path, "read", caught.value.attempts)
+
+
+def test_urls_with_credentials_are_refused_without_telling_them():
+    for url in (
+        f"https://me:{SECRETS[0]}@host/x",
+        f"https://host/x?X-Amz-Signature={SECRETS[0]}",
+        f"s3://key:{SECRETS[0]}@bucket/x",
+    ):
+        with pytest.raises(UnsupportedError, match="credentials go into") as caught:
+            dcp_rs.open(url)
+        assert not has_secret("".join(traceback.format_exception_only(caught.value)))
+
+
+def test_options_of_another_kind_are_refused():
+    with pytest.raises(TypeError, match="storage_options is a list"):
+        RsReader("s3://b/x", storage_options=[1])
+
+
+def test_a_store_of_obstore_lends_its_options():
+    config = {"aws_access_key_id": "a", "aws_secret_access_key": SECRETS[0]}
+    store = SimpleNamespace(config=config, client_options={"allow_http": True}, credential_provider=None)
+    options = StorageOptions.of(store)
+    assert dict(options) == {"allow_http": "true", **config}
+    assert not has_secret(repr(options))
+
+
+def test_the_command_line(saved, server, options):
+    arguments = []
+    for key, value in options.items():
+        arguments += ["--storage-option", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
+    url = server.url("runs/ckpt")
+
+    def run(*command):
+        line = [sys.executable, "-m", "dcp_rs", *command, *arguments]
+        return subprocess.run(line, capture_output=True, text=True, check=False)
+
+    for command, expected in [
+        (("ls", url), "model.big"),
+        (("inspect", url), url),
+        (("stats", url, "model.small"), "model.small"),
+        (("verify", url), "all is well"),
+        (("diff", url, str(saved[1])), ""),
+    ]:
+        done = run(*command)
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+        assert expected in done.stdout
+        assert not has_secret(done.stdout + done.stderr)
+    server.access_key = "another"
+    done = run("ls", url, "--debug")
+    assert done.returncode != 0
+    assert "403" in done.stderr
+    assert not has_secret(done.stdout + done.stderr)
