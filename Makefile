@@ -180,7 +180,7 @@ WHEEL ?=
 WHEEL_PLACE := build/wheel$(if $(TORCH),-$(subst =,,$(TORCH)))
 test-wheel: $(VENV)/.deps  ## The Python tests on a built wheel, away from this tree (WHEEL, TORCH, PYTHON, ARGS)
 	rm -rf $(WHEEL_PLACE) && mkdir -p $(WHEEL_PLACE)
-	PATH="$(abspath $(BIN)):$$PATH" maturin sdist --quiet --out $(WHEEL_PLACE)
+	PATH="$(abspath $(BIN)):$$PATH" maturin sdist --out $(WHEEL_PLACE)
 	@[ -n "$(WHEEL)" ] || PATH="$(abspath $(BIN)):$$PATH" maturin build --quiet --release --out $(WHEEL_PLACE)
 	$(UV) venv --quiet --python $(PYTHON) $(WHEEL_PLACE)/venv
 	$(UV) pip install --quiet --python $(WHEEL_PLACE)/venv/bin/python "$$(ls $(if $(WHEEL),$(WHEEL),$(WHEEL_PLACE)/*.whl))[cli,testing]" $(TORCH) pytest pytest-timeout ml-dtypes
