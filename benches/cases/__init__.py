@@ -13,6 +13,7 @@ FAMILIES = {
     "one_file": "load_file and save_file",
     "foreign": "checkpoints of others, in place",
     "torch_file": "files of torch.save",
+    "remote": "from a store, on this machine",
     "looking": "reports, logs, statistics, NumPy: what it costs to look",
     "peers": "other loaders",
 }

@@ -84,7 +84,16 @@ def test_options_of_another_kind_are_refused():
         RsReader("s3://b/x", storage_options=[1])
 
 
-def test_a_store_of_obstore_lends_its_options():
+def test_a_store_of_obstore_is_taken(saved, server, options):
+    from obstore.store import S3Store
+
+    config = {key: value for key, value in options.items() if key.startswith("aws_") and key != "aws_allow_http"}
+    store = S3Store(server.bucket, config=config, client_options={"allow_http": True})
+    with dcp_rs.open(server.url("runs/ckpt"), storage_options=store) as ckpt:
+        assert ckpt["step"] == 17
+
+
+def test_what_lends_its_options_keeps_them_secret():
     config = {"aws_access_key_id": "a", "aws_secret_access_key": SECRETS[0]}
     store = SimpleNamespace(config=config, client_options={"allow_http": True}, credential_provider=None)
     options = StorageOptions.of(store)
