@@ -42,6 +42,9 @@ def loss_of(step: int) -> float:
 def state_of(step: int, rank: int) -> dict[str, object]:
     return {
         f"of.{rank}": torch.full((3000 + step % 7,), float(step)),
+        "frozen": torch.arange(20_000.0),
+        # Stays for some steps, and is another one then.
+        "slow": torch.full((5000,), float(step // 10)),
         "common": torch.full((10,), float(step)),
         "step": step,
     }
@@ -86,14 +89,14 @@ def train(root: Path, log: Path, store: Path, rank: int, ranks: int, seed: int, 
             metric="loss",
             no_dist=ranks == 1,
             fsync=False,
+            # Runs with it and without it follow each other: a step may take over from either kind.
+            reuse=rng.choice([False, True, "frozen"]),
         )
-        state = {"common": torch.zeros(10), "step": 0}
+        state = {"common": torch.zeros(10), "frozen": torch.zeros(20_000), "slow": torch.zeros(5000), "step": 0}
         first = manager.load(state, verify=True)
         if first is not None:
             want = state_of(first, rank)
-            assert all(
-                torch.equal(torch.as_tensor(state[key]), torch.as_tensor(want[key])) for key in ("common", "step")
-            )
+            assert all(torch.equal(torch.as_tensor(state[key]), torch.as_tensor(want[key])) for key in state)
         say("resumed", -1 if first is None else first)
         pending = None
         for step in range((first or 0) + 1, last + 1):
@@ -136,6 +139,7 @@ class Tally:
     unfinished: int = 0  # that a kill left
     half_removed: int = 0
     most_folders: int = 0
+    reusing: int = 0  # steps seen that share files with others
 
 
 @dataclass
@@ -169,6 +173,7 @@ class Run:
         for step in there:
             assert dcp_rs.verify(self.root / f"step-{step}").ok
         tally.unfinished += len(listing.passed_over)
+        tally.reusing += sum(step.linked > 0 for step in listing.steps)
         tally.half_removed += len(list(self.root.glob(".removing-*")))
         tally.most_folders = max(tally.most_folders, len(list(self.root.iterdir())))
         return max(self.durable, default=0)

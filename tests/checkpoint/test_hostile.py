@@ -271,6 +271,7 @@ def rebuild(header, sections, **fields):
         struct.pack_into("<QQ", data, 96 + 16 * number, len(data), len(body))
         data += body + bytes(-len(body) % 8)
     struct.pack_into("<Q", data, 32, len(data))
+    struct.pack_into("<Q", data, 16, 0)  # no contents
     for at, value in fields.get("patch", []):
         struct.pack_into("<Q", data, at, value)
     return sealed(data)
@@ -533,6 +534,33 @@ def test_signs_are_those_of_adopted_tensors(saved, source, incompat, code, flags
         assert read_all(saved)["w"] == want[flags]
     else:
         refused_at_once(saved, match)
+
+
+@pytest.mark.parametrize(
+    ("source", "incompat", "flags", "match"),
+    [(0, 2, 4, None), (0, 0, 4, "does not say so"), (2, 2, 4, "what others wrote"), (0, 2, 5, "what others wrote")],
+)
+def test_links_are_of_native_data_in_an_index_that_says_so(saved, source, incompat, flags, match):
+    header = (saved / INDEX).read_bytes()
+    files, *_ = sections_of(header)
+    file = bytearray(files[:64])
+    struct.pack_into("<QIIQQQ", file, 0, 1, 4, flags, 4100, 4096, 0)
+    chunks = struct.pack("<IIQQQQII", 0, 0, 4096, 4, 0, 0, 0, 0)
+    sections = [bytes(file), tensor_record((0, 1), chunks=(0, 1)), chunks, b"", b"", b"wfile", NOTHING]
+    (saved / INDEX).write_bytes(rebuild(header, sections, patch=[(80, source), (24, incompat)]))
+    (saved / "file").write_bytes(bytes(4096) + struct.pack("<f", 1))
+    if match is None:
+        assert read_all(saved)["w"] == 1
+    else:
+        refused_at_once(saved, match)
+
+
+@pytest.mark.parametrize(("at", "length"), [(4, 16), (1 << 40, 16), (256, 8), (256, 32), (256, 1 << 63)])
+def test_contents_are_sixteen_bytes_a_chunk_within_the_index(saved, at, length):
+    header = bytearray((saved / INDEX).read_bytes())
+    struct.pack_into("<QQ", header, 208, at, length)
+    (saved / INDEX).write_bytes(sealed(header))
+    refused_at_once(saved, "contents")
 
 
 def test_an_index_of_the_future_is_refused(saved):

@@ -43,7 +43,7 @@ def folders(run):
 @pytest.mark.parametrize("command", ["steps", "ls", "inspect"])
 def test_the_steps_of_a_run(dcp_rs_does, run, command):
     out = dcp_rs_does(command, run).splitlines()
-    assert out[0].split() == ["step", "age", "size", "verified", "metrics"]
+    assert out[0].split() == ["step", "age", "size", "new", "reused", "verified", "metrics"]
     assert [line.split()[0] for line in out[1:4]] == ["100", "200", "300"]
     assert out[1].endswith("loss=2 lr=0.1")
     assert out[4] == "passed over  step-150: its save did not finish"
@@ -121,3 +121,17 @@ def test_what_is_not_removed_is_a_finding(dcp_rs_does, run):
 )
 def test_what_makes_no_sense_is_said(dcp_rs_does, run, wrong):
     dcp_rs_does("prune", run, *wrong, status=2)
+
+
+def test_what_steps_share_is_told_and_counted_once(dcp_rs_does, tmp_path):
+    root = tmp_path / "run"
+    with CheckpointManager(root, reuse=True) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"frozen": torch.ones(100_000), "step": torch.tensor(step)})
+    assert [line.split().count("400") for line in dcp_rs_does("steps", root).splitlines()[1:4]] == [0, 1, 1]
+    found = json.loads(dcp_rs_does("steps", root, "--json"))
+    assert [step["reused"] for step in found["steps"]] == [0, 400_000, 400_000]
+    assert [step["written"] < 10_000 for step in found["steps"]] == [False, True, True]
+    assert found["bytes"] < 430_000 < sum(step["bytes"] for step in found["steps"])
+    # What another step holds, too, is not made free.
+    assert json.loads(dcp_rs_does("prune", root, "--keep-last", "1", "--json"))["bytes"] < 20_000

@@ -115,6 +115,15 @@ def hf() -> dict[str, Any]:
     return {"a.weight": tensor((2, 3), "bfloat16", 13), "b.weight": tensor((5,), "float16", 14)}
 
 
+def reused() -> dict[str, Any]:
+    """Saved with a parent that holds all but the step."""
+    return {
+        "frozen": tensor((20, 30), "bfloat16", 16),
+        "value": ("a run", 1),
+        "step": tensor((), "int64", 17),
+    }
+
+
 def expected(kind: str) -> Any:
     """What comes back, where it can be told by a function."""
     if kind == "cast":
@@ -127,6 +136,7 @@ def expected(kind: str) -> Any:
         "stock": stock,
         "views": views,
         "hf": hf,
+        "reused": reused,
     }
     return kinds[kind]()
 
@@ -159,6 +169,9 @@ def build(output: Path) -> None:
     dcp_rs.save(nested(), output / "nested", no_dist=True)
     dcp_rs.save(values(), output / "values", no_dist=True)
     dcp_rs.save(cast(), output / "cast", no_dist=True, planner=dcp_rs.RsSavePlanner(dtype=torch.bfloat16))
+    with tempfile.TemporaryDirectory() as parent:
+        dcp_rs.save(reused() | {"step": tensor((), "int64", 18)}, parent, no_dist=True)
+        dcp_rs.save(reused(), output / "reused", no_dist=True, parent=parent, reuse="frozen")
     for kind in ("stock", "views"):
         dcp.save(expected(kind), checkpoint_id=output / kind, no_dist=True)
         dcp_rs.index(output / kind)
@@ -167,7 +180,7 @@ def build(output: Path) -> None:
     dcp_rs.index(output / "hf", digests=True)
     for lock in output.rglob(".dcprs.lock"):
         lock.unlink()
-    states = {kind: expected(kind) for kind in ("plain", "nested", "values", "cast", "sharded", *ADOPTED)}
+    states = {kind: expected(kind) for kind in ("plain", "nested", "values", "cast", "sharded", "reused", *ADOPTED)}
     for kind, state in states.items():
         about = {"state": describe(state)}
         if kind in ADOPTED:  # an index over data of others goes by the time of its files, which git does not keep

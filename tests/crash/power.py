@@ -30,7 +30,7 @@ from typing import Any
 from crash.preload import preloaded
 
 HEAD = struct.Struct("=8Q")
-CREATE, MKDIR, WRITE, SIZE, SYNC_BEGIN, SYNC_END, RENAME, EXCHANGE, UNLINK = range(1, 10)
+CREATE, MKDIR, WRITE, SIZE, SYNC_BEGIN, SYNC_END, RENAME, EXCHANGE, UNLINK, LINK = range(1, 11)
 #: What a disk may hold where a file's bytes were not written yet.
 GARBAGE = b"\xa5"
 
@@ -147,6 +147,8 @@ class History:
             if made.is_folder:
                 self.current[made] = {}
             self._change((self.by_inode[inode], name, made))
+        elif operation == LINK:
+            self._change((self.by_inode[inode], name, self.by_inode[other]))
         elif operation == UNLINK:
             self._change((self.by_inode[inode], name, None))
         elif operation in (RENAME, EXCHANGE):
@@ -552,6 +554,37 @@ def scenarios(folder: Path) -> Iterator[Scenario]:
         )
 
 
+def reusing_scenarios(folder: Path) -> Iterator[Scenario]:
+    """Saves that take over a part of an earlier one."""
+    import dcp_rs
+    from crash.states import rank_state
+
+    root = folder / "over-its-parent"
+    options: dict[str, Any] = {"reuse": "*frozen", "no_dist": True}
+    dcp_rs.save(rank_state(1, 0), root / "ckpt", **options)
+    yield Scenario(
+        "a save over another that it reuses",
+        root,
+        lambda root=root: dcp_rs.save(rank_state(2, 0), root / "ckpt", parent=root / "ckpt", **options),
+        _saved("ckpt", 1, 1, 2),
+        "index.dcprs",
+        "ckpt",
+    )
+
+    root = folder / "parent"
+    (root / "ckpt").mkdir(parents=True)
+
+    def reuse() -> None:
+        # What the parent did not sync is durable when the child is.
+        dcp_rs.save(rank_state(1, 0), root / "parent", fsync=False, **options)
+        dcp_rs.save(rank_state(2, 0), root / "ckpt", parent=root / "parent", **options)
+        shutil.rmtree(root / "parent")
+
+    yield Scenario(
+        "a save that outlives what it reuses", root, reuse, _saved("ckpt", 1, None, 2), "index.dcprs", "ckpt"
+    )
+
+
 def main(arguments: list[str]) -> int:
     import warnings
 
@@ -572,7 +605,7 @@ def main(arguments: list[str]) -> int:
         folder, scratch = Path(name, "folder"), Path(name, "scratch")
         folder.mkdir()
         scratch.mkdir()
-        for scenario in scenarios(folder):
+        for scenario in itertools.chain(scenarios(folder), reusing_scenarios(folder)):
             if only not in scenario.what:
                 continue
             history, *forgetful = record(library, scenario, scratch)

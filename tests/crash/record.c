@@ -17,7 +17,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { CREATE = 1, MKDIR, WRITE, SIZE, SYNC_BEGIN, SYNC_END, RENAME, EXCHANGE, UNLINK };
+enum { CREATE = 1, MKDIR, WRITE, SIZE, SYNC_BEGIN, SYNC_END, RENAME, EXCHANGE, UNLINK, LINK };
 
 static char folder[PATH_MAX];
 static size_t folder_length;
@@ -202,6 +202,16 @@ int renameat(int from_at, const char *from, int to_at, const char *to) {
 int renameat2(int from_at, const char *from, int to_at, const char *to, unsigned flags) {
     return renamed(NEXT(renameat2)(from_at, from, to_at, to, flags), from_at, from, to_at, to, flags & RENAME_EXCHANGE);
 }
+
+int linkat(int from_at, const char *from, int to_at, const char *to, int flags) {
+    int result = NEXT(linkat)(from_at, from, to_at, to, flags);
+    char full[PATH_MAX];
+    if (out >= 0 && result == 0 && absolute(to_at, to, full) && is_under(full)) {
+        put(LINK, parent_of(full), inode_at(full), 0, 0, name_of(full), "", NULL);
+    }
+    return result;
+}
+int link(const char *from, const char *to) { return linkat(AT_FDCWD, from, AT_FDCWD, to, 0); }
 
 static int removed(int result, const char *full) {
     if (out >= 0 && result == 0 && is_under(full)) {

@@ -18,6 +18,7 @@ def rank_state(number: int, rank: int) -> dict[str, Any]:
         "common": torch.full((1000 + odd,), float(number)),
         f"of.{rank}.large": torch.full((LARGE + 4096 * odd,), number, dtype=torch.int32),
         f"of.{rank}.odd_length": torch.full((997 + odd,), number % 251, dtype=torch.uint8),
+        f"of.{rank}.frozen": torch.arange(2000),  # the same in all saves
         f"of.{rank}.value": {"number": number, "text": "x" * (number % 50)},
     }
 

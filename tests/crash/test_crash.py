@@ -388,9 +388,13 @@ def write_only(writer):
 @needs_compiler
 def test_a_loss_of_power_leaves_the_old_checkpoint_or_the_new():
     tallies = power.run("16")
-    assert len(tallies) == 6 + 4  # saves and the like, and conversions to each format
+    assert len(tallies) == 8 + 4  # saves and the like, and conversions to each format
     for tally in tallies:
         assert tally["states"] == tally["old"] + tally["new"] >= tally["moments"]
+    for tally in tallies:
+        if "reuses" in tally["what"]:
+            assert min(tally["old"], tally["new"]) > 0
+            assert tally["refused"] == ["data", "index", "folder"]
     over = [tally for tally in tallies if "over another, " in tally["what"]]
     assert len(over) == 2
     for tally in over:

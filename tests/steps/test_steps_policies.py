@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_rs.steps.policies import Policies, best, beyond, keep_best, keep_every, keep_last, keep_within
+from dcp_rs.steps.policies import Policies, best, beyond, keep_best, keep_every, keep_last, keep_within, used
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class Saved:
     saved: float = 0.0
     nbytes: int = 10
     metrics: dict = field(default_factory=dict)
+    files: dict = field(default_factory=dict)
 
 
 def steps(*numbers):
@@ -164,3 +165,22 @@ def test_what_goes_now_or_later_is_the_same(found, last, every, within, best_one
         there = [each for each in there if each.number not in gone]
     newest = {found[-1].number} if found else set()
     assert {step.number for step in there} == policies.kept(found) | newest
+
+
+def sharing(*files):
+    """Steps with these files (bytes by name), and 1 byte each that is its own."""
+    return [Saved(n, nbytes=1 + sum(held.values()), files=held) for n, held in enumerate(files)]
+
+
+@pytest.mark.parametrize(
+    ("files", "max_bytes", "gone", "total"),
+    [
+        ([{"a": 100}, {"a": 100}, {"a": 100}], 103, [], 103),
+        ([{"a": 100}, {"a": 100}, {"a": 100}], 102, [0], 103),
+        ([{"a": 100}, {"a": 100, "b": 5}, {"b": 5}], 50, [0, 1], 108),  # what two share goes with the second
+        ([{"a": 100}, {"b": 100}, {"b": 100}], 150, [0], 203),
+    ],
+)
+def test_what_steps_share_counts_once(files, max_bytes, gone, total):
+    assert used(sharing(*files)) == total
+    assert beyond(sharing(*files), max_bytes, {2}) == set(gone)

@@ -7,6 +7,7 @@ tensors are (dtype name, shape, bytes in row-major order).
 import itertools
 import json
 import math
+import re
 import struct
 import uuid
 from collections import Counter, OrderedDict, defaultdict
@@ -252,6 +253,7 @@ class File:
     data_start: int
     head_digest: int | None
     mtime_ns: int
+    linked: bool = False
 
 
 @dataclass
@@ -310,8 +312,8 @@ class SecondReader:
         check(raw[:8] == MAGIC, "magic")
         check(u32(raw, 8) == 1, "version 1")
         check(u32(raw, 12) == 256, "header_len")
-        check(u64(raw, 24) in (0, 1), "incompat: one bit is defined")
-        self.has_signs = u64(raw, 24) == 1
+        check(u64(raw, 24) < 4, "incompat: two bits are defined")
+        self.has_signs, self.has_links = bool(u64(raw, 24) & 1), bool(u64(raw, 24) & 2)
         check(u64(raw, 32) == len(raw), "file_len")
         check(u64(raw, 40) == xxh3_64(raw[:40] + bytes(8) + raw[48:]), "digest")
         self.save_id, self.generation = raw[48:64], u64(raw, 64)
@@ -327,6 +329,10 @@ class SecondReader:
             check(offset >= 256 and offset + length <= len(raw), "sections within the file")
             check(length % width == 0, "sections of whole records")
             section[name] = raw[offset : offset + length]
+        if u64(raw, 16) & 1:
+            offset, length = u64(raw, 208), u64(raw, 216)
+            check(offset % 8 == 0 and offset >= 256 and offset + length <= len(raw), "contents within the file")
+            check(length == len(section["chunks"]) // 3, "16 bytes of contents for each chunk of 48")
         dims = struct.unpack(f"<{len(section['dims']) // 8}Q", section["dims"])
         digests = struct.unpack(f"<{len(section['digests']) // 8}Q", section["digests"])
         self._sections = section
@@ -400,7 +406,9 @@ class SecondReader:
             check("\\" not in name and not name.startswith("/"), "a relative name")
             check(all(part not in ("", ".", "..") for part in name.split("/")), "parts of a name")
         check(start <= size, "data_start within the file")
-        return File(name, external, size, start, digest if flags & 2 else None, mtime)
+        linked = bool(flags & 4)
+        check(not linked or (self.has_links and self.source == 0 and not external), "a link, and the index says so")
+        return File(name, external, size, start, digest if flags & 2 else None, mtime, linked)
 
     @staticmethod
     def _parse_chunk_record(record, at):
@@ -476,6 +484,10 @@ class SecondReader:
         check(metadata["format"] == "pt" and metadata["DCP_VERSION"] == "1.0", "__metadata__")
         sharding = json.loads(metadata["DCP_SHARDING_INFO"])
         own = json.loads(metadata["DCPRS"])
+        if file.linked:
+            check(own["version"] == 1, "DCPRS")
+            self._check_linked(file, header, own)
+            return
         check(own["version"] == 1 and own["generation"] == self.generation, "DCPRS")
         check(own["save_id"] == str(uuid.UUID(bytes=bytes(self.save_id))), "save_id")
         check(own["rank"] < own["world_size"] or own["world_size"] == 0, "rank and world_size")
@@ -494,6 +506,33 @@ class SecondReader:
                 alignment, place = own_alignment, end
             self._check_entry(file, name, entry, sharding, own)
         check(file.data_start + place == file.size, "the payload ends the file")
+
+    def _check_linked(self, file, header, own):
+        """What file 0 of the rank says of a link, and that its header has the chunks that the index does."""
+        first = self.folder / re.sub(r"-f[0-9]+", "-f00000", file.name)
+        raw = first.read_bytes()
+        about = json.loads(json.loads(raw[8 : 8 + u64(raw, 0)])["__metadata__"]["DCPRS"])
+        check(about["save_id"] == str(uuid.UUID(bytes=bytes(self.save_id))), "save_id of the rank's first file")
+        number = int(re.search(r"-f([0-9]+)", file.name)[1])
+        (link,) = (link for link in about["linked"] if link["file"] == number)
+        check(0 < number < about["files"], "a link is not the first file, and is counted")
+        check((link["size"], link["head"]) == (file.size, f"{file.head_digest:016x}"), "size and head")
+        chunks = [(t, c) for t in self.tensors.values() for c in t.chunks if c.file is file]
+        check(len(chunks) > 0, "bytes that are reused")
+        spans = ((name, entry["data_offsets"]) for name, entry in header.items())
+        starts = {file.data_start + begin: name for name, (begin, end) in spans if end > begin}
+        for tensor, chunk in chunks:
+            check(any(b <= chunk.offset and chunk.offset + chunk.length <= e for b, e in link["bytes"]), "in bytes")
+            name = starts[chunk.offset]
+            self._check_entry(file, name, header[name], self._offsets_in(file), own)
+            check(tensor.name == (name[:-1] if name.startswith("__metadata__~") else name), "the same name")
+        reused = sum(chunk.length for _, chunk in chunks)
+        check(sum(end - begin for begin, end in link["bytes"]) == reused, "nothing else is in bytes")
+        check(2 * reused >= file.size - file.data_start, "half of a linked file is reused")
+
+    def _offsets_in(self, file):
+        raw = (self.folder / file.name).read_bytes()
+        return json.loads(json.loads(raw[8 : 8 + u64(raw, 0)])["__metadata__"]["DCP_SHARDING_INFO"])
 
     def _check_entry(self, file, name, entry, sharding, own):
         fqn = name[:-1] if name.startswith("__metadata__~") else name

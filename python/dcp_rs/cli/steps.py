@@ -9,7 +9,7 @@ from typing import Any
 
 from dcp_rs.cli.output import count, for_command_line, line, print_json, printable, size, table
 from dcp_rs.errors import CheckpointNotFoundError
-from dcp_rs.steps.policies import Policies
+from dcp_rs.steps.policies import Policies, used
 from dcp_rs.steps.pruning import Pruned, unneeded
 from dcp_rs.steps.pruning import prune as remove
 from dcp_rs.steps.root import Listing, PassedOver, Root, Step
@@ -26,7 +26,7 @@ def steps(path: Path, *, as_json: bool) -> None:
             {
                 "path": str(path),
                 "latest": latest,
-                "bytes": sum(step.nbytes for step in found.steps),
+                "bytes": used(found.steps),
                 "steps": [_to_json(step) for step in found.steps],
                 "passed_over": [_passed_to_json(passed) for passed in found.passed_over],
             }
@@ -38,15 +38,17 @@ def steps(path: Path, *, as_json: bool) -> None:
             str(step.number),
             _age(now - step.saved),
             size(step.nbytes),
+            size(step.written),
+            size(step.reused) if step.reused else "",
             "yes" if step.verified else "",
             printable(" ".join(f"{name}={value:.6g}" for name, value in sorted(step.metrics.items()))),
         ]
         for step in found.steps
     ]
-    table(["step", "age", "size", "verified", "metrics"], [">", ">", ">", "<", "<"], rows)
+    table(["step", "age", "size", "new", "reused", "verified", "metrics"], [">", ">", ">", ">", ">", "<", "<"], rows)
     for passed in found.passed_over:
         line(("passed over  ", "yellow"), printable(for_command_line(str(passed))))
-    line((f"{count(len(found.steps), 'step')}, {size(sum(step.nbytes for step in found.steps))}", "bold"))
+    line((f"{count(len(found.steps), 'step')}, {size(used(found.steps))}", "bold"))
 
 
 def prune(path: Path, policies: Policies, *, verify: bool, yes: bool, as_json: bool) -> int:
@@ -56,7 +58,7 @@ def prune(path: Path, policies: Policies, *, verify: bool, yes: bool, as_json: b
     done = remove(root, policies, verify=verify) if yes else Pruned(unneeded(found.steps, policies), found.left)
     gone = {step.number for step in done.removed}
     kept = [step for step in found.steps if step.number not in gone]
-    nbytes = sum(step.nbytes for step in done.removed)
+    nbytes = used(found.steps) - used(kept)
     if as_json:
         print_json(
             {
@@ -106,6 +108,8 @@ def _to_json(step: Step) -> dict[str, Any]:
         "save_id": step.save_id,
         "saved": step.saved,
         "bytes": step.nbytes,
+        "written": step.written,
+        "reused": step.reused,
         "verified": step.verified,
         "metrics": dict(step.metrics),
     }

@@ -221,3 +221,8 @@ def make_metadata(index: _core.Index, *, checkpoint_id: str, load_id: str) -> Me
     if any(field.name == "version" for field in fields(Metadata)):  # torch 2.8 has none
         metadata.version = DCP_VERSION
     return metadata
+
+
+def plain_data(planner_data: Any) -> Any:
+    """Planner data as an exact dict, where it is a mapping."""
+    return dict(planner_data) if isinstance(planner_data, dict) else planner_data

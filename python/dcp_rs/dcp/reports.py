@@ -96,18 +96,23 @@ class SaveReport(_Report):
     Attributes:
         path: the folder.
         bytes_written: by this rank, of tensors and values.
+        bytes_reused: of tensors and values of this rank that the parent holds, and that were not written again.
         entries: of the whole checkpoint, on the rank that committed it; 0 on others.
         seconds: from the plan to the commit, or (on other ranks) to the last byte.
-        phases: seconds by name, in their order: ``plan`` (with the ranks' agreement), ``write``, and, on the rank that commits, ``commit`` (with its wait for
+        phases: seconds by name, in their order: ``plan`` (with the ranks' agreement), ``compare`` (with a parent), ``write``, and, on the rank that commits, ``commit`` (with its wait for
             the others).
     """
 
     bytes_written: int = 0
+    bytes_reused: int = 0
     entries: int = 0
 
     def __str__(self) -> str:
         speed = self._speed(self.bytes_written)
-        return f"saved {size(self.bytes_written)} to {self.path} in {self.seconds:.3f} s{speed} ({self._phases()})"
+        reused = f", reused {size(self.bytes_reused)}" if self.bytes_reused else ""
+        return (
+            f"saved {size(self.bytes_written)} to {self.path} in {self.seconds:.3f} s{speed}{reused} ({self._phases()})"
+        )
 
 
 def is_first() -> bool:

@@ -7,11 +7,11 @@ import os
 import secrets
 import threading
 import uuid
-import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -27,12 +27,13 @@ from dcp_rs.checkpoint.locate import INDEX_NAME, local_path, rank_index_name, wa
 from dcp_rs.dcp import commits
 from dcp_rs.dcp.commits import Place, SavedMeta, Saving
 from dcp_rs.dcp.local_paths import stay_here
-from dcp_rs.dcp.metadata import describe_saved
+from dcp_rs.dcp.metadata import describe_saved, plain_data
 from dcp_rs.dcp.reports import Phases, SaveReport
+from dcp_rs.dcp.reuse import Frozen, Parent
 from dcp_rs.dcp.save_planner import local_writes, nesting_of
 from dcp_rs.dcp.stock_arguments import one_of, say_ignored
 from dcp_rs.dcp.write_items import collect
-from dcp_rs.dcp.written import Written, remove_files
+from dcp_rs.dcp.written import Written, packed, remove_files, unpacked
 from dcp_rs.errors import CheckpointExistsError, PlanError, SaveInProgressError, UnsupportedError
 from dcp_rs.options import WriteOptions
 from dcp_rs.tensors.dtypes import NAMES
@@ -43,8 +44,6 @@ __all__ = ["RsWriter"]
 
 #: The default of torch's ``FileSystemWriter(per_thread_copy_ahead=)``.
 _STOCK_COPY_AHEAD = 10_000_000
-#: What every index begins with (section 3.1 of the format).
-_INDEX_MAGIC = b"\x89DCPRS"
 
 
 class RsWriter(StorageWriter, BlockingAsyncStager):
@@ -61,6 +60,11 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             with a warning.
         progress: ``True`` draws a bar for the first rank, on a terminal and in notebooks; a callable hears on its rank, now and then and at the end, of the bytes
             that it has written, and of all that it is to write. Not where another process saves (``executor="process"``).
+        parent: a checkpoint, of an earlier step, say. What it holds with the same name, place, shape, dtype and content is not written again: its data files
+            are linked, so that either checkpoint is whole without the other. Where that cannot be, and why is a warning, all is written.
+        reuse: globs over names of what does not change from save to save; or a module: its parameters that need no gradient. It is written apart, and where the
+            parent's save was told the same, it is not even compared.
+        verify_reuse: read what would be reused of ``parent``, and write what is not as its digests say.
         save_id: what is to identify the first save with this writer, as a UUID; the coordinator's counts. Default: a random one.
         cache_staged_state_dict: keep the host memory that ``dcp.async_save`` stages to for the next save with this writer.
         thread_count, sync_files: ``threads`` and ``fsync``, as torch's ``FileSystemWriter`` calls them. Its other arguments are taken, in its
@@ -100,6 +104,9 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         max_inflight_bytes: int | None = None,
         strict_values: bool = False,
         progress: Progress = None,
+        parent: str | os.PathLike[str] | None = None,
+        reuse: str | Iterable[str] | torch.nn.Module | Frozen | None = None,
+        verify_reuse: bool = False,
         save_id: str | None = None,
     ) -> None:
         super().__init__()
@@ -123,6 +130,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self.overwrite = overwrite
         self.strict_values = strict_values
         self.progress = progress
+        self._parent = Parent(parent, reuse, verify=verify_reuse)
         self.save_id = str(uuid.uuid4() if save_id is None else uuid.UUID(save_id))
         self._rank: int | None = None
         self._use_collectives = True
@@ -178,6 +186,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if not (dist.is_available() and dist.is_initialized() and dist.get_rank() != 0):
             self._look_at_folder()
         try:
+            self._parent.look_at(state_dict)
             return self._stager.stage(state_dict, under_way=self._saving.is_under_way)
         except BaseException:
             self._saving.ended = True
@@ -263,13 +272,19 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if writes.nesting is not None:
             writes.nesting.judge(strict=strict)
         entries = writes.entries
-        save = writes.plan.create(folder, writes.keep, [entry.nbytes for entry in entries], **how)
+        reuse = self._parent.find_reuse(writes, planner, folder, rank=self._own_rank(), options=self.options)
+        if reuse is not None:
+            self._clock.end("compare")
+        save = writes.plan.create(folder, writes.keep, [entry.nbytes for entry in entries], reuse=reuse, **how)
+        self._parent.warn(folder, save.problems)
         try:
             with watching(self.progress, "saving") as watch:
                 if watch is not None:
                     save.watch(lambda done: watch(done, save.bytes))
                 save.write_plain(writes.tensors, _torch.PLAIN_TYPES, NAMES)
-                write_entries(save, entries, self.options, save.plain_count)
+                write_entries(
+                    save, entries, self.options, save.plain_count, only=[not reused for reused in save.reused()]
+                )
             index = save.finish(None if writes.nesting is None else writes.nesting.to_core())
             self._written = Written(folder, self._own_rank(), place.generation, index, self._saving, os.getpid())
         except BaseException:
@@ -281,11 +296,10 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         result = WriteResult(
             index=MetadataIndex(rank_index_name(place.rank)),
             size_in_bytes=save.bytes,
-            # An index repeats itself: it travels to the coordinator at a sixth of its size.
-            storage_data=index if place.world_size <= 1 else zlib.compress(index, 1),
+            storage_data=packed(index, place.world_size),
         )
         self._clock.end("write")
-        self.report = SaveReport(path=os.fspath(self.path), bytes_written=save.bytes)
+        self.report = SaveReport(os.fspath(self.path), bytes_written=save.bytes, bytes_reused=save.bytes_reused)
         if not self._commits:
             self._tell()
         future: Future[list[WriteResult]] = Future()
@@ -298,7 +312,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         folder, rank, generation = str(self.path), self._own_rank(), 0
         if self._written is not None:
             folder, rank, generation = self._written.folder, self._written.rank, self._written.generation
-        indexes = [_index_of(result) for rank_results in results for result in rank_results]
+        indexes = [unpacked(result) for rank_results in results for result in rank_results]
         try:
             index, left = _core.commit_indexes(
                 folder,
@@ -306,7 +320,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
                 indexes,
                 save_id=uuid.UUID(self.save_id).bytes,
                 generation=generation,
-                planner_data=_plain(metadata.planner_data),
+                planner_data=plain_data(metadata.planner_data),
                 items=getattr(entries, "planned_items", None),
                 names=entries,
                 fsync=self.options.fsync,
@@ -384,13 +398,3 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether the id can be a path of the local file system."""
         return "://" not in os.fspath(checkpoint_id)
-
-
-def _index_of(result: WriteResult) -> bytes:
-    data: bytes = result.storage_data
-    return data if data.startswith(_INDEX_MAGIC) else zlib.decompress(data)
-
-
-def _plain(planner_data: Any) -> Any:
-    """Planner data as an exact dict, where it is a mapping."""
-    return dict(planner_data) if isinstance(planner_data, dict) else planner_data

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
+
+from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_rs import _core
 from dcp_rs._warnings import warn_caller
 from dcp_rs.dcp.commits import Saving
 from dcp_rs.errors import DcpRsError, SaveInProgressError
 
-__all__ = ["Written", "remove_files"]
+__all__ = ["Written", "packed", "remove_files", "unpacked"]
+
+#: What every index begins with (section 3.1 of the format).
+_INDEX_MAGIC = b"\x89DCPRS"
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,17 @@ class Written:
     def is_over(self) -> bool:
         """Whether no other thread is at this save."""
         return self.saving is None or self.saving.is_over()
+
+
+def packed(index: bytes, ranks: int) -> bytes:
+    """An index as it travels to the coordinator: it repeats itself, and is a sixth of its size then."""
+    return index if ranks <= 1 else zlib.compress(index, 1)
+
+
+def unpacked(result: WriteResult) -> bytes:
+    """The index that a rank's result carries."""
+    data: bytes = result.storage_data
+    return data if data.startswith(_INDEX_MAGIC) else zlib.decompress(data)
 
 
 def remove_files(folder: str, rank: int | None, index: bytes) -> bool:

@@ -6,6 +6,7 @@ import errno
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,23 @@ from dcp_rs.steps.policies import Policies
 from dcp_rs.steps.pruning import expendable, prune
 from dcp_rs.steps.root import PassedOver, Root, Step
 
-__all__ = ["Keeper"]
+__all__ = ["Keeper", "Prepared"]
 
 #: What is passed over without further ado: there never was a checkpoint.
 _NEVER_WHOLE = ("unfinished", "in use")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a save that is about to begin has to know.
+
+    Attributes:
+        save_id: the id that it is to have.
+        parent: the step that it may take over from, if there is one.
+    """
+
+    save_id: str
+    parent: Step | None
 
 
 class Keeper:
@@ -43,8 +57,8 @@ class Keeper:
         """Where a step is, or would be."""
         return self._root.folder(step)
 
-    def prepare(self, step: int, metrics: Mapping[str, float], *, force: bool) -> str:
-        """Makes the folder of a step that is about to be saved. Returns the id that the save is to have.
+    def prepare(self, step: int, metrics: Mapping[str, float], *, force: bool, reuse: bool) -> Prepared:
+        """Makes the folder of a step that is about to be saved. With ``reuse``, it may take over what the latest holds.
 
         Raises:
             ValueError: no number of a step, or metrics that are no numbers.
@@ -56,12 +70,12 @@ class Keeper:
             raise ValueError(msg)
         numbers = {str(name): _number(name, value) for name, value in metrics.items()}
         self._make_way(step, force=force)
-        latest = None if self._policies.max_bytes is None else self._root.latest()
-        if latest is not None:
-            self._prune(step, room=latest.nbytes)
+        latest = self._root.latest() if reuse or self._policies.max_bytes is not None else None
+        if latest is not None and self._policies.max_bytes is not None:
+            self._prune(step, room=latest.written if reuse else latest.nbytes)
         save_id = uuid.uuid4().hex
         self._root.begin(step, save_id, numbers)
-        return save_id
+        return Prepared(save_id, latest if reuse else None)
 
     def _make_way(self, step: int, *, force: bool) -> None:
         found = self._root.look_at(step)

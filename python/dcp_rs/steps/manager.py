@@ -20,10 +20,11 @@ from dcp_rs import api, optim
 from dcp_rs._warnings import warn_caller
 from dcp_rs.errors import DcpRsError
 from dcp_rs.options import WriteOptions
-from dcp_rs.steps.keeper import Keeper
+from dcp_rs.steps.keeper import Keeper, Prepared
 from dcp_rs.steps.policies import Policies, check_positive
 from dcp_rs.steps.preemption import Preemption
 from dcp_rs.steps.resuming import resume
+from dcp_rs.steps.reusing import Reusing
 from dcp_rs.steps.root import PassedOver, Root, Step
 from dcp_rs.steps.team import Team
 
@@ -62,6 +63,10 @@ class CheckpointManager:
         preemption: a signal (its handler is replaced until :meth:`close`), or a function without arguments: whether this process is to stop. Ranks agree
             on it in :meth:`should_save`.
         verify_before_prune: remove nothing unless a step that stays was read and matched its digests; where none was, one is read for it.
+        reuse: a save does not write again what the step before it holds: tensors and values that are the same to the bit. The files that hold them are linked, so that
+            each step stays whole when others are removed. ``True``: what is the same is found by digests. A module, whose parameters without gradient are
+            frozen, or globs over names: of those that the manager has saved before, the digests are not computed either.
+        verify_reuse: read what would be reused, and write what is not as its digests say.
         process_group: of the ranks that save and load together; default: all. The manager makes gloo groups of its own of these ranks.
         no_dist: this process saves and loads by itself.
         write_options: see :class:`dcp_rs.options.WriteOptions`.
@@ -90,6 +95,8 @@ class CheckpointManager:
         mode: Literal["min", "max"] = "min",
         preemption: signal.Signals | Callable[[], bool] | None = None,
         verify_before_prune: bool = False,
+        reuse: bool | str | Iterable[str] | torch.nn.Module = False,
+        verify_reuse: bool = False,
         process_group: dist.ProcessGroup | None = None,
         no_dist: bool = False,
         **write_options: Any,
@@ -108,6 +115,7 @@ class CheckpointManager:
         self._keeper = Keeper(self._root, self._policies, verify=verify_before_prune)
         WriteOptions(**write_options)  # a bad one is an error here, and not at the first save
         self._write_options = write_options
+        self._reusing = Reusing(reuse, verify=verify_reuse)
         self._save_every = save_every
         self.resumed: int | None = None
         self.preempted = False
@@ -197,19 +205,12 @@ class CheckpointManager:
             ValueError: a step that is no number from 0 on, or metrics that are not numbers.
             As :func:`dcp_rs.save`, and as a save in the background that failed before this.
         """
-        save_id = self._begin(step, metrics, force=force)
+        prepared = self._begin(step, metrics, force=force)
         with self._keeper.explaining():
-            metadata = api.save(
-                state_dict,
-                self.path(step),
-                planner=planner,
-                save_id=save_id,
-                **self._write_options,
-                **self._team.options,
-            )
+            metadata = api.save(state_dict, self.path(step), planner=planner, **self._options(prepared))
         self._done = step
         if self._team.leads:
-            self._keeper.committed(step, save_id)
+            self._keeper.committed(step, prepared.save_id)
         self._warn()
         return metadata
 
@@ -236,24 +237,18 @@ class CheckpointManager:
         Raises (on every rank):
             As :meth:`save`, as far as it is known before the state is copied.
         """
-        save_id = self._begin(step, metrics, force=force)
+        prepared = self._begin(step, metrics, force=force)
         done: Future[Metadata] = Future()
         self._team.pending = done
         self._done = step
         try:
             saving = api.async_save(
-                state_dict,
-                self.path(step),
-                planner=planner,
-                executor=executor,
-                save_id=save_id,
-                **self._write_options,
-                **self._team.options,
+                state_dict, self.path(step), planner=planner, executor=executor, **self._options(prepared)
             )
         except Exception as error:  # noqa: BLE001  # it may be this rank's alone: the next call raises it on all
             done.set_exception(error)
         else:
-            self._team.follow(saving, done, lambda: self._keeper.committed(step, save_id))
+            self._team.follow(saving, done, lambda: self._keeper.committed(step, prepared.save_id))
         return done
 
     def wait(self) -> None:
@@ -377,11 +372,17 @@ class CheckpointManager:
 
     # --- in the background -----------------------------------------------------------------------------
 
-    def _begin(self, step: int, metrics: Mapping[str, float] | None, *, force: bool) -> str:
-        """Waits for the save before, and makes the folder. Returns the id of the save."""
+    def _begin(self, step: int, metrics: Mapping[str, float] | None, *, force: bool) -> Prepared:
+        """Waits for the save before, and makes the folder."""
         self._settle()
+        reuse, metrics = self._reusing.wanted, metrics or {}
         with self._keeper.explaining():
-            return self._team.decide(step, lambda step: self._keeper.prepare(step, metrics or {}, force=force))
+            return self._team.decide(step, lambda step: self._keeper.prepare(step, metrics, force=force, reuse=reuse))
+
+    def _options(self, prepared: Prepared) -> dict[str, Any]:
+        """How a step is saved."""
+        reuse = self._reusing.options(prepared)
+        return {**self._write_options, **self._team.options, **reuse, "save_id": prepared.save_id}
 
     def _settle(self) -> None:
         """Waits for the save in the background, and raises on every rank where it failed on one."""

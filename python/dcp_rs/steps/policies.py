@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
-__all__ = ["Policies", "best", "beyond", "check_positive", "keep_best", "keep_every", "keep_last", "keep_within"]
+__all__ = [
+    "Policies",
+    "best",
+    "beyond",
+    "check_positive",
+    "keep_best",
+    "keep_every",
+    "keep_last",
+    "keep_within",
+    "used",
+]
 
 
 class Saved(Protocol):
@@ -18,6 +29,7 @@ class Saved(Protocol):
         number: of the step.
         saved: when its save began, in seconds since 1970.
         nbytes: on the disk.
+        files: of those, what may be shared with other steps: bytes, by what is the same in all of them.
         metrics: by name.
     """
 
@@ -27,6 +39,8 @@ class Saved(Protocol):
     def saved(self) -> float: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def files(self) -> Mapping[Any, int]: ...
     @property
     def metrics(self) -> Mapping[str, float]: ...
 
@@ -69,15 +83,25 @@ def _has(step: Saved, metric: str) -> bool:
 def beyond(steps: Iterable[Saved], max_bytes: int, protected: Collection[int]) -> set[int]:
     """What has to go, the oldest first, until the rest has no more than ``max_bytes``, or is protected."""
     steps = sorted(steps, key=lambda step: step.number)
-    rest = sum(step.nbytes for step in steps)
+    rest, holders = used(steps), Counter(file for step in steps for file in step.files)
     gone = set()
     for step in steps:
         if rest <= max_bytes:
             break
         if step.number not in protected:
             gone.add(step.number)
-            rest -= step.nbytes
+            holders.subtract(step.files.keys())
+            rest -= step.nbytes - sum(size for file, size in step.files.items() if holders[file])
     return gone
+
+
+def used(steps: Iterable[Saved]) -> int:
+    """Bytes that steps take together: what several share counts once."""
+    steps = list(steps)
+    shared: dict[Any, int] = {}
+    for step in steps:
+        shared.update(step.files)
+    return sum(step.nbytes - sum(step.files.values()) for step in steps) + sum(shared.values())
 
 
 def check_positive(name: str, value: object) -> None:

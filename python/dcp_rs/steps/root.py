@@ -40,6 +40,9 @@ class Step:
         save_id: 32 hexadecimal digits that identify the save.
         saved: when the save began, in seconds since 1970.
         nbytes: bytes of its files.
+        reused: of those, bytes of tensors and values that the save took over from an earlier step and did not write.
+        linked: bytes of the files that it shares with the step that it took them from: what it reused, and what else is in them.
+        files: its data files, by what identifies them on the disk (the same in all steps that share one), and their bytes.
         metrics: as they were given to the save.
         verified: whether all of it was read since, and matched its digests.
     """
@@ -49,8 +52,16 @@ class Step:
     save_id: str
     saved: float
     nbytes: int
+    reused: int = 0
+    linked: int = 0
+    files: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
     metrics: Mapping[str, float] = field(default_factory=dict)
     verified: bool = False
+
+    @property
+    def written(self) -> int:
+        """Bytes that the save wrote: all but the files that it shares with an earlier step."""
+        return self.nbytes - self.linked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,11 +147,15 @@ class Root:
             return self._without_index(number, path) if path.is_dir() else None
         try:
             index = _core.Index.open(os.fspath(path), None, False)
-            nbytes = index.path.stat().st_size + _size_of_files(index)
+            data = _data_files(index)
+            files = dict(data)
+            nbytes = index.path.stat().st_size + sum(files.values())
         except (DcpRsError, OSError) as error:
             if not path.exists():  # removed meanwhile
                 return None
             return PassedOver(number=number, path=path, why=str(error), kind="damaged")
+        uses = index.use_of_files()
+        shared = {file for (file, _), (_, linked) in zip(data, uses, strict=True) if linked}
         save_id = (index.save_id or "").replace("-", "")  # of others there may be none
         noted = _noted(path, save_id)
         return Step(
@@ -149,6 +164,9 @@ class Root:
             save_id=save_id,
             saved=noted.get("saved", changed),
             nbytes=nbytes,
+            reused=sum(used for used, linked in uses if linked),
+            linked=sum(files[file] for file in shared),
+            files=files,
             metrics=noted.get("metrics", {}),
             verified=_verified(path, save_id).exists(),
         )
@@ -259,24 +277,24 @@ def _is_own(name: str) -> bool:
     return name in (INDEX_NAME, _core.LOCK_NAME) or is_data_file(name) or _NOTES.fullmatch(name) is not None
 
 
-def _size_of_files(index: _core.Index) -> int:
-    """Bytes of the data files.
+def _data_files(index: _core.Index) -> list[tuple[tuple[int, int], int]]:
+    """The data files, by what identifies them on the disk, and their bytes.
 
     Raises:
         CorruptDataError: one is not there, or has another length.
     """
-    total = 0
+    files: list[tuple[tuple[int, int], int]] = []
     for path, (name, size, *_) in zip(index.file_paths(), index.files(), strict=True):
         try:
-            found = path.stat().st_size
+            found = path.stat()
         except FileNotFoundError:
             msg = f"its data file {name} is gone"
             raise CorruptDataError(msg, path=path) from None
-        if found != size:
-            msg = f"its data file {name} has {found:,} bytes, and should have {size:,}"
+        if found.st_size != size:
+            msg = f"its data file {name} has {found.st_size:,} bytes, and should have {size:,}"
             raise CorruptDataError(msg, path=path)
-        total += size
-    return total
+        files.append(((found.st_dev, found.st_ino), size))
+    return files
 
 
 def _noted(path: Path, save_id: str) -> dict[str, Any]:

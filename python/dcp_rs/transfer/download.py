@@ -19,7 +19,7 @@ __all__ = ["write_from_device"]
 
 
 def write_from_device(
-    save: _core.Save, device: torch.device, entries: Sequence[tuple[int, Entry]], options: WriteOptions
+    save: _core.Save | _core.Reuse, device: torch.device, entries: Sequence[tuple[int, Entry]], options: WriteOptions
 ) -> None:
     """Writes tensors of one device: (item of ``save``, entry) each. They are those that the caller's current stream makes."""
     max_bytes = options.inflight_bytes(accelerator=True)

@@ -67,17 +67,24 @@ def as_object(fqn: str, tensor: torch.Tensor, refusal: str) -> bytes:
     return data
 
 
-def write_entries(save: _core.Save, entries: Sequence[Entry], options: WriteOptions, first: int = 0) -> None:
-    """Writes every entry; they are the items of ``save`` from ``first``.
+def write_entries(
+    save: _core.Save | _core.Reuse,
+    entries: Sequence[Entry],
+    options: WriteOptions,
+    first: int = 0,
+    *,
+    only: Sequence[bool] | None = None,
+) -> None:
+    """Writes entries, or has them compared; they are the items of ``save`` from ``first``.
 
-    What lies in host memory as it is stored is written from there, the rest through memory of bounded size.
+    What lies in host memory as it is stored is written from there, the rest through memory of bounded size. ``only``, for each item of the save:
+    whether to write it; default: all.
     """
-    values = [(i, entry.data) for i, entry in enumerate(entries, first) if isinstance(entry.data, bytes)]
+    numbered = [(i, entry) for i, entry in enumerate(entries, first) if only is None or only[i]]
+    values = [(i, entry.data) for i, entry in numbered if isinstance(entry.data, bytes)]
     if values:
         save.write_values(values)
-    tensors = [
-        (i, entry) for i, entry in enumerate(entries, first) if isinstance(entry.data, torch.Tensor) and entry.nbytes
-    ]
+    tensors = [(i, entry) for i, entry in numbered if isinstance(entry.data, torch.Tensor) and entry.nbytes]
     in_place = [(i, entry) for i, entry in tensors if entry.is_in_place]
     if in_place:
         save.write([(i, 0, entry.data.data_ptr(), entry.nbytes) for i, entry in in_place])  # type: ignore[union-attr]
@@ -94,7 +101,7 @@ def write_entries(save: _core.Save, entries: Sequence[Entry], options: WriteOpti
         write_from_device(save, device, entries_there, options)
 
 
-def _write_converted(save: _core.Save, entries: Sequence[tuple[int, Entry]], limit: int) -> None:
+def _write_converted(save: _core.Save | _core.Reuse, entries: Sequence[tuple[int, Entry]], limit: int) -> None:
     """Writes host tensors that are cast, strided or lazily conjugated, through a buffer."""
     # Half of the limit: what is conjugated exists twice.
     size = max(BLOCK_BYTES, limit // 2 // BLOCK_BYTES * BLOCK_BYTES)

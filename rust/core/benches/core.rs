@@ -28,6 +28,7 @@ fn index(tensors: u64, ranks: u64) -> Vec<u8> {
         size: 4096 + tensors * length,
         data_start: 4096,
         external: false,
+        linked: false,
         head_digest: None,
         mtime_ns: 0,
     };
@@ -56,6 +57,8 @@ fn index(tensors: u64, ranks: u64) -> Vec<u8> {
                 strides: None,
                 signs: Signs::default(),
                 digests: None,
+                content: None,
+                frozen: false,
             };
             builder.add_chunk(chunk).expect("a new chunk");
         }
@@ -177,6 +180,8 @@ fn reading(c: &mut Criterion) {
                 chunk_offset: at as u64,
                 chunk_length: size as u64,
                 digests: None,
+                content: None,
+                frozen: false,
                 itemsize: 1,
                 shape: Dims::from_slice(&[size as u64]),
                 src_offset: 0,

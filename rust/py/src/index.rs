@@ -269,6 +269,16 @@ impl Index {
             .collect()
     }
 
+    /// For each data file, the bytes of it that chunks are in, and whether it is a link to what another save wrote.
+    fn use_of_files(&self) -> Vec<(u64, bool)> {
+        let mut used = vec![0; self.inner.file_count() as usize];
+        for chunk in (0..self.inner.chunk_count()).map(|chunk| self.inner.chunk(chunk)) {
+            used[chunk.file as usize] += chunk.length;
+        }
+        let linked = (0..).map(|file| self.inner.file(file).linked);
+        used.into_iter().zip(linked).collect()
+    }
+
     /// Where the data files are, in the order of `files`.
     fn file_paths(&self) -> Vec<FsPath> {
         let count = self.inner.file_count();

@@ -12,6 +12,7 @@ mod interrupt;
 mod panics;
 mod plain;
 mod read;
+mod reuse;
 mod save_item;
 mod save_plan;
 mod slabs;
@@ -35,6 +36,8 @@ mod _core {
     use crate::index::{FileMapping, Index};
     #[pymodule_export]
     use crate::panics::panic;
+    #[pymodule_export]
+    use crate::reuse::Reuse;
     #[pymodule_export]
     use crate::save_item::SaveItem;
     #[pymodule_export]

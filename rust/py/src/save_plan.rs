@@ -1,7 +1,7 @@
 //! What one rank saves, and the coordinator's part of it.
 
 use std::path::PathBuf;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use dcp_rs_core::Dtype;
 use dcp_rs_core::format::{Kind, Value};
@@ -15,8 +15,10 @@ use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 use crate::convert::{Extent, to_value};
 use crate::error::{IntoPy, PlanError};
+use crate::index::Index;
 use crate::panics::guarded;
 use crate::plain::{HostTensor, Plain};
+use crate::reuse::Reuse;
 use crate::save_item::{self, items_of, name_of};
 use crate::write::Save;
 
@@ -36,9 +38,12 @@ struct Inner {
 }
 
 /// What of a plan goes to the files of a save.
+#[derive(Default)]
 pub struct Planned {
-    /// Number in the save, place in the list, bytes.
+    /// Number in the save, place in the list, bytes; of those that are written.
     pub plain: Vec<(u32, usize, u64)>,
+    /// How many of the items are plain.
+    pub count: usize,
 }
 
 #[guarded]
@@ -154,7 +159,7 @@ impl SavePlan {
 
     /// Creates the files for what `keep` gives to this rank: first the plain tensors, for `Save.write_plain`; then the others, in the order of
     /// `kept_others`, whose lengths in bytes are `lengths`.
-    #[pyo3(signature = (folder, keep, lengths, *, save_id, generation, token, rank, world_size, threads, fsync, io, max_inflight_bytes))]
+    #[pyo3(signature = (folder, keep, lengths, *, save_id, generation, token, rank, world_size, threads, fsync, io, max_inflight_bytes, reuse=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
     fn create(
         &self,
@@ -171,11 +176,52 @@ impl SavePlan {
         fsync: bool,
         io: &str,
         max_inflight_bytes: u64,
+        reuse: Option<&Bound<'_, Reuse>>,
     ) -> PyResult<Save> {
+        let (items, planned) = self.kept(keep, lengths)?;
+        let info = dcp_rs_core::write::SaveInfo {
+            save_id,
+            generation,
+            token,
+            rank,
+            world_size,
+        };
+        let options = crate::write::options(threads, fsync, io, max_inflight_bytes)?;
+        let reuse = reuse.map(|reuse| Arc::clone(&reuse.get().inner));
+        Save::begin(py, &folder, items, info, &options, planned, reuse)
+    }
+
+    /// What `parent` may hold of what `create` would write. `frozen`, for each item: the caller says that it never changes; `trusted`: also that it
+    /// did not since the parent was saved.
+    fn reuse(
+        &self,
+        keep: Option<PyBackedBytes>,
+        lengths: Vec<u64>,
+        parent: Option<&Bound<'_, Index>>,
+        frozen: Vec<bool>,
+        trusted: bool,
+    ) -> PyResult<Reuse> {
+        let (items, planned) = self.kept(keep, lengths)?;
+        let parent = parent.map(|parent| Arc::clone(&parent.get().inner));
+        Ok(Reuse::new(parent, &items, planned, &frozen, trusted))
+    }
+
+    /// The names of the items that `keep` gives to this rank.
+    fn kept_names(&self, keep: Option<PyBackedBytes>) -> PyResult<Vec<String>> {
+        let inner = self.lock();
+        let keep = Keep::new(keep, inner.items.len())?;
+        let kept = inner.items.iter().enumerate().filter(|(i, _)| keep.has(*i));
+        Ok(kept.map(|(_, item)| item.name.clone()).collect())
+    }
+}
+
+impl SavePlan {
+    /// The items that `keep` gives to this rank, of the lengths that are given for those that are not plain.
+    fn kept(&self, keep: Option<PyBackedBytes>, lengths: Vec<u64>) -> PyResult<(Vec<SaveItem>, Planned)> {
         let inner = self.lock();
         let keep = Keep::new(keep, inner.items.len())?;
         let mut items = Vec::new();
-        let mut planned = Planned { plain: Vec::new() };
+        let mut planned = Planned::default();
         let mut lengths = lengths.into_iter();
         for (i, item) in inner.items.iter().enumerate().filter(|(i, _)| keep.has(*i)) {
             let mut item = item.clone();
@@ -189,20 +235,10 @@ impl SavePlan {
             }
             items.push(item);
         }
-        drop(inner);
-        let info = dcp_rs_core::write::SaveInfo {
-            save_id,
-            generation,
-            token,
-            rank,
-            world_size,
-        };
-        let options = crate::write::options(threads, fsync, io, max_inflight_bytes)?;
-        Save::begin(py, &folder, items, info, &options, planned)
+        planned.count = planned.plain.len();
+        Ok((items, planned))
     }
-}
 
-impl SavePlan {
     fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
@@ -234,6 +270,12 @@ impl Keep {
 }
 
 impl Planned {
+    /// The same, of which only those are written whose number passes.
+    pub fn only(mut self, passes: impl Fn(u32) -> bool) -> Self {
+        self.plain.retain(|&(number, ..)| passes(number));
+        self
+    }
+
     /// The memory of the plain tensors, which are in `tensors`.
     #[expect(unsafe_code, reason = "tensors are handed over by address")]
     pub fn parts<'a>(&self, plain: &Plain<'_>, tensors: &'a Bound<'_, PyList>) -> PyResult<Vec<Part<'a>>> {

@@ -26,9 +26,15 @@ use crate::{index, interrupt};
 pub struct Save {
     inner: Mutex<State>,
     planned: Planned,
-    /// Of all items, in bytes.
+    /// Of all items that are written, in bytes.
     #[pyo3(get)]
     bytes: u64,
+    /// Of those that a parent holds, and that are linked.
+    #[pyo3(get)]
+    bytes_reused: u64,
+    /// Why files of the parent could not be linked.
+    #[pyo3(get)]
+    problems: Vec<String>,
     process: u32,
 }
 
@@ -71,14 +77,7 @@ impl Save {
             world_size,
         };
         let options = options(threads, fsync, io, max_inflight_bytes)?;
-        Self::begin(
-            py,
-            &folder,
-            items_of(&items),
-            info,
-            &options,
-            Planned { plain: Vec::new() },
-        )
+        Self::begin(py, &folder, items_of(&items), info, &options, Planned::default(), None)
     }
 
     /// Creates files (name, header, size) of the caller's own layout, with values (name, file, offset, length) in them.
@@ -112,26 +111,14 @@ impl Save {
         let options = options(threads, fsync, io, max_inflight_bytes)?;
         let create = |control: &Control| write::Save::create_files(&folder, files, values, &options, control);
         let save = interrupt::run(py, create)?;
-        Ok(Self::new(save, Planned { plain: Vec::new() }, bytes))
+        Ok(Self::new(save, Planned::default(), bytes))
     }
 
     /// Writes parts (item, first byte of the item, address, bytes).
     ///
     /// The memory behind every address must be there, and unchanged, until this returns: the caller holds the tensors.
-    #[expect(unsafe_code, reason = "tensors are handed over by address")]
     fn write(&self, py: Python<'_>, parts: Vec<(u32, u64, usize, usize)>) -> PyResult<()> {
-        let parts: Vec<Part<'_>> = parts
-            .into_iter()
-            .filter(|&(.., len)| len > 0)
-            .map(|(item, at, address, len)| Part {
-                item,
-                at,
-                // SAFETY: this method's contract: `dcp_rs.transfer.save` holds every tensor, contiguous and in host memory, until the
-                // call returns. Training code that changes a tensor while it is saved gets a torn save, as with any writer.
-                data: unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(address), len) },
-            })
-            .collect();
-        self.put(py, &parts)
+        self.put(py, &parts_at(&parts))
     }
 
     /// Writes the plain tensors of the plan that this save was created from; they are in the list that the plan was made with.
@@ -148,16 +135,7 @@ impl Save {
 
     /// Writes values: (item, bytes).
     fn write_values(&self, py: Python<'_>, values: Vec<(u32, PyBackedBytes)>) -> PyResult<()> {
-        let parts: Vec<Part<'_>> = values
-            .iter()
-            .filter(|(_, data)| !data.is_empty())
-            .map(|(item, data)| Part {
-                item: *item,
-                at: 0,
-                data,
-            })
-            .collect();
-        self.put(py, &parts)
+        self.put(py, &parts_of(&values))
     }
 
     /// From here on `progress` is called, while something is written, with the bytes that are.
@@ -166,10 +144,15 @@ impl Save {
         Ok(())
     }
 
+    /// For each item, whether a parent holds it: then it is not written.
+    fn reused(&self, py: Python<'_>) -> PyResult<Vec<bool>> {
+        Ok(self.lock(py)?.save.as_ref().ok_or_else(closed)?.is_reused())
+    }
+
     /// How many plain tensors come first among the items, where the save was created from a plan.
     #[getter]
     fn plain_count(&self) -> usize {
-        self.planned.plain.len()
+        self.planned.count
     }
 
     /// Completes the files, and returns the bytes of an index over them. `nesting`: containers (position, path, kind) that the paths do not tell; None
@@ -210,10 +193,22 @@ impl Save {
         info: SaveInfo,
         options: &WriteOptions,
         planned: Planned,
+        reuse: Option<Arc<write::Reuse>>,
     ) -> PyResult<Self> {
-        let bytes = items.iter().map(|item| item.length).sum();
-        let save = interrupt::run(py, |control| write::Save::create(folder, items, info, options, control))?;
-        Ok(Self::new(save, planned, bytes))
+        let lengths: Vec<u64> = items.iter().map(|item| item.length).collect();
+        let (save, problems) = interrupt::run(py, |control| match reuse {
+            Some(reuse) => write::Save::create_reusing(folder, items, info, options, reuse, control),
+            None => write::Save::create(folder, items, info, options, control).map(|save| (save, Vec::new())),
+        })?;
+        let reused = save.is_reused();
+        let of = |which: bool| {
+            (lengths.iter().zip(&reused)).filter_map(move |(length, reused)| (*reused == which).then_some(*length))
+        };
+        Ok(Self {
+            bytes_reused: of(true).sum(),
+            problems: problems.iter().map(ToString::to_string).collect(),
+            ..Self::new(save, planned.only(|item| !reused[item as usize]), of(false).sum())
+        })
     }
 
     fn put(&self, py: Python<'_>, parts: &[Part<'_>]) -> PyResult<()> {
@@ -236,6 +231,8 @@ impl Save {
             }),
             planned,
             bytes,
+            bytes_reused: 0,
+            problems: Vec::new(),
             process: std::process::id(),
         }
     }
@@ -249,6 +246,35 @@ impl Save {
         }
         self.inner.lock_py_attached(py).map_err(|_| closed())
     }
+}
+
+/// Parts (item, first byte of the item, address, bytes) of tensors that the caller holds.
+#[expect(unsafe_code, reason = "tensors are handed over by address")]
+pub fn parts_at<'a>(parts: &[(u32, u64, usize, usize)]) -> Vec<Part<'a>> {
+    parts
+        .iter()
+        .filter(|&&(.., len)| len > 0)
+        .map(|&(item, at, address, len)| Part {
+            item,
+            at,
+            // SAFETY: the contract of the methods that take such parts: `dcp_rs.transfer.save` holds every tensor, contiguous and in host
+            // memory, until the call returns. Training code that changes a tensor while it is saved gets a torn save, as with any writer.
+            data: unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(address), len) },
+        })
+        .collect()
+}
+
+/// Values (item, bytes), each in one part.
+pub fn parts_of(values: &[(u32, PyBackedBytes)]) -> Vec<Part<'_>> {
+    values
+        .iter()
+        .filter(|(_, data)| !data.is_empty())
+        .map(|(item, data)| Part {
+            item: *item,
+            at: 0,
+            data,
+        })
+        .collect()
 }
 
 pub fn options(threads: usize, fsync: bool, io: &str, max_inflight_bytes: u64) -> PyResult<WriteOptions> {

@@ -144,6 +144,7 @@ fn an_index_gets_no_file_removed_that_no_save_wrote() {
             size: 4096,
             data_start: 4096,
             external,
+            linked: false,
             head_digest: None,
             mtime_ns: 0,
         };

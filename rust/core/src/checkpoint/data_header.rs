@@ -26,6 +26,8 @@ pub(super) struct DataHeader {
     pub files: u32,
     pub entry: FileEntry,
     pub chunks: Vec<HeaderChunk>,
+    /// What the rank has of files of other saves, under names of this one.
+    pub linked: Vec<DataHeader>,
 }
 
 /// A chunk, by the header of its file.
@@ -50,6 +52,17 @@ struct About {
     file: u32,
     files: u32,
     tensors: HashMap<String, AboutTensor>,
+    #[serde(default)]
+    linked: Vec<Linked>,
+}
+
+/// A file of another save.
+#[derive(Deserialize)]
+struct Linked {
+    file: u32,
+    size: u64,
+    head: String,
+    bytes: Vec<(u64, u64)>,
 }
 
 #[derive(Deserialize)]
@@ -72,31 +85,14 @@ struct Saved {
 }
 
 impl DataHeader {
-    /// Reads the header of the file `name` in `dir`.
+    /// Reads the header of the file `name` in `dir`, and those of the files that it says are linked.
     ///
     /// # Errors
     /// [`Error::CorruptIndex`] where it is not that of a complete data file, or not of the one that the name says.
     pub(super) fn read(dir: &Path, name: DataFileName) -> Result<Self> {
         let path = dir.join(name.to_string());
-        let (head, size) = read_head(&path)?;
+        let Read { about, entry, chunks } = Read::header(&path, name)?;
         let refuse = |reason: String| Error::corrupt_index(&path, PREFIX_LEN, reason);
-        let header = parse(&head, size).map_err(|error| Error::corrupt_index(&path, error.offset, error.reason))?;
-        let text = |key: &str| {
-            header
-                .metadata
-                .get(key)
-                .ok_or_else(|| refuse(format!("no {key:?} in the header: not a file of this format")))
-        };
-        let about: About =
-            serde_json::from_str(text("DCPRS")?).map_err(|error| refuse(format!("DCPRS in the header: {error}")))?;
-        let saved: HashMap<String, Saved> = serde_json::from_str(text("DCP_SHARDING_INFO")?)
-            .map_err(|error| refuse(format!("DCP_SHARDING_INFO in the header: {error}")))?;
-        if about.version != 1 {
-            return Err(refuse(format!(
-                "version {} of the format, and 1 is known",
-                about.version
-            )));
-        }
         if (about.generation, about.rank, about.file) != (name.generation, name.rank, name.file) {
             let About {
                 generation, rank, file, ..
@@ -118,6 +114,80 @@ impl DataHeader {
             )));
         }
         let save_id = parse_uuid(&about.save_id).ok_or_else(|| refuse(format!("save_id {:?}", about.save_id)))?;
+        let mut header = Self {
+            name,
+            save_id,
+            world_size: about.world_size,
+            files: about.files,
+            entry,
+            chunks,
+            path,
+            linked: Vec::new(),
+        };
+        for link in &about.linked {
+            header.linked.push(header.linked_file(dir, link)?);
+        }
+        Ok(header)
+    }
+
+    /// What of a linked file this save has.
+    fn linked_file(&self, dir: &Path, link: &Linked) -> Result<Self> {
+        let name = DataFileName {
+            file: link.file,
+            ..self.name
+        };
+        let path = dir.join(name.to_string());
+        let Read { entry, mut chunks, .. } = Read::header(&path, name)?;
+        let found = (entry.size, entry.head_digest.map(|head| format!("{head:016x}")));
+        if found != (link.size, Some(link.head.clone())) {
+            let reason = format!("it is not the file that {} was saved beside", self.path.display());
+            return Err(Error::corrupt_index(&path, PREFIX_LEN, reason));
+        }
+        let within = |chunk: &HeaderChunk| {
+            let end = chunk.offset + chunk.length;
+            let after = link.bytes.partition_point(|&(begin, _)| begin <= chunk.offset);
+            chunk.length > 0 && after > 0 && end <= link.bytes[after - 1].1
+        };
+        chunks.retain(within);
+        Ok(Self {
+            name,
+            entry: FileEntry { linked: true, ..entry },
+            chunks,
+            path,
+            linked: Vec::new(),
+            ..*self
+        })
+    }
+}
+
+/// What a header says, whatever its file is called.
+struct Read {
+    about: About,
+    entry: FileEntry,
+    chunks: Vec<HeaderChunk>,
+}
+
+impl Read {
+    fn header(path: &Path, name: DataFileName) -> Result<Self> {
+        let (head, size) = read_head(path)?;
+        let refuse = |reason: String| Error::corrupt_index(path, PREFIX_LEN, reason);
+        let header = parse(&head, size).map_err(|error| Error::corrupt_index(path, error.offset, error.reason))?;
+        let text = |key: &str| {
+            header
+                .metadata
+                .get(key)
+                .ok_or_else(|| refuse(format!("no {key:?} in the header: not a file of this format")))
+        };
+        let about: About =
+            serde_json::from_str(text("DCPRS")?).map_err(|error| refuse(format!("DCPRS in the header: {error}")))?;
+        let saved: HashMap<String, Saved> = serde_json::from_str(text("DCP_SHARDING_INFO")?)
+            .map_err(|error| refuse(format!("DCP_SHARDING_INFO in the header: {error}")))?;
+        if about.version != 1 {
+            return Err(refuse(format!(
+                "version {} of the format, and 1 is known",
+                about.version
+            )));
+        }
         let mut chunks = Vec::with_capacity(header.tensors.len());
         for tensor in &header.tensors {
             let saved = saved.get(&tensor.name).map(|saved| saved.saved_offsets.as_slice());
@@ -125,20 +195,17 @@ impl DataHeader {
             chunks.push(chunk.map_err(|reason| refuse(format!("tensor {:?}: {reason}", tensor.name)))?);
         }
         Ok(Self {
-            name,
-            save_id,
-            world_size: about.world_size,
-            files: about.files,
+            about,
             entry: FileEntry {
                 name: name.to_string(),
                 size,
                 data_start: header.data_start,
                 external: false,
+                linked: false,
                 head_digest: Some(block_digest(&head)),
                 mtime_ns: 0,
             },
             chunks,
-            path,
         })
     }
 }

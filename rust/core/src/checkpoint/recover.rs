@@ -4,13 +4,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::data_header::DataHeader;
 use super::locate::check_no_rank_indexes;
 use super::payload::PayloadReader;
 use crate::copy::Signs;
-use crate::format::{BLOCK_SIZE, ChunkEntry, DataFileName, IndexBuilder, SourceKind, Value, block_count, block_digest};
+use crate::format::{
+    BLOCK_SIZE, BlockCell, BlockDigests, ChunkEntry, DataFileName, IndexBuilder, SourceKind, Value, block_count,
+    content_digest,
+};
 use crate::{Control, Error, Result, parallel};
 
 /// Which save to recover, and how.
@@ -43,6 +45,7 @@ pub fn recover(dir: &Path, options: &RecoverOptions, control: &Control) -> Resul
         let (alone, headers): (Vec<_>, Vec<_>) = headers
             .into_iter()
             .flatten()
+            .flat_map(with_linked)
             .filter(|header: &DataHeader| options.save_id.is_none_or(|id| id == header.save_id))
             .partition(|header| header.world_size == 0);
         let headers = complete_set(generation, headers)?;
@@ -68,7 +71,10 @@ pub(super) fn recoverable(dir: &Path) -> Result<BTreeSet<DataFileName>> {
     let mut found = BTreeSet::new();
     for (generation, names) in data_files(dir, None)? {
         let headers = names.iter().filter_map(|&name| DataHeader::read(dir, name).ok());
-        let headers = headers.filter(|header| header.world_size != 0).collect();
+        let headers = headers
+            .filter(|header| header.world_size != 0)
+            .flat_map(with_linked)
+            .collect();
         match complete_set(generation, headers) {
             Ok(headers) => found.extend(headers.iter().map(|header| header.name)),
             // There are several.
@@ -76,6 +82,12 @@ pub(super) fn recoverable(dir: &Path) -> Result<BTreeSet<DataFileName>> {
         }
     }
     Ok(found)
+}
+
+/// A file, and those of other saves that it says are linked.
+fn with_linked(mut header: DataHeader) -> impl Iterator<Item = DataHeader> {
+    let linked = std::mem::take(&mut header.linked);
+    std::iter::once(header).chain(linked)
 }
 
 /// The names of data files, by generation.
@@ -138,7 +150,7 @@ fn is_complete(save: &[DataHeader]) -> bool {
 }
 
 fn build(generation: u64, headers: &[DataHeader], options: &RecoverOptions, control: &Control) -> Result<Vec<u8>> {
-    let mut digests = hash(headers, options.threads, control)?.into_iter();
+    let mut hashed = hash(headers, options.threads, control)?.into_iter();
     let mut builder = IndexBuilder::new(SourceKind::Native);
     builder.save_id = headers[0].save_id;
     builder.generation = generation;
@@ -147,6 +159,7 @@ fn build(generation: u64, headers: &[DataHeader], options: &RecoverOptions, cont
         let file = builder.add_file(header.entry.clone())?;
         for chunk in &header.chunks {
             let tensor = builder.add_tensor(chunk.tensor.clone())?;
+            let (digests, content) = hashed.next().expect("as many as chunks");
             builder.add_chunk(ChunkEntry {
                 tensor,
                 file,
@@ -156,15 +169,17 @@ fn build(generation: u64, headers: &[DataHeader], options: &RecoverOptions, cont
                 sizes: chunk.sizes.clone(),
                 strides: None,
                 signs: Signs::default(),
-                digests: digests.next(),
+                digests: Some(digests),
+                content: Some(content),
+                frozen: false,
             })?;
         }
     }
     builder.build()
 }
 
-/// The digests of all chunks, in the order of the headers.
-fn hash(headers: &[DataHeader], threads: usize, control: &Control) -> Result<Vec<Vec<u64>>> {
+/// The digests of all chunks, of their blocks and of their content, in the order of the headers.
+fn hash(headers: &[DataHeader], threads: usize, control: &Control) -> Result<Vec<(Vec<u64>, u128)>> {
     struct Block<'a> {
         header: &'a DataHeader,
         offset: u64,
@@ -186,7 +201,7 @@ fn hash(headers: &[DataHeader], threads: usize, control: &Control) -> Result<Vec
             });
         }
     }
-    let digests: Vec<AtomicU64> = blocks.iter().map(|_| AtomicU64::new(0)).collect();
+    let digests: Vec<BlockCell> = blocks.iter().map(|_| BlockCell::default()).collect();
     let threads = if threads == 0 {
         parallel::available().max(8)
     } else {
@@ -195,16 +210,18 @@ fn hash(headers: &[DataHeader], threads: usize, control: &Control) -> Result<Vec
     parallel::for_each(blocks.len(), threads, PayloadReader::new, |reader, number| {
         control.check()?;
         let Block { header, offset, length } = blocks[number];
-        let digest = block_digest(reader.block(header, offset, length)?);
-        digests[number].store(digest, Ordering::Relaxed);
+        digests[number].set(BlockDigests::of(reader.block(header, offset, length)?));
         control.add(length);
         Ok(())
     })?;
-    let mut digests = digests.into_iter().map(AtomicU64::into_inner);
+    let mut rest = digests.as_slice();
     Ok(chunks()
         .map(|(_, chunk)| {
             let count = usize::try_from(block_count(chunk.length)).expect("their blocks are in memory");
-            digests.by_ref().take(count).collect()
+            let (own, others) = rest.split_at(count);
+            rest = others;
+            let content = content_digest(own.iter().map(BlockCell::content));
+            (own.iter().map(BlockCell::digest).collect(), content)
         })
         .collect())
 }

@@ -93,18 +93,7 @@ pub fn verify(index: &Index, allow_external: bool, threads: usize, control: &Con
     verified.bytes_without_digest = without;
     let problems = Mutex::new(Vec::new());
     each_block(index, there, &files, &blocks, threads, control, |block, got| {
-        let digests = index.chunk(block.chunk).digests.expect("only blocks that have one");
-        let expected = index.digest(digests.start + block.number);
-        if got != expected {
-            let tensor = index.name(index.chunk(block.chunk).tensor).to_owned();
-            let problem = Problem {
-                path: files[&block.file].path.clone(),
-                tensor,
-                block: block.number,
-                offset: block.offset,
-                expected: format!("{expected:016x}"),
-                got: format!("{got:016x}"),
-            };
+        if let Some(problem) = compare(index, &files, block, got) {
             problems
                 .lock()
                 .unwrap_or_else(std::sync::PoisonError::into_inner)
@@ -122,6 +111,45 @@ pub fn verify(index: &Index, allow_external: bool, threads: usize, control: &Con
         .problems
         .sort_by(|a, b| (&a.path, a.offset).cmp(&(&b.path, b.offset)));
     Ok(verified)
+}
+
+/// Those of some chunks whose bytes do not match their digests, and the first problem of each.
+///
+/// # Errors
+/// As [`verify`]; and [`Error::CorruptData`] where a file is not there, or ends too early.
+pub fn damaged_chunks(index: &Index, chunks: &[u64], threads: usize, control: &Control) -> Result<Vec<(u64, Problem)>> {
+    let (mut files, mut blocks) = (BTreeMap::new(), Vec::new());
+    for &number in chunks {
+        let chunk = index.chunk(number);
+        if !files.contains_key(&chunk.file) {
+            files.insert(chunk.file, file_ref(index, chunk.file, false)?);
+        }
+        push_blocks(&mut blocks, number, chunk.file, chunk.offset, chunk.length);
+    }
+    blocks.sort_unstable_by_key(|block| (block.file, block.offset));
+    let problems = Mutex::new(BTreeMap::new());
+    each_block(index, Files::Local, &files, &blocks, threads, control, |block, got| {
+        if let Some(problem) = compare(index, &files, block, got) {
+            let mut problems = problems.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            problems.entry(block.chunk).or_insert(problem);
+        }
+    })?;
+    let problems = problems.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+    Ok(problems.into_iter().collect())
+}
+
+/// What is wrong with a block that hashes to `got`, if that is not what the index says.
+fn compare(index: &Index, files: &BTreeMap<u32, FileRef>, block: &Block, got: u64) -> Option<Problem> {
+    let chunk = index.chunk(block.chunk);
+    let expected = index.digest(chunk.digests?.start + block.number);
+    (got != expected).then(|| Problem {
+        path: files[&block.file].path.clone(),
+        tensor: index.name(chunk.tensor).to_owned(),
+        block: block.number,
+        offset: block.offset,
+        expected: format!("{expected:016x}"),
+        got: format!("{got:016x}"),
+    })
 }
 
 /// Compares the records of files of `torch.save` with the checksums in the files.
@@ -380,6 +408,7 @@ pub fn copy_index(index: &Index, options: &CopyOptions, control: &Control) -> Re
         Ok(FileEntry {
             name: name.to_owned(),
             external: true,
+            linked: false,
             ..file.into()
         })
     };

@@ -59,6 +59,7 @@ pub(crate) fn index_items(files: Files<'_>, dir: &Path, metadata: StockMetadata,
             size: file.stat.size,
             data_start: 0,
             external: true,
+            linked: false,
             head_digest: None,
             mtime_ns: file.stat.mtime_ns,
         })?;
@@ -225,6 +226,8 @@ fn locate(
         strides,
         signs,
         digests: None,
+        content: None,
+        frozen: false,
     };
     let in_file = item
         .offset

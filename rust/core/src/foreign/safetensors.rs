@@ -156,6 +156,7 @@ fn build(dir: &Path, parts: &[Part], weight_map: &HashMap<String, String>) -> Re
             size: part.stat.size,
             data_start: part.header.data_start,
             external: true,
+            linked: false,
             head_digest: None,
             mtime_ns: part.stat.mtime_ns,
         })?;
@@ -257,6 +258,8 @@ fn add(builder: &mut IndexBuilder, dir: &Path, parts: &[Part], name: &str, known
             strides: None,
             signs: Signs::default(),
             digests: None,
+            content: None,
+            frozen: false,
         })?;
     }
     Ok(())

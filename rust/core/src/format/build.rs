@@ -170,6 +170,8 @@ impl IndexBuilder {
                     strides: chunk.strides,
                     signs: chunk.signs,
                     digests: known.or_else(|| digests(c)),
+                    content: chunk.content,
+                    frozen: chunk.frozen,
                 })?;
             }
         }

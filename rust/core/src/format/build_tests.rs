@@ -31,6 +31,7 @@ fn with_file(size: u64) -> IndexBuilder {
             size,
             data_start: 4096,
             external: false,
+            linked: false,
             head_digest: Some(7),
             mtime_ns: 0,
         })
@@ -50,6 +51,8 @@ fn chunk(tensor: u32, offset: u64, offsets: &[u64], sizes: &[u64]) -> ChunkEntry
         strides: None,
         signs: Signs::default(),
         digests: Some(vec![9; usize::try_from(block_count(length)).unwrap()]),
+        content: None,
+        frozen: false,
     }
 }
 
@@ -77,6 +80,8 @@ fn sample() -> Vec<u8> {
     builder
         .add_chunk(ChunkEntry {
             digests: None,
+            content: None,
+            frozen: false,
             length: 5,
             ..chunk(step, 4180, &[], &[])
         })
@@ -128,6 +133,7 @@ fn merging_two_halves_gives_the_whole() {
                 size: 5000,
                 data_start: 4096,
                 external: false,
+                linked: false,
                 head_digest: None,
                 mtime_ns: 0,
             })

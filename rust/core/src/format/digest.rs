@@ -1,9 +1,10 @@
-//! Digests: XXH3-64, by block of payload.
+//! Digests: XXH3-64, by block of payload; and XXH3-128, of whole chunks.
 
 use std::hash::Hasher as _;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use twox_hash::XxHash3_64;
 use twox_hash::xxhash3_64::Hasher;
+use twox_hash::{XxHash3_64, XxHash3_128};
 
 /// Bytes of payload that one digest covers.
 pub const BLOCK_SIZE: u64 = 1 << 20;
@@ -18,6 +19,58 @@ pub fn block_digest(block: &[u8]) -> u64 {
     XxHash3_64::oneshot(block)
 }
 
+/// What is known of the bytes of a block: its digest, and what it adds to that of its chunk's content.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockDigests {
+    /// [`block_digest`].
+    pub digest: u64,
+    /// XXH3-128 with seed 0.
+    pub content: u128,
+}
+
+impl BlockDigests {
+    /// Those of a block.
+    pub fn of(block: &[u8]) -> Self {
+        let content = XxHash3_128::oneshot(block);
+        // Of more than 240 bytes, the lower half of XXH3-128 is XXH3-64.
+        #[expect(clippy::cast_possible_truncation, reason = "the lower half")]
+        let digest = if block.len() > 240 {
+            content as u64
+        } else {
+            block_digest(block)
+        };
+        Self { digest, content }
+    }
+}
+
+/// [`BlockDigests`] that one thread finds out and another asks for: the digest, and the halves of the content's.
+#[derive(Default)]
+pub(crate) struct BlockCell([AtomicU64; 3]);
+
+impl BlockCell {
+    pub(crate) fn set(&self, found: BlockDigests) {
+        let bytes = found.content.to_le_bytes();
+        let half = |at: usize| u64::from_le_bytes(*bytes[at..].first_chunk().expect("16 bytes"));
+        for (cell, value) in self.0.iter().zip([found.digest, half(0), half(8)]) {
+            cell.store(value, Ordering::Relaxed);
+        }
+    }
+
+    pub(crate) fn digest(&self) -> u64 {
+        self.0[0].load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn content(&self) -> u128 {
+        u128::from(self.0[2].load(Ordering::Relaxed)) << 64 | u128::from(self.0[1].load(Ordering::Relaxed))
+    }
+}
+
+/// The digest of a chunk's content: XXH3-128 of those of its blocks, one after another.
+pub fn content_digest(blocks: impl IntoIterator<Item = u128>) -> u128 {
+    let bytes: Vec<u8> = blocks.into_iter().flat_map(u128::to_le_bytes).collect();
+    XxHash3_128::oneshot(&bytes)
+}
+
 /// The digest of an index: of the whole file with its own eight bytes at `at` taken as zero.
 pub(super) fn index_digest(bytes: &[u8], at: usize) -> u64 {
     let mut hasher = Hasher::new();
@@ -25,4 +78,31 @@ pub(super) fn index_digest(bytes: &[u8], at: usize) -> u64 {
     hasher.write(&[0; 8]);
     hasher.write(&bytes[at + 8..]);
     hasher.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_pass_gives_both_digests() {
+        let bytes: Vec<u8> = (0..70_000u32).map(|i| (i * 31 % 251).to_le_bytes()[0]).collect();
+        let lengths = [
+            0, 1, 3, 4, 8, 9, 16, 17, 128, 129, 239, 240, 241, 1023, 1024, 1025, 70_000,
+        ];
+        for length in lengths {
+            let block = &bytes[..length];
+            let expected = BlockDigests {
+                digest: XxHash3_64::oneshot(block),
+                content: XxHash3_128::oneshot(block),
+            };
+            assert_eq!(BlockDigests::of(block), expected, "{length}");
+        }
+    }
+
+    #[test]
+    fn contents_tell_the_order_of_blocks() {
+        assert_ne!(content_digest([1, 2]), content_digest([2, 1]));
+        assert_ne!(content_digest([1]), content_digest([1, 1]));
+    }
 }

@@ -16,6 +16,8 @@ pub struct FileEntry {
     pub data_start: u64,
     /// Whether someone else wrote the file.
     pub external: bool,
+    /// Whether it is a link to what another save wrote.
+    pub linked: bool,
     /// XXH3-64 of what precedes the payload.
     pub head_digest: Option<u64>,
     /// Modification time in nanoseconds since 1970; 0: not recorded.
@@ -29,6 +31,7 @@ impl From<FileView<'_>> for FileEntry {
             size: file.size,
             data_start: file.data_start,
             external: file.external,
+            linked: file.linked,
             head_digest: file.head_digest,
             mtime_ns: file.mtime_ns,
         }
@@ -75,4 +78,8 @@ pub struct ChunkEntry {
     pub signs: Signs,
     /// A digest for each block.
     pub digests: Option<Vec<u64>>,
+    /// The digest of its content, in native data.
+    pub content: Option<u128>,
+    /// Whether the caller said that it does not change.
+    pub frozen: bool,
 }

@@ -8,8 +8,9 @@ use zerocopy::little_endian::U64;
 use zerocopy::{FromBytes, Immutable, KnownLayout};
 
 use super::layout::{
-    CHUNK_CONJUGATE, CHUNK_DIGESTS, CHUNK_NEGATIVE, CHUNK_STRIDED, ChunkRecord, FILE_EXTERNAL, FILE_HEAD_DIGEST,
-    FileRecord, HEADER_LEN, Header, Kind, NO_POSITION, NO_SPLIT, Section, SourceKind, TensorRecord,
+    CHUNK_CONJUGATE, CHUNK_DIGESTS, CHUNK_FROZEN, CHUNK_NEGATIVE, CHUNK_STRIDED, ChunkRecord, FILE_EXTERNAL,
+    FILE_HEAD_DIGEST, FILE_LINKED, FileRecord, HEADER_LEN, Header, Kind, NO_POSITION, NO_SPLIT, Section, SourceKind,
+    TensorRecord,
 };
 use super::{Value, block_count, validate};
 use crate::copy::Signs;
@@ -26,6 +27,7 @@ pub struct Index {
     folder: Arc<Path>,
     bytes: IndexBytes,
     sections: [Range<usize>; 7],
+    contents: Option<Range<usize>>,
     follows_links: bool,
     remote: Option<Arc<dyn Remote>>,
 }
@@ -41,6 +43,8 @@ pub struct FileView<'a> {
     pub data_start: u64,
     /// Whether the file was written by someone else and is only pointed at.
     pub external: bool,
+    /// Whether it is a link to what another save wrote.
+    pub linked: bool,
     /// XXH3-64 of what precedes the payload.
     pub head_digest: Option<u64>,
     /// Modification time in nanoseconds since 1970, 0 where it was not recorded.
@@ -89,6 +93,10 @@ pub struct ChunkView {
     pub signs: Signs,
     /// Its digests, as indices for [`Index::digest`].
     pub digests: Option<Range<u64>>,
+    /// The digest of its content, where it is known.
+    pub content: Option<u128>,
+    /// Whether the caller of its save said that it does not change.
+    pub frozen: bool,
 }
 
 impl Index {
@@ -96,12 +104,13 @@ impl Index {
     ///
     /// `path` is the file they come from: it stands in messages, and its folder is where data files are.
     pub fn from_bytes(bytes: impl AsRef<[u8]> + Send + Sync + 'static, path: &Path) -> Result<Self> {
-        let sections = validate::sections(bytes.as_ref(), path)?;
+        let (sections, contents) = validate::sections(bytes.as_ref(), path)?;
         let index = Self {
             path: path.to_owned(),
             folder: path.parent().unwrap_or(Path::new("")).into(),
             bytes: Box::new(bytes),
             sections,
+            contents,
             follows_links: false,
             remote: None,
         };
@@ -252,6 +261,7 @@ impl Index {
             size: record.file_size.get(),
             data_start: record.data_start.get(),
             external: flags & FILE_EXTERNAL != 0,
+            linked: flags & FILE_LINKED != 0,
             head_digest: (flags & FILE_HEAD_DIGEST != 0).then(|| record.head_digest.get()),
             mtime_ns: record.mtime_ns.get(),
         }
@@ -353,7 +363,20 @@ impl Index {
                 conjugate: flags & CHUNK_CONJUGATE != 0,
                 negative: flags & CHUNK_NEGATIVE != 0,
             },
+            content: self.content(to_usize(chunk)),
+            frozen: flags & CHUNK_FROZEN != 0,
         }
+    }
+
+    fn content(&self, chunk: usize) -> Option<u128> {
+        let contents = &self.bytes()[self.contents.clone()?];
+        let digest = contents[16 * chunk..].first_chunk().expect("validated at open");
+        Some(u128::from_le_bytes(*digest)).filter(|&digest| digest != 0)
+    }
+
+    /// The length of the section of contents, where there is one.
+    pub(super) fn contents_len(&self) -> Option<usize> {
+        self.contents.as_ref().map(Range::len)
     }
 
     /// The data file of a chunk, without the rest of it.

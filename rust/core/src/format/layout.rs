@@ -1,7 +1,7 @@
 //! The records of an index, field by field as section 3 of `docs/format.md` draws them.
 //!
 //! ```text
-//! header 256 | files 64 each | tensors 64 each | chunks 48 each | dims 8 | digests 8 | strings | planner
+//! header 256 | files 64 each | tensors 64 each | chunks 48 each | dims 8 | digests 8 | strings | planner | contents 16
 //! ```
 
 use zerocopy::little_endian::{I64, U32, U64};
@@ -20,16 +20,22 @@ pub(super) const NO_POSITION: u32 = u32::MAX;
 pub const PAYLOAD_ALIGNMENT: u64 = 4096;
 
 /// The feature bits of version 1.
+/// There are digests of the contents of chunks.
+pub(super) const COMPAT_CONTENTS: u64 = 1;
 /// Some chunk has signs that are changed when it is read.
 pub(super) const INCOMPAT_SIGNS: u64 = 1;
-pub(super) const KNOWN_INCOMPAT: u64 = INCOMPAT_SIGNS;
+/// Some file is a link to what another save wrote.
+pub(super) const INCOMPAT_LINKED: u64 = 2;
+pub(super) const KNOWN_INCOMPAT: u64 = INCOMPAT_SIGNS | INCOMPAT_LINKED;
 
 pub(super) const FILE_EXTERNAL: u32 = 1;
 pub(super) const FILE_HEAD_DIGEST: u32 = 2;
+pub(super) const FILE_LINKED: u32 = 4;
 /// The bits of the memory format; all of them set stand for none.
 pub(super) const TENSOR_MEMORY_FORMAT: u8 = 0b1100;
 pub(super) const CHUNK_STRIDED: u32 = 1;
 pub(super) const CHUNK_DIGESTS: u32 = 2;
+pub(super) const CHUNK_FROZEN: u32 = 4;
 pub(super) const CHUNK_CONJUGATE: u32 = 8;
 pub(super) const CHUNK_NEGATIVE: u32 = 16;
 
@@ -134,8 +140,9 @@ pub(super) struct Header {
     pub source: U64,
     pub reserved: U64,
     pub sections: [SectionRecord; 7],
+    pub contents: SectionRecord,
     pub writer: [u8; WRITER_LEN],
-    pub reserved_end: [u8; 24],
+    pub reserved_end: [u8; 8],
 }
 
 #[derive(Clone, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]

@@ -5,9 +5,10 @@ use zerocopy::{FromBytes as _, IntoBytes as _};
 use super::digest::index_digest;
 use super::entry::{ChunkEntry, FileEntry, TensorEntry};
 use super::layout::{
-    CHUNK_CONJUGATE, CHUNK_DIGESTS, CHUNK_NEGATIVE, CHUNK_STRIDED, ChunkRecord, DIGEST_AT, FILE_EXTERNAL,
-    FILE_HEAD_DIGEST, FileRecord, HEADER_LEN, HEADER_LEN_U32, Header, INCOMPAT_SIGNS, Kind, MAGIC, NO_POSITION,
-    NO_SPLIT, SECTIONS, SectionRecord, SourceKind, TensorRecord, VERSION, WRITER_LEN,
+    CHUNK_CONJUGATE, CHUNK_DIGESTS, CHUNK_FROZEN, CHUNK_NEGATIVE, CHUNK_STRIDED, COMPAT_CONTENTS, ChunkRecord,
+    DIGEST_AT, FILE_EXTERNAL, FILE_HEAD_DIGEST, FILE_LINKED, FileRecord, HEADER_LEN, HEADER_LEN_U32, Header,
+    INCOMPAT_LINKED, INCOMPAT_SIGNS, Kind, MAGIC, NO_POSITION, NO_SPLIT, SECTIONS, SectionRecord, SourceKind,
+    TensorRecord, VERSION, WRITER_LEN,
 };
 use super::{BLOCK_SIZE, Value};
 use crate::copy::Signs;
@@ -24,6 +25,8 @@ pub(super) struct Sections {
     digests: Vec<u8>,
     strings: Vec<u8>,
     planner: Vec<u8>,
+    contents: Vec<u8>,
+    has_contents: bool,
 }
 
 impl Sections {
@@ -44,6 +47,8 @@ impl Sections {
             digests: Vec::new(),
             strings: Vec::new(),
             planner,
+            contents: Vec::new(),
+            has_contents: false,
         })
     }
 
@@ -67,6 +72,10 @@ impl Sections {
         let mut flags = 0;
         if file.external {
             flags |= FILE_EXTERNAL;
+        }
+        if file.linked {
+            flags |= FILE_LINKED;
+            self.incompat |= INCOMPAT_LINKED;
         }
         if file.head_digest.is_some() {
             flags |= FILE_HEAD_DIGEST;
@@ -149,6 +158,11 @@ impl Sections {
         if chunk.signs.negative {
             flags |= CHUNK_NEGATIVE;
         }
+        if chunk.frozen {
+            flags |= CHUNK_FROZEN;
+        }
+        self.has_contents |= chunk.content.is_some();
+        self.contents.extend(chunk.content.unwrap_or(0).to_le_bytes());
         let digest = self.digests.len() as u64 / 8;
         if let Some(digests) = &chunk.digests {
             flags |= CHUNK_DIGESTS;
@@ -186,11 +200,16 @@ impl Sections {
             bytes.extend(part);
             bytes.resize(bytes.len().next_multiple_of(8), 0);
         }
+        let mut contents = SectionRecord::new(0, 0);
+        if self.has_contents {
+            contents = SectionRecord::new(bytes.len() as u64, self.contents.len() as u64);
+            bytes.extend(self.contents);
+        }
         let header = Header {
             magic: MAGIC,
             version: VERSION.into(),
             header_len: HEADER_LEN_U32.into(),
-            compat: 0.into(),
+            compat: (if self.has_contents { COMPAT_CONTENTS } else { 0 }).into(),
             incompat: self.incompat.into(),
             file_len: (bytes.len() as u64).into(),
             digest: 0.into(),
@@ -200,8 +219,9 @@ impl Sections {
             source: source.code().into(),
             reserved: 0.into(),
             sections: records,
+            contents,
             writer: written_by(),
-            reserved_end: [0; 24],
+            reserved_end: [0; 8],
         };
         bytes[..HEADER_LEN].copy_from_slice(header.as_bytes());
         let digest = index_digest(&bytes, DIGEST_AT);

@@ -9,9 +9,9 @@ use zerocopy::little_endian::U64;
 
 use super::digest::index_digest;
 use super::layout::{
-    CHUNK_CONJUGATE, CHUNK_DIGESTS, CHUNK_NEGATIVE, CHUNK_STRIDED, ChunkRecord, DIGEST_AT, FILE_EXTERNAL, HEADER_LEN,
-    Header, INCOMPAT_SIGNS, KNOWN_INCOMPAT, MAGIC, MAX_NDIM, NO_SPLIT, SECTIONS, Section, SourceKind,
-    TENSOR_MEMORY_FORMAT, TensorRecord, VERSION,
+    CHUNK_CONJUGATE, CHUNK_DIGESTS, CHUNK_NEGATIVE, CHUNK_STRIDED, COMPAT_CONTENTS, ChunkRecord, DIGEST_AT,
+    FILE_EXTERNAL, FILE_LINKED, HEADER_LEN, Header, INCOMPAT_LINKED, INCOMPAT_SIGNS, KNOWN_INCOMPAT, MAGIC, MAX_NDIM,
+    NO_SPLIT, SECTIONS, Section, SectionRecord, SourceKind, TENSOR_MEMORY_FORMAT, TensorRecord, VERSION,
 };
 use super::{BLOCK_SIZE, Index, Value, block_count, name};
 use crate::copy::Signs;
@@ -23,8 +23,10 @@ const MANY_CHUNKS: usize = 1 << 15;
 /// Chunks that one of them takes at a time, or those of one tensor, if it has more.
 const CHUNKS_AT_A_TIME: u64 = 1 << 13;
 
-/// Checks the header, and finds the sections.
-pub(super) fn sections(bytes: &[u8], path: &Path) -> Result<[Range<usize>; 7]> {
+type SectionRanges = [Range<usize>; 7];
+
+/// Checks the header, and finds the sections, and that of contents.
+pub(super) fn sections(bytes: &[u8], path: &Path) -> Result<(SectionRanges, Option<Range<usize>>)> {
     let bad = |offset: usize, reason: String| Err(Error::corrupt_index(path, offset as u64, reason));
     let Ok((header, _)) = Header::ref_from_prefix(bytes) else {
         return bad(bytes.len(), format!("{} bytes are too few for a header", bytes.len()));
@@ -67,20 +69,36 @@ pub(super) fn sections(bytes: &[u8], path: &Path) -> Result<[Range<usize>; 7]> {
     }
     let mut ranges = [const { 0..0 }; 7];
     for (section, width) in SECTIONS {
-        let record = &header.sections[section as usize];
-        let (offset, length) = (record.offset.get(), record.length.get());
-        let at = 96 + 16 * section as usize;
-        let fits = offset
-            .checked_add(length)
-            .is_some_and(|end| offset >= HEADER_LEN as u64 && end <= bytes.len() as u64);
-        if !fits || offset % 8 != 0 || length % width as u64 != 0 {
-            return bad(at, format!("section {}: {length} bytes at {offset}", section as usize));
-        }
-        let start = usize::try_from(offset).expect("checked against the length");
-        ranges[section as usize] = start..start + usize::try_from(length).expect("checked against the length");
+        let number = section as usize;
+        ranges[number] = match range(&header.sections[number], width, bytes.len()) {
+            Ok(range) => range,
+            Err(reason) => return bad(96 + 16 * number, format!("section {number}: {reason}")),
+        };
     }
-    Ok(ranges)
+    if header.compat.get() & COMPAT_CONTENTS == 0 {
+        return Ok((ranges, None));
+    }
+    match range(&header.contents, 16, bytes.len()) {
+        Ok(contents) => Ok((ranges, Some(contents))),
+        Err(reason) => bad(CONTENTS_AT, format!("section of contents: {reason}")),
+    }
 }
+
+/// A section of records so wide, in an index so long.
+fn range(record: &SectionRecord, width: usize, len: usize) -> std::result::Result<Range<usize>, String> {
+    let (offset, length) = (record.offset.get(), record.length.get());
+    let fits = offset
+        .checked_add(length)
+        .is_some_and(|end| offset >= HEADER_LEN as u64 && end <= len as u64);
+    if !fits || offset % 8 != 0 || length % width as u64 != 0 {
+        return Err(format!("{length} bytes at {offset}"));
+    }
+    let start = usize::try_from(offset).expect("checked against the length");
+    Ok(start..start + usize::try_from(length).expect("checked against the length"))
+}
+
+/// Where the header says where the contents are.
+const CONTENTS_AT: usize = std::mem::offset_of!(Header, contents);
 
 /// Checks the digest, and every record: no record is trusted for a right digest.
 pub(super) fn check(index: &Index) -> Result<()> {
@@ -113,6 +131,7 @@ fn records(index: &Index, workers: usize) -> Result<()> {
     check.root()?;
     check.files()?;
     check.tensors()?;
+    check.contents()?;
     check.payload()?;
     check.chunks(workers)
 }
@@ -179,6 +198,14 @@ impl Check<'_> {
             if let Err(reason) = name::check_file_name(name, external) {
                 return self.bad(Section::Files, i, format!("{reason}: {name:?}"));
             }
+            if record.flags.get() & FILE_LINKED != 0
+                && (external
+                    || self.index.source() != SourceKind::Native
+                    || self.index.header().incompat.get() & INCOMPAT_LINKED == 0)
+            {
+                let reason = format!("{name:?} is a link, in an index that does not say so, or to what others wrote");
+                return self.bad(Section::Files, i, reason);
+            }
             if record.data_start.get() > record.file_size.get() {
                 return self.bad(Section::Files, i, format!("payload of {name:?} begins after its end"));
             }
@@ -239,6 +266,16 @@ impl Check<'_> {
             return self.bad(Section::Chunks, 0, "chunks that belong to no tensor");
         }
         Ok(())
+    }
+
+    fn contents(&self) -> Result<()> {
+        match self.index.contents_len() {
+            Some(length) if length != 16 * self.index.chunk_records().len() => {
+                let reason = format!("section of contents: {length} bytes, and not 16 for each chunk");
+                Err(Error::corrupt_index(self.index.path(), CONTENTS_AT as u64, reason))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn tensor(&self, record: &TensorRecord) -> std::result::Result<(), &'static str> {

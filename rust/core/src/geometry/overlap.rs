@@ -195,6 +195,7 @@ mod tests {
                 size: 1 << 20,
                 data_start: 0,
                 external: false,
+                linked: false,
                 head_digest: None,
                 mtime_ns: 0,
             })
@@ -222,6 +223,8 @@ mod tests {
                     strides: None,
                     signs: Signs::default(),
                     digests: None,
+                    content: None,
+                    frozen: false,
                 })
                 .unwrap();
         }

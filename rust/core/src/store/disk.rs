@@ -34,6 +34,8 @@ pub(crate) enum Call {
     WriteBack,
     /// Puts a file's bytes on stable storage.
     Sync,
+    /// Gives a file a second name; the path is the new one.
+    Link,
     /// Renames a file; the path is the new one.
     Rename,
     /// Puts a folder's entries on stable storage.
@@ -53,6 +55,19 @@ const WRITE_BACK: usize = 64 << 20;
 
 /// What a file system says that has no locks; `EBADF`: for a file that is not open for writing.
 const NO_LOCKS: [i32; 5] = [libc::ENOTSUP, libc::EOPNOTSUPP, libc::ENOLCK, libc::ENOSYS, libc::EBADF];
+
+/// What keeps a file from getting a second name that does not keep a copy from being written.
+const NO_LINKS: [i32; 9] = [
+    libc::EXDEV,
+    libc::EPERM,
+    libc::EMLINK,
+    libc::EACCES,
+    libc::ENOTSUP,
+    libc::EOPNOTSUPP,
+    libc::ENOSYS,
+    libc::EINVAL,
+    libc::ENOENT,
+];
 
 /// Who has a lock that was asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -229,6 +244,22 @@ impl Disk {
             file.sync_all()
         };
         retry(sync).map_err(failed)
+    }
+
+    /// Gives a file a second name. `Err` within: why that cannot be, be it the file system, the limit of links, permissions, or that there is no
+    /// such file.
+    pub(crate) fn link(&self, from: &Path, to: &Path) -> Result<std::result::Result<(), io::Error>> {
+        match self.before(Call::Link, to).and_then(|_| fs::hard_link(from, to)) {
+            Ok(()) => Ok(Ok(())),
+            Err(error) if error.raw_os_error().is_some_and(|code| NO_LINKS.contains(&code)) => Ok(Err(error)),
+            Err(error) => Err(Error::io("link", to, error)),
+        }
+    }
+
+    /// [`sync`](Self::sync) for a file that is not open.
+    pub(crate) fn sync_at(&self, path: &Path, control: &Control) -> Result<()> {
+        let file = File::open(path).map_err(|error| Error::io("open", path, error))?;
+        self.sync(&file, path, control)
     }
 
     /// Renames a file over another one.

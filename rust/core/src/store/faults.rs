@@ -79,6 +79,7 @@ fn name(call: Call) -> &'static str {
         Call::Write { .. } => "write",
         Call::WriteBack | Call::Sync => "sync",
         Call::Rename => "rename",
+        Call::Link => "link",
         Call::SyncFolder => "sync folder",
         Call::Remove | Call::RemoveTree => "remove",
         Call::OpenLock | Call::Lock(_) => "lock",

@@ -2,21 +2,20 @@
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::files::{DataFiles, Handles};
+use super::index;
 use super::item::{SaveInfo, SaveItem};
 use super::jobs::{Job, Span, cut};
-use super::layout::{FilePlan, Layout, Place, plan_files};
+use super::layout::{Beside, FilePlan, HEADER_LIMIT, Layout, Place, plan_files, plan_files_within};
+use super::links::{Link, Links};
 use super::options::{Resolved, WriteOptions};
-use crate::copy::Signs;
-use crate::format::{
-    BLOCK_SIZE, ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry, Value, block_count, block_digest,
-};
+use super::reuse::Reuse;
+use crate::format::{BLOCK_SIZE, BlockCell, BlockDigests, Kind, Value, block_count, content_digest};
 use crate::geometry::Dims;
 use crate::store::disk::Disk;
-use crate::store::{Buffer, FileLock};
+use crate::store::{Buffer, FileLock, FolderLock, Mode};
 use crate::{Control, Error, Result, parallel};
 
 /// Some bytes of an item.
@@ -42,12 +41,38 @@ pub struct Save {
     layout: Layout,
     how: Resolved,
     files: DataFiles,
+    /// What a parent holds, and the files of it that are linked.
+    reuse: Option<Arc<Reuse>>,
+    links: Vec<Link>,
     /// For each item, the index of its first digest; and the end of the last.
     first_digest: Vec<usize>,
-    digests: Vec<AtomicU64>,
+    digests: Vec<BlockCell>,
     progress: Mutex<Progress>,
     /// Buffers that no thread uses at the moment.
     staging: Mutex<Vec<Buffer>>,
+}
+
+/// What there is of a save before its files are laid out.
+struct Begun {
+    folders: Vec<PathBuf>,
+    files: DataFiles,
+    reuse: Option<Arc<Reuse>>,
+    links: Vec<Link>,
+}
+
+impl Begun {
+    /// In `dir`, which is created. Of what a parent holds nothing is there yet.
+    fn new(disk: &Disk, dir: &Path) -> Result<Self> {
+        // Synced at the end only: a sync may wait for all that others changed on the disk.
+        let mut folders = disk.create_folder(dir)?;
+        folders.push(dir.to_owned());
+        Ok(Self {
+            folders,
+            files: DataFiles::new(disk.clone()),
+            reuse: None,
+            links: Vec::new(),
+        })
+    }
 }
 
 /// Held for the length of a write: writes follow each other, so that memory stays bounded.
@@ -71,6 +96,53 @@ impl Save {
         control: &Control,
     ) -> Result<Self> {
         Self::create_on(Disk::default(), dir, items, info, options, control)
+    }
+
+    /// [`create`](Self::create) that links what `reuse` found in a parent, as far as it is worth it: those items [are not
+    /// written](Self::is_reused). Returns also why files of the parent could not be linked.
+    ///
+    /// # Errors
+    /// As [`create`](Self::create).
+    pub fn create_reusing(
+        dir: &Path,
+        items: Vec<SaveItem>,
+        info: SaveInfo,
+        options: &WriteOptions,
+        reuse: Arc<Reuse>,
+        control: &Control,
+    ) -> Result<(Self, Vec<Error>)> {
+        Self::create_reusing_on(&Disk::default(), dir, items, info, options, reuse, control)
+    }
+
+    pub(super) fn create_reusing_on(
+        disk: &Disk,
+        dir: &Path,
+        items: Vec<SaveItem>,
+        info: SaveInfo,
+        options: &WriteOptions,
+        reuse: Arc<Reuse>,
+        control: &Control,
+    ) -> Result<(Self, Vec<Error>)> {
+        let mut begun = Begun::new(disk, dir)?;
+        // Nobody takes the links for what a killed save left before the first file is claimed.
+        let _lock = FolderLock::take_on(disk, dir, Mode::Shared, control)?;
+        let Links { links, note, problems } = Links::make(&mut begun.files, dir, &info, &reuse, control)?;
+        let beside = Beside {
+            reused: reused(&links, items.len()),
+            stays: reuse.stays(),
+            links: u32::try_from(links.len()).map_err(|_| Error::Plan("too many files to link".into()))?,
+            note,
+        };
+        let layout = plan_files_within(&items, &info, &beside, HEADER_LIMIT)?;
+        begun.links = links;
+        begun.reuse = Some(reuse);
+        let save = Self::create_laid_out(disk.clone(), dir, items, layout, info, options, begun, true, control)?;
+        let mut progress = save.progress();
+        for (number, _) in beside.reused.iter().enumerate().filter(|(_, reused)| **reused) {
+            progress.written[number] = save.items[number].length;
+        }
+        drop(progress);
+        Ok((save, problems))
     }
 
     /// Creates files of the caller's own layout: a header each, and a place for each value. They need not be of this
@@ -119,7 +191,9 @@ impl Save {
             rank: 0,
             world_size: 1,
         };
-        Self::create_laid_out(Disk::default(), dir, items, layout, info, options, false, control)
+        let disk = Disk::default();
+        let begun = Begun::new(&disk, dir)?;
+        Self::create_laid_out(disk, dir, items, layout, info, options, begun, false, control)
     }
 
     pub(super) fn create_on(
@@ -131,7 +205,8 @@ impl Save {
         control: &Control,
     ) -> Result<Self> {
         let layout = plan_files(&items, &info)?;
-        Self::create_laid_out(disk, dir, items, layout, info, options, true, control)
+        let begun = Begun::new(&disk, dir)?;
+        Self::create_laid_out(disk, dir, items, layout, info, options, begun, true, control)
     }
 
     #[expect(
@@ -145,6 +220,7 @@ impl Save {
         layout: Layout,
         info: SaveInfo,
         options: &WriteOptions,
+        begun: Begun,
         claimed: bool,
         control: &Control,
     ) -> Result<Self> {
@@ -156,19 +232,18 @@ impl Save {
             digests += to_usize(block_count(item.length));
         }
         first_digest.push(digests);
-        // Synced at the end only: a sync may wait for all that others changed on the disk.
-        let mut folders = disk.create_folder(dir)?;
-        folders.push(dir.to_owned());
-        let files = DataFiles::create(disk.clone(), dir, &layout.files, how.direct, claimed, control)?;
+        let files = begun.files.create(dir, &layout.files, how.direct, claimed, control)?;
         Ok(Self {
             disk,
-            folders,
+            folders: begun.folders,
             info,
             layout,
             how,
             files,
+            reuse: begun.reuse,
+            links: begun.links,
             first_digest,
-            digests: std::iter::repeat_with(AtomicU64::default).take(digests).collect(),
+            digests: std::iter::repeat_with(BlockCell::default).take(digests).collect(),
             progress: Mutex::new(Progress {
                 written: vec![0; items.len()],
                 failed: false,
@@ -182,6 +257,12 @@ impl Save {
     #[must_use]
     pub fn layout(&self) -> &Layout {
         &self.layout
+    }
+
+    /// The items of which a parent's file was linked: they are not written.
+    #[must_use]
+    pub fn is_reused(&self) -> Vec<bool> {
+        reused(&self.links, self.items.len())
     }
 
     /// Writes parts of items, in parallel. The parts of one item come in order, over all calls, and each but its last
@@ -330,8 +411,7 @@ impl Save {
             let block = at / block_size;
             let next = (block + 1) * block_size;
             if at.is_multiple_of(block_size) {
-                let digest = block_digest(&span.data[at..next.min(span.data.len())]);
-                self.digests[span.digest + block].store(digest, Ordering::Relaxed);
+                self.digests[span.digest + block].set(BlockDigests::of(&span.data[at..next.min(span.data.len())]));
             }
             hand_on(&span.data[at..next.min(end)]);
             at = next;
@@ -393,6 +473,9 @@ impl Save {
         }
         drop(progress);
         self.sync(control)?;
+        if self.how.fsync {
+            self.files.sync_links(control)?;
+        }
         for (number, plan) in (0..).zip(&self.layout.files) {
             control.check()?;
             let handles = self.files.handles(number)?;
@@ -433,45 +516,20 @@ impl Save {
     }
 
     fn index(&self, nesting: Value) -> Result<Vec<u8>> {
-        let mut builder = IndexBuilder::new(SourceKind::Native);
-        builder.save_id = self.info.save_id;
-        builder.generation = self.info.generation;
-        builder.root = Value::Dict(vec![]);
-        builder.nesting = nesting;
-        for plan in &self.layout.files {
-            builder.add_file(FileEntry {
-                name: plan.name.clone(),
-                size: plan.size,
-                data_start: plan.header.len() as u64,
-                external: false,
-                head_digest: Some(block_digest(&plan.header)),
-                mtime_ns: 0,
-            })?;
-        }
-        for (number, (item, place)) in self.items.iter().zip(&self.layout.places).enumerate() {
-            let tensor = builder.add_tensor(TensorEntry {
-                name: item.name.clone(),
-                kind: item.kind,
-                dtype: item.dtype,
-                shape: item.shape.clone(),
-                flags: item.flags,
-                path: item.path.clone(),
-                position: item.position,
-            })?;
-            let digests = &self.digests[self.first_digest[number]..self.first_digest[number + 1]];
-            builder.add_chunk(ChunkEntry {
-                tensor,
-                file: place.file,
-                offset: place.offset,
-                length: item.length,
-                offsets: item.offsets.clone(),
-                sizes: item.sizes.clone(),
-                strides: None,
-                signs: Signs::default(),
-                digests: Some(digests.iter().map(|digest| digest.load(Ordering::Relaxed)).collect()),
-            })?;
-        }
-        builder.build()
+        let saved = index::Saved {
+            info: &self.info,
+            items: &self.items,
+            layout: &self.layout,
+            frozen: &|item| self.reuse.as_ref().is_some_and(|reuse| reuse.is_frozen(item)),
+            digests: &|item| {
+                let blocks = &self.digests[self.first_digest[item]..self.first_digest[item + 1]];
+                let digests = blocks.iter().map(BlockCell::digest).collect();
+                (digests, content_digest(blocks.iter().map(BlockCell::content)))
+            },
+            links: &self.links,
+            parent: self.reuse.as_ref().and_then(|reuse| reuse.parent()),
+        };
+        index::build(&saved, nesting)
     }
 }
 
@@ -487,6 +545,15 @@ impl Finished {
     pub fn keep(self) -> (Vec<u8>, Option<FileLock>) {
         (self.index, self.files.keep())
     }
+}
+
+/// For each of so many items, whether a link holds it.
+fn reused(links: &[Link], items: usize) -> Vec<bool> {
+    let mut reused = vec![false; items];
+    for &(item, _) in links.iter().flat_map(|link| &link.chunks) {
+        reused[item] = true;
+    }
+    reused
 }
 
 /// For lengths of what is in memory.

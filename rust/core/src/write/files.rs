@@ -1,13 +1,13 @@
 //! The data files of a save while they are written.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::layout::FilePlan;
 use crate::store::disk::Disk;
 use crate::store::{FileLock, FolderLock, Mode};
-use crate::{Control, Result};
+use crate::{Control, Error, Result};
 
 /// Files that stay open for the length of a save. Those beyond are opened by whoever writes to them.
 const MAX_HELD: usize = 64;
@@ -24,11 +24,12 @@ struct DataFile {
     held: Option<Arc<Handles>>,
 }
 
-/// The data files that a save created. Dropped without [`keep`](Self::keep), it removes them.
+/// The data files that a save created and linked. Dropped without [`keep`](Self::keep), it removes them.
 pub(super) struct DataFiles {
     disk: Disk,
     direct: bool,
     files: Vec<DataFile>,
+    links: Vec<PathBuf>,
     /// On the first file: whoever removes what killed saves left takes all of them for those of a save that goes on.
     claim: Option<FileLock>,
     /// The process that created them: a forked child that lets go of its copy removes nothing.
@@ -36,22 +37,55 @@ pub(super) struct DataFiles {
 }
 
 impl DataFiles {
-    /// Creates the files and gives them their lengths; with `claimed`, claims them. If that fails, none is left.
+    /// None yet.
+    pub(super) fn new(disk: Disk) -> Self {
+        Self {
+            disk,
+            direct: false,
+            files: Vec::new(),
+            links: Vec::new(),
+            claim: None,
+            owner: std::process::id(),
+        }
+    }
+
+    /// Links a file of the length `size`, of which somebody holds the folder's lock: nothing claims it yet. `Err` within: why not.
+    pub(super) fn link(&mut self, from: &Path, to: PathBuf, size: u64) -> Result<std::result::Result<(), Error>> {
+        if let Err(error) = self.disk.link(from, &to)? {
+            return Ok(Err(Error::io("link", from, error)));
+        }
+        self.links.push(to.clone());
+        match fs::symlink_metadata(&to) {
+            Ok(found) if found.is_file() && found.len() == size => Ok(Ok(())),
+            Ok(_) => {
+                self.disk.remove(&to)?;
+                self.links.pop();
+                Ok(Err(Error::corrupt_file(
+                    from,
+                    format!("it is not {size} bytes long any more"),
+                )))
+            }
+            Err(error) => Err(Error::io("look at", &to, error)),
+        }
+    }
+
+    /// Puts the bytes of linked files on stable storage: whoever wrote them may not have.
+    pub(super) fn sync_links(&self, control: &Control) -> Result<()> {
+        self.links.iter().try_for_each(|path| self.disk.sync_at(path, control))
+    }
+
+    /// Creates the files and gives them their lengths; with `claimed`, claims them. If that fails, none is left once this is dropped.
     pub(super) fn create(
-        disk: Disk,
+        mut self,
         dir: &Path,
         plans: &[FilePlan],
         direct: bool,
         claimed: bool,
         control: &Control,
     ) -> Result<Self> {
-        let mut files = Self {
-            disk,
-            direct,
-            files: Vec::with_capacity(plans.len()),
-            claim: None,
-            owner: std::process::id(),
-        };
+        self.direct = direct;
+        self.files.reserve(plans.len());
+        let files = &mut self;
         // Nobody removes the first file between its creation and the claim. The lock's own file is made here and not when it is needed to
         // clean up: the disk may be full then.
         let mut lock = if claimed && !plans.is_empty() {
@@ -79,7 +113,7 @@ impl DataFiles {
                 files.files.last_mut().expect("one was just added").held = held;
             }
         }
-        Ok(files)
+        Ok(self)
     }
 
     pub(super) fn path(&self, file: u32) -> &Path {
@@ -119,6 +153,7 @@ impl DataFiles {
     /// The files shall stay. Returns the claim, to be held until an index names them.
     pub(super) fn keep(mut self) -> Option<FileLock> {
         self.files.clear();
+        self.links.clear();
         self.claim.take()
     }
 }
@@ -126,9 +161,9 @@ impl DataFiles {
 impl Drop for DataFiles {
     fn drop(&mut self) {
         if self.is_own() {
-            for file in &self.files {
+            for path in self.links.iter().chain(self.files.iter().map(|file| &file.path)) {
                 // What led here is the error worth reporting, and no index names these files.
-                let _ = self.disk.remove(&file.path);
+                let _ = self.disk.remove(path);
             }
         }
     }

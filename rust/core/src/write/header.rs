@@ -77,13 +77,14 @@ impl FileText {
         push_member(&mut self.about, &item.about);
     }
 
-    /// The header: length, JSON, padding. `spans` are the items' places in the payload, as (position in this file's
+    /// The header: length, JSON, padding. `linked` is what there is to say of links, or nothing. `spans` are the items' places in the payload, as (position in this file's
     /// items, first byte, byte after the last), in the order they shall stand in.
     pub(super) fn header(
         &self,
         info: &SaveInfo,
         file: u32,
         files: u32,
+        linked: &[u8],
         spans: impl Iterator<Item = (usize, u64, u64)>,
     ) -> Vec<u8> {
         let SaveInfo {
@@ -99,7 +100,9 @@ impl FileText {
         )
         .into_bytes();
         about.extend(&self.about);
-        about.extend(b"}}");
+        about.extend(b"}");
+        about.extend(linked);
+        about.extend(b"}");
 
         let capacity = self.entries.len() + 2 * (self.sharding.len() + about.len()) + 4096;
         let mut out = Vec::with_capacity(capacity);
@@ -214,6 +217,6 @@ fn push_escaped(out: &mut Vec<u8>, json: &[u8]) {
     }
 }
 
-fn escaped_len(json: &[u8]) -> usize {
+pub(super) fn escaped_len(json: &[u8]) -> usize {
     json.len() + json.iter().filter(|&&byte| byte == b'"' || byte == b'\\').count()
 }

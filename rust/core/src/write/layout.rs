@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
-use super::header::{FIXED_BOUND, FileText, ItemText};
+use super::header::{FIXED_BOUND, FileText, ItemText, escaped_len};
 use super::item::{SaveInfo, SaveItem};
 use crate::format::{DataFileName, PAYLOAD_ALIGNMENT};
 use crate::{Error, Result};
@@ -50,18 +50,46 @@ pub struct Layout {
 /// # Errors
 /// [`Error::TensorPlan`] names the item that contradicts itself or another one, or that no file can hold.
 pub fn plan_files(items: &[SaveItem], info: &SaveInfo) -> Result<Layout> {
-    plan_files_within(items, info, HEADER_LIMIT)
+    plan_files_within(items, info, &Beside::default(), HEADER_LIMIT)
 }
 
-/// [`plan_files`] with another limit for headers, in bytes.
-pub(super) fn plan_files_within(items: &[SaveItem], info: &SaveInfo, header_limit: u64) -> Result<Layout> {
-    let drafts = assign(items, header_limit)?;
-    let files = u32::try_from(drafts.len()).map_err(|_| Error::Plan("more than 4 billion files".into()))?;
+/// What the files of a save are laid out beside: files of another save that are linked.
+#[derive(Debug, Default)]
+pub(super) struct Beside {
+    /// For each item, whether a linked file holds it; none where there are no links.
+    pub reused: Vec<bool>,
+    /// For each item, whether it is likely to stay as it is: such items share no file with others. None: no item is.
+    pub stays: Vec<bool>,
+    /// How many linked files there are. They have the numbers after that of the first file that is written.
+    pub links: u32,
+    /// What the header of that file says of them, as JSON.
+    pub note: Vec<u8>,
+}
+
+impl Beside {
+    fn has(flags: &[bool], id: u32) -> bool {
+        flags.get(id as usize).copied().unwrap_or(false)
+    }
+}
+
+/// [`plan_files`] beside links, with another limit for headers, in bytes.
+pub(super) fn plan_files_within(
+    items: &[SaveItem],
+    info: &SaveInfo,
+    beside: &Beside,
+    header_limit: u64,
+) -> Result<Layout> {
+    let drafts = assign(items, beside, header_limit)?;
+    let written = u32::try_from(drafts.len()).ok();
+    let files = written.and_then(|written| written.checked_add(beside.links));
+    let files = files.ok_or_else(|| Error::Plan("more than 4 billion files".into()))?;
     let mut layout = Layout {
         files: Vec::with_capacity(drafts.len()),
         places: vec![Place::default(); items.len()],
     };
     for (file, draft) in (0..files).zip(drafts) {
+        let number = if file == 0 { 0 } else { file + beside.links };
+        let note: &[u8] = if file == 0 { &beside.note } else { &[] };
         let mut order: Vec<usize> = (0..draft.items.len()).collect();
         let length = |position: usize| items[draft.items[position] as usize].length;
         order.sort_by_key(|&position| std::cmp::Reverse(alignment(length(position))));
@@ -76,7 +104,7 @@ pub(super) fn plan_files_within(items: &[SaveItem], info: &SaveInfo, header_limi
                 .ok_or_else(|| Error::Plan(format!("file {file} would exceed {MAX_FILE_SIZE} bytes")))?;
             spans.push((position, begin, end));
         }
-        let header = draft.text.header(info, file, files, spans.iter().copied());
+        let header = draft.text.header(info, number, files, note, spans.iter().copied());
         let data_start = header.len() as u64;
         debug_assert!(data_start <= header_limit);
         for &(position, begin, _) in &spans {
@@ -89,7 +117,7 @@ pub(super) fn plan_files_within(items: &[SaveItem], info: &SaveInfo, header_limi
             generation: info.generation,
             token: info.token,
             rank: info.rank,
-            file,
+            file: number,
         };
         layout.files.push(FilePlan {
             name: name.to_string(),
@@ -108,6 +136,8 @@ struct Draft {
     text: FileText,
     text_bound: u64,
     full: bool,
+    /// Whether it is for items that are likely to stay as they are; not known while it has none.
+    stays: Option<bool>,
 }
 
 /// What the items of one name have in common, and the first file that has none of them.
@@ -116,10 +146,13 @@ struct Seen<'a> {
     next_file: usize,
 }
 
-fn assign(items: &[SaveItem], header_limit: u64) -> Result<Vec<Draft>> {
+fn assign(items: &[SaveItem], beside: &Beside, header_limit: u64) -> Result<Vec<Draft>> {
     let room = (header_limit - header_limit % PAYLOAD_ALIGNMENT).saturating_sub(FIXED_BOUND);
     let count = u32::try_from(items.len()).map_err(|_| Error::Plan("more than 4 billion items".into()))?;
-    let mut drafts = vec![Draft::default()];
+    let mut drafts = vec![Draft {
+        text_bound: escaped_len(&beside.note) as u64,
+        ..Draft::default()
+    }];
     let mut first_open = 0;
     let mut seen: HashMap<&str, Seen> = HashMap::with_capacity(items.len());
     let mut text = ItemText::default();
@@ -137,13 +170,22 @@ fn assign(items: &[SaveItem], header_limit: u64) -> Result<Vec<Draft>> {
             }
             Entry::Vacant(entry) => entry.insert(Seen { item, next_file: 0 }),
         };
+        if Beside::has(&beside.reused, id) {
+            continue;
+        }
+        let item_stays = Beside::has(&beside.stays, id);
         let mut file = seen.next_file.max(first_open);
         loop {
             if file == drafts.len() {
                 drafts.push(Draft::default());
             }
             let draft = &mut drafts[file];
+            if draft.stays.is_some_and(|stays| stays != item_stays) {
+                file += 1;
+                continue;
+            }
             if !draft.full && draft.text_bound + bound <= room {
+                draft.stays = Some(item_stays);
                 draft.items.push(id);
                 draft.text.push(&text);
                 draft.text_bound += bound;

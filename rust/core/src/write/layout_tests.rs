@@ -120,7 +120,7 @@ proptest! {
 
     #[test]
     fn every_file_is_a_safetensors_file(items in saves(12), limit in prop::sample::select(vec![40 << 10, 70_000, HEADER_LIMIT])) {
-        let layout = plan_files_within(&items, &INFO, limit).unwrap();
+        let layout = plan_files_within(&items, &INFO, &Beside::default(), limit).unwrap();
         assert_well_formed(&items, &layout, limit);
     }
 }
@@ -173,13 +173,18 @@ fn a_full_header_starts_the_next_file() {
     let items: Vec<_> = (0..200)
         .map(|i| whole(&format!("layers.{i}.weight"), "bfloat16", &[i + 1]))
         .collect();
-    let layout = plan_files_within(&items, &INFO, 8192).unwrap();
+    let layout = plan_files_within(&items, &INFO, &Beside::default(), 8192).unwrap();
     assert!((4..12).contains(&layout.files.len()), "{} files", layout.files.len());
     assert!(layout.files.iter().rev().skip(1).all(|file| file.header.len() == 8192));
     assert_well_formed(&items, &layout, 8192);
-    let error = plan_files_within(&[whole(&"n".repeat(3000), "int8", &[1])], &INFO, 4096)
-        .unwrap_err()
-        .to_string();
+    let error = plan_files_within(
+        &[whole(&"n".repeat(3000), "int8", &[1])],
+        &INFO,
+        &Beside::default(),
+        4096,
+    )
+    .unwrap_err()
+    .to_string();
     assert!(
         error.contains("nnn") && error.contains("header") && error.len() < 400,
         "{error}"

@@ -1,12 +1,15 @@
-//! Saving: where every chunk goes, and getting it there.
+//! Saving: where every chunk goes, and getting it there; or where it is already.
 
 mod engine;
 mod files;
 mod header;
+mod index;
 mod item;
 mod jobs;
 mod layout;
+mod links;
 mod options;
+mod reuse;
 #[cfg(test)]
 pub(crate) mod testing;
 
@@ -14,3 +17,4 @@ pub use engine::{Finished, Part, Save};
 pub use item::{SaveInfo, SaveItem};
 pub use layout::{FilePlan, HEADER_LIMIT, Layout, Place, plan_files};
 pub use options::{WriteIo, WriteOptions};
+pub use reuse::Reuse;

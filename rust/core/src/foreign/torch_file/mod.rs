@@ -68,6 +68,7 @@ pub fn index_model(dir: &Path, model: &Model, threads: usize) -> Result<Vec<u8>>
             size: file.stat.size,
             data_start: 0,
             external: true,
+            linked: false,
             head_digest: None,
             mtime_ns: file.stat.mtime_ns,
         })?;
@@ -130,6 +131,8 @@ fn add(builder: &mut IndexBuilder, file: &TorchFile, number: u32, leaf: Leaf, po
         strides: place.strides,
         signs: place.signs,
         digests: None,
+        content: None,
+        frozen: false,
     })
 }
 

@@ -1,0 +1,150 @@
+"""What a save takes over from another checkpoint, its parent, and need not write again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlanner
+
+from dcp_rs import _core
+from dcp_rs._torch import PLAIN_TYPES
+from dcp_rs._warnings import warn_caller
+from dcp_rs.checkpoint.locate import local_path
+from dcp_rs.checkpoint.names import globs
+from dcp_rs.dcp.write_items import Writes
+from dcp_rs.errors import DcpRsError
+from dcp_rs.options import WriteOptions
+from dcp_rs.tensors.dtypes import NAMES
+from dcp_rs.tensors.memory import identity
+from dcp_rs.tensors.trees import flatten
+from dcp_rs.transfer.save import write_entries
+
+__all__ = ["Frozen", "Parent"]
+
+
+class Frozen:
+    """What the caller says does not change from save to save.
+
+    Args:
+        reuse: globs over names; or a module: its parameters that need no gradient are frozen, wherever they stand in the state dict, as long as they
+            stand there themselves and not as copies. None: nothing is.
+        trusted: it did not change since the parent was saved, either. What was frozen there, too, is not compared then.
+
+    Raises:
+        TypeError: something else.
+    """
+
+    def __init__(self, reuse: str | Iterable[str] | torch.nn.Module | None, *, trusted: bool = True) -> None:
+        self.trusted = trusted
+        self._module = reuse if isinstance(reuse, torch.nn.Module) else None
+        patterns = None if reuse is None or isinstance(reuse, torch.nn.Module) else reuse
+        if patterns is not None and not isinstance(patterns, str):
+            patterns = tuple(patterns) if isinstance(patterns, Iterable) else (patterns,)
+            if not all(isinstance(pattern, str) for pattern in patterns):
+                msg = f"reuse={reuse!r}: globs over names, or a module"
+                raise TypeError(msg)
+        self._globs = globs(patterns)
+
+    def __bool__(self) -> bool:
+        return self._module is not None or self._globs is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For a save in another process: what its names are was looked up here.
+        return {**self.__dict__, "_module": None}
+
+    def names_in(self, values: Mapping[str, Any]) -> frozenset[str]:
+        """The names of the module's frozen parameters in a flattened state dict that holds them."""
+        if self._module is None:
+            return frozenset()
+        memory: dict[bool, set[Any]] = {True: set(), False: set()}
+        with torch.no_grad():
+            for parameter in self._module.parameters():
+                if parameter.numel():
+                    memory[parameter.requires_grad].add(identity(parameter.detach()))
+            frozen = memory[False] - memory[True]
+            tensors = ((name, value) for name, value in values.items() if isinstance(value, torch.Tensor))
+            return frozenset(name for name, value in tensors if identity(value.detach()) in frozen)
+
+    def has(self, name: str) -> bool:
+        """Whether a glob is for the name."""
+        return self._globs is not None and self._globs.match(name) is not None
+
+
+class Parent:
+    """The checkpoint that a save may reuse, and what the caller says of it.
+
+    Args:
+        path: where it is, if there is one.
+        reuse: what does not change: as for :class:`Frozen`, or that.
+        verify: read what would be reused, and reuse only what is as its digests say.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        reuse: str | Iterable[str] | torch.nn.Module | Frozen | None,
+        *,
+        verify: bool,
+    ) -> None:
+        self.path = None if path is None else local_path(path)
+        self._frozen = reuse if isinstance(reuse, Frozen) else Frozen(reuse)
+        self._verify = verify
+        self._names: frozenset[str] | None = None  # of what was staged
+
+    def look_at(self, state_dict: Mapping[str, Any]) -> None:
+        """Finds what is frozen in a state dict that will be saved as a copy."""
+        self._names = self._frozen.names_in(flatten(state_dict).values) if self._frozen else None
+
+    def find_reuse(
+        self, writes: Writes, planner: SavePlanner, to: str, *, rank: int | None, options: WriteOptions
+    ) -> _core.Reuse | None:
+        """What of a rank's writes is held by the parent, or known not to change. None where there is neither.
+
+        Warns of what could be reused and cannot.
+
+        Args:
+            writes, planner, options: of the save.
+            to: where it goes.
+            rank: whose index of the parent, in a rank-local save.
+        """
+        names, self._names = self._names, None
+        if self.path is None and not self._frozen:
+            return None
+        if names is None:
+            names = self._frozen.names_in(getattr(planner, "state_dict", {}))
+        index = self._open(to, rank)
+        kept = writes.plan.kept_names(writes.keep)
+        lengths = [entry.nbytes for entry in writes.entries]
+        told = [name in names or self._frozen.has(name) for name in kept]
+        reuse = writes.plan.reuse(writes.keep, lengths, index, told, self._frozen.trusted)
+        self.warn(to, reuse.problems())
+        reuse.write_plain(writes.tensors, PLAIN_TYPES, NAMES)
+        write_entries(reuse, writes.entries, options, len(kept) - len(lengths), only=reuse.wanted())
+        if self._verify:
+            try:
+                self.warn(to, reuse.verify(options.threads or 0))
+            except (DcpRsError, OSError) as error:
+                self.warn(to, [str(error)])
+                return writes.plan.reuse(writes.keep, lengths, None, told, self._frozen.trusted)
+        return reuse
+
+    def _open(self, to: str, rank: int | None) -> _core.Index | None:
+        if self.path is None:
+            return None
+        try:
+            index = _core.Index.open(os.fspath(self.path), rank, False)
+        except (DcpRsError, OSError) as error:
+            self.warn(to, [str(error)])
+            return None
+        if index.source != "dcp-rs":
+            self.warn(to, [f"it was not written by this package ({index.source})"])
+            return None
+        return index
+
+    def warn(self, to: str, problems: Iterable[str]) -> None:
+        """Warns of what is written though it could be reused."""
+        for problem in problems:
+            warn_caller(f"what could be reused of {self.path} is written to {to}: {problem}")

@@ -1,0 +1,87 @@
+//! The index of what one rank saved.
+
+use super::item::{SaveInfo, SaveItem};
+use super::layout::Layout;
+use super::links::Link;
+use crate::Result;
+use crate::copy::Signs;
+use crate::format::{ChunkEntry, FileEntry, Index, IndexBuilder, SourceKind, TensorEntry, Value, block_digest};
+
+/// What the parts of an index are made from.
+pub(super) struct Saved<'a> {
+    pub info: &'a SaveInfo,
+    pub items: &'a [SaveItem],
+    pub layout: &'a Layout,
+    /// For each item, whether the caller says that it does not change.
+    pub frozen: &'a dyn Fn(usize) -> bool,
+    /// The digests of an item that was written, by block, and of its content.
+    pub digests: &'a dyn Fn(usize) -> (Vec<u64>, u128),
+    /// What was reused, and from where.
+    pub links: &'a [Link],
+    pub parent: Option<&'a Index>,
+}
+
+/// The bytes of the index.
+pub(super) fn build(saved: &Saved<'_>, nesting: Value) -> Result<Vec<u8>> {
+    let mut builder = IndexBuilder::new(SourceKind::Native);
+    builder.save_id = saved.info.save_id;
+    builder.generation = saved.info.generation;
+    builder.root = Value::Dict(vec![]);
+    builder.nesting = nesting;
+    for plan in &saved.layout.files {
+        builder.add_file(FileEntry {
+            name: plan.name.clone(),
+            size: plan.size,
+            data_start: plan.header.len() as u64,
+            external: false,
+            linked: false,
+            head_digest: Some(block_digest(&plan.header)),
+            mtime_ns: 0,
+        })?;
+    }
+    let mut reused = vec![None; saved.items.len()];
+    for link in saved.links {
+        let file = builder.add_file(link.entry.clone())?;
+        for &(item, chunk) in &link.chunks {
+            reused[item] = Some((file, chunk));
+        }
+    }
+    for (number, (item, place)) in saved.items.iter().zip(&saved.layout.places).enumerate() {
+        let tensor = builder.add_tensor(TensorEntry {
+            name: item.name.clone(),
+            kind: item.kind,
+            dtype: item.dtype,
+            shape: item.shape.clone(),
+            flags: item.flags,
+            path: item.path.clone(),
+            position: item.position,
+        })?;
+        let (file, offset, digests, content) = match (reused[number], saved.parent) {
+            (Some((file, chunk)), Some(parent)) => {
+                let view = parent.chunk(chunk);
+                let digests = view
+                    .digests
+                    .map(|range| range.map(|digest| parent.digest(digest)).collect());
+                (file, view.offset, digests, view.content)
+            }
+            _ => {
+                let (digests, content) = (saved.digests)(number);
+                (place.file, place.offset, Some(digests), Some(content))
+            }
+        };
+        builder.add_chunk(ChunkEntry {
+            tensor,
+            file,
+            offset,
+            length: item.length,
+            offsets: item.offsets.clone(),
+            sizes: item.sizes.clone(),
+            strides: None,
+            signs: Signs::default(),
+            digests,
+            content,
+            frozen: (saved.frozen)(number),
+        })?;
+    }
+    builder.build()
+}

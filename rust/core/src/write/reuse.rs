@@ -1,0 +1,324 @@
+//! What a save need not write, since another checkpoint, its *parent*, holds it: found by digests, or by the caller's word.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::engine::Part;
+use super::item::SaveItem;
+use crate::format::{
+    BLOCK_SIZE, BlockCell, BlockDigests, ChunkView, DataFileName, Index, Kind, SourceKind, block_count, content_digest,
+};
+use crate::{Control, Error, Result, parallel};
+
+/// Blocks that a thread hashes before it looks whether the rest of the chunk is worth it.
+const BLOCKS_AT_A_TIME: u64 = 4;
+
+/// The items of a save, and which of them a parent holds.
+pub struct Reuse {
+    parent: Option<Arc<Index>>,
+    items: Vec<Candidate>,
+    /// For each item, the index of its first block; and the end of the last.
+    first_block: Vec<usize>,
+    /// Those that were hashed.
+    blocks: Vec<BlockCell>,
+    /// Bytes of each item that were compared.
+    compared: Mutex<Vec<u64>>,
+    problems: Vec<Error>,
+}
+
+/// An item, and what the parent holds at its place.
+struct Candidate {
+    length: u64,
+    chunk: Option<u64>,
+    /// The caller says that it does not change.
+    frozen: bool,
+    /// The caller says so, and said so when the parent was saved: it is not looked at.
+    trusted: bool,
+    differs: AtomicBool,
+}
+
+/// A file of the parent of which enough is reused to link it.
+pub(super) struct Source {
+    /// Index of the file in the parent.
+    pub file: u32,
+    /// (item, chunk of the parent), in the order of the bytes.
+    pub chunks: Vec<(usize, u64)>,
+}
+
+impl Reuse {
+    /// Finds, for each item, the chunk of `parent` of its name, place, shape, dtype, flags and path. `frozen`, for each item: the caller says
+    /// that it never changes; `trusted`: also that it did not since the parent was saved, so that an item which was frozen there, too, is not
+    /// compared.
+    ///
+    /// Without a parent it only notes what is frozen. Nothing of a parent that others wrote, or of files that are not there as its index says, is reused: see [`problems`](Self::problems).
+    pub fn new(parent: Option<Arc<Index>>, items: &[SaveItem], frozen: &[bool], trusted: bool) -> Self {
+        let mut problems = Vec::new();
+        let usable = parent.as_ref().map(|parent| usable_files(parent, &mut problems));
+        let mut first_block = Vec::with_capacity(items.len() + 1);
+        let mut blocks = 0;
+        let items: Vec<Candidate> = (0..)
+            .zip(items)
+            .map(|(number, item): (usize, _)| {
+                let frozen = frozen.get(number).copied().unwrap_or(false);
+                let found = (parent.as_ref().zip(usable.as_ref())).and_then(|(parent, usable)| {
+                    let chunk = find(parent, item)?;
+                    Some((chunk, parent.chunk(chunk))).filter(|(_, view)| usable[view.file as usize])
+                });
+                let trusted = trusted && frozen && found.as_ref().is_some_and(|(_, view)| view.frozen);
+                let found = found.filter(|(_, view)| trusted || view.content.is_some());
+                first_block.push(blocks);
+                if found.is_some() && !trusted {
+                    blocks += to_usize(block_count(item.length));
+                }
+                Candidate {
+                    length: item.length,
+                    chunk: found.map(|(chunk, _)| chunk),
+                    frozen,
+                    trusted,
+                    differs: AtomicBool::new(false),
+                }
+            })
+            .collect();
+        first_block.push(blocks);
+        Self {
+            parent,
+            first_block,
+            blocks: std::iter::repeat_with(BlockCell::default).take(blocks).collect(),
+            compared: Mutex::new(vec![0; items.len()]),
+            items,
+            problems,
+        }
+    }
+
+    /// The checkpoint that is reused from, if there is one.
+    pub fn parent(&self) -> Option<&Index> {
+        self.parent.as_deref()
+    }
+
+    /// Why files of the parent are not reused.
+    pub fn problems(&self) -> &[Error] {
+        &self.problems
+    }
+
+    /// Whether the bytes of an item are to be given to [`compare`](Self::compare).
+    pub fn wants(&self, item: usize) -> bool {
+        self.items[item].chunk.is_some() && !self.items[item].trusted
+    }
+
+    /// Compares parts of items with what the parent holds. The parts of one item come in order, over all calls, and each but its last is a
+    /// multiple of [`BLOCK_SIZE`] long. An item that differs is read up to there.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] for a part out of order, or of an item that is not wanted; [`Error::Interrupted`].
+    pub fn compare(&self, parts: &[Part<'_>], control: &Control) -> Result<()> {
+        let mut jobs = Vec::new();
+        let mut compared = self.compared.lock().unwrap_or_else(PoisonError::into_inner);
+        for part in parts {
+            let number = part.item as usize;
+            let length = part.data.len() as u64;
+            let known = self
+                .items
+                .get(number)
+                .filter(|item| item.chunk.is_some() && !item.trusted);
+            let end = part.at.checked_add(length);
+            let fits = known.is_some_and(|item| {
+                end.is_some_and(|end| end == item.length || (end < item.length && length.is_multiple_of(BLOCK_SIZE)))
+            });
+            if !fits || compared[number] != part.at {
+                return Err(Error::Plan(format!(
+                    "{length} bytes at {} of item {number} cannot be compared",
+                    part.at
+                )));
+            }
+            compared[number] += length;
+            let first = part.at / BLOCK_SIZE;
+            let last = first + block_count(length);
+            jobs.extend(
+                (first..last)
+                    .step_by(to_usize(BLOCKS_AT_A_TIME))
+                    .map(|block| (part, block, last)),
+            );
+        }
+        drop(compared);
+        parallel::for_each(
+            jobs.len(),
+            parallel::available(),
+            || (),
+            |(), job| {
+                control.check()?;
+                let (part, first, last) = jobs[job];
+                self.compare_blocks(part, first, last.min(first + BLOCKS_AT_A_TIME));
+                Ok(())
+            },
+        )
+    }
+
+    fn compare_blocks(&self, part: &Part<'_>, first: u64, last: u64) {
+        let number = part.item as usize;
+        let item = &self.items[number];
+        let (Some(parent), Some(chunk)) = (self.parent(), item.chunk) else {
+            return;
+        };
+        let chunk = parent.chunk(chunk);
+        for block in first..last {
+            if item.differs.load(Ordering::Relaxed) {
+                return;
+            }
+            let begin = to_usize(block * BLOCK_SIZE - part.at);
+            let end = part.data.len().min(begin + to_usize(BLOCK_SIZE));
+            let found = BlockDigests::of(&part.data[begin..end]);
+            let expected = chunk.digests.as_ref().map(|range| parent.digest(range.start + block));
+            if expected != Some(found.digest) {
+                item.differs.store(true, Ordering::Relaxed);
+                return;
+            }
+            self.blocks[self.first_block[number] + to_usize(block)].set(found);
+        }
+    }
+
+    /// The chunk of the parent that an item is the same as: by all of its bytes, or by the caller's word.
+    fn same(&self, number: usize, compared: u64) -> Option<u64> {
+        let item = &self.items[number];
+        let chunk = item.chunk.filter(|_| !item.differs.load(Ordering::Relaxed))?;
+        if item.trusted {
+            return Some(chunk);
+        }
+        if compared != item.length {
+            return None;
+        }
+        let blocks = &self.blocks[self.first_block[number]..self.first_block[number + 1]];
+        let content = content_digest(blocks.iter().map(BlockCell::content));
+        (self.parent()?.chunk(chunk).content == Some(content)).then_some(chunk)
+    }
+
+    /// The chunks of the parent that items are the same as.
+    pub fn chunks(&self) -> Vec<u64> {
+        let compared = self.compared.lock().unwrap_or_else(PoisonError::into_inner);
+        (0..self.items.len())
+            .filter_map(|item| self.same(item, compared[item]))
+            .collect()
+    }
+
+    /// Takes chunks of the parent for others than the items: they are damaged there.
+    pub fn refuse(&self, chunks: &[u64]) {
+        for item in &self.items {
+            if item.chunk.is_some_and(|chunk| chunks.contains(&chunk)) {
+                item.differs.store(true, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Whether the caller says of an item that it does not change.
+    pub(super) fn is_frozen(&self, item: usize) -> bool {
+        self.items[item].frozen
+    }
+
+    /// For each item, whether it is likely to stay as it is.
+    pub(super) fn stays(&self) -> Vec<bool> {
+        let compared = self.compared.lock().unwrap_or_else(PoisonError::into_inner);
+        (0..self.items.len())
+            .map(|item| self.items[item].frozen || self.same(item, compared[item]).is_some())
+            .collect()
+    }
+
+    /// The bytes of a source that are reused: (first, the one after the last), in order.
+    pub(super) fn ranges(parent: &Index, source: &Source) -> Vec<(u64, u64)> {
+        let mut ranges: Vec<(u64, u64)> = Vec::new();
+        for &(_, chunk) in &source.chunks {
+            let view = parent.chunk(chunk);
+            let end = view.offset + view.length;
+            match ranges.last_mut() {
+                Some(last) if last.1 == view.offset => last.1 = end,
+                _ => ranges.push((view.offset, end)),
+            }
+        }
+        ranges
+    }
+
+    /// The files of the parent of which at least half is reused, in their order.
+    pub(super) fn sources(&self) -> Vec<Source> {
+        let Some(parent) = self.parent() else {
+            return Vec::new();
+        };
+        let compared = self.compared.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut by_file: BTreeMap<u32, Vec<(usize, u64)>> = BTreeMap::new();
+        for number in 0..self.items.len() {
+            if let Some(chunk) = self.same(number, compared[number]) {
+                by_file
+                    .entry(parent.chunk_file(chunk))
+                    .or_default()
+                    .push((number, chunk));
+            }
+        }
+        by_file
+            .into_iter()
+            .filter_map(|(file, mut chunks)| {
+                chunks.sort_by_key(|&(_, chunk)| parent.chunk(chunk).offset);
+                let reused: u64 = chunks.iter().map(|&(item, _)| self.items[item].length).sum();
+                let view = parent.file(file);
+                (reused >= (view.size - view.data_start).div_ceil(2)).then_some(Source { file, chunks })
+            })
+            .collect()
+    }
+}
+
+/// For each file of the parent, whether it may be linked. Those of which that is no wonder are no problem.
+fn usable_files(parent: &Index, problems: &mut Vec<Error>) -> Vec<bool> {
+    let is_there = |file: u32| {
+        let view = parent.file(file);
+        if parent.source() != SourceKind::Native || view.external || DataFileName::parse(view.name).is_none() {
+            return Ok(false);
+        }
+        let path: PathBuf = parent.file_path(file);
+        match fs::symlink_metadata(&path) {
+            Ok(found) if !found.is_file() => Err(Error::corrupt_file(&path, "it is no regular file")),
+            Ok(found) if found.len() != view.size => {
+                let reason = format!("it is {} bytes long, expected {}", found.len(), view.size);
+                Err(Error::corrupt_file(&path, reason))
+            }
+            Ok(_) => Ok(true),
+            Err(error) => Err(Error::io("look at", &path, error)),
+        }
+    };
+    (0..parent.file_count())
+        .map(|file| {
+            is_there(file).unwrap_or_else(|error| {
+                problems.push(error);
+                false
+            })
+        })
+        .collect()
+}
+
+/// The chunk of the parent that is the same in all but, perhaps, its bytes.
+fn find(parent: &Index, item: &SaveItem) -> Option<u64> {
+    if item.length == 0 {
+        return None;
+    }
+    let number = parent.find(&item.name)?;
+    let tensor = parent.tensor(number);
+    let is_same = (tensor.kind, tensor.dtype, &tensor.shape, tensor.flags)
+        == (item.kind, item.dtype, &item.shape, item.flags)
+        && (item.path.is_none() || item.path == parent.planner_path(number));
+    if !is_same {
+        return None;
+    }
+    let at =
+        |chunk: &ChunkView| item.kind == Kind::Bytes || (&chunk.offsets, &chunk.sizes) == (&item.offsets, &item.sizes);
+    tensor
+        .chunks
+        .map(|chunk| (chunk, parent.chunk(chunk)))
+        .find(|(_, view)| at(view) && view.length == item.length && view.digests.is_some())
+        .map(|(chunk, _)| chunk)
+}
+
+fn to_usize(value: u64) -> usize {
+    usize::try_from(value).expect("the length of something in memory")
+}
+
+#[cfg(test)]
+#[path = "reuse_tests.rs"]
+mod tests;

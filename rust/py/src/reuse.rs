@@ -1,0 +1,106 @@
+//! What a save need not write, as Python compares it.
+
+use std::sync::Arc;
+
+use dcp_rs_core::checkpoint::verify;
+use dcp_rs_core::format;
+use dcp_rs_core::write::{self, Part, SaveItem};
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::{PyDict, PyList, PyTuple};
+
+use crate::interrupt;
+use crate::panics::guarded;
+use crate::plain::Plain;
+use crate::save_plan::Planned;
+use crate::write::{parts_at, parts_of};
+
+/// The items that one rank saves, beside what a parent holds. It takes bytes as `Save` does, and compares them.
+#[pyclass(frozen, module = "dcp_rs._core")]
+pub struct Reuse {
+    pub inner: Arc<write::Reuse>,
+    planned: Planned,
+    wants: Vec<bool>,
+}
+
+impl Reuse {
+    pub fn new(
+        parent: Option<Arc<format::Index>>,
+        items: &[SaveItem],
+        planned: Planned,
+        frozen: &[bool],
+        trusted: bool,
+    ) -> Self {
+        let inner = write::Reuse::new(parent, items, frozen, trusted);
+        let wants: Vec<bool> = (0..items.len()).map(|item| inner.wants(item)).collect();
+        Self {
+            planned: planned.only(|item| wants[item as usize]),
+            inner: Arc::new(inner),
+            wants,
+        }
+    }
+
+    fn compare(&self, py: Python<'_>, parts: &[Part<'_>]) -> PyResult<()> {
+        interrupt::run(py, |control| self.inner.compare(parts, control))
+    }
+}
+
+#[guarded]
+#[pymethods]
+impl Reuse {
+    /// For each item, whether its bytes are to be given to one of the following.
+    fn wanted(&self) -> Vec<bool> {
+        self.wants.clone()
+    }
+
+    /// Compares parts (item, first byte of the item, address, bytes), as `Save.write` writes them: memory stays until this returns.
+    fn write(&self, py: Python<'_>, parts: Vec<(u32, u64, usize, usize)>) -> PyResult<()> {
+        self.compare(py, &parts_at(&parts))
+    }
+
+    /// Compares the plain tensors of the plan.
+    fn write_plain<'py>(
+        &self,
+        py: Python<'py>,
+        tensors: &Bound<'py, PyList>,
+        types: &Bound<'py, PyTuple>,
+        dtypes: &Bound<'py, PyDict>,
+    ) -> PyResult<()> {
+        let parts = self.planned.parts(&Plain::new(py, types, dtypes)?, tensors)?;
+        self.compare(py, &parts)
+    }
+
+    /// Compares values: (item, bytes).
+    fn write_values(&self, py: Python<'_>, values: Vec<(u32, PyBackedBytes)>) -> PyResult<()> {
+        self.compare(py, &parts_of(&values))
+    }
+
+    /// Reads what would be reused. What is damaged will be written; returns what is wrong there, in words.
+    fn verify(&self, py: Python<'_>, threads: usize) -> PyResult<Vec<String>> {
+        let Some(parent) = self.inner.parent() else {
+            return Ok(Vec::new());
+        };
+        let chunks = self.inner.chunks();
+        let damaged = interrupt::run(py, |control| verify::damaged_chunks(parent, &chunks, threads, control))?;
+        let numbers: Vec<u64> = damaged.iter().map(|(chunk, _)| *chunk).collect();
+        self.inner.refuse(&numbers);
+        Ok(damaged
+            .into_iter()
+            .map(|(_, problem)| {
+                format!(
+                    "{}: tensor {:?} at byte {}: digest {}, expected {}",
+                    problem.path.display(),
+                    problem.tensor,
+                    problem.offset,
+                    problem.got,
+                    problem.expected
+                )
+            })
+            .collect())
+    }
+
+    /// Why files of the parent are not reused.
+    fn problems(&self) -> Vec<String> {
+        self.inner.problems().iter().map(ToString::to_string).collect()
+    }
+}
