@@ -8,6 +8,7 @@ FAMILIES = {
     "reshard": "saved by rows, loaded by columns",
     "ranks": "several ranks of a machine at once, from a cold disk",
     "save": "saving, with fsync",
+    "steps": "steps of a run that trains adapters of a frozen backbone",
     "memory": "anonymous memory while loading",
     "views": "opening a checkpoint and touching every name",
     "one_file": "load_file and save_file",

@@ -566,8 +566,8 @@ def test_contents_are_sixteen_bytes_a_chunk_within_the_index(saved, at, length):
 def test_an_index_of_the_future_is_refused(saved):
     header = (saved / INDEX).read_bytes()
     sections = [b""] * 6 + [NOTHING]
-    (saved / INDEX).write_bytes(rebuild(header, sections, patch=[(24, 6)]))
-    with pytest.raises(UnsupportedError, match="0x6"):
+    (saved / INDEX).write_bytes(rebuild(header, sections, patch=[(24, 12)]))
+    with pytest.raises(UnsupportedError, match="0xc"):
         dcp_rs.open(saved)
 
 

@@ -509,11 +509,11 @@ class SecondReader:
 
     def _check_linked(self, file, header, own):
         """What file 0 of the rank says of a link, and that its header has the chunks that the index does."""
-        first = self.folder / re.sub(r"-f[0-9]+", "-f00000", file.name)
+        first = self.folder / re.sub(r"-f[0-9]+\.safetensors$", "-f00000.safetensors", file.name)
         raw = first.read_bytes()
         about = json.loads(json.loads(raw[8 : 8 + u64(raw, 0)])["__metadata__"]["DCPRS"])
         check(about["save_id"] == str(uuid.UUID(bytes=bytes(self.save_id))), "save_id of the rank's first file")
-        number = int(re.search(r"-f([0-9]+)", file.name)[1])
+        number = int(re.search(r"-f([0-9]+)\.safetensors$", file.name)[1])
         (link,) = (link for link in about["linked"] if link["file"] == number)
         check(0 < number < about["files"], "a link is not the first file, and is counted")
         check((link["size"], link["head"]) == (file.size, f"{file.head_digest:016x}"), "size and head")
