@@ -73,7 +73,11 @@ def run(context: Context) -> list[Row]:
 
     def contender(name: str, save: Callable[[], Any]) -> Contender:
         checks = (lambda: None) if name == STOCK else (lambda: lora.check(name))
-        return Contender(name, save, before=lora.step, verify=checks)
+
+        def timed() -> None:
+            save()
+
+        return Contender(name, timed, before=lora.step, verify=checks)
 
     def ours(**options: Any) -> Callable[[], Any]:
         return lambda: dcp_rs.save(lora.state, lora.path, no_dist=True, **options)
