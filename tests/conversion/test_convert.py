@@ -338,6 +338,26 @@ def test_numbers_for_keys_survive_from_torch_to_torch(tmp_path: Path) -> None:
     assert_state_equal(got["model"], state["model"])
 
 
+@pytest.mark.parametrize("source", ["torch", "dcp-rs", "dcp"])
+def test_what_is_taken_out_of_its_container_stays_nested(tmp_path: Path, source: str) -> None:
+    inner = {
+        "state": {"w": {"step": torch.tensor(2.0), "exp_avg": torch.ones(3)}},
+        "param_groups": [{"lr": 0.1, "params": ["w"]}],
+    }
+    make(source, {"optimizer": inner, "model": {"w": torch.ones(2)}}, tmp_path / "src")
+    dcp_rs.convert(tmp_path / "src", tmp_path / "out.pt", to="torch", include="optimizer.*", rename={"optimizer": ""})
+    assert_state_equal(torch.load(tmp_path / "out.pt"), inner)
+    dcp_rs.convert(tmp_path / "src", tmp_path / "out", include="optimizer.*", rename={"optimizer": ""})
+    assert_state_equal(dcp_rs.open(tmp_path / "out").state_dict(), inner)
+    # Where names come from several places they are names, and no nesting.
+    dcp_rs.convert(
+        tmp_path / "src", tmp_path / "all.pt", to="torch", rename={"optimizer": ""}, include=["model.w", "*.step"]
+    )
+    assert_state_equal(
+        torch.load(tmp_path / "all.pt"), {"state.w.step": torch.tensor(2.0), "model": {"w": torch.ones(2)}}
+    )
+
+
 def test_tied_weights(tmp_path: Path) -> None:
     weight = random_tensor((6, 4), seed=1)
     fused = random_tensor((8, 2), seed=2)

@@ -83,6 +83,7 @@ def convert(
         include, exclude: one glob or several, over names in the source.
         rename: from stored names to new ones. A mapping is of names, or of what names begin with up to a dot: ``{"model": "module"}`` makes
             ``model.x`` ``module.x``, ``{"model": ""}`` makes it ``x``, and ``{"": "model"}`` makes ``x`` ``model.x``. Or a callable.
+            Renamed entries are not nested any more, unless all that is written was in one container, and is named as it is there.
         name: what files are called in a folder of ``to="safetensors"``: ``"model"`` for transformers, ``"diffusion_pytorch_model"``, ``"adapter_model"``.
         skip_unsupported: leave out what ``out`` cannot hold; without it that is an error.
         overwrite: replace a checkpoint at ``out``.

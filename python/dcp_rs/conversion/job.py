@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,7 @@ from dcp_rs.checkpoint.source import Item, Source
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.options import WriteOptions
 from dcp_rs.tensors.dtypes import BY_NAME
-from dcp_rs.tensors.nesting import Container, name_of, remaining
+from dcp_rs.tensors.nesting import Container, TreePath, name_of, remaining
 
 __all__ = ["ConvertReport", "Job", "Task", "parse_dtype", "select", "select_containers", "split"]
 
@@ -181,7 +181,27 @@ def select(
     if source.items and not tasks:
         msg = f"none of the {len(source.items)} entries is wanted by include={include!r}, exclude={exclude!r}"
         raise PlanError(msg)
-    return tasks
+    depth = len(_front(tasks))
+    return [replace(task, path=task.item.path[depth:]) for task in tasks if task.item.path] if depth else tasks
+
+
+def _front(tasks: Sequence[Task]) -> TreePath:
+    """The path of the one container that all entries are in, if they are named as in it: what is below keeps its nesting then. Else nothing."""
+    first = tasks[0] if tasks else None
+    if first is None or not first.item.path or first.name == first.item.name:
+        return ()
+    for depth in range(1, len(first.item.path)):
+        front = first.item.path[:depth]
+        if all(
+            task.item.path is not None
+            and task.item.path[:depth] == front
+            and len(task.item.path) > depth
+            and isinstance(task.item.path[depth], str)
+            and name_of(task.item.path[depth:]) == task.name
+            for task in tasks
+        ):
+            return front
+    return ()
 
 
 def select_containers(
@@ -199,6 +219,9 @@ def select_containers(
     kept = remaining(source.containers, leaves, selector(include, exclude) or (lambda _: True))
     if rename is None:
         return kept
+    if front := _front(tasks):
+        inside = [c for c in kept if c.path[: len(front)] == front]
+        return [Container(c.position, c.path[len(front) :], c.kind) for c in inside]
     new_name = renamer(rename)
     holding = {path[:depth] for path in leaves for depth in range(len(path))}
     containers = []
