@@ -1,0 +1,66 @@
+"""accelerate: the weights of a sharded checkpoint in one file. Its saves and loads go by :func:`dcp_rs.installed`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from dcp_rs.checkpoint.locate import local_path, open_index
+from dcp_rs.conversion import convert
+from dcp_rs.dcp.together import Ranks
+from dcp_rs.errors import CheckpointNotFoundError
+
+__all__ = ["merge_fsdp_weights"]
+
+#: What accelerate calls the folders in one that ``save_state`` wrote, and what they hold it under.
+_PARTS = ("pytorch_model_fsdp_0", "optimizer_0")
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    safe_serialization: bool = True,  # as accelerate has it
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """``accelerate.utils.merge_fsdp_weights``, for checkpoints of this package and of stock DCP.
+
+    The first of all ranks writes, and memory stays bounded: no state dict is made of the whole. The file is there in one step, when it is complete.
+
+    Args:
+        checkpoint_dir: a folder of a model (``pytorch_model_fsdp_0``) or of an optimizer (``optimizer_0``), which ``save_state`` makes.
+        output_path: the folder that gets ``model.safetensors``, or ``pytorch_model.bin``; one that is there is replaced.
+        safe_serialization: safetensors; else a file of ``torch.save``, which can hold the state of an optimizer.
+        remove_checkpoint_dir: remove ``checkpoint_dir`` afterwards.
+
+    Raises:
+        CheckpointNotFoundError: (a ``FileNotFoundError``) there is no checkpoint; where ``save_state`` made the folder, the message says what to pass.
+        UnsupportedError: safetensors cannot hold what is there.
+        Exception: as :func:`dcp_rs.convert`. What the first rank raises, all of them do.
+    """
+    Ranks().told_by_first(
+        lambda: _merge(local_path(checkpoint_dir), local_path(output_path), safe_serialization, remove_checkpoint_dir)
+    )
+
+
+def _merge(folder: Path, output: Path, safe: bool, remove: bool) -> None:
+    inside = [part for part in _PARTS if (folder / part).is_dir()]
+    if inside:
+        msg = f"{folder} was made by save_state: pass {' or '.join(str(folder / part) for part in inside)}"
+        raise CheckpointNotFoundError(msg, path=folder)
+    index = open_index(folder, rank=None, allow_external=False)
+    paths = [index.planner_path(number) for number in range(index.tensor_count)]
+    # {"model": ...} or {"optimizer": ...}, as accelerate saves them: what is in it is written.
+    tops = {path[0] if path is not None and len(path) > 1 else None for path in paths}
+    top = tops.pop() if len(tops) == 1 else None
+    output.mkdir(parents=True, exist_ok=True)
+    target = output / ("model.safetensors" if safe else "pytorch_model.bin")
+    convert(
+        folder,
+        target,
+        to="safetensors" if safe else "torch",
+        rename={top: ""} if isinstance(top, str) else None,
+        overwrite=True,
+    )
+    if remove:
+        shutil.rmtree(folder)
