@@ -11,6 +11,7 @@ from dcp_rs import _core
 from dcp_rs.checkpoint.mapping import OpenCheckpoint, TensorInfo
 from dcp_rs.checkpoint.slices import StoredSlice
 from dcp_rs.checkpoint.stream import stream
+from dcp_rs.checkpoint.whole import read_whole
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.dtypes import REQUIRES_GRAD
@@ -83,8 +84,10 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
         if self._device.type == "meta" or (self._is_in_place and not copy):
             flat = {name: self[name] for name in self}
         else:  # one load for all, and not one for each
-            streamed = dict(self.stream())
-            flat = {name: streamed[name] for name in self}
+            self._check_open()
+            numbers = [number for number in range(self._index.tensor_count) if not self._index.tensor(number)[1]]
+            tensors = read_whole(self._index, numbers, self._device, self._options)
+            flat = {name: tensors[name] if name in tensors else self[name] for name in self}
         index = self._index
         root, containers, positions = index.planner_root(), containers_of(index), index.positions()
         rest = root if isinstance(root, dict) else {}

@@ -13,14 +13,13 @@ import torch
 from dcp_rs import _core
 from dcp_rs.checkpoint.locate import local_path, open_index
 from dcp_rs.checkpoint.open import Checkpoint
+from dcp_rs.checkpoint.whole import read_whole
 from dcp_rs.conversion.place import new_place
 from dcp_rs.conversion.safetensors import header, type_name
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.options import ReadArguments, ReadOptions, WriteOptions
 from dcp_rs.transfer.entry import Entry
-from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.save import refuse_meta, why_not_raw, write_entries
-from dcp_rs.transfer.target import Target, stored_dtype
 
 __all__ = ["load_file", "save_file"]
 
@@ -58,24 +57,12 @@ def load_file(
     index = open_index(filename, rank=None, allow_external=False, verify=options.verify)
     if torch.device(device).type == "meta":
         return dict(Checkpoint(index, device=device, options=options))
-    wanted: list[tuple[int, str, torch.dtype, tuple[int, ...]]] = []
     for number in range(index.tensor_count):
-        name, is_bytes, dtype, shape, *_ = index.tensor(number)
+        name, is_bytes, *_ = index.tensor(number)
         if is_bytes:
             msg = f"{name!r} in {os.fspath(filename)} is not a tensor: dcp_rs.open reads it"
             raise UnsupportedError(msg, path=index.path, tensor=name)
-        wanted.append((number, name, stored_dtype(name, dtype), shape))
-    # Before there is memory for them: a shape may be of any size, what chunks hold is bounded by their files.
-    for place, at, lacking in index.check_regions([(n, [0] * len(shape), shape) for n, _, _, shape in wanted], []):
-        name = wanted[place][1]
-        msg = f"tensor {name!r}: the checkpoint does not hold {list(lacking)} elements at {list(at)}"
-        raise PlanError(msg, path=index.path, tensor=name)
-    targets = [
-        Target(number, [0] * len(shape), torch.empty(shape, dtype=dtype, device=device), name, dtype)
-        for number, name, dtype, shape in wanted
-    ]
-    fill(index, targets, options)
-    return {target.name: target.tensor for target in targets}
+    return read_whole(index, range(index.tensor_count), device, options)
 
 
 def save_file(
