@@ -242,20 +242,33 @@ class Root:
 
     def remove(self, number: int) -> None:
         """Removes the folder of a step. A kill leaves all of it, or what no one takes for a step."""
+        doomed = self.set_aside(number)
+        if doomed is not None:
+            _delete(doomed)
+
+    def set_aside(self, number: int) -> Path | None:
+        """Gives the folder of a step another name, under which it is no step any more, to be deleted. None: it is not there."""
         doomed = self.path / f"{_REMOVING}step-{number}"
         _delete(doomed)  # that a kill left
         try:
             self.folder(number).rename(doomed)
         except FileNotFoundError:  # another process was faster
-            return
+            return None
         _sync(self.path)  # or a loss of power could undo the name, and not what is deleted now
-        _delete(doomed)
+        return doomed
+
+    def set_aside_before(self) -> list[Path]:
+        """What was set aside, and is not deleted."""
+        return [
+            self.path / name
+            for name in self._names()
+            if name.startswith(_REMOVING) and _STEP.fullmatch(name.removeprefix(_REMOVING))
+        ]
 
     def sweep(self) -> list[PassedOver]:
         """Removes what killed removals left, and what killed saves left of steps before the latest. Returns those."""
-        for name in self._names():
-            if name.startswith(_REMOVING) and _STEP.fullmatch(name.removeprefix(_REMOVING)):
-                _delete(self.path / name)
+        for path in self.set_aside_before():
+            _delete(path)
         left = self.look().left
         for found in left:
             self.remove(found.number)

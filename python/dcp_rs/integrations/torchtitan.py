@@ -1,0 +1,177 @@
+"""torchtitan: a checkpoint manager that saves, finds and loads checkpoints of this package."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+from dcp_rs.api import async_save, load, save
+from dcp_rs.conversion import convert
+from dcp_rs.dcp.together import Ranks
+from dcp_rs.integrations._needs import framework
+from dcp_rs.steps.root import Root, Step
+from dcp_rs.transfer.stage import HostStager
+
+__all__ = ["DcpRsCheckpointManager"]
+
+_log = logging.getLogger("dcp_rs")
+_checkpointer: Any = framework("torchtitan.components.checkpointer", "torchtitan")
+_tools: Any = framework("torchtitan.tools.utils", "torchtitan")
+
+_MODEL: str = _checkpointer.MODEL
+_Mode: Any = _checkpointer.AsyncMode
+#: What torchtitan itself takes for a step that can be loaded.
+_OF_OTHERS = (".metadata", "model.safetensors.index.json")
+
+
+class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[misc]
+    """torchtitan's ``CheckpointManager``, whose checkpoints are of this package: ``config.checkpoint = DcpRsCheckpointManager.Config(enable=True)``.
+
+    Steps that torchtitan's own manager saved before load too, and so do Hugging Face folders, without torchtitan's reader. A step counts once it is
+    committed and whole; of others the log ``dcp_rs`` says why they are passed over. What is committed stays when a save fails. A step that is
+    removed is renamed before, so that a kill leaves no half of one.
+
+    Modes: ``"async"`` copies the state to host memory before it returns, and writes in a thread. ``"async_with_pinned_mem"`` writes in another process, from
+    memory that is shared with it, pinned on an accelerator, and kept for the next save; the copy is complete when it returns.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(_checkpointer.CheckpointManager.Config):  # type: ignore[misc]
+        """The fields of torchtitan's, and some of :class:`dcp_rs.RsWriter` and :class:`dcp_rs.RsReader`."""
+
+        threads: int | None = None
+        """Reads or writes in flight. Default: as many as keep the disk busy."""
+
+        fsync: bool = True
+        """Whether a step is made durable before it counts as saved."""
+
+        verify: bool = False
+        """Whether what is loaded is checked against its digests."""
+
+    def __init__(self, config: Config, **parts: Any) -> None:
+        super().__init__(config, **parts)
+        if not self.enable:
+            return
+        self._write_options: Any = {"threads": config.threads, "fsync": config.fsync}
+        self._read_options: Any = {"threads": config.threads, "verify": config.verify}
+        self._root = Root(self.folder)
+        self.stager: Any
+        if self.async_mode == _Mode.ASYNC_WITH_PINNED_MEM:
+            self.stager = HostStager(cache=True, shared=True)
+
+    @torch.no_grad()
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: Any,
+        enable_garbage_collection: bool = False,  # torchtitan's signature
+        to_hf: bool = False,
+    ) -> Any:
+        """Saves: as torchtitan's, with its result for each mode.
+
+        Raises:
+            Exception: as :func:`dcp_rs.save` and :func:`dcp_rs.async_save`.
+        """
+        result: Any = None
+        if to_hf:
+            self._export(state_dict, checkpoint_id)
+        elif async_mode == _Mode.ASYNC:
+            result = async_save(state_dict, checkpoint_id, process_group=self.pg, **self._write_options)
+        elif async_mode == _Mode.ASYNC_WITH_PINNED_MEM:
+            saving: Any = async_save(
+                state_dict,
+                checkpoint_id,
+                process_group=self.pg,
+                executor="process",
+                stager=self.stager,
+                **self._write_options,
+            )
+            staged: Future[None] = Future()
+            staged.set_result(None)
+            result = AsyncSaveResponse(staging_completion=staged, upload_completion=saving)
+        else:
+            save(state_dict, checkpoint_id, **self._write_options)
+        if enable_garbage_collection:
+            _tools.GarbageCollection.collect("GC collection invoked by checkpointer.")
+        return result
+
+    def _export(self, state_dict: dict[str, Any], checkpoint_id: str) -> None:
+        """A Hugging Face folder: what all ranks save is put together by the first, with bounded memory."""
+        target, ranks = Path(checkpoint_id), Ranks()
+        # A name that dcp_rs.clean knows, if this is killed.
+        sharded = ranks.told_by_first(lambda: target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp"))
+        try:
+            hf_state_dict = ranks.together(lambda: self.sd_adapter.to_hf(state_dict))
+            save(hf_state_dict, sharded, **(self._write_options | {"fsync": False}))
+            files = max((self.sd_adapter.fqn_to_index_mapping or {}).values(), default=1)
+            ranks.told_by_first(
+                lambda: (
+                    convert(
+                        sharded, target, to="safetensors", shards=files, overwrite=True, **self._write_options
+                    ).bytes
+                )
+            )
+        finally:
+            if ranks.is_coordinator:
+                shutil.rmtree(sharded, ignore_errors=True)
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        """Loads into the state dict, and into the model: as torchtitan's.
+
+        Raises:
+            Exception: as :func:`dcp_rs.load`.
+        """
+        if from_quantized:  # its readers know how a model is quantized
+            super().dcp_load(state_dict, checkpoint_id, from_hf=from_hf, from_quantized=from_quantized)
+            return
+        if from_hf:
+            hf_state_dict = self.sd_adapter.to_hf(state_dict)
+            load(hf_state_dict, checkpoint_id, **self._read_options)
+            self.states[_MODEL].load_state_dict(self.sd_adapter.from_hf(hf_state_dict))
+            return
+        load(state_dict, checkpoint_id, **self._read_options)
+        if _MODEL in self.states:
+            self.states[_MODEL].load_state_dict(state_dict)
+
+    def _find_load_step(self, folder: str = "") -> int:
+        """The newest step that can be loaded, of this package or of torchtitan's own manager; -1 where there is none."""
+        root = Root(folder) if folder else self._root
+        for found in root.newest():
+            if isinstance(found, Step) or _is_of_others(found.path):
+                return found.number
+            _log.warning("passed over %s", found)
+        return -1
+
+    def _purge_stale_checkpoints(self) -> None:
+        """Keeps the newest ``keep_latest_k``, and if none of these is whole yet, the newest that is."""
+        if not self._should_purge():
+            return
+        found = list(self._root.newest())
+        keep, old = found[: self.keep_latest_k], found[self.keep_latest_k :]
+        if not any(isinstance(step, Step) for step in keep):
+            last = next((step for step in old if isinstance(step, Step)), None)
+            old = [step for step in old if step is not last]
+        for step in old:
+            self._root.set_aside(step.number)
+        for path in self._root.set_aside_before():  # what a kill left, too
+            self.purge_queue.put(os.fspath(path))
+
+    def _close(self) -> None:
+        stager, self.stager = getattr(self, "stager", None), None
+        super()._close()
+        if stager is not None:
+            stager.release()
+
+
+def _is_of_others(path: Path) -> bool:
+    return any((path / name).is_file() for name in _OF_OTHERS)
