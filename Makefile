@@ -15,7 +15,7 @@ SECONDS ?= 600
 # What wheels are built for.
 WHEEL_TARGETS ?= x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu x86_64-unknown-linux-musl aarch64-unknown-linux-musl
 # The integrations that are tested.
-FRAMEWORKS ?= transformers lightning
+FRAMEWORKS ?= transformers lightning accelerate torchtitan vllm
 # How many steps the soak of the checkpoint manager saves, on each number of ranks.
 STEPS  ?= 10000
 
@@ -83,7 +83,8 @@ test-frameworks: $(VENV)/.built  ## The integrations, each with the newest relea
 		echo "== $$name"; \
 		[ -x .venv-$$name/bin/python ] || $(PYTHON) -m venv .venv-$$name; \
 		$(UV) pip install --quiet --upgrade --python .venv-$$name/bin/python \
-			-r tests/frameworks/$$name.txt -r tests/frameworks/common.txt -r pyproject.toml; \
+			-r tests/frameworks/$$name.txt -r tests/frameworks/common.txt -r pyproject.toml \
+			$$([ ! -f tests/frameworks/$$name.overrides.txt ] || echo --override tests/frameworks/$$name.overrides.txt); \
 		$(UV) pip list --quiet --python .venv-$$name/bin/python | grep -E "^(torch|safetensors|$$(sed '/^#/d' tests/frameworks/$$name.txt | paste -sd '|')) "; \
 		PYTHONPATH="$(abspath python)" .venv-$$name/bin/python -m pytest tests/frameworks/test_$$name.py $(ARGS); \
 	done

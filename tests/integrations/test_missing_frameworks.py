@@ -18,6 +18,8 @@ from dcp_rs.integrations.{name} import {what}
     [
         ("transformers", "from_pretrained", "from_pretrained(None, 'ckpt')"),
         ("lightning", "DcpRsCheckpointIO", ""),
+        ("torchtitan", "DcpRsCheckpointManager", ""),
+        ("vllm", "register", ""),
     ],
 )
 def test_it_says_what_to_install(name, what, call):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -41,13 +41,18 @@ class _Entry:
 
 
 def stream(
-    index: _core.Index, device: torch.device, options: ReadOptions, value: Callable[[str], Any]
+    index: _core.Index,
+    device: torch.device,
+    options: ReadOptions,
+    value: Callable[[str], Any],
+    *,
+    numbers: Collection[int] | None = None,
 ) -> Iterator[tuple[str, Any]]:
-    """(name, tensor or value) of everything, in the order of the files; ``value`` gives the values.
+    """(name, tensor or value) of everything, or of the entries with these ``numbers``, in the order of the files; ``value`` gives the values.
 
     On a device, a tensor is safe to use on the stream that is current when the iterator is asked for it, be it another each time.
     """
-    entries = [_entry(index, number) for number in index.file_order()]
+    entries = [_entry(index, number) for number in index.file_order() if numbers is None or number in numbers]
     stored = [entry for entry in entries if not entry.is_bytes]
     if not lanes.is_accelerator(device):
         tensors = _read_ahead(index, stored, options)

@@ -99,10 +99,10 @@ def from_pretrained(
     chosen = selector(include, exclude)
     stored = {name: number for number, name in enumerate(index.names()) if not index.tensor(number)[1]}
     stored = {name: number for name, number in stored.items() if chosen is None or chosen(name)}
-    skeleton = _skeleton(cls, config)
+    skeleton = skeleton_of(cls, config)
     wanted = list(skeleton.state_dict())
     if rename is None:
-        prefix = _prefix(stored, wanted)
+        prefix = prefix_of(stored, wanted)
         taken = {name.removeprefix(prefix): number for name, number in stored.items() if name.startswith(prefix)}
     else:
         new_name = renamer(rename)
@@ -144,14 +144,14 @@ def _config(config: Any, path: Path, kwargs: Mapping[str, Any]) -> Any:
     return transformers.AutoConfig.from_pretrained(config, **known)
 
 
-def _skeleton(cls: Any, config: Any) -> Any:
+def skeleton_of(cls: Any, config: Any) -> Any:
     """The model on meta, of the class that an auto class chooses."""
     make = getattr(cls, "from_config", None) or cls._from_config  # what auto classes call
     with torch.device("meta"):
         return make(config)
 
 
-def _prefix(stored: Iterable[str], wanted: Iterable[str]) -> str:
+def prefix_of(stored: Iterable[str], wanted: Iterable[str]) -> str:
     """What the wanted names are behind, in a checkpoint that holds more than the model.
 
     Raises:

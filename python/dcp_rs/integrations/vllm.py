@@ -1,0 +1,124 @@
+"""vLLM: a model is served from a training checkpoint as it is, with ``load_format="dcp_rs"``. vLLM finds :func:`register` by its entry point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from dcp_rs import _core
+from dcp_rs.checkpoint.locate import open_index
+from dcp_rs.checkpoint.names import explain_missing, selector
+from dcp_rs.checkpoint.renaming import renamer
+from dcp_rs.checkpoint.stream import stream
+from dcp_rs.errors import PlanError
+from dcp_rs.integrations._needs import framework
+from dcp_rs.integrations.transformers import prefix_of, skeleton_of
+from dcp_rs.options import ReadOptions
+
+__all__ = ["DcpRsModelLoader", "register"]
+
+_loaders: Any = framework("vllm.model_executor.model_loader", "vllm")
+#: What of ``model_loader_extra_config`` is no option of reading.
+_OWN = ("checkpoint", "rename", "include", "exclude", "allow_partial_load")
+
+
+@cache  # vLLM may call it more than once
+def register() -> None:
+    """Makes ``load_format="dcp_rs"`` known to vLLM, in this process. Where both are installed vLLM does it."""
+    _loaders.register_model_loader("dcp_rs")(DcpRsModelLoader)
+
+
+class DcpRsModelLoader(_loaders.BaseModelLoader):  # type: ignore[misc]
+    """``vllm serve FOLDER --load-format dcp_rs --model-loader-extra-config '{"checkpoint": "run/step-100"}'``.
+
+    The folder, or a name of the hub, is where configuration and tokenizer are. Tensors of the model alone are read, in the order of the files, ahead of
+    vLLM, which cuts them for its ranks: of an optimizer beside it nothing is. Memory stays bounded.
+
+    ``model_loader_extra_config`` may have:
+
+    - ``checkpoint``: where the weights are: of this package, of stock DCP, of Hugging Face, or a file of ``torch.save``. Default: the model's folder.
+    - ``rename``: from stored names to those of the model as transformers has it, a mapping as for :func:`dcp_rs.convert`. Default: what the names are
+      behind (``model.`` in a state dict of model and optimizer) is found out.
+    - ``include``, ``exclude``: globs over stored names.
+    - ``allow_partial_load``: take a checkpoint that lacks weights of the model.
+    - fields of :class:`dcp_rs.options.ReadOptions`.
+
+    Raises:
+        TypeError, ValueError: an option that is none, or has a wrong value.
+    """
+
+    def __init__(self, load_config: Any) -> None:
+        super().__init__(load_config)
+        extra = load_config.model_loader_extra_config
+        if not isinstance(extra, Mapping):
+            msg = f"model_loader_extra_config is a {type(extra).__name__}: a mapping is wanted"
+            raise TypeError(msg)
+        self._own = {name: extra[name] for name in _OWN if name in extra}
+        self._options = ReadOptions(**{name: value for name, value in extra.items() if name not in _OWN})
+
+    def download_model(self, model_config: Any) -> None:
+        """Raises unless the checkpoint is there: nothing is downloaded.
+
+        Raises:
+            CheckpointNotFoundError, CorruptIndexError: see :mod:`dcp_rs.errors`.
+        """
+        self._index(model_config)
+
+    def load_weights(self, model: Any, model_config: Any) -> None:
+        """Loads into a model of vLLM.
+
+        Raises:
+            PlanError: weights of the model are missing, or no single prefix fits.
+            CheckpointNotFoundError, CorruptIndexError, CorruptDataError: see :mod:`dcp_rs.errors`.
+        """
+        index = self._index(model_config)
+        names = self._names(index, model_config.hf_config)
+        loaded = model.load_weights(self._weights(index, names, next(model.parameters()).device))
+        # Models of vLLM say what they loaded, under their own names. What is quantized has parameters that no checkpoint has.
+        if loaded is None or model_config.quantization is not None or self._own.get("allow_partial_load", False):
+            return
+        missing = sorted({name for name, _ in model.named_parameters()} - set(loaded))
+        if missing:
+            msg = f"{index.path} lacks {len(missing)} weights of the model, {missing[0]!r} first"
+            stored = [index.name(number) for number in range(index.tensor_count)]
+            raise PlanError(msg + explain_missing(missing, missing, stored), path=index.path, tensor=missing[0])
+
+    def _index(self, model_config: Any) -> _core.Index:
+        path = self._own.get("checkpoint", model_config.model)
+        return open_index(path, rank=None, allow_external=False, verify=self._options.verify)
+
+    def _names(self, index: _core.Index, config: Any) -> dict[int, str]:
+        """What transformers calls the tensors of the model, by number."""
+        chosen = selector(self._own.get("include"), self._own.get("exclude"))
+        stored = {name: number for number, name in enumerate(index.names()) if not index.tensor(number)[1]}
+        stored = {name: number for name, number in stored.items() if chosen is None or chosen(name)}
+        if (rename := self._own.get("rename")) is not None:
+            new_name = renamer(rename)
+            return {number: new_name(name) for name, number in stored.items()}
+        wanted = _wanted(config)
+        prefix = prefix_of(stored, wanted) if wanted else ""
+        return {number: name.removeprefix(prefix) for name, number in stored.items() if name.startswith(prefix)}
+
+    def _weights(
+        self, index: _core.Index, names: Mapping[int, str], device: torch.device
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        new_names = {index.name(number): name for number, name in names.items()}
+        target = torch.device("cpu") if device.type == "meta" else device
+        for name, tensor in stream(index, target, self._options, _no_value, numbers=names):
+            yield new_names[name], tensor
+
+
+def _wanted(config: Any) -> list[str]:
+    """The names of the model's state dict, if transformers has the model."""
+    transformers = framework("transformers", "transformers")
+    classes = (getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ())
+    cls = next((cls for cls in classes if cls is not None), None)
+    return [] if cls is None else list(skeleton_of(cls, config).state_dict())
+
+
+def _no_value(name: str) -> Any:
+    msg = f"{name!r} is no tensor"
+    raise PlanError(msg, tensor=name)
