@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 #: Seconds that a script may take: importing the framework on a busy machine is the most of it.
-LIMIT = 600
+LIMIT = 900
 
 
 def launch(script: Path, *arguments: object, ranks: int = 1) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 os.environ["TORCH_COMPILE_DISABLE"] = "1"
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.flex_attention import create_mask
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -79,7 +80,7 @@ stock, rs = (lambda: llama("stock")), (lambda: llama("rs"))
 
 def main(how: str, folder: Path, steps: int, *options: str) -> None:
     here = assets(folder / f"assets-{os.environ['RANK']}")
-    arguments = ["--module", "frameworks.torchtitan_run", "--config", how, "--dump_folder", str(folder), *options]
+    arguments = ["--module", "torchtitan_run", "--config", how, "--dump_folder", str(folder), *options]
     arguments += ["--hf_assets_path", str(here), "--dataloader.dataset_path", str(here / "text")]
     config = ConfigManager().parse_args([*arguments, "--training.steps", "8"])
     losses: list[float] = []
@@ -94,6 +95,10 @@ def main(how: str, folder: Path, steps: int, *options: str) -> None:
             return loss
 
     trainer = Watched(config)
+    for part in trainer.model_parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
     trainer.train()
     model = trainer.model_parts[0].state_dict()
     model = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in model.items()}
