@@ -263,7 +263,7 @@ fn requests() -> impl Strategy<Value = Vec<ReadReq>> {
 /// From a store, what lies between columns is fetched with them: a request for each row would take longer. Further away than a request costs, it is not.
 #[test]
 fn a_store_reads_through_what_a_request_would_cost() {
-    let policy = super::policy::Access::Remote.policy(u64::MAX);
+    let policy = super::policy::Access::Remote.policy(u64::from(u32::MAX));
     let columns = |pitch: u64| ReadReq {
         file: 0,
         tensor: 0,
