@@ -180,8 +180,6 @@ fn reading(c: &mut Criterion) {
                 chunk_offset: at as u64,
                 chunk_length: size as u64,
                 digests: None,
-                content: None,
-                frozen: false,
                 itemsize: 1,
                 shape: Dims::from_slice(&[size as u64]),
                 src_offset: 0,

@@ -114,6 +114,10 @@ impl DataHeader {
             )));
         }
         let save_id = parse_uuid(&about.save_id).ok_or_else(|| refuse(format!("save_id {:?}", about.save_id)))?;
+        if !about.linked.is_sorted_by(|a, b| a.file < b.file) || about.linked.iter().any(|link| link.file == name.file)
+        {
+            return Err(refuse("linked files that are out of order, or this one".into()));
+        }
         let mut header = Self {
             name,
             save_id,

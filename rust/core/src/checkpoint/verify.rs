@@ -1,6 +1,7 @@
 //! Checking a checkpoint against its digests, all of it, and adding digests to an index that has none.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Mutex;
@@ -121,8 +122,8 @@ pub fn damaged_chunks(index: &Index, chunks: &[u64], threads: usize, control: &C
     let (mut files, mut blocks) = (BTreeMap::new(), Vec::new());
     for &number in chunks {
         let chunk = index.chunk(number);
-        if !files.contains_key(&chunk.file) {
-            files.insert(chunk.file, file_ref(index, chunk.file, false)?);
+        if let Entry::Vacant(entry) = files.entry(chunk.file) {
+            entry.insert(file_ref(index, chunk.file, false)?);
         }
         push_blocks(&mut blocks, number, chunk.file, chunk.offset, chunk.length);
     }

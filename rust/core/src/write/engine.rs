@@ -126,7 +126,11 @@ impl Save {
         let mut begun = Begun::new(disk, dir)?;
         // Nobody takes the links for what a killed save left before the first file is claimed.
         let _lock = FolderLock::take_on(disk, dir, Mode::Shared, control)?;
-        let Links { links, note, problems } = Links::make(&mut begun.files, dir, &info, &reuse, control)?;
+        let Links {
+            files: links,
+            note,
+            problems,
+        } = Links::make(&mut begun.files, dir, &info, &reuse, control)?;
         let beside = Beside {
             reused: reused(&links, items.len()),
             stays: reuse.stays(),

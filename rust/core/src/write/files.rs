@@ -50,22 +50,22 @@ impl DataFiles {
     }
 
     /// Links a file of the length `size`, of which somebody holds the folder's lock: nothing claims it yet. `Err` within: why not.
-    pub(super) fn link(&mut self, from: &Path, to: PathBuf, size: u64) -> Result<std::result::Result<(), Error>> {
-        if let Err(error) = self.disk.link(from, &to)? {
+    pub(super) fn link(&mut self, from: &Path, to: &Path, size: u64) -> Result<std::result::Result<(), Error>> {
+        if let Err(error) = self.disk.link(from, to)? {
             return Ok(Err(Error::io("link", from, error)));
         }
-        self.links.push(to.clone());
-        match fs::symlink_metadata(&to) {
+        self.links.push(to.to_owned());
+        match fs::symlink_metadata(to) {
             Ok(found) if found.is_file() && found.len() == size => Ok(Ok(())),
             Ok(_) => {
-                self.disk.remove(&to)?;
+                self.disk.remove(to)?;
                 self.links.pop();
                 Ok(Err(Error::corrupt_file(
                     from,
                     format!("it is not {size} bytes long any more"),
                 )))
             }
-            Err(error) => Err(Error::io("look at", &to, error)),
+            Err(error) => Err(Error::io("look at", to, error)),
         }
     }
 

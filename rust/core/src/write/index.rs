@@ -56,19 +56,17 @@ pub(super) fn build(saved: &Saved<'_>, nesting: Value) -> Result<Vec<u8>> {
             path: item.path.clone(),
             position: item.position,
         })?;
-        let (file, offset, digests, content) = match (reused[number], saved.parent) {
-            (Some((file, chunk)), Some(parent)) => {
+        let (file, offset, digests, content) =
+            if let (Some((file, chunk)), Some(parent)) = (reused[number], saved.parent) {
                 let view = parent.chunk(chunk);
                 let digests = view
                     .digests
                     .map(|range| range.map(|digest| parent.digest(digest)).collect());
                 (file, view.offset, digests, view.content)
-            }
-            _ => {
+            } else {
                 let (digests, content) = (saved.digests)(number);
                 (place.file, place.offset, Some(digests), Some(content))
-            }
-        };
+            };
         builder.add_chunk(ChunkEntry {
             tensor,
             file,

@@ -22,7 +22,7 @@ pub(super) struct Link {
 /// All of them, and what there is to say of them.
 #[derive(Default)]
 pub(super) struct Links {
-    pub links: Vec<Link>,
+    pub files: Vec<Link>,
     /// The member `linked` of `DCPRS` in the header of the rank's first file, with a comma before it; empty where there are none.
     pub note: Vec<u8>,
     /// Why other files could not be linked.
@@ -46,7 +46,7 @@ impl Links {
             control.check()?;
             let view = parent.file(source.file);
             let number =
-                u32::try_from(made.links.len() + 1).map_err(|_| Error::Plan("too many files to link".into()))?;
+                u32::try_from(made.files.len() + 1).map_err(|_| Error::Plan("too many files to link".into()))?;
             let name = DataFileName {
                 generation: info.generation,
                 token: info.token,
@@ -59,20 +59,19 @@ impl Links {
                 continue;
             }
             let name = name.to_string();
-            match files.link(&parent.file_path(source.file), dir.join(&name), view.size)? {
-                Err(problem) => made.problems.push(problem),
-                Ok(()) => {
-                    made.note = note;
-                    made.links.push(Link {
-                        entry: FileEntry {
-                            name,
-                            linked: true,
-                            ..view.into()
-                        },
-                        chunks: source.chunks,
-                    });
-                }
+            if let Err(problem) = files.link(&parent.file_path(source.file), &dir.join(&name), view.size)? {
+                made.problems.push(problem);
+                continue;
             }
+            made.note = note;
+            made.files.push(Link {
+                entry: FileEntry {
+                    name,
+                    linked: true,
+                    ..view.into()
+                },
+                chunks: source.chunks,
+            });
         }
         if !made.note.is_empty() {
             made.note.push(b']');

@@ -1,8 +1,7 @@
 //! What a save need not write, since another checkpoint, its *parent*, holds it: found by digests, or by the caller's word.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -55,17 +54,16 @@ impl Reuse {
     ///
     /// Without a parent it only notes what is frozen. Nothing of a parent that others wrote, or of files that are not there as its index says, is reused: see [`problems`](Self::problems).
     pub fn new(parent: Option<Arc<Index>>, items: &[SaveItem], frozen: &[bool], trusted: bool) -> Self {
-        let mut problems = Vec::new();
-        let usable = parent.as_ref().map(|parent| usable_files(parent, &mut problems));
+        let mut files = Files::default();
         let mut first_block = Vec::with_capacity(items.len() + 1);
         let mut blocks = 0;
         let items: Vec<Candidate> = (0..)
             .zip(items)
             .map(|(number, item): (usize, _)| {
                 let frozen = frozen.get(number).copied().unwrap_or(false);
-                let found = (parent.as_ref().zip(usable.as_ref())).and_then(|(parent, usable)| {
+                let found = parent.as_ref().and_then(|parent| {
                     let chunk = find(parent, item)?;
-                    Some((chunk, parent.chunk(chunk))).filter(|(_, view)| usable[view.file as usize])
+                    Some((chunk, parent.chunk(chunk))).filter(|(_, view)| files.is_usable(parent, view.file))
                 });
                 let trusted = trusted && frozen && found.as_ref().is_some_and(|(_, view)| view.frozen);
                 let found = found.filter(|(_, view)| trusted || view.content.is_some());
@@ -89,7 +87,7 @@ impl Reuse {
             blocks: std::iter::repeat_with(BlockCell::default).take(blocks).collect(),
             compared: Mutex::new(vec![0; items.len()]),
             items,
-            problems,
+            problems: files.problems,
         }
     }
 
@@ -265,32 +263,44 @@ impl Reuse {
     }
 }
 
-/// For each file of the parent, whether it may be linked. Those of which that is no wonder are no problem.
-fn usable_files(parent: &Index, problems: &mut Vec<Error>) -> Vec<bool> {
-    let is_there = |file: u32| {
-        let view = parent.file(file);
-        if parent.source() != SourceKind::Native || view.external || DataFileName::parse(view.name).is_none() {
-            return Ok(false);
+/// What is known of files of the parent.
+#[derive(Default)]
+struct Files {
+    usable: HashMap<u32, bool>,
+    /// Why some are not usable, but for those of which that is no wonder.
+    problems: Vec<Error>,
+}
+
+impl Files {
+    /// Whether a file may be linked. It is looked at once.
+    fn is_usable(&mut self, parent: &Index, file: u32) -> bool {
+        if let Some(&known) = self.usable.get(&file) {
+            return known;
         }
-        let path: PathBuf = parent.file_path(file);
-        match fs::symlink_metadata(&path) {
-            Ok(found) if !found.is_file() => Err(Error::corrupt_file(&path, "it is no regular file")),
-            Ok(found) if found.len() != view.size => {
-                let reason = format!("it is {} bytes long, expected {}", found.len(), view.size);
-                Err(Error::corrupt_file(&path, reason))
-            }
-            Ok(_) => Ok(true),
-            Err(error) => Err(Error::io("look at", &path, error)),
+        let usable = is_usable(parent, file).unwrap_or_else(|error| {
+            self.problems.push(error);
+            false
+        });
+        self.usable.insert(file, usable);
+        usable
+    }
+}
+
+fn is_usable(parent: &Index, file: u32) -> Result<bool> {
+    let view = parent.file(file);
+    if parent.source() != SourceKind::Native || view.external || DataFileName::parse(view.name).is_none() {
+        return Ok(false);
+    }
+    let path = parent.file_path(file);
+    match fs::symlink_metadata(&path) {
+        Ok(found) if !found.is_file() => Err(Error::corrupt_file(&path, "it is no regular file")),
+        Ok(found) if found.len() != view.size => {
+            let reason = format!("it is {} bytes long, expected {}", found.len(), view.size);
+            Err(Error::corrupt_file(&path, reason))
         }
-    };
-    (0..parent.file_count())
-        .map(|file| {
-            is_there(file).unwrap_or_else(|error| {
-                problems.push(error);
-                false
-            })
-        })
-        .collect()
+        Ok(_) => Ok(true),
+        Err(error) => Err(Error::io("look at", &path, error)),
+    }
 }
 
 /// The chunk of the parent that is the same in all but, perhaps, its bytes.
