@@ -13,7 +13,7 @@ from dcp_rs.errors import CheckpointNotFoundError
 
 __all__ = ["merge_fsdp_weights"]
 
-#: What accelerate calls the folders in one that ``save_state`` wrote, and what they hold it under.
+#: What accelerate calls the folders of the first model and the first optimizer, in the one that ``save_state`` wrote.
 _PARTS = ("pytorch_model_fsdp_0", "optimizer_0")
 
 
