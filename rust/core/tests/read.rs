@@ -181,7 +181,12 @@ fn strided_sources_and_destinations() {
             ];
             let stats = go(std::slice::from_ref(&file), &reqs, &options).unwrap();
             // Rows of 2000 and 1200 bytes, cold or not: through the page cache.
-            assert!(!options.shared || stats.bytes_mapped == stats.bytes_wanted, "{stats:?}");
+            // Where a mapping cannot be populated, nothing is mapped unasked.
+            let maps = cfg!(all(target_os = "linux", not(posix_only)));
+            assert!(
+                !(maps && options.shared) || stats.bytes_mapped == stats.bytes_wanted,
+                "{stats:?}"
+            );
             for r in 0..rows {
                 assert!(
                     columns[r * 2800..r * 2800 + 2000] == data[at(r, 100)..at(r, 600)],
