@@ -54,7 +54,7 @@ class Step:
     nbytes: int
     reused: int = 0
     linked: int = 0
-    files: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
+    files: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False, compare=False)
     metrics: Mapping[str, float] = field(default_factory=dict)
     verified: bool = False
 
