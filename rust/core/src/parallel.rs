@@ -4,8 +4,16 @@ use std::panic::resume_unwind;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use crate::Result;
+
+/// Calls that tell whether the others will wait.
+const FIRST: usize = 8;
+/// What takes longer waits for a server, or for a program: a look into memory takes some microseconds.
+const WAIT: Duration = Duration::from_micros(100);
+/// Calls that wait at a time.
+const WAITING: usize = 64;
 
 /// Calls `work` with every number below `count`, in order, on up to `workers` threads, of which the caller's is one.
 /// Each thread has a state of its own. The first error keeps the others from starting anything new, and is returned.
@@ -72,6 +80,34 @@ pub(crate) fn map<T: Send + Sync>(
     Ok(made.into_iter().filter_map(OnceLock::into_inner).collect())
 }
 
+/// What [`map_waiting`] made, and whether it had to wait for it.
+pub(crate) struct Waited<T> {
+    pub made: Vec<T>,
+    pub waits: bool,
+}
+
+/// [`map`] for calls that need no core but may wait, as opening a file of a network does. The first few are made alone, and tell: where the quickest of
+/// them waits, many of the others are made at a time, and else no thread is started.
+pub(crate) fn map_waiting<T: Send + Sync>(count: usize, make: impl Fn(usize) -> Result<T> + Sync) -> Result<Waited<T>> {
+    let mut made = Vec::with_capacity(count);
+    let mut quickest = Duration::MAX;
+    for i in 0..FIRST.min(count) {
+        let begin = Instant::now();
+        made.push(make(i)?);
+        quickest = quickest.min(begin.elapsed());
+    }
+    let first = made.len();
+    let waits = first > 0 && quickest > WAIT;
+    if waits {
+        made.append(&mut map(count - first, WAITING, |i| make(first + i))?);
+    } else {
+        for i in first..count {
+            made.push(make(i)?);
+        }
+    }
+    Ok(Waited { made, waits })
+}
+
 /// As many as the cores that this process may use.
 pub(crate) fn available() -> usize {
     thread::available_parallelism().map_or(1, std::num::NonZero::get)
@@ -120,6 +156,30 @@ mod tests {
             });
             assert_eq!(failed.unwrap_err().to_string(), "seven");
         }
+    }
+
+    #[test]
+    fn what_waits_is_made_many_at_a_time() {
+        let (now, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let waited = map_waiting(100, |i| {
+            most.fetch_max(now.fetch_add(1, Ordering::Relaxed) + 1, Ordering::Relaxed);
+            thread::sleep(WAIT * 20);
+            now.fetch_sub(1, Ordering::Relaxed);
+            Ok(i)
+        })
+        .unwrap();
+        assert_eq!(waited.made, (0..100).collect::<Vec<_>>());
+        assert!(waited.waits && most.into_inner() > 1);
+    }
+
+    #[test]
+    fn what_does_not_wait_stays_on_its_thread() {
+        let here = thread::current().id();
+        let waited = map_waiting(1000, |i| Ok((i, thread::current().id()))).unwrap();
+        assert!(!waited.waits);
+        assert!(waited.made.iter().enumerate().all(|(i, made)| *made == (i, here)));
+        assert!(map_waiting(0, Ok).unwrap().made.is_empty());
+        assert!(map_waiting(3, |_| Err::<(), _>(Error::Plan("no".into()))).is_err());
     }
 
     #[test]

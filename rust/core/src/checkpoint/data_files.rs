@@ -56,12 +56,14 @@ pub(super) fn check_each<'a>(
     files: impl IntoIterator<Item = &'a FileRef>,
     control: &Control,
 ) -> Result<()> {
-    let Some(remote) = index.remote() else {
-        return files
-            .into_iter()
-            .try_for_each(|file| file.open(false).map(drop).map_err(|error| explain(index, error)));
-    };
     let files: Vec<&FileRef> = files.into_iter().collect();
+    let Some(remote) = index.remote() else {
+        let check = |i: usize| {
+            control.check()?;
+            files[i].open(false).map(drop).map_err(|error| explain(index, error))
+        };
+        return parallel::map_waiting(files.len(), check).map(drop);
+    };
     if files.is_empty() {
         return Ok(());
     }

@@ -8,7 +8,7 @@ use super::batch::{Batch, change_signs, stores};
 use super::plan::plan;
 use super::policy::{Access, MIN_JOB, Policy, SMALL_READ, SMALL_READ_DEPTH};
 use super::scatter;
-use super::survey::{connect, spans, survey};
+use super::survey::{Found, connect, spans, survey};
 use super::worker::Worker;
 use super::{Catalog, FileRef, ReadOptions, ReadReq, ReadStats};
 use crate::store::Buffer;
@@ -40,7 +40,11 @@ pub unsafe fn read(
         0 => std::thread::available_parallelism().map_or(1, usize::from),
         n => n,
     };
-    let (access, open) = survey(files, &wanted, options)?;
+    let Found {
+        access,
+        open,
+        opening_waits,
+    } = survey(files, &wanted, options)?;
     let policies: Vec<Policy> = access
         .iter()
         .map(|access| {
@@ -58,7 +62,8 @@ pub unsafe fn read(
     let plan = plan(files, reqs, &policies, options.verify, catalog)?;
     let mut queues = [Queue::default(), Queue::default()];
     for (i, job) in plan.jobs.iter().enumerate() {
-        queues[usize::from(access[job.file as usize].waits())].jobs.push(i);
+        let waits = opening_waits || access[job.file as usize].waits();
+        queues[usize::from(waits)].jobs.push(i);
     }
     let call = Call {
         batch: Batch {
@@ -75,6 +80,7 @@ pub unsafe fn read(
             control,
         },
         control,
+        opening_waits,
         queues,
         stop: AtomicBool::new(false),
         failure: Mutex::new(None),
@@ -97,6 +103,7 @@ struct Queue {
 struct Call<'a> {
     batch: Batch<'a>,
     control: &'a Control,
+    opening_waits: bool,
     /// Jobs that only need a core, and jobs that wait for storage.
     queues: [Queue; 2],
     stop: AtomicBool,
@@ -139,7 +146,7 @@ impl Call<'_> {
         }
         let footprint = usize::try_from(largest).map_or(usize::MAX, Buffer::footprint) as u64;
         let buffers = usize::try_from(max_inflight / footprint).unwrap_or(usize::MAX);
-        let depth = if wanted / SMALL_READ < seeks {
+        let depth = if self.opening_waits || wanted / SMALL_READ < seeks {
             SMALL_READ_DEPTH
         } else {
             most

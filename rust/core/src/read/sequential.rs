@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::batch::{Batch, change_signs, stores};
 use super::plan::{Plan, plan};
 use super::policy::{Access, Policy};
-use super::survey::{connect, spans, survey};
+use super::survey::{Found, connect, spans, survey};
 use super::worker::Worker;
 use super::{Catalog, FileRef, ReadOptions, ReadReq, ReadStats};
 use crate::store::Connection;
@@ -28,7 +28,7 @@ impl Survey {
     /// Those of [`read`](super::read) for files.
     pub fn new(files: &[FileRef], reqs: &[ReadReq], options: &ReadOptions, catalog: &dyn Catalog) -> Result<Self> {
         let wanted = spans(files, reqs, options, catalog)?;
-        let (access, open) = survey(files, &wanted, options)?;
+        let Found { access, open, .. } = survey(files, &wanted, options)?;
         let policies = access.iter().map(|access| access.policy(u64::from(u32::MAX))).collect();
         let connection = connect(files, options.threads)?;
         Ok(Self {

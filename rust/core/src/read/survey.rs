@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::policy::{Access, SMALL_READ};
 use super::{Catalog, FileRef, IoMode, ReadOptions, ReadReq};
 use crate::store::{Connection, Mapping, direct_align, is_remote, resident_bytes};
-use crate::{Error, Result};
+use crate::{Error, Result, parallel};
 
 /// Of a file that is taken as resident, at most one part in this many is not.
 const MISSING_PART: u64 = 32;
@@ -98,49 +98,67 @@ pub fn connect(files: &[FileRef], threads: usize) -> Result<Option<Arc<dyn Conne
     remote.map(|remote| remote.connect(threads)).transpose()
 }
 
+/// The files of a call, as they were found.
+pub struct Found {
+    /// How each is read.
+    pub access: Vec<Access>,
+    /// Those that stay open for the workers.
+    pub open: Vec<Option<File>>,
+    /// Whether a worker waits for a file to be opened, on a file system of a network for example.
+    pub opening_waits: bool,
+}
+
 /// Opens and checks every file that is needed before a byte of any is read, and decides how to read each.
-pub fn survey(files: &[FileRef], wanted: &[Wanted], options: &ReadOptions) -> Result<(Vec<Access>, Vec<Option<File>>)> {
-    let mut all = Vec::with_capacity(files.len());
-    let mut kept: Vec<Option<File>> = Vec::with_capacity(files.len());
-    let keep = wanted.iter().filter(|w| w.bytes > 0).count() <= KEEP_OPEN;
-    for (file, wanted) in files.iter().zip(wanted) {
-        if wanted.bytes == 0 {
-            all.push(Access::Buffered);
-            kept.push(None);
-            continue;
-        }
-        if file.remote.is_some() {
-            // What is there, and how long it is, its first part tells.
-            all.push(Access::Remote);
-            kept.push(None);
-            continue;
-        }
+pub fn survey(files: &[FileRef], wanted: &[Wanted], options: &ReadOptions) -> Result<Found> {
+    let mut all = Found {
+        // What is there on a store, and how long it is, its first part tells. Of others, no job is made where nothing is wanted.
+        access: files
+            .iter()
+            .map(|file| file.remote.as_ref().map_or(Access::Buffered, |_| Access::Remote))
+            .collect(),
+        open: files.iter().map(|_| None).collect(),
+        opening_waits: false,
+    };
+    let local = |i: &usize| wanted[*i].bytes > 0 && files[*i].remote.is_none();
+    let local: Vec<usize> = (0..files.len()).filter(local).collect();
+    let keep = local.len() <= KEEP_OPEN;
+    let look = |i: usize| {
+        let (file, wanted) = (&files[local[i]], &wanted[local[i]]);
         let open = file.open(false)?;
-        let missing = || {
-            let span = wanted.end.saturating_sub(wanted.start);
-            resident_bytes(&open, wanted.start, wanted.end)
-                .map(|bytes| span.saturating_sub(bytes) > span / MISSING_PART)
-        };
-        let direct = || {
-            let align = direct_align(&open)?;
-            file.open(true).ok().map(|_| Access::Direct { align })
-        };
-        all.push(match options.io {
-            IoMode::Mmap => Access::Mapped,
-            IoMode::Buffered if missing() == Some(false) => Access::Cached,
-            IoMode::Buffered => Access::Buffered,
-            IoMode::Direct => direct().unwrap_or(Access::Buffered),
-            IoMode::Auto => match (missing(), is_remote(&open)) {
-                (Some(false), false) if wanted.bytes >= SMALL => Access::Mapped,
-                (Some(false), _) => Access::Cached,
-                (_, true) => Access::Buffered,
-                _ if wanted.common > wanted.bytes / 2 && Mapping::tells_errors() => Access::Shared,
-                (_, false) => direct().unwrap_or(Access::Buffered),
-            },
-        });
-        kept.push(Some(open).filter(|_| keep));
+        Ok((access(file, &open, wanted, options), keep.then_some(open)))
+    };
+    let found = parallel::map_waiting(local.len(), look)?;
+    all.opening_waits = found.waits && !keep;
+    for (i, (access, open)) in local.into_iter().zip(found.made) {
+        all.access[i] = access;
+        all.open[i] = open;
     }
-    Ok((all, kept))
+    Ok(all)
+}
+
+/// How a file is best read.
+fn access(file: &FileRef, open: &File, wanted: &Wanted, options: &ReadOptions) -> Access {
+    let missing = || {
+        let span = wanted.end.saturating_sub(wanted.start);
+        resident_bytes(open, wanted.start, wanted.end).map(|bytes| span.saturating_sub(bytes) > span / MISSING_PART)
+    };
+    let direct = || {
+        let align = direct_align(open)?;
+        file.open(true).ok().map(|_| Access::Direct { align })
+    };
+    match options.io {
+        IoMode::Mmap => Access::Mapped,
+        IoMode::Buffered if missing() == Some(false) => Access::Cached,
+        IoMode::Buffered => Access::Buffered,
+        IoMode::Direct => direct().unwrap_or(Access::Buffered),
+        IoMode::Auto => match (missing(), is_remote(open)) {
+            (Some(false), false) if wanted.bytes >= SMALL => Access::Mapped,
+            (Some(false), _) => Access::Cached,
+            (_, true) => Access::Buffered,
+            _ if wanted.common > wanted.bytes / 2 && Mapping::tells_errors() => Access::Shared,
+            (_, false) => direct().unwrap_or(Access::Buffered),
+        },
+    }
 }
 
 #[cfg(test)]
