@@ -81,7 +81,8 @@ MISTAKES: list[Mistake] = [
     ("a hub id", lambda w: dcp_rs.open("meta-llama/Llama-3.1-8B"), "huggingface_hub.snapshot_download('meta-llama/Llama-3.1-8B')"),
     ("a data file of torch's", lambda w: dcp_rs.open(w / "stock" / "__0_0.distcp"), "it is a file of the checkpoint"),
     ("a folder that is not there", lambda w: dcp_rs.open(w / "runs" / "today" / "step-10"), "and has no 'runs'"),
-    ("a bucket", lambda w: dcp_rs.open("s3://bucket/step-10"), "mount the storage, or copy"),
+    ("a bucket, to save to", lambda w: save({}, "s3://bucket/step-10"), "save to a folder and copy that"),
+    ("another store", lambda w: dcp_rs.open("hdfs://name/step-10"), "s3://, gs://, az://, http:// and https://"),
     # the wrong option
     ("an option of load", lambda w: load({}, w / "bare", verfy=True), "dcp_rs.load() has no option 'verfy': did you mean 'verify'?"),
     ("an option of save", lambda w: save({}, w / "new", fsnyc=False), "dcp_rs.save() has no option 'fsnyc': did you mean 'fsync'?"),

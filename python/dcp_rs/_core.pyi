@@ -325,6 +325,8 @@ class Reuse:
 
     def wanted(self) -> list[bool]:
         """For each item, whether its bytes are to be given."""
+    def probed(self) -> list[bool]:
+        """For each item, whether of its bytes the first block of 1 MiB is enough."""
     def write(self, parts: Sequence[tuple[int, int, int, int]]) -> None: ...
     def write_plain(self, tensors: list[Any], types: tuple[type, ...], dtypes: dict[Any, str]) -> None:
         """Compares the plain tensors that are wanted."""

@@ -235,10 +235,11 @@ def save_rank_local(folder):
 # --- what the caller says ----------------------------------------------------------------------------
 
 
-def test_what_is_frozen_is_not_even_compared(tmp_path):
+def test_of_what_is_frozen_only_the_first_block_is_compared(tmp_path):
     save(state(1), tmp_path / "1", reuse="froz*")
-    changed = state(2) | {"frozen": random_tensor(LARGE, seed=9)}
-    # The caller's word counts: that it is wrong is not noticed.
+    changed = state(2) | {"frozen": state()["frozen"].clone()}
+    changed["frozen"][-1] += 1
+    # The caller's word counts: that it is wrong beyond the first block is not noticed.
     save(changed, tmp_path / "2", parent=tmp_path / "1", reuse="froz*")
     assert_state_equal(load_rs(blank(state(1)), tmp_path / "2"), state(2))
     # Where the parent's save was not told so, it does not.
@@ -246,12 +247,16 @@ def test_what_is_frozen_is_not_even_compared(tmp_path):
     save(changed | {"frozen": state()["frozen"]}, tmp_path / "4", parent=tmp_path / "3", reuse=["froz*", "x"])
     assert_state_equal(load_rs(blank(state(1)), tmp_path / "3"), changed)
     assert_state_equal(load_rs(blank(state(1)), tmp_path / "4"), state(2))
+    # Where it is wrong from the first block on, as after a step of training, it is.
+    trained = state(2) | {"frozen": random_tensor(LARGE, seed=9)}
+    save(trained, tmp_path / "5", parent=tmp_path / "1", reuse="froz*")
+    assert_state_equal(load_rs(blank(state(1)), tmp_path / "5"), trained)
 
 
 class Adapted(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.backbone = torch.nn.Linear(300, 300)
+        self.backbone = torch.nn.Linear(600, 600)
         self.adapter = torch.nn.Linear(4, 4)
         self.backbone.requires_grad_(requires_grad=False)
 
@@ -274,7 +279,7 @@ def test_a_module_says_by_its_gradients_what_is_frozen(tmp_path, how, keep_vars)
     save_it("1", None)
     with torch.no_grad():
         before = module.backbone.weight.clone()
-        module.backbone.weight += 1  # against its word
+        module.backbone.weight[-1] += 1  # against its word, beyond the block that is compared
         module.adapter.weight += 1
     save_it("2", tmp_path / "1")
     with dcp_rs.open(tmp_path / "2") as checkpoint:
@@ -322,7 +327,7 @@ def test_a_writer_takes_to_another_process_what_it_found_of_a_module(tmp_path):
     writer = RsWriter(tmp_path / "2", parent=tmp_path / "1", reuse=module)
     staged = writer.stage({"model": module.state_dict()})
     with torch.no_grad():
-        staged["model"]["backbone.weight"] += 1
+        staged["model"]["backbone.weight"][-1] += 1
     there = pickle.loads(pickle.dumps(writer))
     dcp.save(staged, storage_writer=there, no_dist=True)
     with dcp_rs.open(tmp_path / "2") as checkpoint:

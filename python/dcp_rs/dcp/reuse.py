@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from dcp_rs import _core
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._warnings import warn_caller
+from dcp_rs.checkpoint.blocks import BLOCK_BYTES
 from dcp_rs.checkpoint.locate import local_path
 from dcp_rs.checkpoint.names import globs
 from dcp_rs.dcp.write_items import Writes
@@ -31,7 +32,7 @@ class Frozen:
     Args:
         reuse: globs over names; or a module: its parameters that need no gradient are frozen, wherever they stand in the state dict, as long as they
             stand there themselves and not as copies. None: nothing is.
-        trusted: it did not change since the parent was saved, either. What was frozen there, too, is not compared then.
+        trusted: it did not change since the parent was saved, either. Of what was frozen there, too, only the first MiB is compared then.
 
     Raises:
         TypeError: something else.
@@ -122,7 +123,9 @@ class Parent:
         reuse = writes.plan.reuse(writes.keep, lengths, index, told, self._frozen.trusted)
         self.warn(to, reuse.problems())
         reuse.write_plain(writes.tensors, PLAIN_TYPES, NAMES)
-        write_entries(reuse, writes.entries, options, len(kept) - len(lengths), only=reuse.wanted())
+        first, probed = len(kept) - len(lengths), reuse.probed()
+        entries = [entry.head(BLOCK_BYTES) if probed[i] else entry for i, entry in enumerate(writes.entries, first)]
+        write_entries(reuse, entries, options, first, only=reuse.wanted())
         if self._verify:
             try:
                 self.warn(to, reuse.verify(options.threads or 0))

@@ -52,6 +52,8 @@ class Keeper:
         self._policies = policies
         self._verify = verify
         self._problems: list[str] = []
+        self._begun: set[str] = set()  # ids of this run's saves
+        self._damaged: set[str] = set()  # and of those that could not be loaded
 
     def folder(self, step: int) -> Path:
         """Where a step is, or would be."""
@@ -72,10 +74,18 @@ class Keeper:
         self._make_way(step, force=force)
         latest = self._root.latest() if reuse or self._policies.max_bytes is not None else None
         if latest is not None and self._policies.max_bytes is not None:
-            self._prune(step, room=latest.written if reuse else latest.nbytes)
+            # The first save of a run may be of other ranks, and find nothing to take over.
+            alike = reuse and latest.save_id in self._begun
+            self._prune(step, room=latest.written if alike else latest.nbytes)
         save_id = uuid.uuid4().hex
         self._root.begin(step, save_id, numbers)
-        return Prepared(save_id, latest if reuse else None)
+        self._begun.add(save_id)
+        return Prepared(save_id, self._parent() if reuse else None)
+
+    def _parent(self) -> Step | None:
+        """The newest step that nobody found damaged."""
+        whole = (found for found in self._root.newest() if isinstance(found, Step))
+        return next((found for found in whole if found.save_id not in self._damaged), None)
 
     def _make_way(self, step: int, *, force: bool) -> None:
         found = self._root.look_at(step)
@@ -158,6 +168,7 @@ class Keeper:
                 passed.append(found)
             elif found.number in damaged:
                 why = damaged[found.number]
+                self._damaged.add(found.save_id)
                 passed.append(PassedOver(number=found.number, path=found.path, why=why, kind="damaged"))
             else:
                 return found.number, passed

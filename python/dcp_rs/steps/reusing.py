@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,15 @@ class Reusing:
         self._own: set[str] = set()  # ids of the saves that were begun here
         self.wanted = reuse is not False
         Frozen(self._what)  # what it cannot take is an error here, and not at the first save
+
+    def distrusting(self, load: Callable[[Path], object]) -> Callable[[Path], object]:
+        """``load``, before which nothing is taken for unchanged any more: what was frozen when a step was saved may be something else then."""
+
+        def distrusted(path: Path) -> object:
+            self._own.clear()
+            return load(path)
+
+        return distrusted
 
     def options(self, prepared: Prepared) -> dict[str, Any]:
         """The arguments of a save that say so."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,17 @@ class Entry:
             and not data.is_conj()
             and not data.is_neg()
         )
+
+    def head(self, nbytes: int) -> Entry:
+        """The first ``nbytes`` of a tensor's payload, or all of it where there is no more; a value as it is."""
+        data = self.data
+        if not isinstance(data, torch.Tensor) or self.nbytes <= nbytes:
+            return self
+        count = nbytes // (self.dtype or data.dtype).itemsize
+        while data.dim() > 1 and data[0].numel() >= count:
+            data = data[0]
+        rows = -(-count // max(1, data[0].numel()))
+        return replace(self, data=data[:rows].reshape(-1)[:count])
 
     def item(self) -> _core.SaveItem:
         """As the engine has it."""

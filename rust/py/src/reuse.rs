@@ -53,6 +53,11 @@ impl Reuse {
         self.wants.clone()
     }
 
+    /// For each item, whether of its bytes the first block is enough.
+    fn probed(&self) -> Vec<bool> {
+        (0..self.wants.len()).map(|item| self.inner.probes(item)).collect()
+    }
+
     /// Compares parts (item, first byte of the item, address, bytes), as `Save.write` writes them: memory stays until this returns.
     fn write(&self, py: Python<'_>, parts: Vec<(u32, u64, usize, usize)>) -> PyResult<()> {
         self.compare(py, &parts_at(&parts))

@@ -7,6 +7,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ffi::OsStr;
 use std::fs::{self, Metadata};
 use std::io::ErrorKind;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
@@ -299,10 +300,16 @@ fn judge(claimed: Claimed, age: Duration, older_than: Option<Duration>) -> Verdi
     }
 }
 
-/// Since it was last written to.
+/// Since it was last written to, or got its name: one that is linked keeps the time at which it was written.
 fn age(meta: &Metadata) -> Duration {
     let modified = meta.modified().unwrap_or_else(|_| SystemTime::now());
-    modified.elapsed().unwrap_or_default()
+    let changed = SystemTime::UNIX_EPOCH + Duration::from_secs(meta.ctime().max(0).unsigned_abs());
+    let since = if meta.nlink() > 1 {
+        modified.max(changed)
+    } else {
+        modified
+    };
+    since.elapsed().unwrap_or_default()
 }
 
 /// What is at a path; nothing, where it is gone since the folder was listed.

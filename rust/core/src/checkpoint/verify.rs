@@ -128,7 +128,15 @@ pub fn damaged_chunks(index: &Index, chunks: &[u64], threads: usize, control: &C
         push_blocks(&mut blocks, number, chunk.file, chunk.offset, chunk.length);
     }
     blocks.sort_unstable_by_key(|block| (block.file, block.offset));
-    let problems = Mutex::new(BTreeMap::new());
+    let mut problems = BTreeMap::new();
+    for (&number, file_ref) in &files {
+        // With a header that is damaged, no chunk of the file is of use.
+        if let Some(problem) = check_head(index, number, &open(Files::Local, file_ref)?, file_ref)? {
+            let inside = chunks.iter().filter(|&&chunk| index.chunk_file(chunk) == number);
+            problems.extend(inside.map(|&chunk| (chunk, problem.clone())));
+        }
+    }
+    let problems = Mutex::new(problems);
     each_block(index, Files::Local, &files, &blocks, threads, control, |block, got| {
         if let Some(problem) = compare(index, &files, block, got) {
             let mut problems = problems.lock().unwrap_or_else(std::sync::PoisonError::into_inner);

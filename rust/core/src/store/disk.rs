@@ -3,7 +3,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -56,18 +56,10 @@ const WRITE_BACK: usize = 64 << 20;
 /// What a file system says that has no locks; `EBADF`: for a file that is not open for writing.
 const NO_LOCKS: [i32; 5] = [libc::ENOTSUP, libc::EOPNOTSUPP, libc::ENOLCK, libc::ENOSYS, libc::EBADF];
 
-/// What keeps a file from getting a second name that does not keep a copy from being written.
-const NO_LINKS: [i32; 9] = [
-    libc::EXDEV,
-    libc::EPERM,
-    libc::EMLINK,
-    libc::EACCES,
-    libc::ENOTSUP,
-    libc::EOPNOTSUPP,
-    libc::ENOSYS,
-    libc::EINVAL,
-    libc::ENOENT,
-];
+fn is_same_file(a: &Path, b: &Path) -> bool {
+    let identity = |path| fs::symlink_metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
+    identity(a).is_some_and(|a| Some(a) == identity(b))
+}
 
 /// Who has a lock that was asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -246,13 +238,22 @@ impl Disk {
         retry(sync).map_err(failed)
     }
 
-    /// Gives a file a second name. `Err` within: why that cannot be, be it the file system, the limit of links, permissions, or that there is no
-    /// such file.
+    /// Gives a file a second name. `Err` within: why that cannot be, which keeps no copy from being written.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where the name is another file's.
     pub(crate) fn link(&self, from: &Path, to: &Path) -> Result<std::result::Result<(), io::Error>> {
         match self.before(Call::Link, to).and_then(|_| fs::hard_link(from, to)) {
             Ok(()) => Ok(Ok(())),
-            Err(error) if error.raw_os_error().is_some_and(|code| NO_LINKS.contains(&code)) => Ok(Err(error)),
-            Err(error) => Err(Error::io("link", to, error)),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                // A server of files that did it, and whose answer was lost, says so when it is asked again.
+                if is_same_file(from, to) {
+                    Ok(Ok(()))
+                } else {
+                    Err(Error::io("link", to, error))
+                }
+            }
+            Err(error) => Ok(Err(error)),
         }
     }
 

@@ -101,7 +101,8 @@ impl DataFiles {
                 path: path.clone(),
                 held: None,
             });
-            if lock.take().is_some() {
+            // The folder stays locked until the file is claimed.
+            if let Some(_locked) = lock.take() {
                 files.claim = FileLock::claim(&files.disk, &path, control)?;
             }
             files.disk.allocate(&plain, &path, plan.size)?;

@@ -34,7 +34,7 @@ struct Candidate {
     chunk: Option<u64>,
     /// The caller says that it does not change.
     frozen: bool,
-    /// The caller says so, and said so when the parent was saved: it is not looked at.
+    /// The caller says so, and said so when the parent was saved: only its first block is compared.
     trusted: bool,
     differs: AtomicBool,
 }
@@ -49,8 +49,8 @@ pub(super) struct Source {
 
 impl Reuse {
     /// Finds, for each item, the chunk of `parent` of its name, place, shape, dtype, flags and path. `frozen`, for each item: the caller says
-    /// that it never changes; `trusted`: also that it did not since the parent was saved, so that an item which was frozen there, too, is not
-    /// compared.
+    /// that it never changes; `trusted`: also that it did not since the parent was saved, so that of an item which was frozen there, too, only the
+    /// first block is compared: whatever trains or loads a tensor after all changes that as well.
     ///
     /// Without a parent it only notes what is frozen. Nothing of a parent that others wrote, or of files that are not there as its index says, is reused: see [`problems`](Self::problems).
     pub fn new(parent: Option<Arc<Index>>, items: &[SaveItem], frozen: &[bool], trusted: bool) -> Self {
@@ -68,8 +68,8 @@ impl Reuse {
                 let trusted = trusted && frozen && found.as_ref().is_some_and(|(_, view)| view.frozen);
                 let found = found.filter(|(_, view)| trusted || view.content.is_some());
                 first_block.push(blocks);
-                if found.is_some() && !trusted {
-                    blocks += to_usize(block_count(item.length));
+                if found.is_some() {
+                    blocks += if trusted { 1 } else { to_usize(block_count(item.length)) };
                 }
                 Candidate {
                     length: item.length,
@@ -103,11 +103,16 @@ impl Reuse {
 
     /// Whether the bytes of an item are to be given to [`compare`](Self::compare).
     pub fn wants(&self, item: usize) -> bool {
-        self.items[item].chunk.is_some() && !self.items[item].trusted
+        self.items[item].chunk.is_some()
+    }
+
+    /// Whether the first block of an item is all that is to be given.
+    pub fn probes(&self, item: usize) -> bool {
+        self.wants(item) && self.items[item].trusted
     }
 
     /// Compares parts of items with what the parent holds. The parts of one item come in order, over all calls, and each but its last is a
-    /// multiple of [`BLOCK_SIZE`] long. An item that differs is read up to there.
+    /// multiple of [`BLOCK_SIZE`] long. An item that differs is read up to there, and of one that is trusted the first block.
     ///
     /// # Errors
     /// [`Error::Plan`] for a part out of order, or of an item that is not wanted; [`Error::Interrupted`].
@@ -117,10 +122,7 @@ impl Reuse {
         for part in parts {
             let number = part.item as usize;
             let length = part.data.len() as u64;
-            let known = self
-                .items
-                .get(number)
-                .filter(|item| item.chunk.is_some() && !item.trusted);
+            let known = self.items.get(number).filter(|item| item.chunk.is_some());
             let end = part.at.checked_add(length);
             let fits = known.is_some_and(|item| {
                 end.is_some_and(|end| end == item.length || (end < item.length && length.is_multiple_of(BLOCK_SIZE)))
@@ -134,6 +136,7 @@ impl Reuse {
             compared[number] += length;
             let first = part.at / BLOCK_SIZE;
             let last = first + block_count(length);
+            let last = if self.items[number].trusted { last.min(1) } else { last };
             jobs.extend(
                 (first..last)
                     .step_by(to_usize(BLOCKS_AT_A_TIME))
@@ -182,7 +185,7 @@ impl Reuse {
         let item = &self.items[number];
         let chunk = item.chunk.filter(|_| !item.differs.load(Ordering::Relaxed))?;
         if item.trusted {
-            return Some(chunk);
+            return (compared > 0).then_some(chunk);
         }
         if compared != item.length {
             return None;
@@ -312,7 +315,7 @@ fn find(parent: &Index, item: &SaveItem) -> Option<u64> {
     let tensor = parent.tensor(number);
     let is_same = (tensor.kind, tensor.dtype, &tensor.shape, tensor.flags)
         == (item.kind, item.dtype, &item.shape, item.flags)
-        && (item.path.is_none() || item.path == parent.planner_path(number));
+        && item.path == parent.planner_path(number);
     if !is_same {
         return None;
     }
