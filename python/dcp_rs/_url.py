@@ -14,6 +14,8 @@ from dcp_rs.errors import UnsupportedError
 __all__ = ["StorageOptions", "Url", "location", "options_for", "use_storage_options"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+#: What is left of a URL that went through :class:`~pathlib.Path`.
+_MANGLED = re.compile(r"(s3|gs|az|https?):/[^/]")
 #: Stores that the engine speaks to.
 _STORES = ("s3", "gs", "az", "http", "https")
 #: What of an option's name says that its value is no secret.
@@ -57,15 +59,23 @@ def location(path: str | os.PathLike[str]) -> Path:
     """The path, or the :class:`Url` where it is one of a store; ``file://`` leads to the file system.
 
     Raises:
-        UnsupportedError: a scheme that no store is known for, or a URL with credentials in it.
+        UnsupportedError: a scheme that no store is known for, a URL with credentials or an empty part in it, or one that was made a
+            :class:`~pathlib.Path`, which lost a slash of it.
     """
     if isinstance(path, Path):
+        if not isinstance(path, Url) and _MANGLED.match(str(path)):
+            msg = f"{path}: a URL is given as text, and not as a pathlib.Path, which makes one slash of two"
+            raise UnsupportedError(msg, path=path)
         return path
     text = os.fspath(path)
     scheme = _SCHEME.match(text)
     if scheme is None:
         return Path(text)
     name = scheme[1].lower()
+    host, _, rest = text[scheme.end() :].partition("/")
+    if "@" in host or "?" in text or "#" in text:  # before anything is said of the rest
+        msg = f"a {name}:// URL with a user, a query or a fragment: credentials go into storage_options= or the environment"
+        raise UnsupportedError(msg)
     if name == "file":
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):
@@ -75,18 +85,20 @@ def location(path: str | os.PathLike[str]) -> Path:
     if name not in _STORES:
         msg = f"{text}: {scheme[0]} is not supported; paths of the file system are, and file://, s3://, gs://, az://, http:// and https://"
         raise UnsupportedError(msg, path=text)
-    host, _, rest = text[scheme.end() :].partition("/")
-    if "@" in host or "?" in text or "#" in text:
-        msg = f"a {name}:// URL with a user, a query or a fragment: credentials go into storage_options= or the environment"
-        raise UnsupportedError(msg)
+    if "//" in f"/{rest}":
+        msg = f"{text}: two slashes with nothing between them: such a name cannot be read"
+        raise UnsupportedError(msg, path=text)
     return Url(f"{name}://{host}/{rest}")
 
 
 class StorageOptions(Mapping[str, str]):
-    """Options of a store, of which secrets are shown to nobody and do not pickle: in another process they come from the environment there."""
+    """Options of a store, of which secrets are shown to nobody and do not pickle: in another process they come from the environment there.
+
+    One whose value is None is not given.
+    """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self._options = {str(key): _text(value) for key, value in options.items()}
+        self._options = {str(key): _text(value) for key, value in options.items() if value is not None}
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | Any | None) -> StorageOptions | None:
@@ -121,16 +133,16 @@ class StorageOptions(Mapping[str, str]):
 
     def __repr__(self) -> str:
         shown = ", ".join(
-            f"{key}={value!r}" if _is_plain(key) else f"{key}=***" for key, value in self._options.items()
+            f"{key}={value!r}" if _is_plain(key, value) else f"{key}=***" for key, value in self._options.items()
         )
         return f"StorageOptions({shown})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StorageOptions, ({key: value for key, value in self._options.items() if _is_plain(key)},)
+        return StorageOptions, ({key: value for key, value in self._options.items() if _is_plain(key, value)},)
 
 
-def _is_plain(key: str) -> bool:
-    return key.lower().endswith(_PLAIN)
+def _is_plain(key: str, value: str) -> bool:
+    return key.lower().endswith(_PLAIN) and "@" not in value  # of an endpoint: who logs in there
 
 
 def _text(value: Any) -> str:

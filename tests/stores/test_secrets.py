@@ -73,10 +73,41 @@ def test_urls_with_credentials_are_refused_without_telling_them():
         f"https://me:{SECRETS[0]}@host/x",
         f"https://host/x?X-Amz-Signature={SECRETS[0]}",
         f"s3://key:{SECRETS[0]}@bucket/x",
+        f"ftp://me:{SECRETS[0]}@host/x",
+        f"ftp://host/x?sig={SECRETS[0]}",
+        f"file://me:{SECRETS[0]}@host/x",
     ):
         with pytest.raises(UnsupportedError, match="credentials go into") as caught:
             dcp_rs.open(url)
         assert not has_secret("".join(traceback.format_exception_only(caught.value)))
+
+
+def test_an_endpoint_with_a_password_is_a_secret():
+    options = StorageOptions(
+        {"aws_endpoint": f"http://me:{SECRETS[0]}@host", "aws_region": "r", "aws_session_token": None}
+    )
+    assert dict(options) == {"aws_endpoint": f"http://me:{SECRETS[0]}@host", "aws_region": "r"}
+    assert not has_secret(repr(options))
+    assert "aws_region='r'" in repr(options)
+    assert dict(pickle.loads(pickle.dumps(options))) == {"aws_region": "r"}
+
+
+def test_no_variable_of_a_traceback_shows_them(saved, server, options):
+    server.faults.append(Fault(status=403, times=None))
+    with pytest.raises(DcpRsError) as caught:
+        dcp_rs.open(server.url("runs/ckpt"), storage_options=options)
+    frames = [frame.f_locals for frame, _ in traceback.walk_tb(caught.value.__traceback__)][1:]
+    assert any("storage_options" in variables for variables in frames)
+    # What the caller gave is the caller's own; the first frame that takes it in has it by that name.
+    assert not any(has_secret({**variables, "storage_options": None}) for variables in frames[1:])
+
+
+def test_what_is_no_option_is_not_shown():
+    line = [sys.executable, "-m", "dcp_rs", "--storage-option", SECRETS[0], "ls", "s3://b/x"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "KEY=VALUE" in done.stderr
+    assert not has_secret(done.stdout + done.stderr)
 
 
 def test_options_of_another_kind_are_refused():

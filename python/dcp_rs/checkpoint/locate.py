@@ -67,11 +67,12 @@ def open_index(
         CorruptIndexError, UnsafePickleError, UnsupportedError, StorageError: see :mod:`dcp_rs.errors`.
     """
     where = location(path)
-    remotely = options_for(where, storage_options)
+    is_remote = isinstance(where, Url)
     try:
-        index = _core.Index.open(os.fspath(where), rank, allow_external, remotely)
+        # What is secret gets no name here: tools show the variables of a traceback.
+        index = _core.Index.open(os.fspath(where), rank, allow_external, options_for(where, storage_options))
     except (CheckpointNotFoundError, CorruptDataError) as error:
-        if remotely is None and (isinstance(error, CheckpointNotFoundError) or where.suffix == ".distcp"):
+        if not is_remote and (isinstance(error, CheckpointNotFoundError) or where.suffix == ".distcp"):
             error.args = (f"{error}{suggestion(where)}",)
         raise
     if verify and index.chunk_count and not index.has_digests():
@@ -79,7 +80,7 @@ def open_index(
             f"verify=True checks nothing in {path}: it has no digests; "
             "dcp_rs.index(path, digests=True) adds them, dcp_rs.convert writes a checkpoint that has them"
         )
-    if rank is None and remotely is None and index.source == "dcp-rs":
+    if rank is None and not is_remote and index.source == "dcp-rs":
         _warn_of_two(index.path.parent)
     return index
 

@@ -26,7 +26,7 @@ def _use_store(_context: click.Context, _parameter: click.Parameter, pairs: Sequ
     for pair in pairs:
         key, is_there, value = pair.partition("=")
         if not is_there or not key:
-            raise click.BadParameter(f"{key}: KEY=VALUE")  # not the value, which may be a secret
+            raise click.BadParameter("not KEY=VALUE")  # not what it is, which may be a secret
         options[key] = value
     use_storage_options(StorageOptions(options) if options else None)
 

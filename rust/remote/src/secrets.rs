@@ -34,8 +34,21 @@ impl Secrets {
     /// Notes the value of an option, if it may be secret.
     pub fn note(&mut self, key: &str, value: &str) {
         // What is shorter would be found by chance everywhere, and keeps no secret.
-        if value.len() >= 4 && !PLAIN.iter().any(|plain| key.ends_with(plain)) {
-            self.0.push(value.to_owned());
+        let mut note = |secret: &str| {
+            if secret.len() >= 4 {
+                self.0.push(secret.to_owned());
+            }
+        };
+        if let Some((user, _)) = value.rsplit_once('@') {
+            // Of an endpoint: credentials may stand in it.
+            note(value);
+            let user = user.split_once("://").map_or(user, |(_, user)| user);
+            note(user);
+            if let Some((_, password)) = user.split_once(':') {
+                note(password);
+            }
+        } else if !PLAIN.iter().any(|plain| key.ends_with(plain)) {
+            note(value);
         }
     }
 
@@ -56,6 +69,12 @@ mod tests {
         secrets.note("aws_secret_access_key", "hunter22");
         secrets.note("aws_region", "eu-west-1");
         secrets.note("something_new", "token");
+        secrets.note("aws_endpoint", "http://me:hunter33@host:9000");
+        secrets.note("aws_endpoint_url", "http://host:9000");
+        assert_eq!(
+            secrets.remove("http://me:hunter33@host:9000, me:hunter33, hunter33, http://host:9000"),
+            "***, ***, ***, http://host:9000"
+        );
         assert_eq!(secrets.remove("hunter22 token eu-west-1"), "*** *** eu-west-1");
     }
 }
