@@ -14,7 +14,11 @@ from safetensors.torch import save_file
 
 import dcp_rs
 from dcp_rs import RsReader
+from dcp_rs._url import location
 from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError, CorruptDataError, UnsupportedError
+from dcp_rs.options import ReadOptions
+from dcp_rs.transfer.load import fill
+from dcp_rs.transfer.target import Target
 from support import assert_state_equal, blank
 
 MIB = 1 << 20
@@ -196,6 +200,65 @@ def test_a_save_that_replaces_it_is_noticed(saved, server, url, options, tmp_pat
     into = blank(state)
     dcp_rs.load_state_dict(into, RsReader(url, storage_options=options))
     assert into["step"] == 18
+
+
+def converted(index, name, shape):
+    """A target that is filled through slabs, for its dtype is another one."""
+    return Target(index.find(name), [0] * len(shape), torch.zeros(shape, dtype=torch.float64), name, torch.float32)
+
+
+def test_a_load_through_slabs_notices_it_too(saved, server, url, options, tmp_path):
+    state, _ = saved
+    reader = RsReader(url, storage_options=options)
+    reader.read_metadata()
+    index = reader._local.index
+    for key in list(server.objects):
+        del server.objects[key]
+    dcp_rs.save(state, tmp_path / "other")
+    server.put_folder(tmp_path / "other", "runs/ckpt")
+    with pytest.raises(CheckpointReplacedError):
+        fill(index, [converted(index, "model.big", (1500, 1024))], ReadOptions())
+
+
+def test_metadata_pickles_to_where_it_came_from(saved, url, options, monkeypatch):
+    state, _ = saved
+    data = pickle.dumps(RsReader(url, storage_options=options).read_metadata())
+    assert b"test-secret" not in data
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-access-key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret-key-0123456789")
+    copy = pickle.loads(data)
+    assert copy.state_dict_metadata["model.big"].size == state["model"]["big"].shape
+    assert len(copy.storage_data) > 0
+
+
+def test_direct_storage_does_not_apply(saved, url, options, monkeypatch):
+    state, _ = saved
+    monkeypatch.setattr("dcp_rs.transfer.gds.fill", lambda *_: pytest.fail("a URL was to be read as a file"))
+    reader = RsReader(url, io="gds", storage_options=options)
+    reader.read_metadata()
+    index = reader._local.index
+    target = converted(index, "model.big", (1500, 1024))
+    fill(index, [target], reader.options)
+    assert torch.equal(target.tensor, state["model"]["big"].double())
+
+
+def test_an_index_over_files_of_torch_save_is_refused(tmp_path, server, options):
+    folder = tmp_path / "torch"
+    folder.mkdir()
+    torch.save({"w": torch.ones(3)}, folder / "model.pth")
+    dcp_rs.index(folder / "model.pth", out=folder)
+    assert (folder / "index.dcprs").is_file()
+    server.put_folder(folder, "torch")
+    with pytest.raises(UnsupportedError, match=r"torch\.save"):
+        dcp_rs.open(server.url("torch"), storage_options=options)
+
+
+def test_names_that_a_path_would_change_are_refused():
+    for path in ("s3://b/a//x", "s3://b//x", "https://h/a//", Path("s3://b/x"), Path("https://h/x")):
+        with pytest.raises(UnsupportedError, match="slash"):
+            location(path)
+    assert str(location("s3://b/a/")) == "s3://b/a"
+    assert location(location("s3://b/a")) == location("s3://b/a")
 
 
 def test_what_is_not_there_is_said(server, options, saved):

@@ -56,7 +56,7 @@ def stream(
     stored = [entry for entry in entries if not entry.is_bytes]
     if not lanes.is_accelerator(device):
         tensors = _read_ahead(index, stored, options)
-    elif options.io == "gds":
+    elif options.io == "gds" and not index.is_remote:
         tensors = _by_groups(index, stored, device, options)
     else:
         tensors = _through_slabs(index, stored, device, options)

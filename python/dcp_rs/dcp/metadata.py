@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_rs import _core
+from dcp_rs._url import StorageOptions, location, options_for
 from dcp_rs.checkpoint.locate import INDEX_NAME
 from dcp_rs.errors import CheckpointNotFoundError, UnsupportedError
 from dcp_rs.tensors.dtypes import BY_NAME, REQUIRES_GRAD
@@ -65,32 +66,37 @@ def tensor_properties(dtype: torch.dtype, flags: int) -> TensorProperties:
 
 
 class _Handle:
-    """An index, or where to open it: what is pickled is the path alone, however much the index holds."""
+    """An index, or where to open it: what is pickled is the path alone, however much the index holds.
 
-    def __init__(self, index: _core.Index) -> None:
+    Options of a store go with it, without their secrets.
+    """
+
+    def __init__(self, index: _core.Index, storage_options: StorageOptions | None) -> None:
         self._index: _core.Index | None = index
         self._path = os.fspath(index.path)
         self._save_id = index.save_id
+        self._storage_options = storage_options
 
     @property
     def index(self) -> _core.Index:
         if self._index is None:
             folder, name = os.path.split(self._path)
             rank = None if name == INDEX_NAME else int(name.removeprefix("__").removesuffix("." + INDEX_NAME))
-            index = _core.Index.open(folder, rank, False)
+            where = location(folder)
+            index = _core.Index.open(os.fspath(where), rank, False, options_for(where, self._storage_options))
             if index.save_id != self._save_id:
                 msg = f"the checkpoint at {folder} that this metadata describes has been replaced"
                 raise CheckpointNotFoundError(msg, path=self._path)
             self._index = index
         return self._index
 
-    def __getstate__(self) -> tuple[str, str | None, bytes | None]:
+    def __getstate__(self) -> tuple[str, str | None, bytes | None, StorageOptions | None]:
         # Indexes over data of others were made in memory: there is no file to open again.
         in_memory = self._index is not None and not self._path.endswith(INDEX_NAME)
-        return self._path, self._save_id, self.index.to_bytes() if in_memory else None
+        return self._path, self._save_id, self.index.to_bytes() if in_memory else None, self._storage_options
 
-    def __setstate__(self, state: tuple[str, str | None, bytes | None]) -> None:
-        self._path, self._save_id, data = state
+    def __setstate__(self, state: tuple[str, str | None, bytes | None, StorageOptions | None]) -> None:
+        self._path, self._save_id, data, self._storage_options = state
         self._index = None if data is None else _core.Index.from_bytes(data, self._path, False)
 
 
@@ -206,12 +212,14 @@ def describe_saved(metadata: Metadata, index: _core.Index, meta: StorageMeta) ->
         metadata.version = DCP_VERSION
 
 
-def make_metadata(index: _core.Index, *, checkpoint_id: str, load_id: str) -> Metadata:
+def make_metadata(
+    index: _core.Index, *, checkpoint_id: str, load_id: str, storage_options: StorageOptions | None = None
+) -> Metadata:
     """DCP's ``Metadata`` over ``index``. Costs the same whatever the index holds."""
     root = index.planner_root()
     if root is None and index.source == "safetensors":  # as a checkpoint of DCP of the same names has it
         root = {}
-    handle = _Handle(index)
+    handle = _Handle(index, storage_options)
     metadata = Metadata(
         state_dict_metadata=Entries(handle),  # type: ignore[arg-type]  # a mapping is all that planners use
         planner_data=PlannerPaths(handle, root, flat=index.source == "safetensors") if isinstance(root, dict) else root,

@@ -188,7 +188,9 @@ class RsReader(StorageReader):
         index = self._open(kwargs.get("rank"))
         self._local.index = index
         self._local.clock.end("metadata")
-        return make_metadata(index, checkpoint_id=os.fspath(self.path), load_id=self.load_id)
+        return make_metadata(
+            index, checkpoint_id=os.fspath(self.path), load_id=self.load_id, storage_options=self.storage_options
+        )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Takes the index from the metadata that :meth:`read_metadata` returned, in whichever thread or process this is."""

@@ -124,7 +124,7 @@ class Load:
         wanted, nbytes = self._batch.read(turn, progress=tell, **self._options.engine())
         self._counts.add(wanted, nbytes)
         wants = self._batch.wants(turn)
-        if wants and self._options.io == "gds":
+        if wants and self._options.io == "gds" and not self._index.is_remote:  # it reads files
             wants = gds.fill(self._batch, wants, self._elsewhere, self._options)
         if wants:
             self._counts.add(*upload(self._batch, wants, self._elsewhere, self._options, tell))

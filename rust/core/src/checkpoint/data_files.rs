@@ -60,7 +60,10 @@ pub(super) fn check_each<'a>(
     let Some(remote) = index.remote() else {
         let check = |i: usize| {
             control.check()?;
-            files[i].open(false).map(drop).map_err(|error| explain(index, error))
+            files[i]
+                .open(false)
+                .map(drop)
+                .map_err(|error| explain(index, error, control))
         };
         return parallel::map_waiting(files.len(), check).map(drop);
     };
@@ -69,7 +72,7 @@ pub(super) fn check_each<'a>(
     }
     let connection = remote.connect(1)?;
     let there = Files::Remote(&*connection, control);
-    let check = |i: usize| check_remote(there, files[i]).map_err(|error| explain(index, error));
+    let check = |i: usize| check_remote(there, files[i]).map_err(|error| explain(index, error, control));
     parallel::map(files.len(), there.threads(0), check).map(drop)
 }
 
@@ -96,14 +99,14 @@ pub fn find_link_outside(index: &Index) -> Option<PathBuf> {
 
 /// What an error of a read means: a data file that is gone, or changed, may have gone with the checkpoint it belonged to. What is refused by
 /// those who know no index gets its path.
-pub fn explain(index: &Index, error: Error) -> Error {
+pub fn explain(index: &Index, error: Error, control: &Control) -> Error {
     let path = index.path().to_owned();
     match error {
         Error::CorruptData { .. }
         | Error::Storage {
             kind: StorageFault::Precondition,
             ..
-        } if was_replaced(index) => Error::Replaced { path },
+        } if was_replaced(index, control) => Error::Replaced { path },
         Error::TensorPlan {
             path: None,
             tensor,
@@ -118,12 +121,12 @@ pub fn explain(index: &Index, error: Error) -> Error {
 }
 
 /// Whether another save has been committed in the place of this index since it was opened.
-fn was_replaced(index: &Index) -> bool {
+fn was_replaced(index: &Index, control: &Control) -> bool {
     if index.source() != SourceKind::Native {
         return false; // no save removes the files of others
     }
     let now = match index.remote() {
-        Some(remote) => remote_identity(&**remote, index.path()),
+        Some(remote) => remote_identity(&**remote, index.path(), control),
         None => identity_of(index.path()),
     };
     match now {
@@ -135,9 +138,9 @@ fn was_replaced(index: &Index) -> bool {
 }
 
 /// Which save an index on a store is of now.
-fn remote_identity(remote: &dyn Remote, path: &Path) -> Option<Identity> {
+fn remote_identity(remote: &dyn Remote, path: &Path, control: &Control) -> Option<Identity> {
     let connection = remote.connect(1).ok()?;
-    let start = connection.start(path, Identity::LEN as u64, true, &Control::new());
+    let start = connection.start(path, Identity::LEN as u64, true, control);
     Identity::of(start.ok()??.0.first_chunk()?)
 }
 
@@ -150,6 +153,8 @@ pub fn map_data_file(index: &Index, file: u32, allow_external: bool) -> Result<P
             file_ref.path.display()
         )));
     }
-    let opened = file_ref.open(false).map_err(|error| explain(index, error))?;
+    let opened = file_ref
+        .open(false)
+        .map_err(|error| explain(index, error, &Control::new()))?;
     PrivateMapping::new(&opened).map_err(|error| Error::io("map", &file_ref.path, error))
 }

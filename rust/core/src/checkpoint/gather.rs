@@ -271,7 +271,7 @@ impl Gather {
         let requests = turns.requests(turn, &self.requests);
         // SAFETY: the caller's promise; no two requests of a turn share a byte. Files are never made shorter (section 9 of the format).
         let read = unsafe { read::read(&self.files, &requests, &Names(&self.index), options, control) };
-        read.map_err(|error| explain(&self.index, error))
+        read.map_err(|error| explain(&self.index, error, control))
     }
 }
 

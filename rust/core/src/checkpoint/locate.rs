@@ -176,7 +176,7 @@ pub(super) enum FoundRemote {
     Foreign(Foreign),
 }
 
-fn only_locally(path: &Path) -> Error {
+pub(super) fn only_locally(path: &Path) -> Error {
     Error::Unsupported(format!(
         "{}: files of torch.save are opened from the file system: download it, or convert it",
         path.display()

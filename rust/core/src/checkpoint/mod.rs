@@ -16,6 +16,7 @@ pub mod verify;
 pub use check::{check_files, check_regions, verify_chunks};
 pub use clean::{Cleaned, Kind as LeftoverKind, Leftover, Verdict, clean, leftovers};
 pub use commit::{Committed, commit, commit_index, discard, next_generation, replace_index};
+pub(crate) use data_files::explain;
 pub use data_files::{file_ref, find_link_outside, map_data_file};
 pub(crate) use data_header::part_of;
 pub use gather::{Gather, Memory};

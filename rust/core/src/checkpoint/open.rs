@@ -4,9 +4,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::index_file::open_index;
-use super::locate::{Found, FoundRemote, find, find_data, find_remote};
+use super::locate::{Found, FoundRemote, find, find_data, find_remote, only_locally};
 use crate::foreign::{Foreign, distcp, safetensors, torch_file};
-use crate::format::{INDEX_NAME, Index, rank_index_name};
+use crate::format::{INDEX_NAME, Index, SourceKind, rank_index_name};
 use crate::store::{Files, Remote};
 use crate::{Control, Error, Result};
 
@@ -23,7 +23,13 @@ pub fn open(path: &Path, rank: Option<u32>, threads: usize) -> Result<Index> {
 pub fn open_remote(path: &Path, rank: Option<u32>, remote: Arc<dyn Remote>, control: &Control) -> Result<Index> {
     let connection = remote.connect(0)?;
     match find_remote(&*connection, path, rank, control)? {
-        FoundRemote::Native { index, bytes } => Ok(Index::from_bytes(bytes, &index)?.on(remote)),
+        FoundRemote::Native { index, bytes } => {
+            let index = Index::from_bytes(bytes, &index)?;
+            if index.source() == SourceKind::Torch {
+                return Err(only_locally(path));
+            }
+            Ok(index.on(remote))
+        }
         FoundRemote::Foreign(kind) => {
             let files = Files::Remote(&*connection, control);
             Ok(index_of(files, path, &kind, rank, 0)?.on(Arc::clone(&remote)))

@@ -74,7 +74,7 @@ pub fn verify(index: &Index, allow_external: bool, threads: usize, control: &Con
         control.check()?;
         let number = u32::try_from(number).expect("counted by one");
         let file_ref = file_ref(index, number, allow_external)?;
-        let problem = match open(there, &file_ref).map_err(|error| explain(index, error)) {
+        let problem = match open(there, &file_ref).map_err(|error| explain(index, error, control)) {
             Ok(file) => check_head(index, number, &file, &file_ref)?.map(|problem| (problem, true)),
             Err(Error::CorruptData { path, reason, .. }) => {
                 Some((file_problem(there, path, file_ref.size, reason), false))
@@ -302,18 +302,28 @@ const REQUEST: (u64, u64) = (BLOCK_SIZE, 8 * BLOCK_SIZE);
 /// Numbers of blocks that are read together: from a store, what lies near each other.
 fn groups(there: Files<'_>, blocks: &[Block]) -> Vec<Range<usize>> {
     let mut groups: Vec<Range<usize>> = Vec::with_capacity(blocks.len());
+    // Of the group: blocks of two chunks may overlap, and then the last is not the one that ends last.
+    let mut end = 0;
     for (i, block) in blocks.iter().enumerate() {
         if let Some(group) = groups.last_mut().filter(|_| there.is_remote()) {
-            let (first, last) = (&blocks[group.start], &blocks[group.end - 1]);
-            let near = block.file == first.file && block.offset <= last.offset + last.len + REQUEST.0;
+            let first = &blocks[group.start];
+            let near = block.file == first.file && block.offset <= end + REQUEST.0;
             if near && block.offset + block.len <= first.offset + REQUEST.1 {
                 group.end = i + 1;
+                end = end.max(block.offset + block.len);
                 continue;
             }
         }
         groups.push(i..i + 1);
+        end = block.offset + block.len;
     }
     groups
+}
+
+/// Bytes from the first block of a group to the end of whichever ends last.
+fn length(group: &[Block]) -> u64 {
+    let end = group.iter().map(|block| block.offset + block.len).max();
+    end.zip(group.first()).map_or(0, |(end, first)| end - first.offset)
 }
 
 /// What one thread reads with: the file that it read last stays open. (A checkpoint may have more files than a process may open.)
@@ -344,7 +354,7 @@ fn each_block(
         |hasher, job| {
             control.check()?;
             let group = &blocks[groups[job].clone()];
-            let (block, last) = (&group[0], &group[group.len() - 1]);
+            let block = &group[0];
             let file_ref = &files[&block.file];
             let kept = hasher.open.take().filter(|(number, _)| *number == block.file);
             let file = match kept {
@@ -353,7 +363,7 @@ fn each_block(
                 None => file_ref
                     .open(false)
                     .map(Opened::File)
-                    .map_err(|error| explain(index, error))?,
+                    .map_err(|error| explain(index, error, control))?,
             };
             let (_, file) = hasher.open.insert((block.file, file));
             if let Opened::File(file) = file {
@@ -363,9 +373,8 @@ fn each_block(
                     Error::corrupt_data(&file_ref.path, tensor, block.offset, error.to_string())
                 })?;
             } else {
-                let len = last.offset + last.len - block.offset;
-                let fetched = file.fetch(&file_ref.path, file_ref.size, block.offset, len);
-                hasher.buffer = fetched.map_err(|error| explain(index, error))?;
+                let fetched = file.fetch(&file_ref.path, file_ref.size, block.offset, length(group));
+                hasher.buffer = fetched.map_err(|error| explain(index, error, control))?;
             }
             for each in group {
                 let at = usize::try_from(each.offset - block.offset).expect("in memory");
@@ -468,4 +477,58 @@ fn hash_all(index: &Index, threads: usize, control: &Control) -> Result<BTreeMap
         .into_iter()
         .map(|(chunk, digests)| (chunk, digests.into_iter().map(AtomicU64::into_inner).collect()))
         .collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::store::{Connection, Part};
+
+    /// A store of which nothing is asked.
+    struct Unasked;
+
+    impl Connection for Unasked {
+        fn look(&self, _: &Path, _: &Control) -> Result<Option<u64>> {
+            Ok(None)
+        }
+
+        fn names(&self, _: &Path, _: &Control) -> Result<Option<Vec<String>>> {
+            Ok(None)
+        }
+
+        fn start(&self, _: &Path, _: u64, _: bool, _: &Control) -> Result<Option<(Vec<u8>, u64)>> {
+            Ok(None)
+        }
+
+        #[allow(unsafe_code)] // the trait has it so
+        unsafe fn fetch(&self, _: &Path, _: u64, _: Vec<Part>, _: &Control) -> Result<()> {
+            Err(Error::Interrupted)
+        }
+    }
+
+    #[test]
+    fn a_group_is_as_long_as_its_blocks_reach() {
+        let block = |offset, len| Block {
+            file: 0,
+            offset,
+            len,
+            chunk: 0,
+            number: 0,
+        };
+        // The second lies in the first, which an index may say.
+        let near = BLOCK_SIZE + REQUEST.0;
+        let blocks = [
+            block(0, BLOCK_SIZE),
+            block(10, 5),
+            block(near, 7),
+            block(near + 8 * BLOCK_SIZE, 1),
+        ];
+        let control = Control::new();
+        let groups = groups(Files::Remote(&Unasked, &control), &blocks);
+        assert_eq!(groups, [0..3, 3..4]);
+        assert_eq!(length(&blocks[..2]), BLOCK_SIZE);
+        assert_eq!(length(&blocks[..3]), near + 7);
+    }
 }

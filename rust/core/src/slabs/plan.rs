@@ -5,12 +5,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::pack::{Batch, Image, Item, PAGE, Part, pack};
+use crate::checkpoint::explain;
 use crate::checkpoint::gather::{Gather, Memory, Names, Source, Want};
 use crate::copy::Signs;
 use crate::format::{Index, Kind};
 use crate::geometry::{Dims, Region, is_run, row_major};
 use crate::read::{Destination, FileRef, ReadOptions, ReadReq, Survey};
-use crate::{Error, Result};
+use crate::{Control, Error, Result};
 
 /// All batches of a load, and what it takes to fill them.
 pub struct Plan {
@@ -83,7 +84,8 @@ impl Plan {
             count += batch.pieces.len();
         }
         let (files, requests) = gather.into_parts();
-        let survey = Survey::new(&files, &requests, options, &Names(&index))?;
+        let survey = Survey::new(&files, &requests, options, &Names(&index))
+            .map_err(|error| explain(&index, error, &Control::new()))?;
         let threads = match options.threads {
             0 => crate::parallel::available(),
             n => n,

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use super::pack::{Image, PAGE};
 use super::plan::Plan;
+use crate::checkpoint::explain;
 use crate::checkpoint::gather::Names;
 use crate::read::{Destination, ReadReq, ReadStats, Sequential};
 use crate::{Control, Error, Result};
@@ -222,6 +223,7 @@ fn work(shared: &Shared) {
     while let Some((batch, slab)) = take(shared) {
         let filled = catch_unwind(AssertUnwindSafe(|| {
             fill(shared, batch, slab, &mut reader, &mut requests)
+                .map_err(|error| explain(&shared.plan.index, error, &shared.control))
         }))
         .unwrap_or_else(|panic| {
             let said = panic.downcast_ref::<String>().map(String::as_str);
