@@ -26,8 +26,8 @@ def is_data(request):
     return request.method == "GET" and request.key.endswith(".safetensors")
 
 
-def is_any(request):
-    return True
+def is_index(request):
+    return request.method == "GET" and request.key.endswith("index.dcprs")
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,10 @@ def is_any(request):
         Fault(cut=0),
         Fault(cut=1000, matches=is_data),
         Fault(cut=700_001, matches=is_data, times=3),
+        Fault(cut=1000, matches=is_index, times=3),
+        Fault(short=1000, matches=is_index),
+        Fault(short=1000, matches=is_data),
+        Fault(silent=1000, delay=3.0, matches=is_index),
         Fault(reset=True),
         Fault(lose=True),
         Fault(silent=5000, delay=3.0, matches=is_data),
@@ -47,7 +51,7 @@ def is_any(request):
     ids=lambda fault: ",".join(
         f"{name}={value}"
         for name, value in vars(fault).items()
-        if name in ("status", "cut", "reset", "lose", "silent", "delay") and value
+        if name in ("status", "cut", "reset", "lose", "silent", "short", "delay", "times") and value
     ),
 )
 def test_what_passes_is_tried_again(saved, server, fault):
@@ -89,6 +93,50 @@ def test_a_cut_body_goes_on_from_where_it_was_cut(saved, server):
     assert len(again) == 1
     ((first, _), (second, _)) = again[0]
     assert 0 < second - first <= 500_000
+
+
+@pytest.mark.parametrize("matches", [is_index, is_long], ids=["index", "data"])
+def test_what_gets_anywhere_is_not_counted_as_a_failure(saved, server, matches):
+    state, _ = saved
+    fault = Fault(cut=1000, matches=matches, times=5)
+    server.faults.append(fault)
+    into = blank(state)
+    dcp_rs.load(into, server.url("runs/ckpt"), storage_options=server.options(max_retries=1))
+    assert_state_equal(into, state)
+    assert fault.times == 0
+
+
+def test_a_body_that_comes_slowly_is_waited_for(saved, server):
+    """Each piece within the time for one, all of them not."""
+    server.faults.append(Fault(pause=0.5, matches=is_index))
+    options = server.options(read_timeout=2, max_retries=0)
+    with dcp_rs.open(server.url("runs/ckpt"), storage_options=options) as ckpt:
+        assert ckpt["step"] == 17
+    assert len([request for request in server.requests if is_index(request)]) == 1
+
+
+def test_an_object_replaced_while_its_first_bytes_come(saved, server):
+    key = "runs/ckpt/index.dcprs"
+
+    def replaces(request):
+        if is_index(request):
+            server.put(key, server.objects[key].data + b"x")
+            return False
+        return False
+
+    server.faults += [Fault(cut=1000, matches=is_index), Fault(matches=replaces)]
+    with pytest.raises(StoragePreconditionError, match="replaced while it was read"):
+        dcp_rs.open(server.url("runs/ckpt"), storage_options=server.options())
+
+
+def test_an_endpoint_without_credentials_is_no_missing_object(saved, server):
+    server.faults.append(Fault(status=404, code="x", matches=lambda request: request.key == "api/token", times=None))
+    options = server.options(
+        aws_access_key_id=None, aws_secret_access_key=None, aws_metadata_endpoint=server.endpoint, max_retries=1
+    )
+    with pytest.raises(StoragePermissionError, match="no credentials") as caught:
+        dcp_rs.open(server.url("runs/ckpt"), storage_options=options)
+    assert caught.value.attempts == 2
 
 
 @pytest.mark.parametrize("limit", [{"max_retries": 2}, {"retry_timeout": 1.5}])

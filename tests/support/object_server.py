@@ -43,6 +43,8 @@ class Fault:
         lose: it is done, and the connection lost before the answer.
         reset: the connection is reset before anything is done.
         delay: seconds before anything is done.
+        short: the body has that many bytes, and the answer says so.
+        pause: seconds before each sixth of the body.
         silent: after that many bytes of the body nothing more is sent, and the connection stays open for ``delay``.
         matches: which requests; all of them by default.
         times: so often, then no more; None for always.
@@ -56,6 +58,8 @@ class Fault:
     reset: bool = False
     delay: float = 0.0
     silent: int | None = None
+    short: int | None = None
+    pause: float = 0.0
     matches: Callable[[Request], bool] = lambda request: True
     times: int | None = 1
     chance: float = 1.0
@@ -206,6 +210,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.lose:
             self.abandon()
             return
+        if fault is not None and fault.short is not None:
+            body, length = body[: fault.short], None
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
@@ -226,6 +232,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
             return
         self.wfile.flush()
+        if fault is not None and fault.pause:
+            step = len(body) // 6 + 1
+            for start in range(0, len(body), step):
+                time.sleep(fault.pause)
+                self.connection.sendall(body[start : start + step])
+            return
         self.connection.sendall(body)
 
     def on_get(self, key, query, _body):

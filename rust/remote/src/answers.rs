@@ -15,6 +15,8 @@ pub struct Failure {
     pub kind: StorageFault,
     pub is_worth_another_try: bool,
     pub reason: String,
+    /// What the server answered with, if it answered.
+    pub status: Option<u16>,
 }
 
 impl Failure {
@@ -24,6 +26,7 @@ impl Failure {
             kind: StorageFault::Failed,
             is_worth_another_try: true,
             reason: reason.into(),
+            status: None,
         }
     }
 
@@ -33,19 +36,34 @@ impl Failure {
             kind,
             is_worth_another_try: false,
             reason: reason.into(),
+            status: None,
         }
     }
 
     /// What a client said.
     pub fn of(error: &object_store::Error) -> Self {
-        use object_store::Error as E;
         let text = chain(error);
         let status = status(&text);
-        let told = told(error, &text, status);
+        Self {
+            status,
+            ..Self::judged(error, &text, status)
+        }
+    }
+
+    fn judged(error: &object_store::Error, text: &str, status: Option<u16>) -> Self {
+        use object_store::Error as E;
+        let told = told(error, text, status);
         match (error, status) {
-            (E::NotFound { .. }, _) | (_, Some(404)) => Self::lasting(StorageFault::NotFound, told),
+            (E::NotFound { .. }, _) => Self::lasting(StorageFault::NotFound, told),
+            // What clients say of a list.
+            (_, Some(404)) if is_no_bucket(text) => Self::lasting(StorageFault::NotFound, told),
+            // Not of the object: an endpoint that gives credentials has none, for now.
+            (_, Some(404)) => Self {
+                kind: StorageFault::Denied,
+                ..Self::passing(told)
+            },
             (E::PermissionDenied { .. } | E::Unauthenticated { .. }, _) | (_, Some(401 | 403)) => {
-                if code(&text) == Some("RequestTimeTooSkewed") {
+                if code(text) == Some("RequestTimeTooSkewed") {
                     return Self::lasting(
                         StorageFault::Denied,
                         format!("{told}: the clock of this machine is wrong"),
@@ -55,15 +73,14 @@ impl Failure {
             }
             (E::Precondition { .. }, _) | (_, Some(412)) => Self::lasting(StorageFault::Precondition, told),
             // S3: another conditional write is under way. Neither was done.
-            (E::AlreadyExists { .. }, _) | (_, Some(409)) if code(&text) == Some("ConditionalRequestConflict") => {
-                Self { ..Self::passing(told) }
+            (E::AlreadyExists { .. }, _) | (_, Some(409)) if code(text) == Some("ConditionalRequestConflict") => {
+                Self::passing(told)
             }
             (E::AlreadyExists { .. }, _) => Self::lasting(StorageFault::Precondition, told),
             (_, Some(408 | 409 | 429 | 500..=599)) => Self::passing(told),
             (_, Some(_)) => Self::lasting(StorageFault::Failed, told),
             (_, None) => match transport(error) {
                 Some(_) if text.contains("certificate") => Self::lasting(StorageFault::Failed, told),
-                Some(HttpErrorKind::Connect) => Self { ..Self::passing(told) },
                 Some(_) => Self::passing(told),
                 // An S3 answer that begins well and then says that it failed.
                 None if text.contains("InternalError") || text.contains("SlowDown") => Self::passing(told),
@@ -110,6 +127,11 @@ fn code(text: &str) -> Option<&str> {
     is_code.then_some(code)
 }
 
+/// Whether the bucket, or the container, is not there.
+fn is_no_bucket(text: &str) -> bool {
+    matches!(code(text), Some("NoSuchBucket" | "ContainerNotFound"))
+}
+
 /// What happened to a request that got no answer.
 fn transport(error: &(dyn StdError + 'static)) -> Option<HttpErrorKind> {
     let mut next = Some(error);
@@ -126,6 +148,9 @@ fn transport(error: &(dyn StdError + 'static)) -> Option<HttpErrorKind> {
 fn told(error: &object_store::Error, text: &str, status: Option<u16>) -> String {
     if let Some(status) = status {
         return match (code(text), status) {
+            (_, 404) if !matches!(error, object_store::Error::NotFound { .. }) && !is_no_bucket(text) => {
+                "no credentials: what should give them answered 404".into()
+            }
             (Some(code), _) => format!("the store answered {status} {code}"),
             (None, 401 | 403) => {
                 format!("the store answered {status}: the credentials are missing, or may not do this")
@@ -192,7 +217,6 @@ mod tests {
         assert!(answer("409 Conflict", "ConditionalRequestConflict").is_worth_another_try);
         for (status, kind) in [
             ("403 Forbidden", StorageFault::Denied),
-            ("404 Not Found", StorageFault::NotFound),
             ("412 Precondition Failed", StorageFault::Precondition),
             ("400 Bad Request", StorageFault::Failed),
         ] {
@@ -200,5 +224,33 @@ mod tests {
             assert_eq!((failure.kind, failure.is_worth_another_try), (kind, false));
             assert!(!failure.reason.contains("hunter22"));
         }
+    }
+
+    #[test]
+    fn only_of_an_object_404_says_that_it_is_not_there() {
+        let text = "Server returned non-2xx status code: 404 Not Found: <Error><Code>NoSuchKey</Code></Error>";
+        let missing = Failure::of(&object_store::Error::NotFound {
+            path: "x".into(),
+            source: text.into(),
+        });
+        assert_eq!(
+            (missing.kind, missing.is_worth_another_try, missing.status),
+            (StorageFault::NotFound, false, Some(404))
+        );
+        let credentials = generic("Server returned non-2xx status code: 404 Not Found: <html>hunter22</html>");
+        assert_eq!(
+            (credentials.kind, credentials.is_worth_another_try),
+            (StorageFault::Denied, true)
+        );
+        assert!(
+            credentials.reason.starts_with("no credentials"),
+            "{}",
+            credentials.reason
+        );
+        let bucket = generic(&text.replace("NoSuchKey", "NoSuchBucket"));
+        assert_eq!(
+            (bucket.kind, bucket.is_worth_another_try),
+            (StorageFault::NotFound, false)
+        );
     }
 }

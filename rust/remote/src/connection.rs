@@ -12,7 +12,7 @@ use dcp_rs_core::store::{Connection, Part};
 use dcp_rs_core::{Control, Error, Result, StorageFault};
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
-use object_store::{GetOptions, GetRange, ObjectStore, ObjectStoreExt as _};
+use object_store::{ObjectStore, ObjectStoreExt as _};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
@@ -78,6 +78,8 @@ impl Shared {
 pub struct Connected {
     /// Taken when it is dropped.
     runtime: Option<Runtime>,
+    /// That made it: forks of it have none of its threads.
+    process: u32,
     shared: Arc<Shared>,
 }
 
@@ -98,6 +100,7 @@ impl Connected {
         };
         Ok(Self {
             runtime: Some(runtime),
+            process: std::process::id(),
             shared: Arc::new(Shared {
                 config,
                 client,
@@ -144,7 +147,12 @@ impl Connected {
 impl Drop for Connected {
     fn drop(&mut self) {
         if let Some(runtime) = self.runtime.take() {
-            runtime.shutdown_timeout(LAST_WAIT);
+            if std::process::id() == self.process {
+                runtime.shutdown_timeout(LAST_WAIT);
+            } else {
+                // A lock in it may be held by a thread that is not there.
+                std::mem::forget(runtime);
+            }
         }
     }
 }
@@ -187,12 +195,9 @@ impl Connection for Connected {
             shared.persist("look at", &at, || shared.client.head(&name)).await
         });
         let Some(meta) = if_there(meta)? else { return Ok(None) };
-        let now = Seen {
-            size: meta.size,
-            tag: meta.e_tag,
-        };
-        see(&self.shared.seen, path, now).map_err(|reason| changed(path, reason))?;
-        Ok(Some(meta.size))
+        let size = meta.size;
+        see(&self.shared.seen, path, Seen::of(meta)).map_err(|reason| changed(path, reason))?;
+        Ok(Some(size))
     }
 
     fn names(&self, folder: &Path, control: &Control) -> Result<Option<Vec<String>>> {
@@ -215,41 +220,16 @@ impl Connection for Connected {
         let (shared, at) = (Arc::clone(&self.shared), path.to_owned());
         let started = self.wait(control, async move {
             let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
-            let get = || async {
-                let options = GetOptions {
-                    range: Some(GetRange::Bounded(0..most)),
-                    ..GetOptions::default()
-                };
-                match shared.client.get_opts(&name, options).await {
-                    Ok(answer) => {
-                        let meta = answer.meta.clone();
-                        Ok((meta, answer.bytes().await?))
-                    }
-                    // No range of an empty file can be had: it is asked for whole.
-                    Err(error) if Failure::of(&error).reason.contains("416") => {
-                        let answer = shared.client.get(&name).await?;
-                        let meta = answer.meta.clone();
-                        Ok((meta, answer.bytes().await?))
-                    }
-                    Err(error) => Err(error),
-                }
-            };
-            shared.persist("read", &at, get).await
+            fetch::start(&shared, &at, &name, most).await
         });
-        let Some((meta, bytes)) = if_there(started)? else {
+        let Some((now, bytes)) = if_there(started)? else {
             return Ok(None);
         };
+        let size = now.size;
         if !anew {
-            let now = Seen {
-                size: meta.size,
-                tag: meta.e_tag,
-            };
             see(&self.shared.seen, path, now).map_err(|reason| changed(path, reason))?;
         }
-        if (bytes.len() as u64) < meta.size.min(most) {
-            return Err(changed(path, "the answer was cut short".into()));
-        }
-        Ok(Some((bytes.to_vec(), meta.size)))
+        Ok(Some((bytes, size)))
     }
 
     unsafe fn fetch(&self, path: &Path, size: u64, parts: Vec<Part>, control: &Control) -> Result<()> {

@@ -1,7 +1,7 @@
 //! One part of a file: asked for, asked for again from where it was cut off, and laid where it is wanted as it comes.
 #![allow(unsafe_code)] // runs are written by address
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use dcp_rs_core::store::{Part, Run};
@@ -52,6 +52,96 @@ pub async unsafe fn fetch(shared: Arc<Shared>, file: Arc<File>, part: Part) -> R
     }
 }
 
+/// The first `most` bytes of a file, or all of a shorter one.
+pub async fn start(
+    shared: &Shared,
+    path: &Path,
+    name: &object_store::path::Path,
+    most: u64,
+) -> Result<(Seen, Vec<u8>)> {
+    let mut patience = Patience::new(shared.config.limits);
+    let mut begun = Begun::default();
+    loop {
+        let failure = match begin(shared, name, most, &mut begun, &mut patience).await {
+            Ok(seen) => return Ok((seen, begun.bytes)),
+            Err(failure) => failure,
+        };
+        let wait = if failure.is_worth_another_try {
+            patience.failed()
+        } else {
+            None
+        };
+        match wait {
+            Some(wait) => tokio::time::sleep(wait).await,
+            None => return Err(failure.into_error("read", path, patience.attempts(), &shared.config.secrets)),
+        }
+    }
+}
+
+/// What came so far of the beginning of a file.
+#[derive(Default)]
+struct Begun {
+    /// What the file was when it was first answered for.
+    seen: Option<Seen>,
+    bytes: Vec<u8>,
+}
+
+async fn begin(
+    shared: &Shared,
+    name: &object_store::path::Path,
+    most: u64,
+    begun: &mut Begun,
+    patience: &mut Patience,
+) -> std::result::Result<Seen, Failure> {
+    let silent = || Failure::passing("no answer in time");
+    let from = begun.bytes.len() as u64;
+    if let Some(seen) = begun.seen.as_ref().filter(|seen| seen.size.min(most) == from) {
+        return Ok(seen.clone());
+    }
+    let ranged = GetOptions {
+        range: Some(GetRange::Bounded(from..most)),
+        ..GetOptions::default()
+    };
+    let asked = timeout(patience.silence(), shared.client.get_opts(name, ranged)).await;
+    let answer = match asked.map_err(|_| silent())? {
+        Ok(answer) => answer,
+        Err(error) => {
+            let failure = Failure::of(&error);
+            if failure.status != Some(416) || from > 0 {
+                return Err(failure);
+            }
+            // No range of an empty file can be had: it is asked for whole.
+            let asked = timeout(patience.silence(), shared.client.get_opts(name, GetOptions::default())).await;
+            asked.map_err(|_| silent())?.map_err(|error| Failure::of(&error))?
+        }
+    };
+    let now = Seen::of(answer.meta.clone());
+    if begun.seen.get_or_insert_with(|| now.clone()) != &now {
+        return Err(Failure::lasting(
+            StorageFault::Precondition,
+            "the object was replaced while it was read",
+        ));
+    }
+    let end = now.size.min(most);
+    let mut body = answer.into_stream();
+    while let Some(bytes) = timeout(patience.silence(), body.next()).await.map_err(|_| silent())? {
+        let bytes = bytes.map_err(|error| Failure::of(&error))?;
+        if (begun.bytes.len() + bytes.len()) as u64 > end {
+            return Err(Failure::passing("the server sent more than it was asked for"));
+        }
+        begun.bytes.extend_from_slice(&bytes);
+        patience.progressed();
+    }
+    match end - begun.bytes.len() as u64 {
+        0 => Ok(now),
+        left => Err(cut_short(left)),
+    }
+}
+
+fn cut_short(left: u64) -> Failure {
+    Failure::passing(format!("the answer was cut short, {left} bytes before its end"))
+}
+
 /// What is missing, or has another length, is what it is for files.
 fn explain(shared: &Shared, file: &File, failure: Failure, patience: &Patience) -> Error {
     match failure.kind {
@@ -86,10 +176,7 @@ async unsafe fn attempt(
     let silent = || Failure::passing("no answer in time");
     let asked = timeout(patience.silence(), shared.client.get_opts(&file.name, options)).await;
     let answer = asked.map_err(|_| silent())?.map_err(|error| Failure::of(&error))?;
-    let now = Seen {
-        size: answer.meta.size,
-        tag: answer.meta.e_tag.clone(),
-    };
+    let now = Seen::of(answer.meta.clone());
     if now.size != file.size {
         return Err(Failure::lasting(
             StorageFault::Precondition,
@@ -110,10 +197,7 @@ async unsafe fn attempt(
         patience.progressed();
     }
     if progress.at < part.end {
-        return Err(Failure::passing(format!(
-            "the answer was cut short, {} bytes before its end",
-            part.end - progress.at
-        )));
+        return Err(cut_short(part.end - progress.at));
     }
     Ok(())
 }

@@ -26,6 +26,18 @@ use self::connection::Connected;
 pub(crate) struct Seen {
     size: u64,
     tag: Option<String>,
+    /// In seconds: what tells of objects without a tag whether they are still the same.
+    modified: i64,
+}
+
+impl Seen {
+    pub(crate) fn of(meta: object_store::ObjectMeta) -> Self {
+        Self {
+            size: meta.size,
+            tag: meta.e_tag,
+            modified: meta.last_modified.timestamp(),
+        }
+    }
 }
 
 /// A bucket, a container or a server, and how to speak to it.
@@ -82,6 +94,10 @@ pub(crate) fn see(seen: &Mutex<HashMap<PathBuf, Seen>>, path: &Path, now: Seen) 
             "the object was replaced since it was opened: it is {} bytes long, and was {}",
             now.size, before.size
         )),
+        Some(before) if now.tag.is_none() && before.modified != now.modified => Err(format!(
+            "the object was replaced since it was opened: it was modified {} s later",
+            now.modified.saturating_sub(before.modified)
+        )),
         Some(_) => Ok(()),
         None => {
             seen.insert(path.to_owned(), now);
@@ -92,4 +108,24 @@ pub(crate) fn see(seen: &Mutex<HashMap<PathBuf, Seen>>, path: &Path, now: Seen) 
 
 fn unsupported(reason: impl Into<String>) -> Error {
     Error::Unsupported(reason.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_has_no_tag_is_known_by_its_date() {
+        let seen = Mutex::default();
+        let at = |path: &str, tag: Option<&str>, modified| {
+            let now = Seen {
+                size: 1,
+                tag: tag.map(str::to_owned),
+                modified,
+            };
+            see(&seen, Path::new(path), now).is_ok()
+        };
+        assert!(at("plain", None, 5) && at("plain", None, 5) && !at("plain", None, 6));
+        assert!(at("tagged", Some("a"), 5) && at("tagged", Some("a"), 6) && !at("tagged", Some("b"), 6));
+    }
 }

@@ -13,7 +13,10 @@ pub struct Patience {
     limits: Limits,
     /// When it last got anywhere.
     since: Instant,
+    /// Since then.
     failures: u32,
+    /// In all.
+    total: u32,
 }
 
 impl Patience {
@@ -22,12 +25,14 @@ impl Patience {
             limits,
             since: Instant::now(),
             failures: 0,
+            total: 0,
         }
     }
 
-    /// Something came of it: the time begins anew.
+    /// Something came of it: the time begins anew, and so does the count.
     pub fn progressed(&mut self) {
         self.since = Instant::now();
+        self.failures = 0;
     }
 
     /// How long to wait for an answer.
@@ -40,6 +45,7 @@ impl Patience {
     /// failed together does not come back together.
     pub fn failed(&mut self) -> Option<Duration> {
         self.failures += 1;
+        self.total = self.total.saturating_add(1);
         if self.failures > self.limits.retries {
             return None;
         }
@@ -51,7 +57,7 @@ impl Patience {
 
     /// How often it was tried.
     pub fn attempts(&self) -> u32 {
-        self.failures.max(1)
+        self.total.max(1)
     }
 }
 
@@ -77,6 +83,9 @@ mod tests {
         assert!(patience.failed().is_some());
         assert!(patience.failed().is_none());
         assert_eq!(patience.attempts(), 3);
+        patience.progressed();
+        assert!(patience.failed().is_some_and(|wait| wait <= FIRST));
+        assert_eq!(patience.attempts(), 4);
         let mut none = Patience::new(Limits {
             time: Duration::ZERO,
             ..limits
