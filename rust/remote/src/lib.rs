@@ -1,6 +1,6 @@
 //! Object stores under `dcp-rs-core`: S3 and what speaks like it, Google Cloud Storage, Azure, and servers of plain files.
 //!
-//! [`Store`] is the core's [`Remote`](dcp_rs_core::store::Remote). It only knows where it leads and what was seen there; a `Connection` has the runtime,
+//! [`Store`] is the core's [`Remote`]. It only knows where it leads and what was seen there; a `Connection` has the runtime,
 //! its threads and the clients, and ends with the call that it was made for, so that nothing is left that a fork would break.
 
 mod answers;
