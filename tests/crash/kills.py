@@ -159,6 +159,8 @@ def _fork_forever(pipe: int) -> None:
         pid = os.fork()
         if pid == 0:
             os.close(pipe)
+            # One whose parent was killed before it told of it is known to nobody: who reads what is printed must not wait for it.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             signal.alarm(120)
             while True:
                 signal.pause()
