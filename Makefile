@@ -69,7 +69,7 @@ demo: $(VENV)/.built  ## Save and restore a real model's state with stock DCP an
 test: test-rust test-python  ## All tests but the slow ones
 
 test-rust: $(VENV)/.uv
-	cargo test --package dcp-rs-core
+	cargo test --package dcp-rs-core --package dcp-rs-remote
 
 test-python: $(VENV)/.built
 	$(PY) -m pytest $(ARGS)
