@@ -61,14 +61,8 @@ impl Shared {
                 Ok(Err(error)) => Failure::of(&error),
                 Err(_) => Failure::passing("no answer in time"),
             };
-            let wait = if failure.is_worth_another_try {
-                patience.failed()
-            } else {
-                None
-            };
-            match wait {
-                Some(wait) => tokio::time::sleep(wait).await,
-                None => return Err(failure.into_error(action, path, patience.attempts(), &self.config.secrets)),
+            if !patience.endures(&failure).await {
+                return Err(failure.into_error(action, path, patience.attempts(), &self.config.secrets));
             }
         }
     }

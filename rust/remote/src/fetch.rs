@@ -40,14 +40,8 @@ pub async unsafe fn fetch(shared: Arc<Shared>, file: Arc<File>, part: Part) -> R
             Ok(()) => return Ok(()),
             Err(failure) => failure,
         };
-        let wait = if failure.is_worth_another_try {
-            patience.failed()
-        } else {
-            None
-        };
-        match wait {
-            Some(wait) => tokio::time::sleep(wait).await,
-            None => return Err(explain(&shared, &file, failure, &patience)),
+        if !patience.endures(&failure).await {
+            return Err(explain(&shared, &file, failure, &patience));
         }
     }
 }
@@ -66,14 +60,8 @@ pub async fn start(
             Ok(seen) => return Ok((seen, begun.bytes)),
             Err(failure) => failure,
         };
-        let wait = if failure.is_worth_another_try {
-            patience.failed()
-        } else {
-            None
-        };
-        match wait {
-            Some(wait) => tokio::time::sleep(wait).await,
-            None => return Err(failure.into_error("read", path, patience.attempts(), &shared.config.secrets)),
+        if !patience.endures(&failure).await {
+            return Err(failure.into_error("read", path, patience.attempts(), &shared.config.secrets));
         }
     }
 }

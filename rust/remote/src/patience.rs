@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use crate::answers::Failure;
 use crate::config::Limits;
 
 /// The wait after the first failure; it doubles, up to [`LONGEST`].
@@ -41,9 +42,18 @@ impl Patience {
         self.limits.silence.min(left).max(Duration::from_millis(1))
     }
 
+    /// It failed: waits until it is to be tried again. False where it is not.
+    pub async fn endures(&mut self, failure: &Failure) -> bool {
+        let wait = self.failed().filter(|_| failure.is_worth_another_try);
+        if let Some(wait) = wait {
+            tokio::time::sleep(wait).await;
+        }
+        wait.is_some()
+    }
+
     /// It failed once more: how long to wait before it is tried again, or nothing where that is enough. Waits differ at random, so that what
     /// failed together does not come back together.
-    pub fn failed(&mut self) -> Option<Duration> {
+    fn failed(&mut self) -> Option<Duration> {
         self.failures += 1;
         self.total = self.total.saturating_add(1);
         if self.failures > self.limits.retries {
