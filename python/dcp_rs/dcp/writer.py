@@ -63,7 +63,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         parent: a checkpoint, of an earlier step, say. What it holds with the same name, place, shape, dtype and content is not written again: its data files
             are linked, so that either checkpoint is whole without the other. Where that cannot be, and why is a warning, all is written.
         reuse: globs over names of what does not change from save to save; or a module: its parameters that need no gradient. It is written apart, and where the
-            parent's save was told the same, it is not even compared.
+            parent's save was told the same, only the first MiB of each tensor is compared.
         verify_reuse: read what would be reused of ``parent``, and write what is not as its digests say.
         save_id: what is to identify the first save with this writer, as a UUID; the coordinator's counts. Default: a random one.
         cache_staged_state_dict: keep the host memory that ``dcp.async_save`` stages to for the next save with this writer.

@@ -65,7 +65,7 @@ class CheckpointManager:
         verify_before_prune: remove nothing unless a step that stays was read and matched its digests; where none was, one is read for it.
         reuse: a save does not write again what the step before it holds: tensors and values that are the same to the bit. The files that hold them are linked, so that
             each step stays whole when others are removed. ``True``: what is the same is found by digests. A module, whose parameters without gradient are
-            frozen, or globs over names: of those that the manager has saved before, the digests are not computed either.
+            frozen, or globs over names: of those that the manager has saved before, and loaded nothing since, only the first MiB of each is compared.
         verify_reuse: read what would be reused, and write what is not as its digests say.
         process_group: of the ranks that save and load together; default: all. The manager makes gloo groups of its own of these ranks.
         no_dist: this process saves and loads by itself.
