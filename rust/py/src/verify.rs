@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use dcp_rs_core::checkpoint::verify::{self, CopyOptions};
 use dcp_rs_core::checkpoint::{self, RecoverOptions};
+use dcp_rs_core::checkpoint::{CopyOptions, verify};
 use dcp_rs_core::foreign;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -67,7 +67,7 @@ impl Index {
             threads,
         };
         let bytes = interrupt::run_with(py, progress.as_ref(), 0, |control| {
-            verify::copy_index(&index, &options, control)
+            checkpoint::copy_index(&index, &options, control)
         })?;
         Ok(PyBytes::new(py, &bytes))
     }

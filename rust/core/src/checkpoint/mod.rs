@@ -1,8 +1,10 @@
 //! A checkpoint as a whole: found and opened, read from, verified, committed, and its index rebuilt where that was lost.
 
+mod blocks;
 mod check;
 mod clean;
 mod commit;
+mod copy_index;
 mod data_files;
 mod data_header;
 pub mod gather;
@@ -16,6 +18,7 @@ pub mod verify;
 pub use check::{check_files, check_regions, verify_chunks};
 pub use clean::{Cleaned, Kind as LeftoverKind, Leftover, Verdict, clean, leftovers};
 pub use commit::{Committed, commit, commit_index, discard, next_generation, replace_index};
+pub use copy_index::{CopyOptions, copy_index};
 pub(crate) use data_files::explain;
 pub use data_files::{file_ref, find_link_outside, map_data_file};
 pub(crate) use data_header::part_of;

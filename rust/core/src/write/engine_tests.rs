@@ -1,5 +1,6 @@
 //! What is written is what was given, however it is cut up, and whatever the disk does.
 
+use std::path::Path;
 use std::process::Command;
 use std::{env, fs, io};
 
@@ -13,6 +14,7 @@ use super::super::testing::{
 use super::*;
 use crate::format::{INDEX_NAME, Index};
 use crate::store::disk::{Call, Hook};
+use crate::write::options::WriteOptions;
 
 const MIB: u64 = 1 << 20;
 

@@ -1,0 +1,103 @@
+//! An index written again for the same data: to lie elsewhere, or with digests that it had not.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::blocks::{each_block, push_blocks};
+use super::data_files::file_ref;
+use crate::format::{FileEntry, FileView, Index, IndexBuilder, block_count};
+use crate::store::Files;
+use crate::{Control, Error, Result};
+
+/// How an index is to be copied.
+#[derive(Clone, Debug, Default)]
+pub struct CopyOptions {
+    /// Put this folder before every relative file name, for an index that is to lie elsewhere than its data.
+    pub prefix: Option<PathBuf>,
+    /// Hash the payload of chunks that have no digests.
+    pub digests: bool,
+    /// 16 random bytes that identify the new index.
+    pub save_id: [u8; 16],
+    /// Threads that hash. 0: as many as there are cores.
+    pub threads: usize,
+}
+
+/// The bytes of an index like this one: of the same tensors in the same files, but as `options` say.
+pub fn copy_index(index: &Index, options: &CopyOptions, control: &Control) -> Result<Vec<u8>> {
+    let mut builder = IndexBuilder::new(index.source());
+    builder.save_id = options.save_id;
+    builder.generation = index.generation();
+    builder.root = index.planner_root();
+    builder.nesting = index.nesting();
+    let digests = if options.digests {
+        hash_all(index, options.threads, control)?
+    } else {
+        BTreeMap::new()
+    };
+    let file = |file: FileView<'_>| -> Result<FileEntry> {
+        let Some(folder) = &options.prefix else {
+            return Ok(file.into());
+        };
+        let path = folder.join(file.name);
+        let Some(name) = path.to_str() else {
+            return Err(Error::Unsupported(format!(
+                "{}: a path that is not UTF-8",
+                path.display()
+            )));
+        };
+        Ok(FileEntry {
+            name: name.to_owned(),
+            external: true,
+            linked: false,
+            ..file.into()
+        })
+    };
+    builder.merge_with(index, file, |chunk| digests.get(&chunk).cloned())?;
+    builder.build()
+}
+
+/// The digests of every chunk that has none.
+fn hash_all(index: &Index, threads: usize, control: &Control) -> Result<BTreeMap<u64, Vec<u64>>> {
+    if index.remote().is_some() {
+        return Err(Error::Unsupported(format!(
+            "{}: digests are added to checkpoints on a file system",
+            index.path().display()
+        )));
+    }
+    let mut files = BTreeMap::new();
+    for number in 0..index.file_count() {
+        let file_ref = file_ref(index, number, true)?;
+        file_ref.open(false)?;
+        files.insert(number, file_ref);
+    }
+    let mut blocks = Vec::new();
+    let mut digests: BTreeMap<u64, Vec<AtomicU64>> = BTreeMap::new();
+    for number in 0..index.chunk_count() {
+        let chunk = index.chunk(number);
+        if chunk.digests.is_none() {
+            push_blocks(&mut blocks, number, chunk.file, chunk.offset, chunk.length);
+            digests.insert(
+                number,
+                (0..block_count(chunk.length)).map(|_| AtomicU64::new(0)).collect(),
+            );
+        }
+    }
+    blocks.sort_unstable_by_key(|block| (block.file, block.offset));
+    each_block(
+        index,
+        Files::Local,
+        &files,
+        &blocks,
+        threads,
+        control,
+        |block, digest| {
+            let number = usize::try_from(block.number).expect("as many as fit memory");
+            digests[&block.chunk][number].store(digest, Ordering::Relaxed);
+        },
+    )?;
+    Ok(digests
+        .into_iter()
+        .map(|(chunk, digests)| (chunk, digests.into_iter().map(AtomicU64::into_inner).collect()))
+        .collect())
+}

@@ -1,0 +1,216 @@
+//! How a save begins: its files are laid out, what a parent holds is linked, the rest is created with its space reserved.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use super::{Progress, Save, reused, to_usize};
+use crate::format::{BlockCell, Kind, block_count};
+use crate::geometry::Dims;
+use crate::store::disk::Disk;
+use crate::store::{FolderLock, Mode};
+use crate::write::files::DataFiles;
+use crate::write::item::{SaveInfo, SaveItem};
+use crate::write::layout::{Beside, FilePlan, HEADER_LIMIT, Layout, Place, plan_files, plan_files_within};
+use crate::write::links::{Link, Links};
+use crate::write::options::WriteOptions;
+use crate::write::reuse::Reuse;
+use crate::{Control, Error, Result};
+
+/// What there is of a save before its files are laid out.
+struct Begun {
+    folders: Vec<PathBuf>,
+    files: DataFiles,
+    reuse: Option<Arc<Reuse>>,
+    links: Vec<Link>,
+}
+
+impl Begun {
+    /// In `dir`, which is created. Of what a parent holds nothing is there yet.
+    fn new(disk: &Disk, dir: &Path) -> Result<Self> {
+        // Synced at the end only: a sync may wait for all that others changed on the disk.
+        let mut folders = disk.create_folder(dir)?;
+        folders.push(dir.to_owned());
+        Ok(Self {
+            folders,
+            files: DataFiles::new(disk.clone()),
+            reuse: None,
+            links: Vec::new(),
+        })
+    }
+}
+
+impl Save {
+    /// Lays out the files, creates them in `dir` (which is created too) and reserves their space.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] for items that cannot be saved, [`Error::Io`] where the disk refuses (it may be full). No
+    /// file is left then.
+    pub fn create(
+        dir: &Path,
+        items: Vec<SaveItem>,
+        info: SaveInfo,
+        options: &WriteOptions,
+        control: &Control,
+    ) -> Result<Self> {
+        Self::create_on(Disk::default(), dir, items, info, options, control)
+    }
+
+    /// [`create`](Self::create) that links what `reuse` found in a parent, as far as it is worth it: those items [are not
+    /// written](Self::is_reused). Returns also why files of the parent could not be linked.
+    ///
+    /// # Errors
+    /// As [`create`](Self::create).
+    pub fn create_reusing(
+        dir: &Path,
+        items: Vec<SaveItem>,
+        info: SaveInfo,
+        options: &WriteOptions,
+        reuse: Arc<Reuse>,
+        control: &Control,
+    ) -> Result<(Self, Vec<Error>)> {
+        Self::create_reusing_on(&Disk::default(), dir, items, info, options, reuse, control)
+    }
+
+    pub(in crate::write) fn create_reusing_on(
+        disk: &Disk,
+        dir: &Path,
+        items: Vec<SaveItem>,
+        info: SaveInfo,
+        options: &WriteOptions,
+        reuse: Arc<Reuse>,
+        control: &Control,
+    ) -> Result<(Self, Vec<Error>)> {
+        let mut begun = Begun::new(disk, dir)?;
+        // Nobody takes the links for what a killed save left before the first file is claimed.
+        let _lock = FolderLock::take_on(disk, dir, Mode::Shared, control)?;
+        let Links {
+            files: links,
+            note,
+            problems,
+        } = Links::make(&mut begun.files, dir, &info, &reuse, control)?;
+        let beside = Beside {
+            reused: reused(&links, items.len()),
+            stays: reuse.stays(),
+            links: u32::try_from(links.len()).map_err(|_| Error::Plan("too many files to link".into()))?,
+            note,
+        };
+        let layout = plan_files_within(&items, &info, &beside, HEADER_LIMIT)?;
+        begun.links = links;
+        begun.reuse = Some(reuse);
+        let save = Self::create_laid_out(disk.clone(), dir, items, layout, info, options, begun, true, control)?;
+        let mut progress = save.progress();
+        for (number, _) in beside.reused.iter().enumerate().filter(|(_, reused)| **reused) {
+            progress.written[number] = save.items[number].length;
+        }
+        drop(progress);
+        Ok((save, problems))
+    }
+
+    /// Creates files of the caller's own layout: a header each, and a place for each value. They need not be of this
+    /// crate's format, so what [`finish`](Self::finish) returns is worth nothing.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] for a place that is not within its file, [`Error::Io`] where the disk refuses.
+    pub fn create_files(
+        dir: &Path,
+        files: Vec<FilePlan>,
+        values: Vec<(String, Place, u64)>,
+        options: &WriteOptions,
+        control: &Control,
+    ) -> Result<Self> {
+        let mut layout = Layout {
+            files,
+            places: Vec::with_capacity(values.len()),
+        };
+        let mut items = Vec::with_capacity(values.len());
+        for (name, place, length) in values {
+            let fits = layout.files.get(place.file as usize).is_some_and(|file| {
+                let end = place.offset.checked_add(length);
+                place.offset >= file.header.len() as u64 && end.is_some_and(|end| end <= file.size)
+            });
+            if !fits {
+                return Err(Error::tensor_plan(None, &name, "it does not lie in its file"));
+            }
+            layout.places.push(place);
+            items.push(SaveItem {
+                name,
+                kind: Kind::Bytes,
+                dtype: None,
+                shape: Dims::new(),
+                flags: 0,
+                path: None,
+                position: None,
+                offsets: Dims::new(),
+                sizes: Dims::new(),
+                length,
+            });
+        }
+        let info = SaveInfo {
+            save_id: [0; 16],
+            generation: 0,
+            token: 0,
+            rank: 0,
+            world_size: 1,
+        };
+        let disk = Disk::default();
+        let begun = Begun::new(&disk, dir)?;
+        Self::create_laid_out(disk, dir, items, layout, info, options, begun, false, control)
+    }
+
+    pub(in crate::write) fn create_on(
+        disk: Disk,
+        dir: &Path,
+        items: Vec<SaveItem>,
+        info: SaveInfo,
+        options: &WriteOptions,
+        control: &Control,
+    ) -> Result<Self> {
+        let layout = plan_files(&items, &info)?;
+        let begun = Begun::new(&disk, dir)?;
+        Self::create_laid_out(disk, dir, items, layout, info, options, begun, true, control)
+    }
+
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "what the two ways to create a save have in common"
+    )]
+    fn create_laid_out(
+        disk: Disk,
+        dir: &Path,
+        items: Vec<SaveItem>,
+        layout: Layout,
+        info: SaveInfo,
+        options: &WriteOptions,
+        begun: Begun,
+        claimed: bool,
+        control: &Control,
+    ) -> Result<Self> {
+        let how = options.resolve(layout.files.iter().map(|file| file.size).max().unwrap_or(0));
+        let mut first_digest = Vec::with_capacity(items.len() + 1);
+        let mut digests = 0;
+        for item in &items {
+            first_digest.push(digests);
+            digests += to_usize(block_count(item.length));
+        }
+        first_digest.push(digests);
+        let files = begun.files.create(dir, &layout.files, how.direct, claimed, control)?;
+        Ok(Self {
+            disk,
+            folders: begun.folders,
+            info,
+            layout,
+            how,
+            files,
+            reuse: begun.reuse,
+            links: begun.links,
+            first_digest,
+            digests: std::iter::repeat_with(BlockCell::default).take(digests).collect(),
+            progress: Mutex::new(Progress {
+                written: vec![0; items.len()],
+                failed: false,
+            }),
+            staging: Mutex::default(),
+            items,
+        })
+    }
+}
