@@ -218,10 +218,10 @@ def test_the_core_raises_no_class_of_its_own(ckpt):
 @pytest.mark.parametrize(
     ("call", "tensor"),
     [
-        (lambda index, memory: index.read_chunks([(0, [0], [9], memory, [1])], **ENGINE), "w"),
-        (lambda index, memory: index.read_regions([(0, [3], [9], memory, [1])], **ENGINE), "w"),
-        (lambda index, memory: index.read_regions([(0, [0], [4], memory, [0])], **ENGINE), "w"),
-        (lambda index, memory: index.read_regions([(0, [0], [4], 0, [1])], **ENGINE), "w"),
+        (lambda index, memory: index.read_chunks([_core.Fill(0, [0], [9], memory, [1])], **ENGINE), "w"),
+        (lambda index, memory: index.read_regions([_core.Fill(0, [3], [9], memory, [1])], **ENGINE), "w"),
+        (lambda index, memory: index.read_regions([_core.Fill(0, [0], [4], memory, [0])], **ENGINE), "w"),
+        (lambda index, memory: index.read_regions([_core.Fill(0, [0], [4], 0, [1])], **ENGINE), "w"),
         (lambda index, _: index.touching(0, [0], [9]), "w"),
         (lambda index, _: index.locate([("w", [3], None)]), "w"),
         (lambda index, _: index.locate([("unknown", None, None)]), "unknown"),

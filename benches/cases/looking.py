@@ -99,7 +99,7 @@ def _statistics(context: Context) -> list[Row]:
 
     def ours() -> None:
         index = open_index(path, rank=None, allow_external=False)
-        tensors = [number for number in index.file_order() if not index.tensor(number)[1]]
+        tensors = [number for number in index.file_order() if not index.tensor(number).is_bytes]
         found[:] = stats(index, tensors)
 
     def check() -> None:

@@ -14,12 +14,6 @@ from typing_extensions import Buffer
 __version__: str
 
 _Extent: TypeAlias = Sequence[int]
-_Leftover: TypeAlias = tuple[
-    Path,
-    int,
-    Literal["data", "temporary index", "rank index", "conversion"],
-    Literal["left", "in use", "young", "whole"],
-]
 
 class _ReadOptions(TypedDict, total=False):
     """The keyword arguments of whatever reads; ``io`` and ``threads`` are always given."""
@@ -35,6 +29,143 @@ class FileMapping(Buffer):
     """A private (copy-on-write) mapping of a data file, with the buffer protocol."""
 
     def __len__(self) -> int: ...
+
+@final
+class TensorEntry:
+    """A tensor, or a value, of an index."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def is_bytes(self) -> bool: ...
+    @property
+    def dtype(self) -> str | None:
+        """None for a value."""
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def flags(self) -> int: ...
+    @property
+    def chunk_count(self) -> int: ...
+
+@final
+class ChunkEntry:
+    """Where a chunk is: ``length`` bytes from ``offset`` of a file, and a rectangle of its tensor."""
+
+    @property
+    def file(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def offsets(self) -> tuple[int, ...]: ...
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+
+@final
+class FileEntry:
+    """A data file of an index."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def data_start(self) -> int:
+        """First byte of the payload."""
+    @property
+    def external(self) -> bool:
+        """Whether it lies outside of the checkpoint's folder."""
+
+@final
+class Overlap:
+    """What a chunk holds of a region."""
+
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def chunk_offsets(self) -> tuple[int, ...]:
+        """Where it begins in the chunk."""
+    @property
+    def region_offsets(self) -> tuple[int, ...]:
+        """Where it begins in the region."""
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+
+@final
+class Damage:
+    """A block that is not what was written, or a file that is not as the index says."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def tensor(self) -> str:
+        """Empty where it is the header, or the whole file."""
+    @property
+    def block(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def expected(self) -> str: ...
+    @property
+    def got(self) -> str: ...
+
+@final
+class Leftover:
+    """What a killed save or conversion left."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def kind(self) -> Literal["data", "temporary index", "rank index", "conversion"]: ...
+    @property
+    def verdict(self) -> Literal["left", "in use", "young", "whole"]: ...
+
+@final
+class Tally:
+    """Statistics of some elements."""
+
+    @property
+    def finite(self) -> int:
+        """How many are; the next four are of those."""
+    @property
+    def mean(self) -> float: ...
+    @property
+    def squares(self) -> float:
+        """The sum of squared differences from the mean."""
+    @property
+    def least(self) -> float: ...
+    @property
+    def greatest(self) -> float: ...
+    @property
+    def nan(self) -> int: ...
+    @property
+    def infinite(self) -> int: ...
+    @property
+    def zeros(self) -> int: ...
+
+@final
+class Fill:
+    """Memory to be filled with a rectangle of a chunk, or of a tensor."""
+
+    def __init__(self, source: int, offsets: _Extent, sizes: _Extent, address: int, strides: _Extent) -> None: ...
+
+@final
+class Part:
+    """Memory that holds the bytes of an item from ``at``."""
+
+    def __init__(self, item: int, at: int, address: int, nbytes: int) -> None: ...
+
+@final
+class PlacedValue:
+    """A place in a file that the caller has laid out."""
+
+    def __init__(self, name: str, file: int, offset: int, length: int) -> None: ...
+    @property
+    def offset(self) -> int: ...
 
 @final
 class Index:
@@ -73,10 +204,9 @@ class Index:
     def names(self) -> list[str]: ...
     def name(self, tensor: int) -> str: ...
     def find(self, fqn: str) -> int | None: ...
-    def tensor(self, tensor: int) -> tuple[str, bool, str | None, tuple[int, ...], int, int]:
-        """(name, is_bytes, dtype, shape, flags, number of chunks)."""
-    def chunks(self, tensor: int) -> list[tuple[int, int, int, tuple[int, ...], tuple[int, ...]]]:
-        """[(file, offset, length, offsets, sizes)], sorted by offsets."""
+    def tensor(self, tensor: int) -> TensorEntry: ...
+    def chunks(self, tensor: int) -> list[ChunkEntry]:
+        """Sorted by offsets."""
     def first_chunk(self, tensor: int) -> int: ...
     def chunk_strides(self, chunk: int) -> tuple[int, ...] | None: ...
     def has_signs(self, chunk: int) -> bool:
@@ -84,8 +214,7 @@ class Index:
     def dtype_of(self, chunk: int) -> str | None: ...
     def files_of(self, chunks: Sequence[int]) -> list[int]: ...
     def file_order(self) -> list[int]: ...
-    def files(self) -> list[tuple[str, int, int, bool]]:
-        """[(name, size, start of the payload, external)]."""
+    def files(self) -> list[FileEntry]: ...
     def use_of_files(self) -> list[tuple[int, bool]]:
         """For each data file, the bytes that chunks take in it, and whether it is a link to what another save wrote."""
     def file_paths(self) -> list[Path]:
@@ -110,27 +239,15 @@ class Index:
         self, names: Sequence[str], tensors: Sequence[Any], types: tuple[type, ...], dtypes: Mapping[Any, str]
     ) -> tuple[Batch, list[int]]:
         """A batch that fills those of the tensors that lie in host memory as they are stored, and the places of all others."""
-    def touching(
-        self, tensor: int, offsets: _Extent, sizes: _Extent
-    ) -> list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-        """[(chunk, offsets in it, offsets in the region, sizes)] of what chunks hold of a region; they need not hold all of it."""
-    def read_chunks(
-        self,
-        requests: Sequence[tuple[int, _Extent, _Extent, int, _Extent]],
-        **options: Unpack[_ReadOptions],
-    ) -> tuple[int, int]:
-        """Requests are (chunk, offsets, sizes, address, strides); returns (bytes wanted, bytes read)."""
-    def read_regions(
-        self,
-        requests: Sequence[tuple[int, _Extent, _Extent, int, _Extent]],
-        **options: Unpack[_ReadOptions],
-    ) -> tuple[int, int]:
-        """Requests are (tensor, offsets, sizes, address, strides); returns (bytes wanted, bytes read)."""
+    def touching(self, tensor: int, offsets: _Extent, sizes: _Extent) -> list[Overlap]:
+        """What chunks hold of a region; they need not hold all of it."""
+    def read_chunks(self, fills: Sequence[Fill], **options: Unpack[_ReadOptions]) -> tuple[int, int]:
+        """Sources are chunks; returns (bytes wanted, bytes read)."""
+    def read_regions(self, fills: Sequence[Fill], **options: Unpack[_ReadOptions]) -> tuple[int, int]:
+        """Sources are tensors; returns (bytes wanted, bytes read)."""
     def read_bytes(self, chunks: Sequence[int], **options: Unpack[_ReadOptions]) -> list[bytes]: ...
-    def verify(
-        self, *, threads: int, progress: Callable[[int], object] | None = None
-    ) -> tuple[list[tuple[Path, str, int, int, str, str]], int, int]:
-        """([(path, tensor, block, offset, expected, got)], bytes hashed, bytes without a digest)."""
+    def verify(self, *, threads: int, progress: Callable[[int], object] | None = None) -> tuple[list[Damage], int, int]:
+        """(damage, bytes hashed, bytes without a digest)."""
     def find_link_outside(self) -> Path | None:
         """A data file that is a link out of the folder, and so refused to who opens the index file without leave."""
     def copy(
@@ -327,7 +444,7 @@ class Reuse:
         """For each item, whether its bytes are to be given."""
     def probed(self) -> list[bool]:
         """For each item, whether of its bytes the first block of 1 MiB is enough."""
-    def write(self, parts: Sequence[tuple[int, int, int, int]]) -> None: ...
+    def write(self, parts: Sequence[Part]) -> None: ...
     def write_plain(self, tensors: list[Any], types: tuple[type, ...], dtypes: dict[Any, str]) -> None:
         """Compares the plain tensors that are wanted."""
     def write_values(self, values: Sequence[tuple[int, bytes]]) -> None: ...
@@ -360,16 +477,16 @@ class Save:
     def create_files(
         folder: str,
         files: Sequence[tuple[str, bytes, int]],
-        values: Sequence[tuple[str, int, int, int]],
+        values: Sequence[PlacedValue],
         *,
         threads: int,
         fsync: bool,
         io: str,
         max_inflight_bytes: int,
     ) -> Save:
-        """Files are (name, header, size), values (name, file, offset, length): the caller's own layout. ``finish`` returns nothing of use."""
-    def write(self, parts: Sequence[tuple[int, int, int, int]]) -> None:
-        """Parts are (item, first byte of it, address, bytes). Parts of an item come in order; all but the last are multiples of 1 MiB."""
+        """Files are (name, header, size), in the caller's own layout. ``finish`` returns nothing of use."""
+    def write(self, parts: Sequence[Part]) -> None:
+        """Parts of an item come in order; all but the last are multiples of 1 MiB."""
     def write_plain(self, tensors: list[Any], types: tuple[type, ...], dtypes: dict[Any, str]) -> None:
         """Writes the plain tensors of the plan that this was created from."""
     def write_values(self, values: Sequence[tuple[int, bytes]]) -> None:
@@ -438,10 +555,8 @@ def next_generation(folder: str) -> int: ...
 def block_digest(data: bytes) -> int:
     """XXH3-64, as the format has it."""
 
-def tally(
-    pieces: Sequence[tuple[int, int, str]], threads: int
-) -> list[tuple[int, float, float, float, float, int, int, int]]:
-    """Of pieces of memory (address, bytes, dtype): finite elements, their mean, the sum of squared differences from it, the least, the greatest, NaN, infinite, zero."""
+def tally(pieces: Sequence[tuple[int, int, str]], threads: int) -> list[Tally]:
+    """Of pieces of memory (address, bytes, dtype)."""
 
 def create_folder(folder: str) -> None:
     """Creates a folder and those it is in, durably; one that is there is left as it is."""
@@ -463,10 +578,10 @@ class FolderLock:
 
     def __init__(self, folder: str) -> None: ...
 
-def leftovers(path: str, older_than: float | None) -> list[_Leftover]:
-    """[(path, bytes, kind, verdict)] of what killed saves and conversions left; nothing is changed."""
+def leftovers(path: str, older_than: float | None) -> list[Leftover]:
+    """What killed saves and conversions left; nothing is changed."""
 
-def clean(path: str, older_than: float | None) -> tuple[list[_Leftover], list[_Leftover], list[str]]:
+def clean(path: str, older_than: float | None) -> tuple[list[Leftover], list[Leftover], list[str]]:
     """Removes what nobody needs: (what is gone, what was left alone, why other things could not be removed)."""
 
 def discard(folder: str, rank: int | None, index: bytes) -> None:

@@ -290,13 +290,13 @@ def test_a_child_cannot_write_to_the_save_of_its_parent(ckpt):
     )
 
     def child():
-        for call in (lambda: made.write([(0, 0, tensor.data_ptr(), 40)]), made.finish):
+        for call in (lambda: made.write([_core.Part(0, 0, tensor.data_ptr(), 40)]), made.finish):
             with pytest.raises(PlanError, match="is a fork of"):
                 call()
         made.abort()
 
     assert in_child(child) == 0
-    made.write([(0, 0, tensor.data_ptr(), 40)])
+    made.write([_core.Part(0, 0, tensor.data_ptr(), 40)])
     made.finish()
 
 

@@ -21,7 +21,7 @@ from support.both import save_rs, save_stock
 
 def of(path, **options):
     index = open_index(path, rank=None, allow_external=False)
-    tensors = [number for number in index.file_order() if not index.tensor(number)[1]]
+    tensors = [number for number in index.file_order() if not index.tensor(number).is_bytes]
     return {one.name: one for one in stats(index, tensors, **options)}
 
 

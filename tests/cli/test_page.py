@@ -80,7 +80,7 @@ def test_a_browser_shows_it(tmp_path: Path) -> None:
 def test_statistics_and_values_are_shown_with_their_entry(tmp_path: Path) -> None:
     save_rs({"m.2.w": torch.tensor([1.0, 3.0, float("nan")]), "m.10.w": torch.ones(2), "lr": 0.125}, tmp_path / "ckpt")
     index = open_index(tmp_path / "ckpt", rank=None, allow_external=False)
-    tensors = [number for number in range(index.tensor_count) if not index.tensor(number)[1]]
+    tensors = [number for number in range(index.tensor_count) if not index.tensor(number).is_bytes]
     found = {one.name: one for one in stats(index, tensors)}
     page.write(page.render(open_contents(tmp_path / "ckpt"), found), tmp_path / "page.html")
     document = in_a_browser(tmp_path / "page.html")

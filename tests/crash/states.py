@@ -60,5 +60,5 @@ def load_number(path: Path, number: int, ranks: int) -> None:
 def stray_files(path: Path) -> list[Path]:
     """What killed saves left behind: files of this package that the index does not name."""
     index = dcp_rs._core.Index.open(str(path), None, False)
-    named = {name for name, *_ in index.files()} | {"index.dcprs", dcp_rs._core.LOCK_NAME}
+    named = {file.name for file in index.files()} | {"index.dcprs", dcp_rs._core.LOCK_NAME}
     return sorted(file for file in path.iterdir() if file.name not in named)

@@ -258,7 +258,7 @@ def test_two_threads_of_one_save_do_not_wait_for_ever(ckpt):
         str(ckpt), items, save_id=bytes(16), generation=1, token=1, rank=0, world_size=1, **options
     )
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda i: made.write([(i, 0, data.data_ptr(), data.nbytes)]), range(4)))
+        list(threads.map(lambda i: made.write([_core.Part(i, 0, data.data_ptr(), data.nbytes)]), range(4)))
     made.finish()
 
 
@@ -345,7 +345,7 @@ def test_a_forked_child_leaves_the_save_of_its_parent_alone(ckpt):
     made = [
         _core.Save.create(str(ckpt), [item], save_id=bytes(16), generation=1, token=1, rank=0, world_size=1, **options)
     ]
-    made[0].write([(0, 0, tensor.data_ptr(), 40)])
+    made[0].write([_core.Part(0, 0, tensor.data_ptr(), 40)])
     assert in_child(made.clear) == 0
     assert len(list(ckpt.glob("g*"))) == 1
     made[0].finish()
@@ -438,7 +438,7 @@ def test_other_threads_run_during_a_load(tmp_path):
         began = time.monotonic()
         for _ in range(3):
             index.read_chunks(
-                [(index.first_chunk(0), (0,), (target.nbytes,), target.data_ptr(), (1,))],
+                [_core.Fill(index.first_chunk(0), (0,), (target.nbytes,), target.data_ptr(), (1,))],
                 io="buffered",
                 threads=1,
                 verify=True,
@@ -473,7 +473,7 @@ def test_more_files_than_a_process_may_open(tmp_path):
     for rank in range(300):
         item = whole_item(f"w{rank:03}", data)
         made = _core.Save.create(str(tmp_path), [item], token=rank, rank=rank, max_inflight_bytes=1 << 20, **one)
-        made.write([(0, 0, data.data_ptr(), 40)])
+        made.write([_core.Part(0, 0, data.data_ptr(), 40)])
         indexes.append(made.finish())
     how = {"save_id": bytes(range(16)), "generation": 1, "planner_data": {}, "items": None, "names": []}
     _core.commit_indexes(str(tmp_path), None, indexes, fsync=False, **how)

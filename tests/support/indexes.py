@@ -52,5 +52,5 @@ def save_with_hole(path: Path) -> None:
         io="buffered",
         max_inflight_bytes=1 << 20,
     )
-    save.write([(0, 0, rows.data_ptr(), rows.nbytes)])
+    save.write([_core.Part(0, 0, rows.data_ptr(), rows.nbytes)])
     commit_ranks(path, [save.finish()], generation=generation, planner_data={"w": ("w",)})

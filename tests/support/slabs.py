@@ -29,7 +29,7 @@ def saved(path, state_dict):
 
 def whole(index, name, tensor):
     number = index.find(name)
-    dtype = stored_dtype(name, index.tensor(number)[2])
+    dtype = stored_dtype(name, index.tensor(number).dtype)
     return Target(number, [0] * tensor.dim(), tensor, name, dtype)
 
 
@@ -41,21 +41,22 @@ def batch_of(index):
     """A batch of all tensors, to be filled through slabs."""
     batch = _core.Batch(index)
     for number in range(index.tensor_count):
-        name, is_bytes, dtype, shape, _, _ = index.tensor(number)
-        if is_bytes:
+        entry = index.tensor(number)
+        if entry.is_bytes:
             continue
-        tensor = torch.empty(shape, dtype=stored_dtype(name, dtype), device="meta")
-        batch.add_elsewhere(number, Target(number, [0] * len(shape), tensor, name, tensor.dtype), 0, there=False)
+        tensor = torch.empty(entry.shape, dtype=stored_dtype(entry.name, entry.dtype), device="meta")
+        target = Target(number, [0] * tensor.dim(), tensor, entry.name, tensor.dtype)
+        batch.add_elsewhere(number, target, 0, there=False)
     return batch
 
 
 def damage(path, index):
     """Flips a byte near the end of the data."""
-    name, size, _, _ = index.files()[-1]
-    with (path / name).open("r+b") as file:
-        file.seek(size - 3)
+    last = index.files()[-1]
+    with (path / last.name).open("r+b") as file:
+        file.seek(last.size - 3)
         byte = file.read(1)
-        file.seek(size - 3)
+        file.seek(last.size - 3)
         file.write(bytes([byte[0] ^ 1]))
 
 
@@ -95,6 +96,6 @@ def save_shards(path, whole, ranks):
             world_size=ranks,
             **WriteOptions(fsync=False).engine(),
         )
-        begun.write([(i, 0, e.data.data_ptr(), e.data.nbytes) for i, e in enumerate(entries)])
+        begun.write([_core.Part(i, 0, e.data.data_ptr(), e.data.nbytes) for i, e in enumerate(entries)])
         indexes.append(begun.finish())
     commit_ranks(path, indexes)

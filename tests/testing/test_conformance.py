@@ -21,8 +21,9 @@ def this_package(path):
         for number, name in enumerate(index.names()):
             tensor = checkpoint[name]
             if checkpoint.info(name).dtype is None:
-                file, offset, length, *_ = index.chunks(number)[0]
-                entries[name] = (path / index.files()[file][0]).read_bytes()[offset : offset + length]
+                chunk = index.chunks(number)[0]
+                data = (path / index.files()[chunk.file].name).read_bytes()
+                entries[name] = data[chunk.offset : chunk.offset + chunk.length]
             else:
                 entries[name] = (
                     str(tensor.dtype).removeprefix("torch."),

@@ -34,12 +34,10 @@ class NumpyCheckpoint(OpenCheckpoint["ArraySlice"]):
     def _value(self, name: str, data: bytes) -> Any:
         return load_value(name, data)
 
-    def _tensor(
-        self, tensor: int, name: str, dtype: str | None, shape: tuple[int, ...], flags: int, chunks: int
-    ) -> np.ndarray[Any, Any]:
-        made = self.element_dtype(name, dtype)
-        view = self._view(tensor, made, shape) if chunks == 1 and self._is_in_place else None
-        return self._read(tensor, name, made, [0] * len(shape), shape) if view is None else view
+    def _tensor(self, tensor: int, entry: _core.TensorEntry) -> np.ndarray[Any, Any]:
+        dtype, shape = self.element_dtype(entry.name, entry.dtype), entry.shape
+        view = self._view(tensor, dtype, shape) if entry.chunk_count == 1 and self._is_in_place else None
+        return self._read(tensor, entry.name, dtype, [0] * len(shape), shape) if view is None else view
 
     def _slice(self, tensor: int) -> ArraySlice:
         return ArraySlice(self, tensor)
@@ -63,21 +61,21 @@ class NumpyCheckpoint(OpenCheckpoint["ArraySlice"]):
             )
         return bits
 
-    def _info(self, name: str, dtype: str | None, shape: tuple[int, ...], chunks: int, nbytes: int) -> TensorInfo:
-        made = None if dtype is None else numpy_dtype(dtype) or bits_dtype(dtype)
-        return TensorInfo(name, made, tuple(shape), chunks, nbytes)
+    def _info(self, entry: _core.TensorEntry, nbytes: int) -> TensorInfo:
+        dtype = None if entry.dtype is None else numpy_dtype(entry.dtype) or bits_dtype(entry.dtype)
+        return TensorInfo(entry.name, dtype, entry.shape, entry.chunk_count, nbytes)
 
     def _view(self, tensor: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any] | None:
         """An array over the mapping of the one file that holds it; None where it does not lie so."""
-        file, offset, length, _, sizes = self._index.chunks(tensor)[0]
-        chunk = self._index.first_chunk(tensor)
-        if tuple(sizes) != tuple(shape) or length == 0 or offset % dtype.itemsize or self._index.has_signs(chunk):
+        stored, chunk = self._index.chunks(tensor)[0], self._index.first_chunk(tensor)
+        is_whole = stored.sizes == tuple(shape) and stored.length > 0
+        if not is_whole or stored.offset % dtype.itemsize or self._index.has_signs(chunk):
             return None
         if self._options.verify:
             self._index.verify_chunks([chunk], **self._options.engine())
         strides = self._index.chunk_strides(chunk)
         in_bytes = None if strides is None else [stride * dtype.itemsize for stride in strides]
-        return np.ndarray(tuple(shape), dtype, memoryview(self._mapped(file)), offset, in_bytes)
+        return np.ndarray(tuple(shape), dtype, memoryview(self._mapped(stored.file)), stored.offset, in_bytes)
 
     def _read(
         self, tensor: int, name: str, dtype: np.dtype[Any], offsets: list[int], sizes: tuple[int, ...]
@@ -87,7 +85,8 @@ class NumpyCheckpoint(OpenCheckpoint["ArraySlice"]):
         made = np.empty(sizes, dtype)
         strides = [stride // dtype.itemsize for stride in made.strides]
         if made.size:
-            self._index.read_regions([(tensor, offsets, sizes, made.ctypes.data, strides)], **self._options.engine())
+            fill = _core.Fill(tensor, offsets, sizes, made.ctypes.data, strides)
+            self._index.read_regions([fill], **self._options.engine())
         return made
 
     def __repr__(self) -> str:

@@ -141,6 +141,5 @@ def _seconds(older_than: float | None) -> float | None:
     return None if older_than is None else float(older_than)
 
 
-def _leftover(found: tuple[os.PathLike[str], int, Kind, Verdict]) -> Leftover:
-    path, nbytes, kind, verdict = found
-    return Leftover(os.fspath(path), nbytes, kind, verdict)
+def _leftover(found: _core.Leftover) -> Leftover:
+    return Leftover(os.fspath(found.path), found.nbytes, found.kind, found.verdict)

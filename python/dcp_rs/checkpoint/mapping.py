@@ -94,16 +94,14 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
             UnsafePickleError: a value that needs more than is allowed: ``weights_only=True`` with torch, plain types and tensors without.
         """
         tensor = self._find(fqn)
-        _, is_bytes, dtype, shape, flags, chunks = self._index.tensor(tensor)
-        if not is_bytes:
-            return self._tensor(tensor, fqn, dtype, shape, flags, chunks)
+        entry = self._index.tensor(tensor)
+        if not entry.is_bytes:
+            return self._tensor(tensor, entry)
         (data,) = self._index.read_bytes([self._index.first_chunk(tensor)], **self._options.engine())
         return unwrap(self._value(fqn, data))
 
     @abstractmethod
-    def _tensor(
-        self, tensor: int, name: str, dtype: str | None, shape: tuple[int, ...], flags: int, chunks: int
-    ) -> Any:
+    def _tensor(self, tensor: int, entry: _core.TensorEntry) -> Any:
         """All of a tensor, as the framework has it."""
 
     @property
@@ -131,7 +129,7 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
             TypeError: it is a value.
         """
         tensor = self._find(fqn)
-        if self._index.tensor(tensor)[1]:
+        if self._index.tensor(tensor).is_bytes:
             msg = f"{fqn!r} is not a tensor"
             raise TypeError(msg)
         return self._slice(tensor)
@@ -139,20 +137,18 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
     def info(self, fqn: str) -> TensorInfo:
         """What is stored under ``fqn``, without reading it."""
         tensor = self._find(fqn)
-        name, is_bytes, dtype, shape, _, chunks = self._index.tensor(tensor)
-        nbytes = sum(length for _, _, length, _, _ in self._index.chunks(tensor))
-        return self._info(name, None if is_bytes else dtype, shape, chunks, nbytes)
+        return self._info(self._index.tensor(tensor), sum(chunk.length for chunk in self._index.chunks(tensor)))
 
     @abstractmethod
-    def _info(self, name: str, dtype: str | None, shape: tuple[int, ...], chunks: int, nbytes: int) -> TensorInfo:
+    def _info(self, entry: _core.TensorEntry, nbytes: int) -> TensorInfo:
         """In terms of the framework."""
 
     def chunks(self, fqn: str) -> list[ChunkInfo]:
         """The pieces that ``fqn`` is stored in, in order of their offsets."""
         files = self._index.files()
         return [
-            ChunkInfo(offsets, sizes, files[file][0], offset, length)
-            for file, offset, length, offsets, sizes in self._index.chunks(self._find(fqn))
+            ChunkInfo(chunk.offsets, chunk.sizes, files[chunk.file].name, chunk.offset, chunk.length)
+            for chunk in self._index.chunks(self._find(fqn))
         ]
 
     def get(self, fqn: str, default: Any = None) -> Any:
@@ -235,10 +231,10 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         index = self._index
 
         def row(number: int) -> list[str]:
-            name, is_bytes, dtype, shape, _, chunks = index.tensor(number)
-            nbytes = sum(length for _, _, length, _, _ in index.chunks(number))
-            kind = "value" if is_bytes else f"{dtype} {list(shape)}"
-            return [name, kind, size(nbytes), f"{chunks:,}"]
+            entry = index.tensor(number)
+            nbytes = sum(chunk.length for chunk in index.chunks(number))
+            kind = "value" if entry.is_bytes else f"{entry.dtype} {list(entry.shape)}"
+            return [entry.name, kind, size(nbytes), f"{entry.chunk_count:,}"]
 
         return table(["name", "what", "size", "chunks"], map(row, range(len(self))), total=len(self))
 

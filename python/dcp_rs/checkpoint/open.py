@@ -46,18 +46,14 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
     def _value(self, name: str, data: bytes) -> Any:
         return objects.load(name, data, weights_only=self._weights_only)
 
-    def _tensor(
-        self, tensor: int, name: str, dtype: str | None, shape: tuple[int, ...], flags: int, chunks: int
-    ) -> torch.Tensor:
-        torch_dtype = stored_dtype(name, dtype)
+    def _tensor(self, tensor: int, entry: _core.TensorEntry) -> torch.Tensor:
+        dtype, shape = stored_dtype(entry.name, entry.dtype), entry.shape
         if self._device.type == "meta":
-            may_require = torch_dtype.is_floating_point or torch_dtype.is_complex
-            return torch.empty(
-                shape, dtype=torch_dtype, device="meta", requires_grad=may_require and bool(flags & REQUIRES_GRAD)
-            )
-        if self._is_in_place and chunks == 1:
-            return self._view(tensor, torch_dtype, shape)
-        return self._read(tensor, name, torch_dtype, [0] * len(shape), shape)
+            requires_grad = (dtype.is_floating_point or dtype.is_complex) and bool(entry.flags & REQUIRES_GRAD)
+            return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+        if self._is_in_place and entry.chunk_count == 1:
+            return self._view(tensor, dtype, shape)
+        return self._read(tensor, entry.name, dtype, [0] * len(shape), shape)
 
     def _slice(self, tensor: int) -> TensorSlice:
         return TensorSlice(self, tensor)
@@ -66,8 +62,9 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
     def _is_in_place(self) -> bool:
         return self._device.type == "cpu" and super()._is_in_place
 
-    def _info(self, name: str, dtype: str | None, shape: tuple[int, ...], chunks: int, nbytes: int) -> TensorInfo:
-        return TensorInfo(name, None if dtype is None else stored_dtype(name, dtype), torch.Size(shape), chunks, nbytes)
+    def _info(self, entry: _core.TensorEntry, nbytes: int) -> TensorInfo:
+        dtype = None if entry.dtype is None else stored_dtype(entry.name, entry.dtype)
+        return TensorInfo(entry.name, dtype, torch.Size(entry.shape), entry.chunk_count, nbytes)
 
     def state_dict(self, *, copy: bool = False) -> dict[str, Any]:
         """Everything, nested as it was saved.
@@ -85,7 +82,7 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
             flat = {name: self[name] for name in self}
         else:  # one load for all, and not one for each
             self._check_open()
-            numbers = [number for number in range(self._index.tensor_count) if not self._index.tensor(number)[1]]
+            numbers = [number for number in range(self._index.tensor_count) if not self._index.tensor(number).is_bytes]
             tensors = read_whole(self._index, numbers, self._device, self._options)
             flat = {name: tensors[name] if name in tensors else self[name] for name in self}
         index = self._index
@@ -117,31 +114,31 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
 
     def chunk_view(self, tensor: int, chunk: int, dtype: torch.dtype) -> torch.Tensor | None:
         """A contiguous tensor over the mapping of the file that holds a chunk; None where the chunk does not lie so."""
-        file, offset, length, _, sizes = self._index.chunks(tensor)[chunk]
+        stored = self._index.chunks(tensor)[chunk]
         number = self._index.first_chunk(tensor) + chunk
         if (
             self._index.is_remote
-            or length == 0
-            or offset % dtype.itemsize
+            or stored.length == 0
+            or stored.offset % dtype.itemsize
             or self._index.chunk_strides(number)
             or self._index.has_signs(number)
         ):
             return None
-        return self._map(file, offset, length).view(dtype).view(sizes)
+        return self._map(stored).view(dtype).view(stored.sizes)
 
-    def _map(self, file: int, offset: int, length: int) -> torch.Tensor:
-        return torch.frombuffer(self._mapped(file), dtype=torch.uint8, count=length, offset=offset)
+    def _map(self, chunk: _core.ChunkEntry) -> torch.Tensor:
+        return torch.frombuffer(self._mapped(chunk.file), dtype=torch.uint8, count=chunk.length, offset=chunk.offset)
 
     def _view(self, tensor: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor over the mapping of the one file that holds it."""
-        file, offset, length, _, sizes = self._index.chunks(tensor)[0]
-        if tuple(sizes) != tuple(shape) or length == 0 or self._index.has_signs(self._index.first_chunk(tensor)):
+        chunk = self._index.chunks(tensor)[0]
+        if chunk.sizes != tuple(shape) or chunk.length == 0 or self._index.has_signs(self._index.first_chunk(tensor)):
             return self._read(tensor, self._index.name(tensor), dtype, [0] * len(shape), shape)
         if self._options.verify:
             self._index.verify_chunks([self._index.first_chunk(tensor)], **self._options.engine())
-        flat = self._map(file, offset, length)
+        flat = self._map(chunk)
         strides = self._index.chunk_strides(self._index.first_chunk(tensor))
-        if offset % dtype.itemsize:
+        if chunk.offset % dtype.itemsize:
             flat = flat.clone()  # foreign files need not align tensors
         if strides is None:
             return flat.view(dtype).view(shape)

@@ -26,7 +26,9 @@ class StoredSlice(Generic[T]):
     def __init__(self, checkpoint: OpenCheckpoint[Any], tensor: int) -> None:
         self._checkpoint = checkpoint
         self._tensor = tensor
-        self._name, _, self._stored, self.shape, _, self._chunks = checkpoint._index.tensor(tensor)
+        entry = checkpoint._index.tensor(tensor)
+        self._name, self._stored, self._chunks = entry.name, entry.dtype, entry.chunk_count
+        self.shape = entry.shape
 
     def get_shape(self) -> list[int]:
         """The sizes, as ``safetensors`` slices give them."""

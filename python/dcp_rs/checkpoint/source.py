@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Hashable, Sequence
@@ -130,20 +131,17 @@ class IndexSource:
         self.items = [self._item(number) for number in index.file_order()]
 
     def _item(self, number: int) -> Item:
-        name, is_bytes, dtype_name, shape, flags, _ = self.index.tensor(number)
-        stored = self.index.chunks(number)
-        path = self.index.planner_path(number)
-        if is_bytes:
+        entry, stored = self.index.tensor(number), self.index.chunks(number)
+        name, path = entry.name, self.index.planner_path(number)
+        if entry.is_bytes:
             # Of a file of torch.save a value is a part of the pickle: how long it is by itself is known once it was written.
-            nbytes = len(self._bytes(number)) if self.kind == "torch" else stored[0][2]
-            chunk = Chunk((), (), stored[0][0])
+            nbytes = len(self._bytes(number)) if self.kind == "torch" else stored[0].length
+            chunk = Chunk((), (), stored[0].file)
             return Item(name, number, None, (), (chunk,), nbytes, 0, path, self._positions[number])
-        dtype = stored_dtype(name, dtype_name)
-        nbytes = dtype.itemsize
-        for size in shape:
-            nbytes *= size
-        chunks = tuple(Chunk(offsets, sizes, file) for file, _, _, offsets, sizes in stored)
-        return Item(name, number, dtype, shape, chunks, nbytes, flags, path, self._positions[number])
+        dtype = stored_dtype(name, entry.dtype)
+        nbytes = dtype.itemsize * math.prod(entry.shape)
+        chunks = tuple(Chunk(chunk.offsets, chunk.sizes, chunk.file) for chunk in stored)
+        return Item(name, number, dtype, entry.shape, chunks, nbytes, entry.flags, path, self._positions[number])
 
     def check(self, items: Sequence[Item]) -> None:
         """Raises unless the files are there and as long as they should be, and the chunks of every tensor hold all of it."""
@@ -171,14 +169,14 @@ class IndexSource:
 
     def read(self, requests: Sequence[Request]) -> None:
         """Reads in one batch, whatever the requests are."""
-        chunks, regions = [], []
+        chunks: list[_core.Fill] = []
+        regions: list[_core.Fill] = []
         for request in requests:
             into = request.into
-            where = (request.offsets, into.shape, into.data_ptr(), into.stride())
-            if request.chunk is None:
-                regions.append((request.item.number, *where))
-            else:
-                chunks.append((self.index.first_chunk(request.item.number) + request.chunk, *where))
+            source, fills = request.item.number, regions
+            if request.chunk is not None:
+                source, fills = self.index.first_chunk(request.item.number) + request.chunk, chunks
+            fills.append(_core.Fill(source, request.offsets, into.shape, into.data_ptr(), into.stride()))
         if chunks:
             self.index.read_chunks(chunks, **self._options.engine())
         if regions:
@@ -216,9 +214,15 @@ class IndexSource:
         return tied
 
     def _place(self, item: Item) -> Hashable:
-        chunk = self.index.first_chunk(item.number)
-        file, offset, *_ = self.index.chunks(item.number)[0]
-        return file, offset, item.dtype, item.shape, self.index.chunk_strides(chunk), self.index.has_signs(chunk)
+        chunk, stored = self.index.first_chunk(item.number), self.index.chunks(item.number)[0]
+        return (
+            stored.file,
+            stored.offset,
+            item.dtype,
+            item.shape,
+            self.index.chunk_strides(chunk),
+            self.index.has_signs(chunk),
+        )
 
 
 #: What ``transformers`` calls output layers that are tied to an embedding, where a state dict is not in the order of its modules.

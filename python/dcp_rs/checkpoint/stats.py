@@ -51,27 +51,28 @@ class TensorStats:
 
 @dataclass(slots=True)
 class _Sums:
-    """Of some elements: how many are finite, their mean, the sum of squared differences from it, and the rest."""
+    """A ``_core.Tally`` that grows."""
 
-    count: int = 0
+    finite: int = 0
     mean: float = 0.0
     squares: float = 0.0
-    low: float = math.inf
-    high: float = -math.inf
+    least: float = math.inf
+    greatest: float = -math.inf
     nan: int = 0
-    inf: int = 0
+    infinite: int = 0
     zeros: int = 0
 
-    def add(self, other: _Sums) -> None:
+    def add(self, other: _core.Tally) -> None:
         """Adds what was found of other elements (Chan, Golub, LeVeque 1979)."""
-        self.nan, self.inf, self.zeros = self.nan + other.nan, self.inf + other.inf, self.zeros + other.zeros
-        if other.count == 0:
+        self.nan, self.infinite = self.nan + other.nan, self.infinite + other.infinite
+        self.zeros += other.zeros
+        if other.finite == 0:
             return
-        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
-        total, apart = self.count + other.count, other.mean - self.mean
-        self.mean += apart * other.count / total
-        self.squares += other.squares + apart * apart * self.count * other.count / total
-        self.count = total
+        self.least, self.greatest = min(self.least, other.least), max(self.greatest, other.greatest)
+        total, apart = self.finite + other.finite, other.mean - self.mean
+        self.mean += apart * other.finite / total
+        self.squares += other.squares + apart * apart * self.finite * other.finite / total
+        self.finite = total
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,20 +123,20 @@ def stats(
     """
     options = ReadOptions(threads=threads, max_inflight_bytes=_SLAB_BYTES).engine()
     known = [index.tensor(tensor) for tensor in tensors]
-    sizes = [(math.prod(shape), ITEMSIZES[dtype or ""]) for _, _, dtype, shape, _, _ in known]
+    sizes = [(math.prod(entry.shape), ITEMSIZES[entry.dtype or ""]) for entry in known]
     slabs = [np.empty(_SLAB_BYTES + 64, np.uint8) for _ in range(2)]
 
     def read(parts: Sequence[_Part], slab: np.ndarray[Any, Any]) -> None:
-        requests = []
+        fills = []
         for part in parts:
-            shape, itemsize = known[part.place][3], sizes[part.place][1]
+            shape, itemsize = known[part.place].shape, sizes[part.place][1]
             address = slab.ctypes.data + part.slab_at
             for box in runs(shape, part.begin, part.end):
                 extent = [piece.stop - piece.start for piece in box]
                 offsets = [piece.start for piece in box]
-                requests.append((tensors[part.place], offsets, extent, address, _strides(extent)))
+                fills.append(_core.Fill(tensors[part.place], offsets, extent, address, _strides(extent)))
                 address += math.prod(extent) * itemsize
-        index.read_regions(requests, **options)
+        index.read_regions(fills, **options)
 
     total, done = sum(elements * itemsize for elements, itemsize in sizes), 0
     found = [_Sums() for _ in known]
@@ -154,12 +155,12 @@ def stats(
                 (
                     slab.ctypes.data + part.slab_at,
                     (part.end - part.begin) * sizes[part.place][1],
-                    known[part.place][2] or "",
+                    known[part.place].dtype or "",
                 )
                 for part in ready
             ]
-            for part, sums in zip(ready, _core.tally(pieces, options["threads"]), strict=True):
-                found[part.place].add(_Sums(*sums))
+            for part, tally in zip(ready, _core.tally(pieces, options["threads"]), strict=True):
+                found[part.place].add(tally)
             done += sum((part.end - part.begin) * sizes[part.place][1] for part in ready)
             if progress is not None:
                 progress(done, total)
@@ -171,23 +172,22 @@ def stats(
         yield _finished(known[place], found[place])
 
 
-def _finished(known: Any, sums: _Sums) -> TensorStats:
-    name, _, dtype, shape, _, _ = known
-    some = sums.count > 0
-    if dtype in _INTEGERS:
-        sums.low, sums.high = (int(bound) if some else bound for bound in (sums.low, sums.high))
+def _finished(entry: _core.TensorEntry, sums: _Sums) -> TensorStats:
+    dtype, some = entry.dtype or "", sums.finite > 0
+    if dtype in _INTEGERS and some:
+        sums.least, sums.greatest = int(sums.least), int(sums.greatest)
     return TensorStats(
-        name,
+        entry.name,
         dtype,
-        tuple(shape),
-        sums.low if some else None,
-        sums.high if some else None,
+        entry.shape,
+        sums.least if some else None,
+        sums.greatest if some else None,
         sums.mean if some else None,
-        math.sqrt(sums.squares / sums.count) if some else None,
+        math.sqrt(sums.squares / sums.finite) if some else None,
         sums.nan,
-        sums.inf,
+        sums.infinite,
         sums.zeros,
-        math.prod(shape),
+        math.prod(entry.shape),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -68,14 +69,11 @@ def stream(
 
 
 def _entry(index: _core.Index, number: int) -> _Entry:
-    name, is_bytes, dtype, shape, _, _ = index.tensor(number)
-    if is_bytes:
-        return _Entry(number, name, True, torch.uint8, shape, 0)
-    torch_dtype = stored_dtype(name, dtype)
-    nbytes = torch_dtype.itemsize
-    for size in shape:
-        nbytes *= size
-    return _Entry(number, name, False, torch_dtype, shape, nbytes)
+    entry = index.tensor(number)
+    if entry.is_bytes:
+        return _Entry(number, entry.name, True, torch.uint8, entry.shape, 0)
+    dtype = stored_dtype(entry.name, entry.dtype)
+    return _Entry(number, entry.name, False, dtype, entry.shape, dtype.itemsize * math.prod(entry.shape))
 
 
 # --- without slabs: a group of tensors at a time ---------------------------------------------------------

@@ -102,14 +102,12 @@ def verify(
         total = 0 if watch is None else _payload(opened)
         tell = None if watch is None else lambda done: watch(done, total)
         found, hashed, without = opened.verify(threads=threads or 0, progress=tell)
-    problems = [
-        Problem(str(file), tensor, block, offset, expected, got) for file, tensor, block, offset, expected, got in found
-    ]
+    problems = [Problem(str(at.path), at.tensor, at.block, at.offset, at.expected, at.got) for at in found]
     return VerifyReport(problems, hashed, without, seen_beside(path), _lost(opened, problems))
 
 
 def _payload(index: _core.Index) -> int:
-    return sum(length for number in range(index.tensor_count) for _, _, length, _, _ in index.chunks(number))
+    return sum(chunk.length for number in range(index.tensor_count) for chunk in index.chunks(number))
 
 
 def _lost(index: _core.Index, problems: Sequence[Problem]) -> list[str]:
@@ -122,7 +120,7 @@ def _lost(index: _core.Index, problems: Sequence[Problem]) -> list[str]:
     return [
         name
         for number, name in enumerate(index.names())
-        if name in damaged or any(chunk[0] in files for chunk in (index.chunks(number) if files else ()))
+        if name in damaged or any(chunk.file in files for chunk in (index.chunks(number) if files else ()))
     ]
 
 

@@ -25,8 +25,8 @@ def read_whole(
     """
     wanted: list[tuple[int, str, torch.dtype, tuple[int, ...]]] = []
     for number in numbers:
-        name, _, dtype, shape, *_ = index.tensor(number)
-        wanted.append((number, name, stored_dtype(name, dtype), shape))
+        entry = index.tensor(number)
+        wanted.append((number, entry.name, stored_dtype(entry.name, entry.dtype), entry.shape))
     # Before there is memory for them: a shape may be of any size, what chunks hold is bounded by their files.
     for place, at, lacking in index.check_regions([(n, [0] * len(shape), shape) for n, _, _, shape in wanted], []):
         name = wanted[place][1]

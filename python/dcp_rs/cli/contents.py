@@ -72,7 +72,7 @@ class Contents:
         )
         # What others wrote on a store has an index in memory only.
         self.indexed = in_folder and not (index.is_remote and index.source != "dcp-rs")
-        self.files = [(name, nbytes) for name, nbytes, _, _ in index.files()]
+        self.files = [(file.name, file.size) for file in index.files()]
         if self.indexed:
             self.facts = {
                 "index": str(index.path),
@@ -85,10 +85,12 @@ class Contents:
         self.entries = [self._entry(number) for number in range(index.tensor_count)]
 
     def _entry(self, number: int) -> Entry:
-        name, is_bytes, dtype, shape, _, chunks = self._index.tensor(number)
-        if is_bytes or dtype is None:
-            return Entry(name, number, None, (), chunks, self._index.chunks(number)[0][2])
-        return Entry(name, number, dtype, shape, chunks, math.prod(shape) * ITEMSIZES.get(dtype, 1))
+        tensor = self._index.tensor(number)
+        if tensor.dtype is None:
+            nbytes = self._index.chunks(number)[0].length
+        else:
+            nbytes = math.prod(tensor.shape) * ITEMSIZES.get(tensor.dtype, 1)
+        return Entry(tensor.name, number, tensor.dtype, tensor.shape, tensor.chunk_count, nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -106,7 +108,10 @@ class Contents:
 
     def pieces(self, entry: Entry) -> list[Piece]:
         """The stored pieces of an entry."""
-        return [Piece(*chunk) for chunk in self._index.chunks(entry.number)]
+        return [
+            Piece(chunk.file, chunk.offset, chunk.length, chunk.offsets, chunk.sizes)
+            for chunk in self._index.chunks(entry.number)
+        ]
 
     def state_path(self, entry: Entry) -> tuple[Any, ...] | None:
         """Where in the state dict an entry was."""

@@ -323,7 +323,7 @@ def statistics_of(path: Path, *, rank: int | None, allow_external: bool) -> dict
     from dcp_rs.checkpoint.stats import stats
 
     index = open_index(path, rank=rank, allow_external=allow_external)
-    tensors = [number for number in index.file_order() if not index.tensor(number)[1]]
+    tensors = [number for number in index.file_order() if not index.tensor(number).is_bytes]
     with watching(True, "reading") as progress:
         return {one.name: one for one in stats(index, tensors, progress=progress)}
 

@@ -33,7 +33,7 @@ def show_stats(
     wanted = [
         number
         for number in index.file_order()
-        if not index.tensor(number)[1] and (chosen is None or chosen(index.name(number)))
+        if not index.tensor(number).is_bytes and (chosen is None or chosen(index.name(number)))
     ]
     begin, nbytes = time.perf_counter(), 0
     with watching(True, "reading") as progress:

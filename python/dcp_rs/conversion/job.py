@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dcp_rs import _core
 from dcp_rs._progress import Watch
 from dcp_rs._shown import Shown
 from dcp_rs.checkpoint.blocks import Region, Slabs, blocks
@@ -125,7 +126,9 @@ class Job:
     def write(self, save: Any, regions: Sequence[Region], items: Sequence[int]) -> None:
         """Streams regions into items of a save."""
         for batch in blocks(self.source, regions, self.slabs):
-            save.write([(items[block.region], block.at, block.data.data_ptr(), block.data.nbytes) for block in batch])
+            save.write(
+                [_core.Part(items[block.region], block.at, block.data.data_ptr(), block.data.nbytes) for block in batch]
+            )
             self.advance(sum(block.data.nbytes for block in batch))
 
 

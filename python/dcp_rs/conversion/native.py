@@ -99,5 +99,5 @@ def write_value(job: Job, save: _core.Save, number: int, task: Task) -> None:
     data = job.source.value(task.item)
     if data:
         memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        save.write([(number, 0, memory.data_ptr(), memory.nbytes)])
+        save.write([_core.Part(number, 0, memory.data_ptr(), memory.nbytes)])
     job.advance(len(data))

@@ -49,7 +49,7 @@ def write(job: Job, place: Place) -> None:
     else:
         names = [f"{job.name}-{i + 1:05}-of-{len(runs):05}.safetensors" for i in range(len(runs))]
     files: list[tuple[str, bytes, int]] = []
-    values: list[tuple[str, int, int, int]] = []
+    values: list[_core.PlacedValue] = []
     order: list[Task] = []
     for number, (name, run) in enumerate(zip(names, runs, strict=True)):
         # Large elements first, so that every tensor is aligned.
@@ -59,7 +59,7 @@ def write(job: Job, place: Place) -> None:
         head = header(metadata, ((t.name, t.region().dtype, t.item.shape, t.nbytes) for t in tasks))
         at = len(head)
         for task in tasks:
-            values.append((task.name, number, at, task.nbytes))
+            values.append(_core.PlacedValue(task.name, number, at, task.nbytes))
             at += task.nbytes
         files.append((name, head, at))
         order += tasks

@@ -25,7 +25,7 @@ def to_tensors(job: Job, regions: Sequence[Region], folder: Path) -> list[torch.
         OSError: the disk is full, or fails.
     """
     results: list[torch.Tensor | None] = [None] * len(regions)
-    values: list[tuple[str, int, int, int]] = []
+    values: list[_core.PlacedValue] = []
     numbers: list[int] = []
     at = 0
     for number, region in enumerate(regions):
@@ -33,7 +33,7 @@ def to_tensors(job: Job, regions: Sequence[Region], folder: Path) -> list[torch.
             results[number] = torch.empty(region.sizes, dtype=region.dtype)
             continue
         numbers.append(number)
-        values.append((region.item.name, 0, at, region.nbytes))
+        values.append(_core.PlacedValue(region.item.name, 0, at, region.nbytes))
         at += -(-region.nbytes // _ALIGNMENT) * _ALIGNMENT
     if numbers:
         engine = job.engine() | {"fsync": False, "io": "buffered"}
@@ -50,9 +50,9 @@ def to_tensors(job: Job, regions: Sequence[Region], folder: Path) -> list[torch.
             raise
         finally:
             file.unlink(missing_ok=True)
-        for number, (_, _, offset, _) in zip(numbers, values, strict=True):
+        for number, value in zip(numbers, values, strict=True):
             region = regions[number]
-            flat = torch.frombuffer(memory, dtype=region.dtype, count=region.numel, offset=offset)
+            flat = torch.frombuffer(memory, dtype=region.dtype, count=region.numel, offset=value.offset)
             results[number] = flat.view(region.sizes)
     return [tensor for tensor in results if tensor is not None]
 

@@ -54,8 +54,8 @@ class LocalReads:
             if at not in in_part:
                 self.targets.append(target)
                 continue
-            for chunk, chunk_offsets, region_offsets, sizes in self.index.touching(
-                target.index, target.offsets, target.tensor.shape
-            ):
-                part = narrow(target.tensor, region_offsets, sizes)
-                self.targets.append(replace(target, index=chunk, of_chunk=True, offsets=chunk_offsets, tensor=part))
+            for held in self.index.touching(target.index, target.offsets, target.tensor.shape):
+                part = narrow(target.tensor, held.region_offsets, held.sizes)
+                self.targets.append(
+                    replace(target, index=held.chunk, of_chunk=True, offsets=held.chunk_offsets, tensor=part)
+                )

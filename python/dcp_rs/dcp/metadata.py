@@ -115,18 +115,18 @@ class Entries(Mapping[str, Any]):
         tensor = self.index.find(fqn) if isinstance(fqn, str) else None
         if tensor is None:
             raise KeyError(fqn)
-        name, is_bytes, dtype, shape, flags, _ = self.index.tensor(tensor)
-        if is_bytes:
+        entry = self.index.tensor(tensor)
+        if entry.is_bytes:
             return BytesStorageMetadata()
-        if dtype not in BY_NAME:
-            msg = f"tensor {name!r} is of dtype {dtype}, which torch {torch.__version__} does not have"
-            raise UnsupportedError(msg, path=self.index.path, tensor=name)
+        if entry.dtype not in BY_NAME:
+            msg = f"tensor {entry.name!r} is of dtype {entry.dtype}, which torch {torch.__version__} does not have"
+            raise UnsupportedError(msg, path=self.index.path, tensor=entry.name)
         return TensorStorageMetadata(
-            properties=tensor_properties(BY_NAME[dtype], flags),
-            size=torch.Size(shape),
+            properties=tensor_properties(BY_NAME[entry.dtype], entry.flags),
+            size=torch.Size(entry.shape),
             chunks=[
-                ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-                for _, _, _, offsets, sizes in self.index.chunks(tensor)
+                ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))
+                for chunk in self.index.chunks(tensor)
             ],
         )
 
@@ -186,16 +186,16 @@ class StorageInfos(Mapping[MetadataIndex, StorageInfo]):
 
     def __getitem__(self, key: MetadataIndex) -> StorageInfo:
         tensor = self._handle.index.find(key.fqn)
-        for file, offset, length, offsets, _ in [] if tensor is None else self._handle.index.chunks(tensor):
-            if key.offset is None or tuple(key.offset) == offsets:
-                return StorageInfo(self._handle.index.files()[file][0], offset, length)
+        for chunk in [] if tensor is None else self._handle.index.chunks(tensor):
+            if key.offset is None or tuple(key.offset) == chunk.offsets:
+                return StorageInfo(self._handle.index.files()[chunk.file].name, chunk.offset, chunk.length)
         raise KeyError(key)
 
     def __iter__(self) -> Iterator[MetadataIndex]:
         for tensor, name in enumerate(self._handle.index.names()):
-            is_bytes = self._handle.index.tensor(tensor)[1]
-            for i, (_, _, _, offsets, _) in enumerate(self._handle.index.chunks(tensor)):
-                yield MetadataIndex(name) if is_bytes else MetadataIndex(name, torch.Size(offsets), i)
+            is_bytes = self._handle.index.tensor(tensor).is_bytes
+            for i, chunk in enumerate(self._handle.index.chunks(tensor)):
+                yield MetadataIndex(name) if is_bytes else MetadataIndex(name, torch.Size(chunk.offsets), i)
 
     def __len__(self) -> int:
         return self._handle.index.chunk_count

@@ -319,7 +319,7 @@ class RsReader(StorageReader):
             for target in (*reads.targets, *whole_targets(index, *reads.plain))
             if target.place in at_once and not target.of_chunk and not is_opaque(target.tensor)
         ]
-        shapes = [index.tensor(target.index)[3] for target in targets]
+        shapes = [index.tensor(target.index).shape for target in targets]
         return offer(targets, shapes, "node" if self.replicas == "node" else "all", ranks.process_group)
 
     def _read_local(self, local: _Local, ranks: Ranks, offers: list[Any]) -> bool:

@@ -58,10 +58,10 @@ def load_file(
     if torch.device(device).type == "meta":
         return dict(Checkpoint(index, device=device, options=options))
     for number in range(index.tensor_count):
-        name, is_bytes, *_ = index.tensor(number)
-        if is_bytes:
-            msg = f"{name!r} in {os.fspath(filename)} is not a tensor: dcp_rs.open reads it"
-            raise UnsupportedError(msg, path=index.path, tensor=name)
+        entry = index.tensor(number)
+        if entry.is_bytes:
+            msg = f"{entry.name!r} in {os.fspath(filename)} is not a tensor: dcp_rs.open reads it"
+            raise UnsupportedError(msg, path=index.path, tensor=entry.name)
     return read_whole(index, range(index.tensor_count), device, options)
 
 
@@ -98,7 +98,7 @@ def save_file(
     head = header(metadata, ((entry.fqn, entry.data.dtype, entry.shape, entry.nbytes) for entry in entries))  # type: ignore[union-attr]
     values, at = [], len(head)
     for entry in entries:
-        values.append((entry.fqn, 0, at, entry.nbytes))
+        values.append(_core.PlacedValue(entry.fqn, 0, at, entry.nbytes))
         at += entry.nbytes
     with new_place(target, as_file=True) as place:
         save = _core.Save.create_files(os.fspath(place.folder), [(target.name, head, at)], values, **options.engine())

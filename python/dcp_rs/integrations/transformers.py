@@ -39,10 +39,10 @@ class StoredTensor:
     """A stored tensor that is read when it is indexed, into memory of its own, as a slice of safetensors is."""
 
     def __init__(self, index: _core.Index, number: int, options: ReadOptions) -> None:
-        name, _, dtype, shape, *_ = index.tensor(number)
-        self._index, self._number, self._name, self._options = index, number, name, options
-        self.dtype = stored_dtype(name, dtype)
-        self.shape = torch.Size(shape)
+        entry = index.tensor(number)
+        self._index, self._number, self._name, self._options = index, number, entry.name, options
+        self.dtype = stored_dtype(entry.name, entry.dtype)
+        self.shape = torch.Size(entry.shape)
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         """The elements that ``key`` selects: only they are read."""
@@ -97,7 +97,7 @@ def from_pretrained(
     index = open_index(path, rank=None, allow_external=False, verify=options.verify)
     config = _config(config, Path(path), kwargs)
     chosen = selector(include, exclude)
-    stored = {name: number for number, name in enumerate(index.names()) if not index.tensor(number)[1]}
+    stored = {name: number for number, name in enumerate(index.names()) if not index.tensor(number).is_bytes}
     stored = {name: number for name, number in stored.items() if chosen is None or chosen(name)}
     skeleton = skeleton_of(cls, config)
     wanted = list(skeleton.state_dict())

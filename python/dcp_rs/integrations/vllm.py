@@ -93,7 +93,7 @@ class DcpRsModelLoader(_loaders.BaseModelLoader):  # type: ignore[misc]
     def _names(self, index: _core.Index, config: Any) -> dict[int, str]:
         """What transformers calls the tensors of the model, by number."""
         chosen = selector(self._own.get("include"), self._own.get("exclude"))
-        stored = {name: number for number, name in enumerate(index.names()) if not index.tensor(number)[1]}
+        stored = {name: number for number, name in enumerate(index.names()) if not index.tensor(number).is_bytes}
         stored = {name: number for name, number in stored.items() if chosen is None or chosen(name)}
         if (rename := self._own.get("rename")) is not None:
             new_name = renamer(rename)

@@ -297,16 +297,16 @@ def _data_files(index: _core.Index) -> list[tuple[tuple[int, int], int]]:
         CorruptDataError: one is not there, or has another length.
     """
     files: list[tuple[tuple[int, int], int]] = []
-    for path, (name, size, *_) in zip(index.file_paths(), index.files(), strict=True):
+    for path, file in zip(index.file_paths(), index.files(), strict=True):
         try:
             found = path.stat()
         except FileNotFoundError:
-            msg = f"its data file {name} is gone"
+            msg = f"its data file {file.name} is gone"
             raise CorruptDataError(msg, path=path) from None
-        if found.st_size != size:
-            msg = f"its data file {name} has {found.st_size:,} bytes, and should have {size:,}"
+        if found.st_size != file.size:
+            msg = f"its data file {file.name} has {found.st_size:,} bytes, and should have {file.size:,}"
             raise CorruptDataError(msg, path=path)
-        files.append(((found.st_dev, found.st_ino), size))
+        files.append(((found.st_dev, found.st_ino), file.size))
     return files
 
 

@@ -165,12 +165,12 @@ class _Exchange:
 
     def _fill(self, piece: _Piece, buffer: torch.Tensor, stages: _Stages | None) -> None:
         memory = buffer if stages is None else stages.take()[: piece.nbytes]
-        requests = []
+        fills = []
         for target, offsets, sizes, at in piece.parts:
             view = _part(memory, target, sizes, at)
             first = [a + b for a, b in zip(target.offsets, offsets, strict=True)]
-            requests.append((target.index, first, view.shape, view.data_ptr(), view.stride()))
-        self.bytes_read += self._index.read_regions(requests, **self._options.engine())[1]
+            fills.append(_core.Fill(target.index, first, view.shape, view.data_ptr(), view.stride()))
+        self.bytes_read += self._index.read_regions(fills, **self._options.engine())[1]
         if stages is not None:
             stages.send(memory, buffer)
 

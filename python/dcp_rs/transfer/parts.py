@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 
+from dcp_rs import _core
 from dcp_rs.tensors.boxes import runs
 from dcp_rs.tensors.dtypes import AS_INTEGERS
 from dcp_rs.transfer.entry import Entry
@@ -42,9 +43,9 @@ class Part:
         """Where the last has gone."""
         return self.at + self.end - self.begin
 
-    def write_from(self, address: int) -> tuple[int, int, int, int]:
+    def write_from(self, address: int) -> _core.Part:
         """What ``_core.Save.write`` takes, with the memory at ``address``."""
-        return self.item, self.begin, address + self.at, self.end - self.begin
+        return _core.Part(self.item, self.begin, address + self.at, self.end - self.begin)
 
 
 def pack(entries: Sequence[tuple[int, Entry]], max_bytes: int) -> Iterator[list[Part]]:

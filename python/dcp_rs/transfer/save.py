@@ -87,7 +87,7 @@ def write_entries(
     tensors = [(i, entry) for i, entry in numbered if isinstance(entry.data, torch.Tensor) and entry.nbytes]
     in_place = [(i, entry) for i, entry in tensors if entry.is_in_place]
     if in_place:
-        save.write([(i, 0, entry.data.data_ptr(), entry.nbytes) for i, entry in in_place])  # type: ignore[union-attr]
+        save.write([_core.Part(i, 0, entry.data.data_ptr(), entry.nbytes) for i, entry in in_place])  # type: ignore[union-attr]
     devices: dict[torch.device, list[tuple[int, Entry]]] = {}
     host: list[tuple[int, Entry]] = []
     for i, entry in tensors:

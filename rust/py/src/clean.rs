@@ -4,24 +4,22 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use dcp_rs_core::Control;
-use dcp_rs_core::checkpoint::{self, Leftover, LeftoverKind, Verdict};
+use dcp_rs_core::checkpoint;
 use dcp_rs_core::store::{self, Mode};
 use pyo3::prelude::*;
 
 use crate::error::IntoPy as _;
 use crate::interrupt;
 use crate::panics::guarded;
-
-/// Path, bytes, kind, verdict.
-type LeftoverTuple = (PathBuf, u64, &'static str, &'static str);
+use crate::rows::Leftover;
 
 /// What killed saves and conversions left at `path`; nothing is changed.
 #[guarded]
 #[pyfunction]
-pub fn leftovers(py: Python<'_>, path: PathBuf, older_than: Option<f64>) -> PyResult<Vec<LeftoverTuple>> {
+pub fn leftovers(py: Python<'_>, path: PathBuf, older_than: Option<f64>) -> PyResult<Vec<Leftover>> {
     let older_than = older_than.map(Duration::from_secs_f64);
     let found = py.detach(|| checkpoint::leftovers(&path, older_than)).into_py(py)?;
-    Ok(found.into_iter().map(to_tuple).collect())
+    Ok(found.into_iter().map(Leftover::from).collect())
 }
 
 /// Removes what nobody needs. Returns what is gone, what was left alone, and why other things could not be removed.
@@ -31,30 +29,14 @@ pub fn clean(
     py: Python<'_>,
     path: PathBuf,
     older_than: Option<f64>,
-) -> PyResult<(Vec<LeftoverTuple>, Vec<LeftoverTuple>, Vec<String>)> {
+) -> PyResult<(Vec<Leftover>, Vec<Leftover>, Vec<String>)> {
     let older_than = older_than.map(Duration::from_secs_f64);
     let cleaned = interrupt::run(py, |control| checkpoint::clean(&path, older_than, control))?;
     Ok((
-        cleaned.removed.into_iter().map(to_tuple).collect(),
-        cleaned.kept.into_iter().map(to_tuple).collect(),
+        cleaned.removed.into_iter().map(Leftover::from).collect(),
+        cleaned.kept.into_iter().map(Leftover::from).collect(),
         cleaned.failed.iter().map(ToString::to_string).collect(),
     ))
-}
-
-fn to_tuple(leftover: Leftover) -> LeftoverTuple {
-    let kind = match leftover.kind {
-        LeftoverKind::Data => "data",
-        LeftoverKind::TemporaryIndex => "temporary index",
-        LeftoverKind::RankIndex => "rank index",
-        LeftoverKind::Conversion => "conversion",
-    };
-    let verdict = match leftover.verdict {
-        Verdict::Left => "left",
-        Verdict::InUse => "in use",
-        Verdict::Young => "young",
-        Verdict::Whole => "whole",
-    };
-    (leftover.path, leftover.bytes, kind, verdict)
 }
 
 /// The lock of a folder, alone: whoever holds it is at work there.

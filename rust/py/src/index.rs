@@ -8,7 +8,7 @@ use std::sync::Arc;
 use dcp_rs_core::checkpoint;
 use dcp_rs_core::copy::Signs;
 use dcp_rs_core::foreign::torch_file::ValueReader;
-use dcp_rs_core::format::{self, Kind};
+use dcp_rs_core::format;
 use dcp_rs_core::geometry::Dims;
 use dcp_rs_core::store::{PrivateMapping, Remote};
 use dcp_rs_core::{Control, Result};
@@ -21,6 +21,7 @@ use crate::convert::{Extent, FsPath, extent_to_py, from_value};
 use crate::error::{IntoPy, PlanError, plan_error};
 use crate::interrupt;
 use crate::panics::guarded;
+use crate::rows::{ChunkEntry, FileEntry, TensorEntry};
 
 /// An open, validated index. Immutable, and safe to share between threads.
 #[pyclass(frozen, module = "dcp_rs._core")]
@@ -32,12 +33,8 @@ pub struct Index {
     pub values: ValueReader,
 }
 
-/// Name, whether it is bytes, dtype, shape, flags, number of chunks.
-type TensorTuple<'py> = (String, bool, Option<&'static str>, Bound<'py, PyTuple>, u8, u64);
 /// Tensor, dtype, shape.
 type Description<'py> = (u32, Option<&'static str>, Bound<'py, PyTuple>);
-/// File, offset, length, offsets, sizes.
-type ChunkTuple<'py> = (u32, u64, u64, Bound<'py, PyTuple>, Bound<'py, PyTuple>);
 
 #[guarded]
 #[pymethods]
@@ -179,35 +176,17 @@ impl Index {
             .collect()
     }
 
-    fn tensor<'py>(&self, py: Python<'py>, tensor: u32) -> PyResult<TensorTuple<'py>> {
+    fn tensor(&self, py: Python<'_>, tensor: u32) -> PyResult<TensorEntry> {
         self.check_tensor(tensor)?;
-        let view = self.inner.tensor(tensor);
-        Ok((
-            view.name.to_owned(),
-            view.kind == Kind::Bytes,
-            view.dtype.map(dcp_rs_core::Dtype::name),
-            extent_to_py(py, &view.shape)?,
-            view.flags,
-            view.chunks.end - view.chunks.start,
-        ))
+        TensorEntry::new(py, &self.inner.tensor(tensor))
     }
 
     /// The chunks of a tensor, in the order of their offsets.
-    fn chunks<'py>(&self, py: Python<'py>, tensor: u32) -> PyResult<Vec<ChunkTuple<'py>>> {
+    fn chunks(&self, py: Python<'_>, tensor: u32) -> PyResult<Vec<ChunkEntry>> {
         self.check_tensor(tensor)?;
-        self.inner
-            .tensor(tensor)
-            .chunks
-            .map(|c| {
-                let chunk = self.inner.chunk(c);
-                Ok((
-                    chunk.file,
-                    chunk.offset,
-                    chunk.length,
-                    extent_to_py(py, &chunk.offsets)?,
-                    extent_to_py(py, &chunk.sizes)?,
-                ))
-            })
+        let chunks = self.inner.tensor(tensor).chunks;
+        chunks
+            .map(|chunk| ChunkEntry::new(py, &self.inner.chunk(chunk)))
             .collect()
     }
 
@@ -259,14 +238,10 @@ impl Index {
         order
     }
 
-    /// Name, size in bytes, start of the payload, whether external, for every data file.
-    fn files(&self) -> Vec<(String, u64, u64, bool)> {
-        (0..self.inner.file_count())
-            .map(|f| {
-                let file = self.inner.file(f);
-                (file.name.to_owned(), file.size, file.data_start, file.external)
-            })
-            .collect()
+    /// Every data file.
+    fn files(&self) -> Vec<FileEntry> {
+        let count = self.inner.file_count();
+        (0..count).map(|file| FileEntry::new(&self.inner.file(file))).collect()
     }
 
     /// For each data file, the bytes of it that chunks are in, and whether it is a link to what another save wrote.

@@ -13,6 +13,7 @@ mod panics;
 mod plain;
 mod read;
 mod reuse;
+mod rows;
 mod save_item;
 mod save_plan;
 mod slabs;
@@ -38,6 +39,8 @@ mod _core {
     use crate::panics::panic;
     #[pymodule_export]
     use crate::reuse::Reuse;
+    #[pymodule_export]
+    use crate::rows::{ChunkEntry, Damage, FileEntry, Fill, Leftover, Overlap, Part, PlacedValue, Tally, TensorEntry};
     #[pymodule_export]
     use crate::save_item::SaveItem;
     #[pymodule_export]

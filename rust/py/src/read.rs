@@ -8,7 +8,7 @@ use dcp_rs_core::checkpoint;
 use dcp_rs_core::checkpoint::gather::{Gather, Memory, Source, Turns};
 use dcp_rs_core::format::{Kind, SourceKind};
 use dcp_rs_core::geometry::Dims;
-use dcp_rs_core::geometry::overlap::{self, Overlap, Region};
+use dcp_rs_core::geometry::overlap::{self, Region};
 use dcp_rs_core::read::{Destination, IoMode, ReadOptions, ReadStats};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
@@ -18,15 +18,10 @@ use crate::error::{IntoPy, PlanError, plan_error};
 use crate::index::Index;
 use crate::interrupt;
 use crate::panics::guarded;
+use crate::rows::{Fill, Overlap};
 
-/// Chunk, offsets in it, sizes, address, strides in elements.
-type ChunkRequest = (u64, Extent, Extent, usize, Extent);
-/// Tensor, offsets in it, sizes, address, strides in elements.
-type RegionRequest = (u32, Extent, Extent, usize, Extent);
 /// Bytes wanted, bytes read.
 pub type Stats = (u64, u64);
-/// Chunk, offsets in it, offsets in the region, sizes.
-type Part<'py> = (u64, Bound<'py, PyTuple>, Bound<'py, PyTuple>, Bound<'py, PyTuple>);
 /// Region, offsets and sizes of what it lacks.
 type Hole<'py> = (usize, Bound<'py, PyTuple>, Bound<'py, PyTuple>);
 
@@ -87,6 +82,12 @@ pub fn memory(index: &Index, tensor: u32, address: usize, sizes: &Dims, strides:
     })
 }
 
+/// The region of a tensor that is to be filled, and the memory.
+fn wanted(index: &Index, tensor: u32, fill: &Fill) -> PyResult<(Region, Memory)> {
+    let to = memory(index, tensor, fill.address, &fill.sizes.0, &fill.strides.0)?;
+    Ok((Region::new(&fill.offsets.0, &fill.sizes.0), to))
+}
+
 fn run(py: Python<'_>, gather: &Gather, options: &ReadOptions) -> PyResult<ReadStats> {
     // SAFETY: the contract of the methods below: the caller holds the tensors at the addresses until they return. Shapes and strides are
     // the tensors' own.
@@ -113,17 +114,15 @@ impl Index {
     /// Fills rectangles of chunks into memory.
     ///
     /// The memory behind every address must stay there until this returns: the caller holds the tensors.
-    #[pyo3(signature = (requests, **options))]
-    fn read_chunks(&self, py: Python<'_>, requests: Vec<ChunkRequest>, options: Option<Options>) -> PyResult<Stats> {
+    #[pyo3(signature = (fills, **options))]
+    fn read_chunks(&self, py: Python<'_>, fills: Vec<Bound<'_, Fill>>, options: Option<Options>) -> PyResult<Stats> {
         let options = read_options(options)?;
         let index = Arc::clone(&self.inner);
         let mut gather = Gather::new(Arc::clone(&index), self.allow_external);
-        for (chunk, offsets, sizes, address, strides) in &requests {
-            self.check_chunk(*chunk)?;
-            let tensor = index.chunk(*chunk).tensor;
-            let to = memory(self, tensor, *address, &sizes.0, &strides.0)?;
-            let region = Region::new(&offsets.0, &sizes.0);
-            gather.add(Source::Chunk(*chunk), &region, &to).into_py(py)?;
+        for fill in fills.iter().map(Bound::get) {
+            self.check_chunk(fill.source)?;
+            let (region, to) = wanted(self, index.chunk(fill.source).tensor, fill)?;
+            gather.add(Source::Chunk(fill.source), &region, &to).into_py(py)?;
         }
         let stats = run(py, &gather, &options)?;
         Ok((stats.bytes_wanted, stats.bytes_read))
@@ -132,16 +131,17 @@ impl Index {
     /// Fills regions of tensors into memory, from whichever chunks hold them.
     ///
     /// As with `read_chunks`, the caller holds the tensors.
-    #[pyo3(signature = (requests, **options))]
-    fn read_regions(&self, py: Python<'_>, requests: Vec<RegionRequest>, options: Option<Options>) -> PyResult<Stats> {
+    #[pyo3(signature = (fills, **options))]
+    fn read_regions(&self, py: Python<'_>, fills: Vec<Bound<'_, Fill>>, options: Option<Options>) -> PyResult<Stats> {
         let options = read_options(options)?;
         let index = Arc::clone(&self.inner);
         let mut gather = Gather::new(Arc::clone(&index), self.allow_external);
-        for (tensor, offsets, sizes, address, strides) in &requests {
-            self.check_tensor(*tensor)?;
-            let to = memory(self, *tensor, *address, &sizes.0, &strides.0)?;
-            let region = Region::new(&offsets.0, &sizes.0);
-            gather.add(Source::Tensor(*tensor), &region, &to).into_py(py)?;
+        for fill in fills.iter().map(Bound::get) {
+            // What is no number of a tensor is none of a checkpoint of so many either.
+            let tensor = u32::try_from(fill.source).unwrap_or(u32::MAX);
+            self.check_tensor(tensor)?;
+            let (region, to) = wanted(self, tensor, fill)?;
+            gather.add(Source::Tensor(tensor), &region, &to).into_py(py)?;
         }
         let stats = run(py, &gather, &options)?;
         Ok((stats.bytes_wanted, stats.bytes_read))
@@ -208,9 +208,10 @@ impl Index {
     }
 
     /// The parts of a region that chunks hold, which may leave some of it out.
-    fn touching<'py>(&self, py: Python<'py>, tensor: u32, offsets: Extent, sizes: Extent) -> PyResult<Vec<Part<'py>>> {
+    fn touching(&self, py: Python<'_>, tensor: u32, offsets: Extent, sizes: Extent) -> PyResult<Vec<Overlap>> {
         let region = self.region(tensor, offsets, sizes)?;
-        parts_to_py(py, overlap::touching(&self.inner, tensor, &region))
+        let found = overlap::touching(&self.inner, tensor, &region);
+        found.iter().map(|overlap| Overlap::new(py, overlap)).collect()
     }
 
     /// Checks a plan before anything is read. Raises unless the data files of these regions and values are there and as long as they
@@ -258,18 +259,4 @@ impl Index {
             Err(plan_error(self.inner.path(), Some(name), message))
         }
     }
-}
-
-fn parts_to_py(py: Python<'_>, parts: Vec<Overlap>) -> PyResult<Vec<Part<'_>>> {
-    parts
-        .into_iter()
-        .map(|part| {
-            Ok((
-                part.chunk,
-                extent_to_py(py, &part.chunk_offsets)?,
-                extent_to_py(py, &part.region_offsets)?,
-                extent_to_py(py, &part.sizes)?,
-            ))
-        })
-        .collect()
 }

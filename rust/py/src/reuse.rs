@@ -12,6 +12,7 @@ use pyo3::types::{PyDict, PyList, PyTuple};
 use crate::interrupt;
 use crate::panics::guarded;
 use crate::plain::Plain;
+use crate::rows;
 use crate::save_plan::Planned;
 use crate::write::{parts_at, parts_of};
 
@@ -58,8 +59,8 @@ impl Reuse {
         (0..self.wants.len()).map(|item| self.inner.probes(item)).collect()
     }
 
-    /// Compares parts (item, first byte of the item, address, bytes), as `Save.write` writes them: memory stays until this returns.
-    fn write(&self, py: Python<'_>, parts: Vec<(u32, u64, usize, usize)>) -> PyResult<()> {
+    /// Compares parts of items, as `Save.write` writes them: memory stays until this returns.
+    fn write(&self, py: Python<'_>, parts: Vec<Bound<'_, rows::Part>>) -> PyResult<()> {
         self.compare(py, &parts_at(&parts))
     }
 

@@ -14,32 +14,22 @@ use crate::error::IntoPy as _;
 use crate::index::Index;
 use crate::interrupt;
 use crate::panics::guarded;
-
-/// Path, tensor, block, offset, expected, got.
-type ProblemTuple = (FsPath, String, u64, u64, String, String);
+use crate::rows::Damage;
 
 #[guarded]
 #[pymethods]
 impl Index {
-    /// Problems, bytes hashed, bytes that have no digest.
+    /// Damage, bytes hashed, bytes that have no digest.
     #[pyo3(signature = (*, threads, progress = None))]
-    fn verify(
-        &self,
-        py: Python<'_>,
-        threads: usize,
-        progress: Option<Py<PyAny>>,
-    ) -> PyResult<(Vec<ProblemTuple>, u64, u64)> {
+    fn verify(&self, py: Python<'_>, threads: usize, progress: Option<Py<PyAny>>) -> PyResult<(Vec<Damage>, u64, u64)> {
         let index = Arc::clone(&self.inner);
         let allow_external = self.allow_external;
         let verified = interrupt::run_with(py, progress.as_ref(), 0, |control| {
             verify::verify(&index, allow_external, threads, control)
         })?;
-        let problems = verified
-            .problems
-            .into_iter()
-            .map(|p| (FsPath(p.path), p.tensor, p.block, p.offset, p.expected, p.got))
-            .collect();
-        Ok((problems, verified.bytes, verified.bytes_without_digest))
+        let found = verified.problems.into_iter();
+        let damage = found.map(|problem| Damage::new(py, problem)).collect::<PyResult<_>>()?;
+        Ok((damage, verified.bytes, verified.bytes_without_digest))
     }
 
     /// A data file that is a link out of the folder, and so refused to who opens the index file without `allow_external`; None where none is.

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use dcp_rs_core::foreign::torch_file::ValueReader;
 use dcp_rs_core::format::{INDEX_NAME, Index, IndexBuilder, SourceKind, Value, rank_index_name};
 use dcp_rs_core::store::{self, FileLock};
-use dcp_rs_core::write::{self, FilePlan, Part, Place, SaveInfo, WriteIo, WriteOptions};
+use dcp_rs_core::write::{self, FilePlan, Part, SaveInfo, WriteIo, WriteOptions};
 use dcp_rs_core::{Control, Error, checkpoint};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -17,6 +17,7 @@ use crate::convert::to_value;
 use crate::error::{IntoPy, PlanError, plan_error};
 use crate::panics::guarded;
 use crate::plain::Plain;
+use crate::rows::{self, PlacedValue};
 use crate::save_item::{SaveItem, items_of, name_of};
 use crate::save_plan::Planned;
 use crate::{index, interrupt};
@@ -80,7 +81,7 @@ impl Save {
         Self::begin(py, &folder, items_of(&items), info, &options, Planned::default(), None)
     }
 
-    /// Creates files (name, header, size) of the caller's own layout, with values (name, file, offset, length) in them.
+    /// Creates files (name, header, size) of the caller's own layout, with values in them.
     #[staticmethod]
     #[pyo3(signature = (folder, files, values, *, threads, fsync, io, max_inflight_bytes))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
@@ -88,7 +89,7 @@ impl Save {
         py: Python<'_>,
         folder: PathBuf,
         files: Vec<(String, Vec<u8>, u64)>,
-        values: Vec<(String, u32, u64, u64)>,
+        values: Vec<Bound<'_, PlacedValue>>,
         threads: usize,
         fsync: bool,
         io: &str,
@@ -103,10 +104,7 @@ impl Save {
                 items: vec![],
             })
             .collect();
-        let values: Vec<_> = values
-            .into_iter()
-            .map(|(name, file, offset, length)| (name, Place { file, offset }, length))
-            .collect();
+        let values: Vec<_> = values.iter().map(|value| value.get().to_core()).collect();
         let bytes = values.iter().map(|(.., length)| length).sum();
         let options = options(threads, fsync, io, max_inflight_bytes)?;
         let create = |control: &Control| write::Save::create_files(&folder, files, values, &options, control);
@@ -114,10 +112,10 @@ impl Save {
         Ok(Self::new(save, Planned::default(), bytes))
     }
 
-    /// Writes parts (item, first byte of the item, address, bytes).
+    /// Writes parts of items.
     ///
     /// The memory behind every address must be there, and unchanged, until this returns: the caller holds the tensors.
-    fn write(&self, py: Python<'_>, parts: Vec<(u32, u64, usize, usize)>) -> PyResult<()> {
+    fn write(&self, py: Python<'_>, parts: Vec<Bound<'_, rows::Part>>) -> PyResult<()> {
         self.put(py, &parts_at(&parts))
     }
 
@@ -248,18 +246,19 @@ impl Save {
     }
 }
 
-/// Parts (item, first byte of the item, address, bytes) of tensors that the caller holds.
+/// Parts of tensors that the caller holds.
 #[expect(unsafe_code, reason = "tensors are handed over by address")]
-pub fn parts_at<'a>(parts: &[(u32, u64, usize, usize)]) -> Vec<Part<'a>> {
+pub fn parts_at<'a>(parts: &[Bound<'_, rows::Part>]) -> Vec<Part<'a>> {
     parts
         .iter()
-        .filter(|&&(.., len)| len > 0)
-        .map(|&(item, at, address, len)| Part {
-            item,
-            at,
+        .map(Bound::get)
+        .filter(|part| part.nbytes > 0)
+        .map(|part| Part {
+            item: part.item,
+            at: part.at,
             // SAFETY: the contract of the methods that take such parts: `dcp_rs.transfer.save` holds every tensor, contiguous and in host
             // memory, until the call returns. Training code that changes a tensor while it is saved gets a torn save, as with any writer.
-            data: unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(address), len) },
+            data: unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(part.address), part.nbytes) },
         })
         .collect()
 }
