@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import Shard as ShardOfTensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
+from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -130,7 +131,8 @@ class _Builder:
         # torch has not implemented for these what it divides by, to make a pending sum, and what it pads uneven shards with.
         halves = values.dtype in (torch.complex32, getattr(torch, "bcomplex32", None))
         tiny = values.dtype.is_floating_point and values.dtype.itemsize == 1
-        codes = ["R" if code == "P" and (halves or tiny) else code for code in codes]
+        exact = not (values.dtype.is_floating_point or values.dtype.is_complex)  # of which it makes float32
+        codes = ["R" if code == "P" and (halves or tiny or exact) else code for code in codes]
         places = [_placement(code, values.dim()) for code, _ in zip(codes, self._ranks.mesh, strict=False)]
         bits = values.view(torch.int32) if halves else values
         whole = distribute_tensor(bits, self._mesh, places, src_data_rank=None)
@@ -219,6 +221,8 @@ def _attempt(result: Result, run: Any) -> Result:
         result.message = str(error)[:500]
     finally:
         logging.disable(logging.NOTSET)
+        # What torch's planner sets while it looks for names of before 2.4, and leaves so where that fails: whatever it flattens next is flattened as then.
+        _version._derived_version = None
     return result
 
 
