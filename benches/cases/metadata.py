@@ -61,7 +61,7 @@ def write_native(path: Path, fqns: int, ranks: int) -> None:
             io="buffered",
             max_inflight_bytes=64 << 20,
         )
-        save.write([(item, 0, payload.data_ptr(), payload.nbytes) for item in range(fqns)])
+        save.write([_core.Part(item, 0, payload.data_ptr(), payload.nbytes) for item in range(fqns)])
         indexes.append(save.finish())
     paths = {name: tuple(name.split(".")) for name in names(fqns)}
     _core.commit_indexes(

@@ -14,6 +14,7 @@ from harness.rows import Row, figure, versus
 from harness.states import Pattern, check_shards, scramble, shard, shards, size_of, square_shapes
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dcp_rs import _core
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.options import ReadOptions
 
@@ -90,7 +91,7 @@ def _amounts(pattern: Pattern, native: Path) -> list[Row]:
     index = open_index(native, rank=None, allow_external=False)
     for dim, kind, reach, stretch in ((0, "row", 1.05, 1.0), (1, "column", 2.0, 1.5)):
         for io in ("mmap", "direct", "buffered"):
-            requests, kept = [], []
+            fills, kept = [], []
             for name, shape in pattern.shapes.items():
                 tensor = index.find(name)
                 assert tensor is not None
@@ -98,11 +99,11 @@ def _amounts(pattern: Pattern, native: Path) -> list[Row]:
                 to = torch.empty(want.shape, dtype=want.dtype)
                 offsets = [0, 0]
                 offsets[dim] = RANK * -(-shape[dim] // LOADED_BY)
-                requests.append((tensor, offsets, want.shape, to.data_ptr(), to.stride()))
+                fills.append(_core.Fill(tensor, offsets, want.shape, to.data_ptr(), to.stride()))
                 kept.append((want, to))
             if io != "mmap":
                 page_cache.drop(native)
-            wanted, read = index.read_regions(requests, **ReadOptions(io=io).engine())
+            wanted, read = index.read_regions(fills, **ReadOptions(io=io).engine())
             for want, to in kept:
                 assert torch.equal(to.view(torch.int16), want.view(torch.int16))
             rows.append(

@@ -18,8 +18,7 @@ from support.slabs import batch_of, no_slab_threads, saved, state
 def test_direct_reads_land_in_the_slab(ckpt):
     want = state() | {"large": torch.randn(1500, 1000)}
     index = saved(ckpt, want)
-    for name, _, _, _ in index.files():
-        path = ckpt / name
+    for path in index.file_paths():
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
