@@ -1,5 +1,7 @@
 //! What the elements of a tensor are: the least, the greatest, their mean and spread, how many are NaN, infinite, zero.
 
+#![allow(clippy::inline_always)] // what is compiled anew for other instructions has to be compiled into one function
+
 use crate::{Dtype, Result, parallel};
 
 /// Elements that are looked at together: as `f64` they stay in a core's first cache.
@@ -182,6 +184,22 @@ fn small(bits: u8, width: u32, exponent_bits: u32, mantissa_bits: u32, bias: i32
 }
 
 fn by_blocks<const SIZE: usize, const N: usize>(data: &[u8], number: impl Fn([u8; SIZE]) -> [f64; N]) -> Tally {
+    #[cfg(target_arch = "x86_64")]
+    if std::arch::is_x86_feature_detected!("avx2") {
+        #[target_feature(enable = "avx2")]
+        fn with_avx2<const SIZE: usize, const N: usize>(data: &[u8], number: impl Fn([u8; SIZE]) -> [f64; N]) -> Tally {
+            in_blocks(data, number)
+        }
+        // SAFETY: the processor has what the function is compiled for.
+        #[expect(unsafe_code, reason = "instructions that not every processor has")]
+        return unsafe { with_avx2(data, number) };
+    }
+    in_blocks(data, number)
+}
+
+/// Compiled anew, as all that it calls, for each set of instructions.
+#[inline(always)]
+fn in_blocks<const SIZE: usize, const N: usize>(data: &[u8], number: impl Fn([u8; SIZE]) -> [f64; N]) -> Tally {
     let (elements, _) = data.as_chunks::<SIZE>();
     let mut sums = Tally::default();
     let mut numbers = [[0.0; N]; BLOCK];
@@ -195,6 +213,7 @@ fn by_blocks<const SIZE: usize, const N: usize>(data: &[u8], number: impl Fn([u8
 }
 
 #[expect(clippy::cast_precision_loss, reason = "at most twice a block")]
+#[inline(always)]
 fn of_block(numbers: &mut [f64]) -> Tally {
     let (total, zeros) = total(numbers);
     let (mut nan, mut infinite) = (0, 0);
@@ -236,6 +255,7 @@ fn of_block(numbers: &mut [f64]) -> Tally {
 }
 
 /// The sum, and how many are zero. In lanes, for instructions that take several.
+#[inline(always)]
 fn total(numbers: &[f64]) -> (f64, u64) {
     let (lanes, rest) = numbers.as_chunks::<LANES>();
     let (mut sums, mut zeros) = ([0.0; LANES], [0_u64; LANES]);
@@ -251,6 +271,7 @@ fn total(numbers: &[f64]) -> (f64, u64) {
 }
 
 /// The sum of the squares of the differences from the mean, the least and the greatest.
+#[inline(always)]
 fn spread(numbers: &[f64], mean: f64) -> (f64, f64, f64) {
     let (lanes, rest) = numbers.as_chunks::<LANES>();
     let (mut squares, mut least, mut greatest) = ([0.0; LANES], [f64::INFINITY; LANES], [f64::NEG_INFINITY; LANES]);
@@ -313,6 +334,16 @@ mod tests {
         }
         assert!((sums.mean - mean).abs() < 1e-9 && (sums.squares / squares - 1.0).abs() < 1e-12);
         assert_eq!((sums.finite, sums.zeros), (whole.finite, whole.zeros));
+    }
+
+    #[test]
+    fn every_set_of_instructions_counts_the_same() {
+        let bits = (0..40_000_u32).map(|i| i.wrapping_mul(2_654_435_761));
+        let data: Vec<u8> = bits.flat_map(u32::to_le_bytes).collect();
+        let number = |bytes| [f64::from(from_bfloat16(u16::from_le_bytes(bytes)))];
+        let found = by_blocks(&data, number);
+        assert_eq!(found, in_blocks(&data, number));
+        assert!(found.nan > 0 && found.finite > 70_000);
     }
 
     #[test]
