@@ -31,6 +31,8 @@ from support.hooks import WAYS, inner
 __all__ = ["Result", "load_step", "save_step"]
 
 _WAYS = {way.__name__: way for way in WAYS}
+#: The element that of four bits, which torch neither fills nor casts; None in an older torch.
+_FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
 
 
 @dataclass
@@ -108,8 +110,9 @@ class _Builder:
         if self._empty is None:
             return made
         made = blank(made)
-        if self._empty.cast is not None and spec.dtype.is_floating_point:
-            made = torch.full(made.shape, -3, dtype=self._empty.cast)
+        cast = self._empty.cast
+        if cast is not None and spec.dtype.is_floating_point and _FLOAT4 not in (spec.dtype, cast):
+            made = torch.full(made.shape, -3, dtype=cast)
         return made
 
     def _tensor(self, spec: Tensor) -> torch.Tensor:
