@@ -125,6 +125,24 @@ class Leftover:
     def verdict(self) -> Literal["left", "in use", "young", "whole"]: ...
 
 @final
+class ReadStats:
+    """What a read took, in bytes; and the pieces of files that it asked for, each in one go."""
+
+    @property
+    def wanted(self) -> int:
+        """Delivered to destinations."""
+    @property
+    def read(self) -> int: ...
+    @property
+    def direct(self) -> int:
+        """Of those read, past the page cache."""
+    @property
+    def mapped(self) -> int:
+        """Of those read, from mappings."""
+    @property
+    def requests(self) -> int: ...
+
+@final
 class Tally:
     """Statistics of some elements."""
 
@@ -241,10 +259,10 @@ class Index:
         """A batch that fills those of the tensors that lie in host memory as they are stored, and the places of all others."""
     def touching(self, tensor: int, offsets: _Extent, sizes: _Extent) -> list[Overlap]:
         """What chunks hold of a region; they need not hold all of it."""
-    def read_chunks(self, fills: Sequence[Fill], **options: Unpack[_ReadOptions]) -> tuple[int, int]:
-        """Sources are chunks; returns (bytes wanted, bytes read)."""
-    def read_regions(self, fills: Sequence[Fill], **options: Unpack[_ReadOptions]) -> tuple[int, int]:
-        """Sources are tensors; returns (bytes wanted, bytes read)."""
+    def read_chunks(self, fills: Sequence[Fill], **options: Unpack[_ReadOptions]) -> ReadStats:
+        """Sources are chunks."""
+    def read_regions(self, fills: Sequence[Fill], **options: Unpack[_ReadOptions]) -> ReadStats:
+        """Sources are tensors."""
     def read_bytes(self, chunks: Sequence[int], **options: Unpack[_ReadOptions]) -> list[bytes]: ...
     def verify(self, *, threads: int, progress: Callable[[int], object] | None = None) -> tuple[list[Damage], int, int]:
         """(damage, bytes hashed, bytes without a digest)."""
@@ -292,8 +310,8 @@ class Batch:
         """Takes all of these places out of the turns."""
     def read(
         self, turn: int, *, progress: Callable[[int], object] | None = None, **options: Unpack[_ReadOptions]
-    ) -> tuple[int, int]:
-        """Fills what has this turn and is not elsewhere; returns (bytes wanted, bytes read). ``progress`` hears now and then how many bytes of it are there."""
+    ) -> ReadStats:
+        """Fills what has this turn and is not elsewhere. ``progress`` hears now and then how many bytes of it are there."""
 
 @final
 class SaveItem:
@@ -433,8 +451,8 @@ class SlabReader:
     def release(self, slab: int) -> None: ...
     def close(self) -> None:
         """Stops the load. After it no slab is touched."""
-    def stats(self) -> tuple[int, int, int]:
-        """(bytes wanted, bytes read, bytes read past the page cache), once closed."""
+    def stats(self) -> ReadStats:
+        """Once closed."""
 
 @final
 class Reuse:

@@ -31,7 +31,7 @@ from support.hooks import WAYS, inner
 __all__ = ["Result", "load_step", "save_step"]
 
 _WAYS = {way.__name__: way for way in WAYS}
-#: The element that of four bits, which torch neither fills nor casts; None in an older torch.
+#: The element of four bits, which torch neither fills nor casts; None in an older torch.
 _FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
 
 

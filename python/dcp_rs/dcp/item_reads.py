@@ -17,7 +17,8 @@ from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.memory import changing
-from dcp_rs.transfer.load import Counts, Load
+from dcp_rs.transfer.counts import Counts
+from dcp_rs.transfer.load import Load
 from dcp_rs.transfer.target import Target, stored_dtype
 
 __all__ = ["ItemReads"]
@@ -118,7 +119,7 @@ class ItemReads:
     def _read_values(self, items: list[tuple[int, ReadItem]]) -> None:
         stored = self._index.read_bytes([c for c, _ in items], **self._options.engine())
         self._counts.expected += sum(map(len, stored))
-        self._counts.add(sum(map(len, stored)), sum(map(len, stored)))
+        self._counts.add_values(sum(map(len, stored)))
         for (_, item), data in zip(items, stored, strict=True):
             if self._weights_only:
                 objects.check_loadable(item.storage_index.fqn, data)

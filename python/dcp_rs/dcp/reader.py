@@ -34,8 +34,9 @@ from dcp_rs.errors import CheckpointReplacedError, PlanError, UnsupportedError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.memory import changing, is_opaque
+from dcp_rs.transfer.counts import Counts
 from dcp_rs.transfer.exchange import read_shared
-from dcp_rs.transfer.load import Counts, Load
+from dcp_rs.transfer.load import Load
 from dcp_rs.transfer.replicas import Offer, is_shared, offer, share, whole_targets
 
 __all__ = ["RsReader"]
@@ -79,7 +80,7 @@ def _reported(read_data: _ReadData) -> _ReadData:
         own = planner if isinstance(planner, RsLoadPlanner) else planner_of(plan)
         report = own.report if isinstance(own, RsLoadPlanner) else LoadReport()
         report.path = os.fspath(self.path)
-        report.bytes_wanted, report.bytes_read, report.bytes_direct = counts.wanted, counts.read, counts.direct
+        report.take(counts, io=self.options.io)
         clock.tell(report)
         self.report = report
         return future
@@ -305,7 +306,7 @@ class RsReader(StorageReader):
         stored = index.read_bytes([index.first_chunk(i) for i, _ in reads.values], **self.options.engine())
         if self._local.counts.watch is not None:
             self._local.counts.expected = _bytes_of(reads) + sum(map(len, stored))
-        self._local.counts.add(sum(map(len, stored)), sum(map(len, stored)))
+        self._local.counts.add_values(sum(map(len, stored)))
         values = {
             fqn: objects.load(fqn, data, weights_only=self.weights_only)
             for (_, fqn), data in zip(reads.values, stored, strict=True)
@@ -329,8 +330,9 @@ class RsReader(StorageReader):
         with changing(local.reads.tensors()):
             if is_shared(offers):
                 shared = share(local.offer, offers, ranks.process_group)
-                self.bytes_read, is_whole = read_shared(local.reads.index, shared, self.options, ranks)
-                self._local.counts.add(sum(reads.nbytes for reads in shared), self.bytes_read)
+                counts, is_whole = read_shared(local.reads.index, shared, self.options, ranks)
+                self._local.counts.add(counts)
+                self.bytes_read = counts.read
                 load.leave_out(target.place for reads in shared for target in reads.targets)
             for turn in range(local.turns if is_whole else 0):
                 self.bytes_read += load.run(turn)

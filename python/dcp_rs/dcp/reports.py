@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dcp_rs._shown import Shown, size
+from dcp_rs.transfer.counts import Counts
 
 __all__ = ["LoadReport", "Mismatch", "Phases", "SaveReport"]
 
@@ -60,7 +61,9 @@ class LoadReport(_Report):
         bytes_wanted: of the tensors and values that this rank filled.
         bytes_read: by this rank for it, of files: more where gaps were read through, less where ranks read together (``replicas``) or a mapping was
             copied from.
-        bytes_direct: of those, past the page cache, as far as that is known: of what went to a device, or was cast.
+        bytes_direct: of those, past the page cache.
+        bytes_mapped: of those, from mappings, which ``io="auto"`` takes for files whose pages are in memory. The others came through the page cache, or from a store.
+        requests: pieces of files that were read, each in one go; from a store, a request for each.
         seconds: from the opening of the index to the last byte.
         phases: seconds by name, in their order: ``metadata``, ``plan`` (with the ranks' agreement), ``read``.
     """
@@ -75,6 +78,17 @@ class LoadReport(_Report):
     bytes_wanted: int = 0
     bytes_read: int = 0
     bytes_direct: int = 0
+    bytes_mapped: int = 0
+    requests: int = 0
+
+    def take(self, counts: Counts, *, io: str) -> None:
+        """Puts into it what was read, and how into the log."""
+        self.bytes_wanted, self.bytes_read = counts.wanted, counts.read
+        self.bytes_direct, self.bytes_mapped, self.requests = counts.direct, counts.mapped, counts.requests
+        _log.debug(
+            "io=%r: of %s, %s from mappings, %s past the page cache, in %d requests",
+            *(io, size(counts.read), size(counts.mapped), size(counts.direct), counts.requests),
+        )
 
     def __str__(self) -> str:
         found = {

@@ -19,6 +19,7 @@ from dcp_rs import _core
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.memory import is_plain
 from dcp_rs.transfer import slabs
+from dcp_rs.transfer.counts import Counts
 from dcp_rs.transfer.lanes import Transfer, is_accelerator, lane_for
 from dcp_rs.transfer.target import Target
 
@@ -72,10 +73,10 @@ class SharedReads:
 
 def read_shared(
     index: _core.Index, shared: Sequence[SharedReads], options: ReadOptions, peers: Peers
-) -> tuple[int, bool]:
+) -> tuple[Counts, bool]:
     """Fills what this rank shares with others: each reads a part of the pieces and sends them to the others. A step of all ranks.
 
-    Returns the bytes that this rank read from storage, and whether all is there: not where another rank failed, which the step in which this is
+    Returns what this rank wanted and read, and whether all is there: not where another rank failed, which the step in which this is
     done will raise on all.
 
     Raises:
@@ -101,7 +102,11 @@ def read_shared(
     error = next((exchange.error for exchange in exchanges if exchange.error is not None), None)
     if error is not None:
         raise error
-    return sum(exchange.bytes_read for exchange in exchanges), not halted
+    counts = Counts()
+    for exchange in exchanges:
+        counts.add(exchange.counts)
+    counts.wanted = sum(reads.nbytes for reads in shared)
+    return counts, not halted
 
 
 class _Exchange:
@@ -110,13 +115,13 @@ class _Exchange:
     Attributes:
         error: what made this rank fail.
         halted: a rank has failed, here or in an exchange before. Then nothing more is read, and the next piece says so.
-        bytes_read: from storage.
+        counts: what was read from storage.
     """
 
     def __init__(self, index: _core.Index, reads: SharedReads, options: ReadOptions, peers: Peers) -> None:
         self.error: Exception | None = None
         self.halted = False
-        self.bytes_read = 0
+        self.counts = Counts()
         self.way = reads.way
         self._index = index
         self._options = options
@@ -170,7 +175,7 @@ class _Exchange:
             view = _part(memory, target, sizes, at)
             first = [a + b for a, b in zip(target.offsets, offsets, strict=True)]
             fills.append(_core.Fill(target.index, first, view.shape, view.data_ptr(), view.stride()))
-        self.bytes_read += self._index.read_regions(fills, **self._options.engine())[1]
+        self.counts.add(self._index.read_regions(fills, **self._options.engine()))
         if stages is not None:
             stages.send(memory, buffer)
 

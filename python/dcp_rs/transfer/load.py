@@ -1,50 +1,22 @@
-"""All destinations of a load: in place where the bytes fit as they are, through slabs otherwise; and what is read for them, counted."""
+"""All destinations of a load: in place where the bytes fit as they are, through slabs otherwise."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from dcp_rs import _core
-from dcp_rs._progress import Watch
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.memory import check_fillable, is_opaque, is_plain, parts, space_of
 from dcp_rs.transfer import gds
+from dcp_rs.transfer.counts import Counts
 from dcp_rs.transfer.target import Target
 from dcp_rs.transfer.upload import upload
 
-__all__ = ["Counts", "Load", "fill"]
-
-
-@dataclass
-class Counts:
-    """Bytes of loads so far: that were asked for, that were read for it, and of those past the page cache (as far as slabs were filled).
-
-    Attributes:
-        expected: what is going to be asked for in all, if anybody watches.
-        watch: hears of what is there, and of what is expected.
-    """
-
-    wanted: int = 0
-    read: int = 0
-    direct: int = 0
-    expected: int = 0
-    watch: Watch | None = None
-
-    def add(self, wanted: int, read: int, direct: int = 0) -> None:
-        """Adds a part of a load."""
-        self.wanted += wanted
-        self.read += read
-        self.direct += direct
-        self.tell(0)
-
-    def tell(self, more: int) -> None:
-        """Says how far the load is: so many bytes further than what was added."""
-        if self.watch is not None and self.wanted + more:
-            self.watch(self.wanted + more, self.expected)
+__all__ = ["Load", "fill"]
 
 
 class Load:
@@ -121,15 +93,15 @@ class Load:
     def run(self, turn: int) -> int:
         """Fills what has this turn. Returns the bytes that were read for what is filled in place."""
         tell = None if self._counts.watch is None else self._counts.tell
-        wanted, nbytes = self._batch.read(turn, progress=tell, **self._options.engine())
-        self._counts.add(wanted, nbytes)
+        stats = self._batch.read(turn, progress=tell, **self._options.engine())
+        self._counts.add(stats)
         wants = self._batch.wants(turn)
         if wants and self._options.io == "gds" and not self._index.is_remote:  # it reads files
             wants = gds.fill(self._batch, wants, self._elsewhere, self._options)
         if wants:
-            self._counts.add(*upload(self._batch, wants, self._elsewhere, self._options, tell))
+            self._counts.add(upload(self._batch, wants, self._elsewhere, self._options, tell))
         _fill_opaque(self._index, [self._elsewhere[i] for i in self._batch.opaque(turn)], self._options, self._counts)
-        return nbytes
+        return stats.read
 
     def run_all(self) -> int:
         """Fills everything, turn by turn."""

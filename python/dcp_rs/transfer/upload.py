@@ -183,8 +183,8 @@ class SlabLoad:
         self._pending.append((lane, token, self._current))
         self._current = None
 
-    def stats(self) -> tuple[int, int, int]:
-        """(bytes wanted, bytes read, bytes read past the page cache), once the load has ended."""
+    def stats(self) -> _core.ReadStats:
+        """What was read, once the load has ended."""
         return self._reader.stats()
 
     def _recycle(self) -> None:
@@ -217,10 +217,8 @@ def upload(
     targets: Sequence[Target],
     options: ReadOptions,
     tell: Callable[[int], None] | None = None,
-) -> tuple[int, int, int]:
+) -> _core.ReadStats:
     """Fills what goes through slabs: ``wants`` of a batch whose targets' numbers are those of ``targets``. ``tell`` hears of the bytes on their way.
-
-    Returns (bytes wanted, bytes read, bytes read past the page cache).
 
     When this returns, work that is queued on the caller's current stream of each device sees all of it. After an error the targets may be partly filled,
     and that work still comes after whatever copies were started.

@@ -14,7 +14,8 @@ use crate::error::IntoPy;
 use crate::index::Index;
 use crate::panics::guarded;
 use crate::plain::Layout;
-use crate::read::{self, Options, Stats, read_options};
+use crate::read::{self, Options, read_options};
+use crate::rows::ReadStats;
 
 /// `dcp_rs.transfer.target.Target`: a region of a stored tensor or of a chunk, and the tensor that it goes to.
 #[derive(FromPyObject)]
@@ -201,11 +202,11 @@ impl Batch {
         turn: usize,
         progress: Option<Py<PyAny>>,
         options: Option<Options>,
-    ) -> PyResult<Stats> {
+    ) -> PyResult<ReadStats> {
         self.check_turn(turn)?;
         let options = read_options(options)?;
         let stats = read::run_turn(py, &self.gather, &self.turns, turn, &options, progress.as_ref())?;
-        Ok((stats.bytes_wanted, stats.bytes_read))
+        Ok(stats.into())
     }
 }
 

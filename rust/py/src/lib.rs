@@ -40,7 +40,9 @@ mod _core {
     #[pymodule_export]
     use crate::reuse::Reuse;
     #[pymodule_export]
-    use crate::rows::{ChunkEntry, Damage, FileEntry, Fill, Leftover, Overlap, Part, PlacedValue, Tally, TensorEntry};
+    use crate::rows::{
+        ChunkEntry, Damage, FileEntry, Fill, Leftover, Overlap, Part, PlacedValue, ReadStats, Tally, TensorEntry,
+    };
     #[pymodule_export]
     use crate::save_item::SaveItem;
     #[pymodule_export]

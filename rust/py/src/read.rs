@@ -18,10 +18,8 @@ use crate::error::{IntoPy, PlanError, plan_error};
 use crate::index::Index;
 use crate::interrupt;
 use crate::panics::guarded;
-use crate::rows::{Fill, Overlap};
+use crate::rows::{self, Fill, Overlap};
 
-/// Bytes wanted, bytes read.
-pub type Stats = (u64, u64);
 /// Region, offsets and sizes of what it lacks.
 type Hole<'py> = (usize, Bound<'py, PyTuple>, Bound<'py, PyTuple>);
 
@@ -115,7 +113,12 @@ impl Index {
     ///
     /// The memory behind every address must stay there until this returns: the caller holds the tensors.
     #[pyo3(signature = (fills, **options))]
-    fn read_chunks(&self, py: Python<'_>, fills: Vec<Bound<'_, Fill>>, options: Option<Options>) -> PyResult<Stats> {
+    fn read_chunks(
+        &self,
+        py: Python<'_>,
+        fills: Vec<Bound<'_, Fill>>,
+        options: Option<Options>,
+    ) -> PyResult<rows::ReadStats> {
         let options = read_options(options)?;
         let index = Arc::clone(&self.inner);
         let mut gather = Gather::new(Arc::clone(&index), self.allow_external);
@@ -124,15 +127,19 @@ impl Index {
             let (region, to) = wanted(self, index.chunk(fill.source).tensor, fill)?;
             gather.add(Source::Chunk(fill.source), &region, &to).into_py(py)?;
         }
-        let stats = run(py, &gather, &options)?;
-        Ok((stats.bytes_wanted, stats.bytes_read))
+        Ok(run(py, &gather, &options)?.into())
     }
 
     /// Fills regions of tensors into memory, from whichever chunks hold them.
     ///
     /// As with `read_chunks`, the caller holds the tensors.
     #[pyo3(signature = (fills, **options))]
-    fn read_regions(&self, py: Python<'_>, fills: Vec<Bound<'_, Fill>>, options: Option<Options>) -> PyResult<Stats> {
+    fn read_regions(
+        &self,
+        py: Python<'_>,
+        fills: Vec<Bound<'_, Fill>>,
+        options: Option<Options>,
+    ) -> PyResult<rows::ReadStats> {
         let options = read_options(options)?;
         let index = Arc::clone(&self.inner);
         let mut gather = Gather::new(Arc::clone(&index), self.allow_external);
@@ -143,8 +150,7 @@ impl Index {
             let (region, to) = wanted(self, tensor, fill)?;
             gather.add(Source::Tensor(tensor), &region, &to).into_py(py)?;
         }
-        let stats = run(py, &gather, &options)?;
-        Ok((stats.bytes_wanted, stats.bytes_read))
+        Ok(run(py, &gather, &options)?.into())
     }
 
     /// The bytes of whole chunks, as they are stored. A value of a file of `torch.save` is a part of that file's pickle: of one, what

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use dcp_rs_core::checkpoint::{self, LeftoverKind, Verdict, verify};
 use dcp_rs_core::format::{ChunkView, FileView, Kind, TensorView};
 use dcp_rs_core::geometry::overlap;
+use dcp_rs_core::read;
 use dcp_rs_core::write::Place;
 use dcp_rs_core::{Dtype, tally as core};
 use pyo3::IntoPyObjectExt as _;
@@ -151,6 +152,28 @@ impl From<checkpoint::Leftover> for Leftover {
                 Verdict::Young => "young",
                 Verdict::Whole => "whole",
             },
+        }
+    }
+}
+
+/// What a read took, in bytes; and the pieces of files that it asked for, each in one go.
+#[pyclass(frozen, get_all, module = "dcp_rs._core")]
+pub struct ReadStats {
+    wanted: u64,
+    read: u64,
+    direct: u64,
+    mapped: u64,
+    requests: u64,
+}
+
+impl From<read::ReadStats> for ReadStats {
+    fn from(stats: read::ReadStats) -> Self {
+        Self {
+            wanted: stats.bytes_wanted,
+            read: stats.bytes_read,
+            direct: stats.bytes_direct,
+            mapped: stats.bytes_mapped,
+            requests: stats.jobs,
         }
     }
 }

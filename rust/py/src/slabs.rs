@@ -15,6 +15,7 @@ use crate::convert::{FsPath, extent_to_py};
 use crate::error::{IntoPy, PlanError};
 use crate::panics::guarded;
 use crate::read::{Options, read_options};
+use crate::rows::ReadStats;
 
 /// How often signals are looked at.
 const PERIOD: Duration = Duration::from_millis(20);
@@ -189,14 +190,10 @@ impl SlabReader {
         }
     }
 
-    /// (bytes wanted, bytes read, bytes read past the page cache), complete once the load is closed.
-    fn stats(&self) -> (u64, u64, u64) {
-        let stats = self
-            .running
-            .get()
-            .map(|(session, _)| session.stats())
-            .unwrap_or_default();
-        (stats.bytes_wanted, stats.bytes_read, stats.bytes_direct)
+    /// Complete once the load is closed.
+    fn stats(&self) -> ReadStats {
+        let running = self.running.get();
+        running.map(|(session, _)| session.stats()).unwrap_or_default().into()
     }
 }
 
