@@ -118,19 +118,19 @@ def load(
         if reader is None:
             check_state_dict(state_dict, path)
             check_options("load", read_options, RsReader)
-            stateful.update(stateful_values(state_dict))
-            for key in sorted(state_dict, key=str):
-                values[key] = stateful[key].state_dict() if key in stateful else state_dict[key]
+            # In one order on all ranks, for what is stateful may talk to the others.
+            values.update({key: state_dict[key] for key in sorted(state_dict, key=str)})
+            stateful.update(stateful_values(values))
+            values.update({key: holder.state_dict() for key, holder in stateful.items()})
             reader = RsReader(path, **read_options)
         reader.reset()
         return values, reader, RsLoadPlanner() if planner is None else planner
 
     def hand_over() -> None:
-        for key, value in unwrap_in(values).items():
-            if key in stateful:
-                stateful[key].load_state_dict(value)
-            else:
-                state_dict[key] = value
+        loaded = unwrap_in(values)
+        for key, holder in stateful.items():
+            holder.load_state_dict(loaded.pop(key))
+        state_dict.update(loaded)
 
     _load(ranks, begin)
     ranks.together(hand_over)
