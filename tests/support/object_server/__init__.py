@@ -1,0 +1,50 @@
+"""A small S3-like server on loopback, in threads of this process, that can be told to misbehave.
+
+It knows GET with ranges and conditions, HEAD, PUT with conditions, multipart uploads, LIST, DELETE; no signatures. Objects live in memory, and are sent from there
+without a copy. What it is asked is noted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
+
+from .reading import Reading
+from .state import Fault, ObjectServer, Request, Stored, Upload
+from .writing import Writing
+
+__all__ = ["Fault", "ObjectServer", "Request", "Stored", "Upload", "object_server"]
+
+
+class _Handler(Reading, Writing):
+    """Everything that the server answers."""
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 512
+
+    def __init__(self, store: ObjectServer) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.store = store
+
+    def handle_error(self, *_):
+        """A client that goes away in the midst of an answer is what tests do."""
+
+
+@contextlib.contextmanager
+def object_server() -> Iterator[ObjectServer]:
+    """A server on a free port, for as long as the block runs."""
+    store = ObjectServer()
+    server = _Server(store)
+    store.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield store
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
