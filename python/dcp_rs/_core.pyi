@@ -371,6 +371,7 @@ class SavePlan:
         io: str,
         max_inflight_bytes: int,
         reuse: Reuse | None = None,
+        store: Store | None = None,
     ) -> Save:
         """A save of the plain tensors that this rank keeps, then of the others, whose lengths are given."""
     def reuse(
@@ -472,6 +473,24 @@ class Reuse:
         """Why files of the parent are not reused."""
 
 @final
+class Store:
+    """A store, for one save: its commit replaces what was there when it began."""
+
+    def __new__(cls, url: str, storage_options: Mapping[str, str]) -> Store: ...
+    def begin(self, folder: str, rank: int | None) -> int:
+        """Looks at what a save to ``folder`` will replace (with ``rank``, of that rank alone); the number of the save."""
+    def has_index(self, folder: str, rank: int | None) -> bool:
+        """Whether there is an index."""
+    def discard(self, folder: str, rank: int | None, index: bytes) -> None:
+        """As the function of this name, on the store."""
+    @property
+    def keeps_conditions(self) -> bool:
+        """Whether it refuses to replace what is not what it was."""
+    @property
+    def is_unclear(self) -> bool:
+        """Whether the save may be committed although that failed."""
+
+@final
 class Save:
     """One rank's data files of one save."""
 
@@ -489,6 +508,7 @@ class Save:
         fsync: bool,
         io: str,
         max_inflight_bytes: int,
+        store: Store | None = None,
     ) -> Save:
         """Lays out the files for the items, and creates them."""
     @staticmethod
@@ -501,6 +521,7 @@ class Save:
         fsync: bool,
         io: str,
         max_inflight_bytes: int,
+        store: Store | None = None,
     ) -> Save:
         """Files are (name, header, size), in the caller's own layout. ``finish`` returns nothing of use."""
     def write(self, parts: Sequence[Part]) -> None:
@@ -553,6 +574,7 @@ def commit_indexes(
     items: int | None,
     names: Iterable[str],
     fsync: bool,
+    store: Store | None = None,
 ) -> tuple[Index, list[str]]:
     """Merges the indexes of all ranks and commits them; (the index, why files of the checkpoint before are still there)."""
 

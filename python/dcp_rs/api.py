@@ -150,7 +150,7 @@ def save(
 
     Args:
         state_dict: as for ``dcp.save``.
-        path: the folder.
+        path: the folder, or its URL on a store.
         planner: default: :class:`RsSavePlanner`.
         process_group, no_dist: as in ``dcp.save``.
         write_options: arguments of :class:`RsWriter`.
@@ -184,7 +184,7 @@ def _save(ranks: Ranks, begin: BeginSave) -> Metadata:
         with plan_cache.saving_in(ranks.group):
             return protocol.save(ranks, begin_here)
     except BaseException:
-        if writer is not None and ranks.failures:
+        if writer is not None and ranks.failures and not any(map(_is_unclear, ranks.failures.values())):
             writer.discard()  # all ranks know that it failed, so nobody commits
         elif writer is not None:
             writer.leave()
@@ -192,6 +192,11 @@ def _save(ranks: Ranks, begin: BeginSave) -> Metadata:
     finally:
         if writer is not None:
             writer.close()
+
+
+def _is_unclear(error: BaseException) -> bool:
+    """Whether the save may be committed all the same."""
+    return getattr(error, "is_unclear", False)
 
 
 def _without_stateful(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -239,7 +244,7 @@ def async_save(
         state_dict, path, planner, process_group, no_dist, write_options: as for :func:`save`. A process group needs a CPU backend, and is
             best one that nothing else uses meanwhile.
         executor: ``"thread"``, or ``"process"``: another process, which torch starts at the first such save and keeps; it needs an
-            initialised process group.
+            initialised process group. Secrets of ``storage_options`` do not go there: it takes them from the environment.
         stager: keep one, made with ``cache=True``, to stage the next save to the same memory. It must not be staged to again before the
             future is done.
 

@@ -119,10 +119,12 @@ class StorageError(DcpRsError, OSError):
         path: the URL.
         operation: what was asked, as ``"read"``.
         attempts: how often.
+        is_unclear: it did not answer, and what was asked may be done all the same: a checkpoint that was saved may be there, now or in a moment.
     """
 
     operation: str | None = None
     attempts: int | None = None
+    is_unclear: bool = False
 
     def __init__(self, *args: Any, operation: str | None = None, attempts: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -141,7 +143,7 @@ class StoragePermissionError(StorageError, PermissionError):
 
 
 class StoragePreconditionError(StorageError):
-    """An object is another one than it was when it was first seen."""
+    """An object is another one than it was when it was first seen. For a save: another one was committed to its place meanwhile, and is whole."""
 
 
 class InternalError(DcpRsError, RuntimeError):

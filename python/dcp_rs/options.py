@@ -98,6 +98,7 @@ class WriterArguments(TypedDict, total=False):
     parent: str | os.PathLike[str] | None
     reuse: str | Iterable[str] | torch.nn.Module | Any | None
     verify_reuse: bool
+    storage_options: Mapping[str, Any] | Any | None
 
 
 @dataclass(frozen=True, kw_only=True)

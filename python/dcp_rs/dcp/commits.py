@@ -166,4 +166,4 @@ def writing(saving: Saving, claim: _core.Save) -> None:
 
 
 def _key(path: Any) -> str:
-    return str(os.path.realpath(path))
+    return os.fspath(path) if "://" in os.fspath(path) else str(os.path.realpath(path))

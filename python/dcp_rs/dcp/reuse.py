@@ -95,6 +95,9 @@ class Parent:
         self._verify = verify
         self._names: frozenset[str] | None = None  # of what was staged
 
+    def __bool__(self) -> bool:
+        return self.path is not None or bool(self._frozen)
+
     def look_at(self, state_dict: Mapping[str, Any]) -> None:
         """Finds what is frozen in a state dict that will be saved as a copy."""
         self._names = self._frozen.names_in(flatten(state_dict).values) if self._frozen else None
@@ -112,7 +115,7 @@ class Parent:
             rank: whose index of the parent, in a rank-local save.
         """
         names, self._names = self._names, None
-        if self.path is None and not self._frozen:
+        if not self:
             return None
         if names is None:
             names = self._frozen.names_in(getattr(planner, "state_dict", {}))

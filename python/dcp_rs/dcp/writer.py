@@ -7,7 +7,7 @@ import os
 import secrets
 import threading
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,22 +19,24 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dcp_rs import _core, _torch
+from dcp_rs import _torch
 from dcp_rs._progress import Progress, watching
 from dcp_rs._shown import call
+from dcp_rs._url import StorageOptions, Url, location
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.locate import INDEX_NAME, local_path, rank_index_name, warn_of_a_foreign_model
+from dcp_rs.checkpoint.locate import rank_index_name, warn_of_a_foreign_model
 from dcp_rs.dcp import commits
 from dcp_rs.dcp.commits import Place, SavedMeta, Saving
+from dcp_rs.dcp.destination import Destination
 from dcp_rs.dcp.local_paths import stay_here
 from dcp_rs.dcp.metadata import describe_saved, plain_data
 from dcp_rs.dcp.reports import Phases, SaveReport
 from dcp_rs.dcp.reuse import Frozen, Parent
 from dcp_rs.dcp.save_planner import local_writes, nesting_of
-from dcp_rs.dcp.stock_arguments import one_of, say_ignored
+from dcp_rs.dcp.stock_arguments import STOCK_COPY_AHEAD, judge_writer, one_of
 from dcp_rs.dcp.write_items import collect
-from dcp_rs.dcp.written import Written, packed, remove_files, unpacked
-from dcp_rs.errors import CheckpointExistsError, PlanError, SaveInProgressError, UnsupportedError
+from dcp_rs.dcp.written import Written, packed, unpacked
+from dcp_rs.errors import PlanError, SaveInProgressError, UnsupportedError
 from dcp_rs.options import WriteOptions
 from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.transfer.save import write_entries
@@ -42,18 +44,15 @@ from dcp_rs.transfer.stage import HostStager
 
 __all__ = ["RsWriter"]
 
-#: The default of torch's ``FileSystemWriter(per_thread_copy_ahead=)``.
-_STOCK_COPY_AHEAD = 10_000_000
-
 
 class RsWriter(StorageWriter, BlockingAsyncStager):
     """Writes a checkpoint under DCP's save protocol: ``dcp.save(state_dict, storage_writer=RsWriter(path))``.
 
     The old checkpoint at ``path``, if there is one, stays whole until the new one is complete; then one rename replaces it. No file that
-    dcp-rs did not write is touched.
+    dcp-rs did not write is touched. On a store, of two saves at a time one wins, and the other raises.
 
     Args:
-        path: the folder; it is created where it does not exist.
+        path: the folder; it is created where it does not exist. Or the URL of one on a store: ``s3://``, ``gs://``, ``az://``.
         threads, fsync, io, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
         overwrite: ``False`` refuses to replace a checkpoint.
         strict_values: refuse values that would not load back under ``weights_only=True``, and keys that come back as text; without it they are saved,
@@ -65,6 +64,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         reuse: globs over names of what does not change from save to save; or a module: its parameters that need no gradient. It is written apart, and where the
             parent's save was told the same, only the first MiB of each tensor is compared.
         verify_reuse: read what would be reused of ``parent``, and write what is not as its digests say.
+        storage_options: for a URL, as for :class:`RsReader`. Secrets are not pickled: a save in another process takes them from its environment.
         save_id: what is to identify the first save with this writer, as a UUID; the coordinator's counts. Default: a random one.
         cache_staged_state_dict: keep the host memory that ``dcp.async_save`` stages to for the next save with this writer.
         thread_count, sync_files: ``threads`` and ``fsync``, as torch's ``FileSystemWriter`` calls them. Its other arguments are taken, in its
@@ -76,13 +76,15 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     Raises:
         ValueError: an option that is none, one option under two names, or a ``save_id`` of another form.
-        UnsupportedError: ``_extensions``: they change what is stored.
+        UnsupportedError: ``_extensions``: they change what is stored; ``parent`` or ``reuse`` with a URL.
 
     Raises (from a save, on every rank):
         CheckpointExistsError: with ``overwrite=False``.
         SaveInProgressError: another save to the path is not over in this process, or one that this writer staged.
         UnsupportedError: a value that the format cannot hold; with ``strict_values`` also a key.
         UnsafePickleError: with ``strict_values``, a value that would not load back.
+        StoragePreconditionError: another save to the URL was committed meanwhile.
+        StorageError: a store could not be reached, or refused. With ``is_unclear`` it did not answer, and the checkpoint may be there all the same.
         OSError: a write failed; the files of this save have been removed.
     """
 
@@ -92,7 +94,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         single_file_per_rank: bool = True,
         sync_files: bool | None = None,
         thread_count: int | None = None,
-        per_thread_copy_ahead: int = _STOCK_COPY_AHEAD,
+        per_thread_copy_ahead: int = STOCK_COPY_AHEAD,
         cache_staged_state_dict: bool = False,
         overwrite: bool = True,
         _extensions: Sequence[Any] | None = None,
@@ -107,30 +109,23 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         parent: str | os.PathLike[str] | None = None,
         reuse: str | Iterable[str] | torch.nn.Module | Frozen | None = None,
         verify_reuse: bool = False,
+        storage_options: Mapping[str, Any] | Any | None = None,
         save_id: str | None = None,
     ) -> None:
         super().__init__()
-        if _extensions:
-            names = ", ".join(type(extension).__name__ for extension in _extensions)
-            msg = f"RsWriter cannot apply _extensions ({names}): the data would be stored without them"
-            raise UnsupportedError(msg, path=path)
-        if not single_file_per_rank:
-            say_ignored(
-                "RsWriter", "single_file_per_rank=False", "an index says what lies where, not the names of files"
-            )
-        if per_thread_copy_ahead != _STOCK_COPY_AHEAD:
-            say_ignored("RsWriter", "per_thread_copy_ahead", "max_inflight_bytes bounds what is copied ahead")
+        judge_writer(path, _extensions, single_file_per_rank, per_thread_copy_ahead)
         threads = one_of("threads", threads, "thread_count", thread_count)
         fsync = one_of("fsync", fsync, "sync_files", sync_files)
         self._stager = HostStager(cache=cache_staged_state_dict)
-        self.path = local_path(path)
+        self.storage_options = StorageOptions.of(storage_options)
+        self._parent = Parent(parent, reuse, verify=verify_reuse)
+        self._go_to(path)
         self.options = WriteOptions(
             threads=threads, fsync=True if fsync is None else fsync, io=io, max_inflight_bytes=max_inflight_bytes
         )
         self.overwrite = overwrite
         self.strict_values = strict_values
         self.progress = progress
-        self._parent = Parent(parent, reuse, verify=verify_reuse)
         self.save_id = str(uuid.uuid4() if save_id is None else uuid.UUID(save_id))
         self._rank: int | None = None
         self._use_collectives = True
@@ -141,17 +136,25 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self.report: SaveReport | None = None
         self._saving: Saving | None = None
         self._looked_at: Path | None = None
+        self._to: Destination | None = None  # of the save under way
         self._written: Written | None = None  # until it is known to be committed
 
     def __repr__(self) -> str:
-        return call("RsWriter", {"path": os.fspath(self.path), **self.options.given()})
+        shown = {"path": os.fspath(self.path), **self.options.given()}
+        return call("RsWriter", {**shown, "storage_options": self.storage_options})
+
+    def _go_to(self, path: str | os.PathLike[str]) -> None:
+        self.path = location(path)
+        if isinstance(self.path, Url) and self._parent:
+            msg = f"{self.path}: parent= and reuse= are for folders of the file system: on a store nothing is linked"
+            raise UnsupportedError(msg, path=self.path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, to another path where one is given."""
         if self._written is not None and self._written.is_over:
             self.discard()
         if checkpoint_id:
-            self.path = local_path(checkpoint_id)
+            self._go_to(checkpoint_id)
         self._take_new_id()
 
     def _take_new_id(self) -> None:
@@ -206,6 +209,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if is_coordinator:
             self._look_at_folder()
         self._clock = Phases()
+        self._to = Destination(self.path, self.storage_options)
         self._commits = is_coordinator or not self._use_collectives
 
     def _look_at_folder(self) -> None:
@@ -216,22 +220,14 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Creates the folder, and looks at what is in it."""
-        _core.create_folder(os.fspath(self.path))
-        name = INDEX_NAME if self._use_collectives else rank_index_name(self._rank or 0)
-        if (self.path / name).exists() and not self.overwrite:
-            msg = f"there is a checkpoint at {self.path}, and overwrite=False"
-            raise CheckpointExistsError(msg, path=self.path)
-        if not self._use_collectives and (self.path / INDEX_NAME).exists():
-            # Readers would go on to find the old one: no rank may replace it for all.
-            msg = f"{self.path} holds a checkpoint of all ranks, which a rank-local save (use_collectives=False) cannot replace"
-            raise CheckpointExistsError(msg, path=self.path)
+        self._where().prepare(self._own_rank(), overwrite=self.overwrite)
         self._chosen = None
         commits.await_place()
         return stay_here(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Chooses the save's generation and id, and tells each rank. No rank writes before it is told."""
-        chosen = uuid.UUID(self.save_id).bytes, _core.next_generation(str(self.path))
+        chosen = uuid.UUID(self.save_id).bytes, self._where().begin(self._own_rank())
         places = (
             [Place(rank, len(plans), *chosen) for rank in range(len(plans))]
             if self._use_collectives
@@ -239,6 +235,12 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         )
         self._chosen = places[0] if len(places) == 1 else None
         return [dataclasses.replace(plan, storage_data=place) for plan, place in zip(plans, places, strict=True)]
+
+    def _where(self) -> Destination:
+        """Where this save goes."""
+        if self._to is None or self._to.path != self.path:
+            self._to = Destination(self.path, self.storage_options)
+        return self._to
 
     def _place(self, plan: SavePlan) -> Place:
         """Which part of which save this rank writes."""
@@ -256,7 +258,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._clock.end("plan")
         # All ranks have come this far, so the save before this one is over.
         self.discard()
-        folder = os.path.abspath(self.path)  # noqa: PTH100  # Path.resolve would follow links
+        to = self._where()
         how = {
             "save_id": place.save_id,
             "generation": place.generation,
@@ -272,11 +274,12 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if writes.nesting is not None:
             writes.nesting.judge(strict=strict)
         entries = writes.entries
-        reuse = self._parent.find_reuse(writes, planner, folder, rank=self._own_rank(), options=self.options)
+        reuse = self._parent.find_reuse(writes, planner, to.folder, rank=self._own_rank(), options=self.options)
         if reuse is not None:
             self._clock.end("compare")
-        save = writes.plan.create(folder, writes.keep, [entry.nbytes for entry in entries], reuse=reuse, **how)
-        self._parent.warn(folder, save.problems)
+        lengths = [entry.nbytes for entry in entries]
+        save = writes.plan.create(to.folder, writes.keep, lengths, reuse=reuse, store=to.store, **how)
+        self._parent.warn(to.folder, save.problems)
         try:
             with watching(self.progress, "saving") as watch:
                 if watch is not None:
@@ -286,7 +289,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
                     save, entries, self.options, save.plain_count, only=[not reused for reused in save.reused()]
                 )
             index = save.finish(None if writes.nesting is None else writes.nesting.to_core())
-            self._written = Written(folder, self._own_rank(), place.generation, index, self._saving, os.getpid())
+            self._written = Written(to, self._own_rank(), place.generation, index, self._saving, os.getpid())
         except BaseException:
             save.abort()
             self._end()
@@ -309,13 +312,12 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Merges the indexes of all ranks and commits the checkpoint."""
         entries = metadata.state_dict_metadata
-        folder, rank, generation = str(self.path), self._own_rank(), 0
+        to, rank, generation = self._where(), self._own_rank(), 0
         if self._written is not None:
-            folder, rank, generation = self._written.folder, self._written.rank, self._written.generation
+            to, rank, generation = self._written.to, self._written.rank, self._written.generation
         indexes = [unpacked(result) for rank_results in results for result in rank_results]
         try:
-            index, left = _core.commit_indexes(
-                folder,
+            index, left = to.commit(
                 rank,
                 indexes,
                 save_id=uuid.UUID(self.save_id).bytes,
@@ -325,13 +327,10 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
                 names=entries,
                 fsync=self.options.fsync,
             )
-        except BaseException:
-            # Of all ranks: some may never hear that it failed. What was committed all the same (its last sync failed) stays.
+        except BaseException as error:
             self._written = None
             self._end()
-            for written in indexes:
-                if not remove_files(folder, rank, written):
-                    break
+            to.give_up(rank, indexes, error)
             raise
         self._written = None
         self._end()
@@ -362,7 +361,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         # In a fork of the process that wrote it, it is the other's to judge.
         if written is None or written.committed or written.process != os.getpid():
             return
-        remove_files(written.folder, written.rank, written.index)
+        written.to.remove(written.rank, written.index)
         if written.saving is not None:
             written.saving.let_go()
 
@@ -388,7 +387,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         # For a save in another process: it begins anew there, and is under way here for as long as this thread waits for it.
         if self._saving is not None and self._saving.thread is None:
             commits.sent(self._saving)
-        return {**self.__dict__, "_saving": None, "_written": None, "_stager": None, "progress": None}
+        return {**self.__dict__, "_saving": None, "_written": None, "_to": None, "_stager": None, "progress": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -396,5 +395,6 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether the id can be a path of the local file system."""
-        return "://" not in os.fspath(checkpoint_id)
+        """Whether the id can be a path of the local file system, or a URL that can be saved to."""
+        scheme, is_url, _ = os.fspath(checkpoint_id).partition("://")
+        return not is_url or scheme.lower() in ("file", "s3", "gs", "az")

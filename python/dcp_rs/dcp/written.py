@@ -1,4 +1,4 @@
-"""What a rank wrote for a save, until it is known to be committed: and its removal, where it never will be."""
+"""What a rank wrote for a save, until it is known to be committed; and how its index travels."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_rs import _core
-from dcp_rs._warnings import warn_caller
 from dcp_rs.dcp.commits import Saving
-from dcp_rs.errors import DcpRsError, SaveInProgressError
+from dcp_rs.dcp.destination import Destination
 
-__all__ = ["Written", "packed", "remove_files", "unpacked"]
+__all__ = ["Written", "packed", "unpacked"]
 
 #: What every index begins with (section 3.1 of the format).
 _INDEX_MAGIC = b"\x89DCPRS"
@@ -22,7 +20,7 @@ _INDEX_MAGIC = b"\x89DCPRS"
 class Written:
     """What this rank wrote, and where: the writer may be given another path, or another save, before it is known to be committed."""
 
-    folder: str
+    to: Destination
     rank: int | None
     generation: int
     index: bytes
@@ -49,13 +47,3 @@ def unpacked(result: WriteResult) -> bytes:
     """The index that a rank's result carries."""
     data: bytes = result.storage_data
     return data if data.startswith(_INDEX_MAGIC) else zlib.decompress(data)
-
-
-def remove_files(folder: str, rank: int | None, index: bytes) -> bool:
-    """Removes the files that an index names. Whether it is worth trying the next: not where the folder is locked."""
-    try:
-        _core.discard(folder, rank, index)
-    except (OSError, DcpRsError) as error:
-        warn_caller(f"files of a save that failed are still there, for dcp_rs.clean to remove: {error}")
-        return not isinstance(error, SaveInProgressError)
-    return True

@@ -123,6 +123,8 @@ pub enum StorageFault {
     Precondition,
     /// It could not be reached, or did not answer properly.
     Failed,
+    /// It did not answer, and may have done what it was asked.
+    Unclear,
 }
 
 fn after(attempts: u32) -> String {

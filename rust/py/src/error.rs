@@ -73,7 +73,12 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
                 _ => StorageError::new_err(message),
             };
             let told = error.value(py).setattr("operation", *action);
-            match told.and_then(|()| error.value(py).setattr("attempts", *attempts)) {
+            let told = told.and_then(|()| error.value(py).setattr("attempts", *attempts));
+            let told = match kind {
+                StorageFault::Unclear => told.and_then(|()| error.value(py).setattr("is_unclear", true)),
+                _ => told,
+            };
+            match told {
                 Ok(()) => with_place(py, error, Some(path), None, None),
                 Err(other) => other,
             }

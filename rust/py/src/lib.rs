@@ -12,6 +12,7 @@ mod interrupt;
 mod panics;
 mod plain;
 mod read;
+mod remote;
 mod reuse;
 mod rows;
 mod save_item;
@@ -37,6 +38,8 @@ mod _core {
     use crate::index::{FileMapping, Index};
     #[pymodule_export]
     use crate::panics::panic;
+    #[pymodule_export]
+    use crate::remote::Store;
     #[pymodule_export]
     use crate::reuse::Reuse;
     #[pymodule_export]

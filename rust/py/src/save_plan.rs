@@ -18,9 +18,10 @@ use crate::error::{IntoPy, PlanError};
 use crate::index::Index;
 use crate::panics::guarded;
 use crate::plain::{HostTensor, Plain};
+use crate::remote::Store;
 use crate::reuse::Reuse;
 use crate::save_item::{self, items_of, name_of};
-use crate::write::Save;
+use crate::write::{Save, to};
 
 const REQUIRES_GRAD: u8 = 1;
 
@@ -159,7 +160,7 @@ impl SavePlan {
 
     /// Creates the files for what `keep` gives to this rank: first the plain tensors, for `Save.write_plain`; then the others, in the order of
     /// `kept_others`, whose lengths in bytes are `lengths`.
-    #[pyo3(signature = (folder, keep, lengths, *, save_id, generation, token, rank, world_size, threads, fsync, io, max_inflight_bytes, reuse=None))]
+    #[pyo3(signature = (folder, keep, lengths, *, save_id, generation, token, rank, world_size, threads, fsync, io, max_inflight_bytes, reuse=None, store=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
     fn create(
         &self,
@@ -177,6 +178,7 @@ impl SavePlan {
         io: &str,
         max_inflight_bytes: u64,
         reuse: Option<&Bound<'_, Reuse>>,
+        store: Option<&Bound<'_, Store>>,
     ) -> PyResult<Save> {
         let (items, planned) = self.kept(keep, lengths)?;
         let info = dcp_rs_core::write::SaveInfo {
@@ -188,7 +190,7 @@ impl SavePlan {
         };
         let options = crate::write::options(threads, fsync, io, max_inflight_bytes)?;
         let reuse = reuse.map(|reuse| Arc::clone(&reuse.get().inner));
-        Save::begin(py, &folder, items, info, &options, planned, reuse)
+        Save::begin(py, &to(&folder, store), items, info, &options, planned, reuse)
     }
 
     /// What `parent` may hold of what `create` would write. `frozen`, for each item: the caller says that it never changes; `trusted`: also that it

@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use dcp_rs_core::foreign::torch_file::ValueReader;
 use dcp_rs_core::format::{INDEX_NAME, Index, IndexBuilder, SourceKind, Value, rank_index_name};
-use dcp_rs_core::store::{self, FileLock};
+use dcp_rs_core::store::{self, FileLock, Remote};
 use dcp_rs_core::write::{self, FilePlan, Part, SaveInfo, WriteIo, WriteOptions};
-use dcp_rs_core::{Control, Error, checkpoint};
+use dcp_rs_core::{Error, checkpoint};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::sync::MutexExt as _;
@@ -17,6 +17,7 @@ use crate::convert::to_value;
 use crate::error::{IntoPy, PlanError, plan_error};
 use crate::panics::guarded;
 use crate::plain::Plain;
+use crate::remote::Store;
 use crate::rows::{self, PlacedValue};
 use crate::save_item::{SaveItem, items_of, name_of};
 use crate::save_plan::Planned;
@@ -54,7 +55,7 @@ struct State {
 impl Save {
     /// Lays out the files for `items` in `folder` and creates them.
     #[staticmethod]
-    #[pyo3(signature = (folder, items, *, save_id, generation, token, rank, world_size, threads, fsync, io, max_inflight_bytes))]
+    #[pyo3(signature = (folder, items, *, save_id, generation, token, rank, world_size, threads, fsync, io, max_inflight_bytes, store=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
     fn create(
         py: Python<'_>,
@@ -69,6 +70,7 @@ impl Save {
         fsync: bool,
         io: &str,
         max_inflight_bytes: u64,
+        store: Option<&Bound<'_, Store>>,
     ) -> PyResult<Self> {
         let info = SaveInfo {
             save_id,
@@ -78,12 +80,13 @@ impl Save {
             world_size,
         };
         let options = options(threads, fsync, io, max_inflight_bytes)?;
-        Self::begin(py, &folder, items_of(&items), info, &options, Planned::default(), None)
+        let to = to(&folder, store);
+        Self::begin(py, &to, items_of(&items), info, &options, Planned::default(), None)
     }
 
     /// Creates files (name, header, size) of the caller's own layout, with values in them.
     #[staticmethod]
-    #[pyo3(signature = (folder, files, values, *, threads, fsync, io, max_inflight_bytes))]
+    #[pyo3(signature = (folder, files, values, *, threads, fsync, io, max_inflight_bytes, store=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
     fn create_files(
         py: Python<'_>,
@@ -94,6 +97,7 @@ impl Save {
         fsync: bool,
         io: &str,
         max_inflight_bytes: u64,
+        store: Option<&Bound<'_, Store>>,
     ) -> PyResult<Self> {
         let files = files
             .into_iter()
@@ -107,8 +111,14 @@ impl Save {
         let values: Vec<_> = values.iter().map(|value| value.get().to_core()).collect();
         let bytes = values.iter().map(|(.., length)| length).sum();
         let options = options(threads, fsync, io, max_inflight_bytes)?;
-        let create = |control: &Control| write::Save::create_files(&folder, files, values, &options, control);
-        let save = interrupt::run(py, create)?;
+        let save = match to(&folder, store) {
+            To::Folder(folder) => interrupt::run(py, |control| {
+                write::Save::create_files(folder, files, values, &options, control)
+            })?,
+            To::Store(folder, store) => interrupt::run(py, |control| {
+                write::Save::create_files_remote(store, folder, files, values, &options, control)
+            })?,
+        };
         Ok(Self::new(save, Planned::default(), bytes))
     }
 
@@ -186,7 +196,7 @@ impl Save {
 impl Save {
     pub fn begin(
         py: Python<'_>,
-        folder: &Path,
+        to: &To<'_>,
         items: Vec<write::SaveItem>,
         info: SaveInfo,
         options: &WriteOptions,
@@ -194,9 +204,20 @@ impl Save {
         reuse: Option<Arc<write::Reuse>>,
     ) -> PyResult<Self> {
         let lengths: Vec<u64> = items.iter().map(|item| item.length).collect();
-        let (save, problems) = interrupt::run(py, |control| match reuse {
-            Some(reuse) => write::Save::create_reusing(folder, items, info, options, reuse, control),
-            None => write::Save::create(folder, items, info, options, control).map(|save| (save, Vec::new())),
+        let (save, problems) = interrupt::run(py, |control| {
+            let save = match (to, reuse) {
+                (To::Folder(folder), Some(reuse)) => {
+                    return write::Save::create_reusing(folder, items, info, options, reuse, control);
+                }
+                (To::Folder(folder), None) => write::Save::create(folder, items, info, options, control)?,
+                (To::Store(..), Some(_)) => {
+                    return Err(Error::Unsupported("a save to a store reuses nothing".into()));
+                }
+                (To::Store(folder, store), None) => {
+                    write::Save::create_remote(Arc::clone(store), folder, items, info, options, control)?
+                }
+            };
+            Ok((save, Vec::new()))
         })?;
         let reused = save.is_reused();
         let of = |which: bool| {
@@ -243,6 +264,20 @@ impl Save {
             ));
         }
         self.inner.lock_py_attached(py).map_err(|_| closed())
+    }
+}
+
+/// Where a save goes.
+pub enum To<'a> {
+    Folder(&'a Path),
+    Store(&'a Path, Arc<dyn Remote>),
+}
+
+/// A folder of the file system, or of a store.
+pub fn to<'a>(folder: &'a Path, store: Option<&Bound<'_, Store>>) -> To<'a> {
+    match store {
+        Some(store) => To::Store(folder, Arc::clone(&store.get().inner)),
+        None => To::Folder(folder),
     }
 }
 
@@ -307,7 +342,7 @@ fn io_mode(name: &str) -> PyResult<WriteIo> {
 /// other value, goes to the root. `items`: how many chunks and values there must be, where that is known; or names that must be there.
 #[guarded]
 #[pyfunction]
-#[pyo3(signature = (folder, rank, indexes, *, save_id, generation, planner_data, items, names, fsync))]
+#[pyo3(signature = (folder, rank, indexes, *, save_id, generation, planner_data, items, names, fsync, store=None))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
 pub fn commit_indexes(
     py: Python<'_>,
@@ -320,7 +355,9 @@ pub fn commit_indexes(
     items: Option<u64>,
     names: &Bound<'_, PyAny>,
     fsync: bool,
+    store: Option<&Bound<'_, Store>>,
 ) -> PyResult<(index::Index, Vec<String>)> {
+    let store = store.map(Bound::get);
     let path = folder.join(rank.map_or(INDEX_NAME.to_owned(), rank_index_name));
     if let [index] = indexes.as_slice()
         && planner_data
@@ -330,7 +367,8 @@ pub fn commit_indexes(
     {
         // Nothing to merge: the index of one rank says it all.
         let bytes = index.to_vec();
-        return commit_one(py, &folder, rank, move || Index::from_bytes(bytes, &path), items, fsync);
+        let index = move || Index::from_bytes(bytes, &path);
+        return commit_one(py, &folder, rank, index, items, fsync, store);
     }
     let mut builder = py
         .detach(|| {
@@ -358,6 +396,7 @@ pub fn commit_indexes(
         || Index::from_bytes(builder.build()?, &path),
         items,
         fsync,
+        store,
     )
 }
 
@@ -368,6 +407,7 @@ fn commit_one(
     index: impl FnOnce() -> dcp_rs_core::Result<Index> + Send,
     items: Option<u64>,
     fsync: bool,
+    store: Option<&Store>,
 ) -> PyResult<(index::Index, Vec<String>)> {
     let (index, left) = interrupt::run(py, |control| {
         let index = index()?;
@@ -378,8 +418,11 @@ fn commit_one(
                 items.unwrap_or_default()
             )));
         }
-        let left = checkpoint::commit_index(folder, rank, &index, fsync, control)?.left;
-        Ok((index, left))
+        let committed = match store {
+            Some(store) => store.commit(folder, rank, &index, control)?,
+            None => checkpoint::commit_index(folder, rank, &index, fsync, control)?,
+        };
+        Ok((index, committed.left))
     })?;
     let index = index::Index {
         inner: Arc::new(index),

@@ -17,6 +17,8 @@ pub struct Failure {
     pub reason: String,
     /// What the server answered with, if it answered.
     pub status: Option<u16>,
+    /// Whether it came as far as to be sent.
+    pub was_sent: bool,
 }
 
 impl Failure {
@@ -27,6 +29,7 @@ impl Failure {
             is_worth_another_try: true,
             reason: reason.into(),
             status: None,
+            was_sent: true,
         }
     }
 
@@ -37,6 +40,7 @@ impl Failure {
             is_worth_another_try: false,
             reason: reason.into(),
             status: None,
+            was_sent: true,
         }
     }
 
@@ -46,8 +50,14 @@ impl Failure {
         let status = status(&text);
         Self {
             status,
+            was_sent: transport(error) != Some(HttpErrorKind::Connect),
             ..Self::judged(error, &text, status)
         }
+    }
+
+    /// Whether the store may have done what it was asked, and its answer was lost.
+    pub fn may_be_done(&self) -> bool {
+        self.was_sent && self.status.is_none_or(|status| status == 408 || status >= 500)
     }
 
     fn judged(error: &object_store::Error, text: &str, status: Option<u16>) -> Self {
@@ -55,6 +65,8 @@ impl Failure {
         let told = told(error, text, status);
         match (error, status) {
             (E::NotFound { .. }, _) => Self::lasting(StorageFault::NotFound, told),
+            // S3 says 404 of an object that was to be replaced and is not there.
+            (E::Precondition { .. }, _) => Self::lasting(StorageFault::Precondition, told),
             // What clients say of a list.
             (_, Some(404)) if is_no_bucket(text) => Self::lasting(StorageFault::NotFound, told),
             // Not of the object: an endpoint that gives credentials has none, for now.
@@ -71,12 +83,14 @@ impl Failure {
                 }
                 Self::lasting(StorageFault::Denied, told)
             }
-            (E::Precondition { .. }, _) | (_, Some(412)) => Self::lasting(StorageFault::Precondition, told),
+            (_, Some(412)) => Self::lasting(StorageFault::Precondition, told),
             // S3: another conditional write is under way. Neither was done.
             (E::AlreadyExists { .. }, _) | (_, Some(409)) if code(text) == Some("ConditionalRequestConflict") => {
                 Self::passing(told)
             }
             (E::AlreadyExists { .. }, _) => Self::lasting(StorageFault::Precondition, told),
+            // What it does not know, or has no room for, stays so.
+            (_, Some(501 | 507)) => Self::lasting(StorageFault::Failed, told),
             (_, Some(408 | 409 | 429 | 500..=599)) => Self::passing(told),
             (_, Some(_)) => Self::lasting(StorageFault::Failed, told),
             (_, None) => match transport(error) {

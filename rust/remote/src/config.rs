@@ -1,5 +1,6 @@
 //! From a URL and options to a client.
 
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::Path;
 use std::sync::{Arc, Once};
 use std::time::Duration;
@@ -10,6 +11,7 @@ use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::client::ClientConfigKey;
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use object_store::http::HttpBuilder;
+use object_store::multipart::MultipartStore;
 use object_store::{ClientOptions, ObjectStore, RetryConfig};
 
 use crate::secrets::Secrets;
@@ -54,6 +56,24 @@ pub struct Config {
     /// Bucket or container; of a server, its URL.
     place: String,
     options: Vec<(String, String)>,
+}
+
+/// What speaks to a store.
+#[derive(Clone)]
+pub struct Client {
+    pub objects: Arc<dyn ObjectStore>,
+    /// Where objects can be stored in parts; elsewhere they are only read.
+    pub parts: Option<Arc<dyn MultipartStore>>,
+}
+
+impl Client {
+    fn storing<S: ObjectStore + MultipartStore>(store: S) -> Self {
+        let store = Arc::new(store);
+        Self {
+            objects: Arc::clone(&store) as _,
+            parts: Some(store),
+        }
+    }
 }
 
 impl Config {
@@ -150,8 +170,18 @@ impl Config {
         self.kind != Kind::Http
     }
 
+    /// What tells this store, and how it is spoken to, from others in this process.
+    pub fn fingerprint(&self) -> u64 {
+        let mut options = self.environment();
+        options.extend_from_slice(&self.options);
+        options.sort_unstable();
+        let mut hasher = DefaultHasher::new();
+        (&self.root, options).hash(&mut hasher);
+        hasher.finish()
+    }
+
     /// A client, for one connection.
-    pub fn client(&self) -> Result<Arc<dyn ObjectStore>> {
+    pub fn client(&self) -> Result<Client> {
         static PROVIDER: Once = Once::new();
         PROVIDER.call_once(|| {
             // Another one that was installed does as well.
@@ -164,24 +194,29 @@ impl Config {
         };
         // With HTTP/2 all requests would share one connection. Servers that are idle close theirs: those of a call are new.
         let client = ClientOptions::new().with_http1_only().with_pool_max_idle_per_host(1024);
-        let built: object_store::Result<Arc<dyn ObjectStore>> = match self.kind {
+        // How long a request may take depends on what is sent, and is bounded here.
+        let client = client.with_timeout_disabled();
+        let built: object_store::Result<Client> = match self.kind {
             Kind::S3 => {
-                let builder = AmazonS3Builder::from_env().with_client_options(client);
+                // Not all that speaks like S3 knows how to remove many objects at a time; here one is.
+                let builder = AmazonS3Builder::from_env()
+                    .with_client_options(client)
+                    .with_config(AmazonS3ConfigKey::DisableBulkDelete, "true");
                 let builder = self.apply(builder, AmazonS3Builder::with_config);
                 let builder = builder.with_bucket_name(&self.place).with_retry(once);
-                builder.build().map(|store| Arc::new(store) as _)
+                builder.build().map(Client::storing)
             }
             Kind::Google => {
                 let builder = GoogleCloudStorageBuilder::from_env().with_client_options(client);
                 let builder = self.apply(builder, GoogleCloudStorageBuilder::with_config);
                 let builder = builder.with_bucket_name(&self.place).with_retry(once);
-                builder.build().map(|store| Arc::new(store) as _)
+                builder.build().map(Client::storing)
             }
             Kind::Azure => {
                 let builder = MicrosoftAzureBuilder::from_env().with_client_options(client);
                 let builder = self.apply(builder, MicrosoftAzureBuilder::with_config);
                 let builder = builder.with_container_name(&self.place).with_retry(once);
-                builder.build().map(|store| Arc::new(store) as _)
+                builder.build().map(Client::storing)
             }
             Kind::Http => {
                 let client = if self.place.starts_with("http://") {
@@ -191,7 +226,11 @@ impl Config {
                 };
                 let builder = HttpBuilder::new().with_url(&self.place).with_client_options(client);
                 let builder = self.apply(builder, HttpBuilder::with_config);
-                builder.with_retry(once).build().map(|store| Arc::new(store) as _)
+                let store = builder.with_retry(once).build();
+                store.map(|store| Client {
+                    objects: Arc::new(store),
+                    parts: None,
+                })
             }
         };
         built.map_err(|error| unsupported(format!("{}: {}", self.root, self.secrets.remove(&error.to_string()))))

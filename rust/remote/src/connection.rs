@@ -4,23 +4,27 @@
 use std::collections::HashMap;
 use std::future::Future;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use dcp_rs_core::store::{Connection, Part};
+use bytes::Bytes;
+use dcp_rs_core::store::{Condition, Connection, Part, StoringConnection, Upload, random_token};
 use dcp_rs_core::{Control, Error, Result, StorageFault};
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
-use object_store::{ObjectStore, ObjectStoreExt as _};
-use tokio::runtime::{Builder, Runtime};
+use object_store::{ObjectStoreExt as _, UpdateVersion};
+use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 use crate::answers::Failure;
-use crate::config::Config;
+use crate::config::{Client, Config};
 use crate::fetch::{self, File};
+use crate::lend::lend;
 use crate::patience::Patience;
+use crate::store::{self, Removal};
 use crate::{Seen, see};
 
 /// Requests in flight at most, of one connection.
@@ -35,7 +39,7 @@ const LAST_WAIT: Duration = Duration::from_millis(200);
 /// What every request needs.
 pub struct Shared {
     pub config: Arc<Config>,
-    pub client: Arc<dyn ObjectStore>,
+    pub client: Client,
     pub permits: Semaphore,
     pub seen: Arc<Mutex<HashMap<PathBuf, Seen>>>,
 }
@@ -49,14 +53,34 @@ impl Shared {
         (!tag.starts_with("W/")).then_some(tag)
     }
 
-    /// Does something, again and again until it is done or enough.
-    async fn persist<T, F>(&self, action: &'static str, path: &Path, attempt: impl Fn() -> F) -> Result<T>
+    /// The file as it was seen, where it was: what has to be there still.
+    pub fn as_seen(&self, path: &Path) -> Option<UpdateVersion> {
+        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.get(path).map(|seen| UpdateVersion {
+            e_tag: seen.tag.clone(),
+            version: seen.version.clone(),
+        })
+    }
+
+    /// The file is another one from now on.
+    pub fn forget(&self, path: &Path) {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner).remove(path);
+    }
+
+    /// Does something, again and again until it is done or enough. `body`: how many bytes are sent each time.
+    pub async fn persist<T, F>(
+        &self,
+        action: &'static str,
+        path: &Path,
+        body: u64,
+        attempt: impl Fn() -> F,
+    ) -> Result<T>
     where
         F: Future<Output = object_store::Result<T>>,
     {
         let mut patience = Patience::new(self.config.limits);
         loop {
-            let failure = match timeout(patience.silence(), attempt()).await {
+            let failure = match timeout(patience.answer(body), attempt()).await {
                 Ok(Ok(done)) => return Ok(done),
                 Ok(Err(error)) => Failure::of(&error),
                 Err(_) => Failure::passing("no answer in time"),
@@ -70,8 +94,9 @@ impl Shared {
 
 /// A connection. Dropped, it ends its threads.
 pub struct Connected {
-    /// Taken when it is dropped.
-    runtime: Option<Runtime>,
+    handle: Handle,
+    /// Taken when it ends.
+    runtime: Mutex<Option<Runtime>>,
     /// That made it: forks of it have none of its threads.
     process: u32,
     shared: Arc<Shared>,
@@ -93,7 +118,8 @@ impl Connected {
             config.client()?
         };
         Ok(Self {
-            runtime: Some(runtime),
+            handle: runtime.handle().clone(),
+            runtime: Mutex::new(Some(runtime)),
             process: std::process::id(),
             shared: Arc::new(Shared {
                 config,
@@ -104,8 +130,48 @@ impl Connected {
         })
     }
 
-    fn runtime(&self) -> &Runtime {
-        self.runtime.as_ref().expect("taken only when it is dropped")
+    /// Ends it, and whatever is in flight.
+    fn end(&self) {
+        let Some(runtime) = self.runtime.lock().unwrap_or_else(PoisonError::into_inner).take() else {
+            return;
+        };
+        if std::process::id() == self.process {
+            runtime.shutdown_timeout(LAST_WAIT);
+        } else {
+            // A lock in it may be held by a thread that is not there.
+            std::mem::forget(runtime);
+        }
+    }
+
+    /// Waits for what sends these pieces. When this returns, nobody reads them any more.
+    fn send<T: Send + 'static, F>(
+        &self,
+        pieces: &[&[u8]],
+        control: &Control,
+        work: impl FnOnce(Arc<Shared>, Vec<Bytes>) -> F,
+    ) -> Result<T>
+    where
+        F: Future<Output = Result<T>> + Send + 'static,
+    {
+        // A server that answered may take what it was still to be sent. One that was given up gets no time for it.
+        let given_up = AtomicBool::new(false);
+        let patience = || {
+            if given_up.load(Ordering::Relaxed) {
+                LAST_WAIT
+            } else {
+                self.shared.config.limits.silence
+            }
+        };
+        lend(pieces, &patience, &|| self.end(), |bytes| {
+            let shared = Arc::clone(&self.shared);
+            let work = work(Arc::clone(&self.shared), bytes);
+            let sent = self.wait(control, async move {
+                let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
+                work.await
+            });
+            given_up.store(sent.is_err(), Ordering::Relaxed);
+            sent
+        })
     }
 
     /// Waits for work on the runtime, and ends it where the call is to stop.
@@ -115,7 +181,7 @@ impl Connected {
         work: impl Future<Output = Result<T>> + Send + 'static,
     ) -> Result<T> {
         let (done, is_done) = channel();
-        let task = self.runtime().spawn(async move {
+        let task = self.handle.spawn(async move {
             // The receiver lives until the task has ended.
             let _ = done.send(work.await);
         });
@@ -131,6 +197,7 @@ impl Connected {
                     }
                 }
                 Err(RecvTimeoutError::Disconnected) => {
+                    control.check()?;
                     return Err(Error::Internal("a request to a store ended without an answer".into()));
                 }
             }
@@ -140,14 +207,7 @@ impl Connected {
 
 impl Drop for Connected {
     fn drop(&mut self) {
-        if let Some(runtime) = self.runtime.take() {
-            if std::process::id() == self.process {
-                runtime.shutdown_timeout(LAST_WAIT);
-            } else {
-                // A lock in it may be held by a thread that is not there.
-                std::mem::forget(runtime);
-            }
-        }
+        self.end();
     }
 }
 
@@ -186,7 +246,9 @@ impl Connection for Connected {
         let (shared, at) = (Arc::clone(&self.shared), path.to_owned());
         let meta = self.wait(control, async move {
             let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
-            shared.persist("look at", &at, || shared.client.head(&name)).await
+            shared
+                .persist("look at", &at, 0, || shared.client.objects.head(&name))
+                .await
         });
         let Some(meta) = if_there(meta)? else { return Ok(None) };
         let size = meta.size;
@@ -202,7 +264,9 @@ impl Connection for Connected {
         let (shared, at) = (Arc::clone(&self.shared), folder.to_owned());
         let listed = self.wait(control, async move {
             shared
-                .persist("list", &at, || shared.client.list_with_delimiter(Some(&prefix)))
+                .persist("list", &at, 0, || {
+                    shared.client.objects.list_with_delimiter(Some(&prefix))
+                })
                 .await
         })?;
         let names = listed.objects.iter().filter_map(|object| object.location.filename());
@@ -242,6 +306,66 @@ impl Connection for Connected {
                 fetched?;
             }
             Ok(())
+        })
+    }
+}
+
+impl StoringConnection for Connected {
+    fn put(&self, path: &Path, pieces: &[&[u8]], condition: Condition, control: &Control) -> Result<()> {
+        let name = self.shared.config.name(path)?;
+        let path = path.to_owned();
+        self.send(pieces, control, |shared, bytes| async move {
+            store::put(&shared, &path, &name, bytes, condition).await
+        })
+    }
+
+    fn begin(&self, path: &Path, control: &Control) -> Result<Upload> {
+        let name = self.shared.config.name(path)?;
+        let path = path.to_owned();
+        self.send(&[], control, |shared, _| async move {
+            store::begin(&shared, &path, &name).await
+        })
+    }
+
+    fn put_part(&self, upload: &Upload, number: usize, pieces: &[&[u8]], control: &Control) -> Result<String> {
+        let name = self.shared.config.name(&upload.path)?;
+        let upload = upload.clone();
+        self.send(pieces, control, |shared, bytes| async move {
+            store::put_part(&shared, &upload, &name, number, bytes).await
+        })
+    }
+
+    fn complete(&self, upload: &Upload, parts: Vec<String>, size: u64, control: &Control) -> Result<()> {
+        let name = self.shared.config.name(&upload.path)?;
+        let upload = upload.clone();
+        self.send(&[], control, |shared, _| async move {
+            store::complete(&shared, &upload, &name, parts, size).await
+        })
+    }
+
+    fn remove(&self, files: &[PathBuf], uploads: &[Upload], within: Duration, control: &Control) -> Vec<Error> {
+        let config = &self.shared.config;
+        let files = files
+            .iter()
+            .map(|path| Ok(Removal::File(path.clone(), config.name(path)?)));
+        let uploads = uploads
+            .iter()
+            .map(|upload| Ok(Removal::Upload(upload.clone(), config.name(&upload.path)?)));
+        let removals = match files.chain(uploads).collect::<Result<Vec<_>>>() {
+            Ok(removals) => removals,
+            Err(error) => return vec![error],
+        };
+        let removed = self.send(&[], control, |shared, _| async move {
+            Ok(store::remove(&shared, &removals, within).await)
+        });
+        removed.unwrap_or_else(|error| vec![error])
+    }
+
+    fn keeps_conditions(&self, folder: &Path, control: &Control) -> Result<bool> {
+        let path = folder.join(format!(".dcp-rs-asks-{:016x}", random_token()?));
+        let name = self.shared.config.name(&path)?;
+        self.send(&[], control, |shared, _| async move {
+            store::keeps_conditions(&shared, &path, &name).await
         })
     }
 }

@@ -90,7 +90,7 @@ async fn begin(
         range: Some(GetRange::Bounded(from..most)),
         ..GetOptions::default()
     };
-    let asked = timeout(patience.silence(), shared.client.get_opts(name, ranged)).await;
+    let asked = timeout(patience.silence(), shared.client.objects.get_opts(name, ranged)).await;
     let answer = match asked.map_err(|_| silent())? {
         Ok(answer) => answer,
         Err(error) => {
@@ -99,7 +99,11 @@ async fn begin(
                 return Err(failure);
             }
             // No range of an empty file can be had: it is asked for whole.
-            let asked = timeout(patience.silence(), shared.client.get_opts(name, GetOptions::default())).await;
+            let asked = timeout(
+                patience.silence(),
+                shared.client.objects.get_opts(name, GetOptions::default()),
+            )
+            .await;
             asked.map_err(|_| silent())?.map_err(|error| Failure::of(&error))?
         }
     };
@@ -162,7 +166,7 @@ async unsafe fn attempt(
         ..GetOptions::default()
     };
     let silent = || Failure::passing("no answer in time");
-    let asked = timeout(patience.silence(), shared.client.get_opts(&file.name, options)).await;
+    let asked = timeout(patience.silence(), shared.client.objects.get_opts(&file.name, options)).await;
     let answer = asked.map_err(|_| silent())?.map_err(|error| Failure::of(&error))?;
     let now = Seen::of(answer.meta.clone());
     if now.size != file.size {

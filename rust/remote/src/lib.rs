@@ -7,18 +7,20 @@ mod answers;
 mod config;
 mod connection;
 mod fetch;
+mod lend;
 mod patience;
 mod secrets;
+mod store;
 
 use std::collections::HashMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use dcp_rs_core::store::{Connection, Remote};
+use dcp_rs_core::store::{Connection, Remote, StoringConnection};
 use dcp_rs_core::{Error, Result};
 
-use self::config::Config;
+use self::config::{Config, Kind};
 use self::connection::Connected;
 
 /// What a file was when it was first seen: it has to stay so.
@@ -26,6 +28,8 @@ use self::connection::Connected;
 pub(crate) struct Seen {
     size: u64,
     tag: Option<String>,
+    /// What some stores have beside it, and compare where something is stored.
+    version: Option<String>,
     /// In seconds: what tells of objects without a tag whether they are still the same.
     modified: i64,
 }
@@ -35,6 +39,7 @@ impl Seen {
         Self {
             size: meta.size,
             tag: meta.e_tag,
+            version: meta.version,
             modified: meta.last_modified.timestamp(),
         }
     }
@@ -71,13 +76,25 @@ impl fmt::Debug for Store {
     }
 }
 
+impl Store {
+    fn connected(&self, threads: usize) -> Result<Connected> {
+        Connected::new(Arc::clone(&self.config), Arc::clone(&self.seen), threads)
+    }
+}
+
 impl Remote for Store {
     fn connect(&self, threads: usize) -> Result<Arc<dyn Connection>> {
-        Ok(Arc::new(Connected::new(
-            Arc::clone(&self.config),
-            Arc::clone(&self.seen),
-            threads,
-        )?))
+        Ok(Arc::new(self.connected(threads)?))
+    }
+
+    fn connect_to_store(&self, threads: usize) -> Result<Arc<dyn StoringConnection>> {
+        if self.config.kind == Kind::Http {
+            return Err(unsupported(format!(
+                "{}: a web server is read only; checkpoints are saved to s3://, gs:// and az://",
+                self.root()
+            )));
+        }
+        Ok(Arc::new(self.connected(threads)?))
     }
 }
 
@@ -121,6 +138,7 @@ mod tests {
             let now = Seen {
                 size: 1,
                 tag: tag.map(str::to_owned),
+                version: None,
                 modified,
             };
             see(&seen, Path::new(path), now).is_ok()

@@ -8,6 +8,8 @@ use crate::config::Limits;
 /// The wait after the first failure; it doubles, up to [`LONGEST`].
 const FIRST: Duration = Duration::from_millis(100);
 const LONGEST: Duration = Duration::from_secs(5);
+/// A request takes as long as its body takes at so many bytes a second; twice as long where it was not long enough.
+const SLOWEST: u64 = 256 << 10;
 
 /// What is left of it, for one request.
 pub struct Patience {
@@ -40,6 +42,12 @@ impl Patience {
     pub fn silence(&self) -> Duration {
         let left = self.limits.time.saturating_sub(self.since.elapsed());
         self.limits.silence.min(left).max(Duration::from_millis(1))
+    }
+
+    /// How long to wait for the answer to a request with a body of so many bytes: how many of them are on their way is not known.
+    pub fn answer(&self, body: u64) -> Duration {
+        let sending = Duration::from_millis(body.saturating_mul(1000) / SLOWEST);
+        self.silence() + sending.saturating_mul(1 << self.failures.min(8))
     }
 
     /// It failed: waits until it is to be tried again. False where it is not.

@@ -132,7 +132,7 @@ fn check_written(dir: &Path, index: &Index, control: &Control) -> Result<()> {
     Ok(())
 }
 
-fn index_name(rank: Option<u32>) -> String {
+pub(super) fn index_name(rank: Option<u32>) -> String {
     rank.map_or(INDEX_NAME.to_owned(), rank_index_name)
 }
 
@@ -187,7 +187,7 @@ pub fn discard(
 
 /// The data files that a save wrote for this index. Their names are those of data files, whatever the index says:
 /// one that was tampered with gets nothing else removed.
-fn own_files(index: &Index) -> HashSet<&str> {
+pub(super) fn own_files(index: &Index) -> HashSet<&str> {
     (0..index.file_count())
         .map(|number| index.file(number))
         .filter(|file| !file.external && DataFileName::parse(file.name).is_some())

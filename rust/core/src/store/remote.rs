@@ -4,10 +4,11 @@
 #![allow(unsafe_code)] // `Connection::fetch` writes to addresses that it is given.
 
 use std::fmt::Debug;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
-use crate::{Control, Result};
+use crate::{Control, Error, Result};
 
 /// Where bytes go: an address that the caller keeps valid for the length of the call.
 #[derive(Clone, Copy, Debug)]
@@ -40,10 +41,36 @@ pub struct Part {
     pub runs: Vec<Run>,
 }
 
+/// What has to be so for a file to be stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Condition {
+    /// Nothing.
+    Always,
+    /// There is none of the name.
+    New,
+    /// The file that is there is the one that was seen.
+    Unchanged,
+}
+
+/// A file that is stored in parts, and is not there before all of them are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Upload {
+    /// Its path.
+    pub path: PathBuf,
+    /// How the store calls what is on its way.
+    pub id: String,
+}
+
 /// A store, and how to speak to it. Nothing is open, and no thread runs, but while there is a [`Connection`].
 pub trait Remote: Debug + Send + Sync {
     /// Begins to speak to it; `threads`: that receive, 0 for as many as there are cores.
     fn connect(&self, threads: usize) -> Result<Arc<dyn Connection>>;
+
+    /// The same, to store files there as well.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where that cannot be.
+    fn connect_to_store(&self, threads: usize) -> Result<Arc<dyn StoringConnection>>;
 }
 
 /// For the length of a call: what answers for the files of a [`Remote`]. Every method may be called from any thread, and waits; a cancelled
@@ -71,4 +98,35 @@ pub trait Connection: Send + Sync {
     /// The memory of every run is valid for writes from any thread until this returns, and no two runs share any. Runs lie in their part, and parts
     /// in the file.
     unsafe fn fetch(&self, path: &Path, size: u64, parts: Vec<Part>, control: &Control) -> Result<()>;
+}
+
+/// A [`Connection`] by way of which files are stored.
+///
+/// # Errors
+/// As for those.
+pub trait StoringConnection: Connection {
+    /// Stores a file, whose bytes are these pieces one after another: by one request, so that it is there whole or not at all. When this returns,
+    /// the pieces are not read any more.
+    ///
+    /// Where a condition does not hold, that is [`StorageFault::Precondition`](crate::StorageFault::Precondition); where one was asked for, and the
+    /// file may have been stored although no answer said so, [`StorageFault::Unclear`](crate::StorageFault::Unclear). A file that was stored by an
+    /// attempt whose answer was lost does not meet the condition of the next.
+    fn put(&self, path: &Path, pieces: &[&[u8]], condition: Condition, control: &Control) -> Result<()>;
+
+    /// Begins to store a file in parts.
+    fn begin(&self, path: &Path, control: &Control) -> Result<Upload>;
+
+    /// Stores a part, the one of this number from 0 on. All but the last have the same length, which is 5 MiB at least. Returns what
+    /// [`complete`](Self::complete) asks for. When this returns, the pieces are not read any more.
+    fn put_part(&self, upload: &Upload, number: usize, pieces: &[&[u8]], control: &Control) -> Result<String>;
+
+    /// Makes the parts, whose answers are given in their order, a file of `size` bytes.
+    fn complete(&self, upload: &Upload, parts: Vec<String>, size: u64, control: &Control) -> Result<()>;
+
+    /// Removes files, and what was begun and not completed. One that is not there is as good as removed. Returns what could not be removed, and why;
+    /// what is not done `within` that time is not done.
+    fn remove(&self, files: &[PathBuf], uploads: &[Upload], within: Duration, control: &Control) -> Vec<Error>;
+
+    /// Whether the store refuses to store a file in `folder` whose condition does not hold. Some ignore conditions, and say nothing.
+    fn keeps_conditions(&self, folder: &Path, control: &Control) -> Result<bool>;
 }

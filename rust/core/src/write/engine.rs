@@ -2,21 +2,17 @@
 
 mod create;
 
-use std::ops::Range;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::files::{DataFiles, Handles};
 use super::index;
 use super::item::{SaveInfo, SaveItem};
-use super::jobs::{Job, Span, cut};
+use super::jobs::{Span, cut};
 use super::layout::Layout;
 use super::links::Link;
-use super::options::Resolved;
 use super::reuse::Reuse;
-use crate::format::{BLOCK_SIZE, BlockCell, BlockDigests, Value, content_digest};
-use crate::store::disk::Disk;
-use crate::store::{Buffer, FileLock};
+use super::sink::{Digests, Sink};
+use crate::format::{BLOCK_SIZE, Value};
+use crate::store::FileLock;
 use crate::{Control, Error, Result, parallel};
 
 /// Some bytes of an item.
@@ -30,27 +26,19 @@ pub struct Part<'a> {
     pub data: &'a [u8],
 }
 
-/// The data files of one rank, on their way to the disk.
+/// The data files of one rank, on their way to the disk, or to a store.
 ///
 /// Dropped without [`finish`](Self::finish), it removes the files that it created.
 pub struct Save {
-    disk: Disk,
-    /// The folder, after those that it had to be created in.
-    folders: Vec<PathBuf>,
+    sink: Box<dyn Sink>,
     info: SaveInfo,
     items: Vec<SaveItem>,
-    layout: Layout,
-    how: Resolved,
-    files: DataFiles,
+    layout: Arc<Layout>,
     /// What a parent holds, and the files of it that are linked.
     reuse: Option<Arc<Reuse>>,
     links: Vec<Link>,
-    /// For each item, the index of its first digest; and the end of the last.
-    first_digest: Vec<usize>,
-    digests: Vec<BlockCell>,
+    digests: Digests,
     progress: Mutex<Progress>,
-    /// Buffers that no thread uses at the moment.
-    staging: Mutex<Vec<Buffer>>,
 }
 
 /// Held for the length of a write: writes follow each other, so that memory stays bounded.
@@ -96,7 +84,7 @@ impl Save {
 
     /// A fork of the process that began this save has neither its threads nor its files.
     fn check_process(&self) -> Result<()> {
-        if self.files.is_own() {
+        if self.sink.is_own() {
             Ok(())
         } else {
             Err(Error::Plan(
@@ -143,7 +131,7 @@ impl Save {
                 spans.push(Span {
                     file: place.file,
                     offset: place.offset + part.at,
-                    digest: self.first_digest[number] + to_usize(part.at / BLOCK_SIZE),
+                    digest: self.digests.start(number, part.at),
                     data: part.data,
                 });
             }
@@ -154,111 +142,23 @@ impl Save {
 
     fn write_spans(&self, spans: &[Span], control: &Control) -> Result<()> {
         let total = spans.iter().map(|span| span.data.len() as u64).sum();
-        let jobs = cut(spans, self.how.job_bytes_for(total), self.how.alignment);
+        let grain = self.sink.grain(total);
+        let jobs = cut(spans, grain.job_bytes, grain.alignment);
         parallel::for_each(
             jobs.len(),
-            self.how.threads,
-            || None,
-            |open, number| {
+            grain.threads,
+            || self.sink.hand(&self.digests, control),
+            |hand, number| {
                 control.check()?;
                 let job = &jobs[number];
-                let handles = self.handles(open, job.file)?;
-                self.write_job(job, &spans[job.spans.clone()], handles, control)?;
+                hand.write(job, &spans[job.spans.clone()])?;
                 control.add(job.bytes.end - job.bytes.start);
                 Ok(())
             },
         )
     }
 
-    /// The handles of a file; jobs come sorted by file, so a worker keeps the last ones.
-    fn handles<'a>(&self, open: &'a mut Option<(u32, Arc<Handles>)>, file: u32) -> Result<&'a Handles> {
-        let kept = open.take().filter(|(number, _)| *number == file);
-        let handles = match kept {
-            Some((_, handles)) => handles,
-            None => self.files.handles(file)?,
-        };
-        Ok(&open.insert((file, handles)).1)
-    }
-
-    fn write_job(&self, job: &Job, spans: &[Span], handles: &Handles, control: &Control) -> Result<()> {
-        if let [span] = spans
-            && let bytes = &span.data[to_usize(job.bytes.start - span.offset)..to_usize(job.bytes.end - span.offset)]
-            && (handles.direct.is_none() || self.is_aligned_alike(bytes, job.bytes.start))
-        {
-            self.digest(span, job, |_| ());
-            return self.store(job, bytes, handles, control);
-        }
-        let pool = || self.staging.lock().unwrap_or_else(PoisonError::into_inner);
-        let kept = pool().pop();
-        let mut buffer = kept.unwrap_or_default();
-        // Where the job begins in its first page, it begins in the buffer.
-        let begin = to_usize(job.bytes.start % self.how.alignment);
-        let end = begin + to_usize(job.bytes.end - job.bytes.start);
-        let memory = buffer.at_least(end);
-        let bytes =
-            &mut memory.map_err(|e| Error::io("take memory to write", self.files.path(job.file), e))?[begin..end];
-        let mut at = 0;
-        for span in spans {
-            self.digest(span, job, |piece| {
-                bytes[at..at + piece.len()].copy_from_slice(piece);
-                at += piece.len();
-            });
-        }
-        let result = self.store(job, bytes, handles, control);
-        pool().push(buffer);
-        result
-    }
-
-    /// Hashes the blocks of a span that begin in the job, and hands on the bytes of the span that lie in the job, each
-    /// piece right after it was hashed. A block that reaches beyond the job is hashed here and handed on with the next.
-    fn digest<'a>(&self, span: &Span<'a>, job: &Job, mut hand_on: impl FnMut(&'a [u8])) {
-        let block_size = to_usize(BLOCK_SIZE);
-        let end = to_usize(job.bytes.end.min(span.end()) - span.offset);
-        let mut at = to_usize(job.bytes.start.saturating_sub(span.offset));
-        while at < end {
-            let block = at / block_size;
-            let next = (block + 1) * block_size;
-            if at.is_multiple_of(block_size) {
-                self.digests[span.digest + block].set(BlockDigests::of(&span.data[at..next.min(span.data.len())]));
-            }
-            hand_on(&span.data[at..next.min(end)]);
-            at = next;
-        }
-    }
-
-    /// Whether direct writes can start from this memory for this place in a file.
-    fn is_aligned_alike(&self, bytes: &[u8], offset: u64) -> bool {
-        bytes.as_ptr().addr() as u64 % self.how.alignment == offset % self.how.alignment
-    }
-
-    /// Writes the bytes of a job: whole pages past the cache where that is possible, the rest through it.
-    fn store(&self, job: &Job, bytes: &[u8], handles: &Handles, control: &Control) -> Result<()> {
-        let Range { start, end } = job.bytes;
-        let path = self.files.path(job.file);
-        let alignment = self.how.alignment;
-        let mut direct = start..start;
-        if let Some(file) = &handles.direct {
-            let (first, last) = (start.next_multiple_of(alignment), end - end % alignment);
-            if first < last {
-                let pages = &bytes[to_usize(first - start)..to_usize(last - start)];
-                let written = self.disk.write_direct(file, path, pages, first, to_usize(alignment))?;
-                direct = first..first + written as u64;
-            }
-        }
-        let rest = [start..direct.start, direct.end..end];
-        for part in rest.iter().filter(|part| !part.is_empty()) {
-            let bytes = &bytes[to_usize(part.start - start)..to_usize(part.end - start)];
-            self.disk.write(&handles.plain, path, bytes, part.start)?;
-        }
-        if self.how.fsync && self.files.is_transient(job.file) && rest.iter().any(|part| !part.is_empty()) {
-            self.disk.sync(&handles.plain, path, control)?;
-        }
-        Ok(())
-    }
-
     /// Makes the files valid and durable, and returns the bytes of this rank's index, which no file holds yet.
-    ///
-    /// Headers are written last, after the payload is on stable storage: a file with a header is complete.
     ///
     /// # Errors
     /// [`Error::Plan`] where bytes of an item are missing; [`Error::Io`], [`Error::Interrupted`]. The files are removed then.
@@ -280,47 +180,9 @@ impl Save {
             }
         }
         drop(progress);
-        self.sync(control)?;
-        if self.how.fsync {
-            self.files.sync_links(control)?;
-        }
-        for (number, plan) in (0..).zip(&self.layout.files) {
-            control.check()?;
-            let handles = self.files.handles(number)?;
-            self.disk
-                .write(&handles.plain, self.files.path(number), &plan.header, 0)?;
-            if self.how.fsync && self.files.is_transient(number) {
-                self.disk.sync(&handles.plain, self.files.path(number), control)?;
-            }
-        }
-        self.sync(control)?;
-        if self.how.fsync {
-            for folder in self.folders.iter().rev() {
-                control.check()?;
-                self.disk.sync_folder(folder)?;
-            }
-        }
+        self.sink.finish(control)?;
         let index = self.index(nesting)?;
-        Ok(Finished {
-            index,
-            files: self.files,
-        })
-    }
-
-    fn sync(&self, control: &Control) -> Result<()> {
-        if !self.how.fsync {
-            return Ok(());
-        }
-        let numbers: Vec<u32> = (0..).take(self.layout.files.len()).collect();
-        parallel::for_each(
-            numbers.len(),
-            self.how.threads,
-            || (),
-            |(), i| {
-                let handles = self.files.handles(numbers[i])?;
-                self.disk.sync(&handles.plain, self.files.path(numbers[i]), control)
-            },
-        )
+        Ok(Finished { index, sink: self.sink })
     }
 
     fn index(&self, nesting: Value) -> Result<Vec<u8>> {
@@ -329,11 +191,7 @@ impl Save {
             items: &self.items,
             layout: &self.layout,
             frozen: &|item| self.reuse.as_ref().is_some_and(|reuse| reuse.is_frozen(item)),
-            digests: &|item| {
-                let blocks = &self.digests[self.first_digest[item]..self.first_digest[item + 1]];
-                let digests = blocks.iter().map(BlockCell::digest).collect();
-                (digests, content_digest(blocks.iter().map(BlockCell::content)))
-            },
+            digests: &|item| self.digests.of_item(item),
             links: &self.links,
             parent: self.reuse.as_ref().and_then(|reuse| reuse.parent()),
         };
@@ -344,14 +202,14 @@ impl Save {
 /// The complete data files of one rank. Dropped without [`keep`](Self::keep), it removes them.
 pub struct Finished {
     index: Vec<u8>,
-    files: DataFiles,
+    sink: Box<dyn Sink>,
 }
 
 impl Finished {
     /// The bytes of this rank's index, which no file holds yet, and the claim on the files, to be held until the save is committed or given up:
     /// while it is, nobody takes them for those of a save that was killed.
     pub fn keep(self) -> (Vec<u8>, Option<FileLock>) {
-        (self.index, self.files.keep())
+        (self.index, self.sink.keep())
     }
 }
 
@@ -362,11 +220,6 @@ fn reused(links: &[Link], items: usize) -> Vec<bool> {
         reused[item] = true;
     }
     reused
-}
-
-/// For lengths of what is in memory.
-fn to_usize(value: u64) -> usize {
-    usize::try_from(value).expect("the length of something in memory")
 }
 
 #[cfg(test)]

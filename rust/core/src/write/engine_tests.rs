@@ -13,8 +13,10 @@ use super::super::testing::{
 };
 use super::*;
 use crate::format::{INDEX_NAME, Index};
-use crate::store::disk::{Call, Hook};
+use crate::store::Buffer;
+use crate::store::disk::{Call, Disk, Hook};
 use crate::write::options::WriteOptions;
+use crate::write::sink::to_usize;
 
 const MIB: u64 = 1 << 20;
 
@@ -130,7 +132,7 @@ fn memory_that_is_aligned_is_written_from_where_it_is() {
     )
     .unwrap();
     assert_eq!(control.done(), 3 * MIB + 5);
-    assert!(save.staging.lock().unwrap().is_empty());
+    assert_eq!(save.sink.buffers(), 0);
     assert_saved(&finish(save, dir.path()), &items);
 }
 

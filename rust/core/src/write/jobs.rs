@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use super::sink::to_usize;
+
 /// Bytes in memory, and the place in the files that they go to.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Span<'a> {
@@ -18,6 +20,13 @@ pub(super) struct Span<'a> {
 impl Span<'_> {
     pub(super) fn end(&self) -> u64 {
         self.offset + self.data.len() as u64
+    }
+
+    /// The part of its data that goes to these bytes of its file.
+    pub(super) fn within(&self, bytes: &Range<u64>) -> Range<usize> {
+        let begin = bytes.start.saturating_sub(self.offset);
+        let end = bytes.end.min(self.end()).saturating_sub(self.offset).max(begin);
+        to_usize(begin)..to_usize(end)
     }
 }
 

@@ -10,8 +10,11 @@ mod layout;
 mod links;
 mod options;
 mod reuse;
+mod sink;
 #[cfg(test)]
 pub(crate) mod testing;
+mod to_files;
+mod to_store;
 
 pub use engine::{Finished, Part, Save};
 pub use item::{SaveInfo, SaveItem};

@@ -3,17 +3,20 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use super::{Progress, Save, reused, to_usize};
-use crate::format::{BlockCell, Kind, block_count};
+use super::{Progress, Save, reused};
+use crate::format::Kind;
 use crate::geometry::Dims;
 use crate::store::disk::Disk;
-use crate::store::{FolderLock, Mode};
+use crate::store::{FolderLock, Mode, Remote};
 use crate::write::files::DataFiles;
 use crate::write::item::{SaveInfo, SaveItem};
 use crate::write::layout::{Beside, FilePlan, HEADER_LIMIT, Layout, Place, plan_files, plan_files_within};
 use crate::write::links::{Link, Links};
 use crate::write::options::WriteOptions;
 use crate::write::reuse::Reuse;
+use crate::write::sink::{Digests, Sink};
+use crate::write::to_files::ToFiles;
+use crate::write::to_store::ToStore;
 use crate::{Control, Error, Result};
 
 /// What there is of a save before its files are laid out.
@@ -71,6 +74,41 @@ impl Save {
         Self::create_reusing_on(&Disk::default(), dir, items, info, options, reuse, control)
     }
 
+    /// [`create`](Self::create) on a store; `dir` is a URL.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] for items that cannot be saved, [`Error::Storage`] where the store refuses. Nothing is left then.
+    pub fn create_remote(
+        remote: Arc<dyn Remote>,
+        dir: &Path,
+        items: Vec<SaveItem>,
+        info: SaveInfo,
+        options: &WriteOptions,
+        control: &Control,
+    ) -> Result<Self> {
+        let layout = Arc::new(plan_files(&items, &info)?);
+        let sink = ToStore::begin(remote, dir, Arc::clone(&layout), &items, options, control)?;
+        Ok(Self::to(Box::new(sink), items, layout, info))
+    }
+
+    /// [`create_files`](Self::create_files) on a store; `dir` is a URL.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] for a place that is not within its file, [`Error::Storage`] where the store refuses.
+    pub fn create_files_remote(
+        remote: Arc<dyn Remote>,
+        dir: &Path,
+        files: Vec<FilePlan>,
+        values: Vec<(String, Place, u64)>,
+        options: &WriteOptions,
+        control: &Control,
+    ) -> Result<Self> {
+        let (layout, items) = laid_out(files, values)?;
+        let layout = Arc::new(layout);
+        let sink = ToStore::begin(remote, dir, Arc::clone(&layout), &items, options, control)?;
+        Ok(Self::to(Box::new(sink), items, layout, OF_NOBODY))
+    }
+
     pub(in crate::write) fn create_reusing_on(
         disk: &Disk,
         dir: &Path,
@@ -118,43 +156,10 @@ impl Save {
         options: &WriteOptions,
         control: &Control,
     ) -> Result<Self> {
-        let mut layout = Layout {
-            files,
-            places: Vec::with_capacity(values.len()),
-        };
-        let mut items = Vec::with_capacity(values.len());
-        for (name, place, length) in values {
-            let fits = layout.files.get(place.file as usize).is_some_and(|file| {
-                let end = place.offset.checked_add(length);
-                place.offset >= file.header.len() as u64 && end.is_some_and(|end| end <= file.size)
-            });
-            if !fits {
-                return Err(Error::tensor_plan(None, &name, "it does not lie in its file"));
-            }
-            layout.places.push(place);
-            items.push(SaveItem {
-                name,
-                kind: Kind::Bytes,
-                dtype: None,
-                shape: Dims::new(),
-                flags: 0,
-                path: None,
-                position: None,
-                offsets: Dims::new(),
-                sizes: Dims::new(),
-                length,
-            });
-        }
-        let info = SaveInfo {
-            save_id: [0; 16],
-            generation: 0,
-            token: 0,
-            rank: 0,
-            world_size: 1,
-        };
+        let (layout, items) = laid_out(files, values)?;
         let disk = Disk::default();
         let begun = Begun::new(&disk, dir)?;
-        Self::create_laid_out(disk, dir, items, layout, info, options, begun, false, control)
+        Self::create_laid_out(disk, dir, items, layout, OF_NOBODY, options, begun, false, control)
     }
 
     pub(in crate::write) fn create_on(
@@ -186,31 +191,78 @@ impl Save {
         control: &Control,
     ) -> Result<Self> {
         let how = options.resolve(layout.files.iter().map(|file| file.size).max().unwrap_or(0));
-        let mut first_digest = Vec::with_capacity(items.len() + 1);
-        let mut digests = 0;
-        for item in &items {
-            first_digest.push(digests);
-            digests += to_usize(block_count(item.length));
-        }
-        first_digest.push(digests);
         let files = begun.files.create(dir, &layout.files, how.direct, claimed, control)?;
-        Ok(Self {
+        let layout = Arc::new(layout);
+        let sink = ToFiles {
             disk,
             folders: begun.folders,
-            info,
-            layout,
+            layout: Arc::clone(&layout),
             how,
             files,
+            staging: Mutex::default(),
+        };
+        Ok(Self {
             reuse: begun.reuse,
             links: begun.links,
-            first_digest,
-            digests: std::iter::repeat_with(BlockCell::default).take(digests).collect(),
+            ..Self::to(Box::new(sink), items, layout, info)
+        })
+    }
+
+    /// A save of which nothing is written yet.
+    fn to(sink: Box<dyn Sink>, items: Vec<SaveItem>, layout: Arc<Layout>, info: SaveInfo) -> Self {
+        Self {
+            sink,
+            info,
+            layout,
+            reuse: None,
+            links: Vec::new(),
+            digests: Digests::of(&items),
             progress: Mutex::new(Progress {
                 written: vec![0; items.len()],
                 failed: false,
             }),
-            staging: Mutex::default(),
             items,
-        })
+        }
     }
+}
+
+/// Files of the caller's own layout are of no checkpoint of this crate.
+const OF_NOBODY: SaveInfo = SaveInfo {
+    save_id: [0; 16],
+    generation: 0,
+    token: 0,
+    rank: 0,
+    world_size: 1,
+};
+
+/// The layout of files that a caller made, and its values as items.
+fn laid_out(files: Vec<FilePlan>, values: Vec<(String, Place, u64)>) -> Result<(Layout, Vec<SaveItem>)> {
+    let mut layout = Layout {
+        files,
+        places: Vec::with_capacity(values.len()),
+    };
+    let mut items = Vec::with_capacity(values.len());
+    for (name, place, length) in values {
+        let fits = layout.files.get(place.file as usize).is_some_and(|file| {
+            let end = place.offset.checked_add(length);
+            place.offset >= file.header.len() as u64 && end.is_some_and(|end| end <= file.size)
+        });
+        if !fits {
+            return Err(Error::tensor_plan(None, &name, "it does not lie in its file"));
+        }
+        layout.places.push(place);
+        items.push(SaveItem {
+            name,
+            kind: Kind::Bytes,
+            dtype: None,
+            shape: Dims::new(),
+            flags: 0,
+            path: None,
+            position: None,
+            offsets: Dims::new(),
+            sizes: Dims::new(),
+            length,
+        });
+    }
+    Ok((layout, items))
 }

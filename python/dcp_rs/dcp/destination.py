@@ -1,0 +1,104 @@
+"""Where one save goes: a folder of the file system, or one on a store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dcp_rs import _core
+from dcp_rs._url import StorageOptions, Url, options_for
+from dcp_rs._warnings import warn_caller
+from dcp_rs.checkpoint.locate import INDEX_NAME, rank_index_name
+from dcp_rs.errors import CheckpointExistsError, DcpRsError, SaveInProgressError
+
+__all__ = ["Destination"]
+
+
+class Destination:
+    """Where one save goes. What it replaces is what it found there when it began.
+
+    Args:
+        path: the folder.
+        options: how to reach the store, for a URL.
+
+    Attributes:
+        folder: the folder, for the engine.
+        store: of a URL.
+
+    Raises:
+        UnsupportedError: options that are not known, or for a folder of the file system.
+    """
+
+    def __init__(self, path: Path, options: StorageOptions | None) -> None:
+        self.path = path
+        self.store: _core.Store | None = None
+        if isinstance(path, Url):
+            self.folder = os.fspath(path)
+            # What is secret gets no name here: tools show the variables of a traceback.
+            self.store = _core.Store(self.folder, options_for(path, options) or {})
+        else:
+            options_for(path, options)
+            self.folder = os.path.abspath(path)  # noqa: PTH100  # Path.resolve would follow links
+
+    def prepare(self, rank: int | None, *, overwrite: bool) -> None:
+        """Creates the folder, and looks at what is in it; ``rank``: whose rank-local save it is.
+
+        Raises:
+            CheckpointExistsError: what is there may not, or cannot, be replaced.
+        """
+        if self.store is None:
+            _core.create_folder(self.folder)
+        if not overwrite and self._has_index(rank):
+            msg = f"there is a checkpoint at {self.path}, and overwrite=False"
+            raise CheckpointExistsError(msg, path=self.path)
+        if rank is not None and self._has_index(None):
+            # Readers would go on to find the old one: no rank may replace it for all.
+            msg = f"{self.path} holds a checkpoint of all ranks, which a rank-local save (use_collectives=False) cannot replace"
+            raise CheckpointExistsError(msg, path=self.path)
+
+    def _has_index(self, rank: int | None) -> bool:
+        if self.store is not None:
+            return self.store.has_index(self.folder, rank)
+        return (Path(self.folder) / (INDEX_NAME if rank is None else rank_index_name(rank))).exists()
+
+    def begin(self, rank: int | None) -> int:
+        """The number of the save. What it replaces is what is there now. Warns of a store that does not look what it replaces."""
+        if self.store is None:
+            return _core.next_generation(self.folder)
+        generation = self.store.begin(self.folder, rank)
+        if not self.store.keeps_conditions:
+            warn_caller(
+                f"the store of {self.path} ignores conditions: of two saves that replace it at the same time the last one wins, and the other may not hear of it"
+            )
+        return generation
+
+    def commit(self, rank: int | None, indexes: Sequence[bytes], **how: Any) -> tuple[_core.Index, list[str]]:
+        """Merges the indexes of all ranks and commits them; as ``_core.commit_indexes``."""
+        return _core.commit_indexes(self.folder, rank, indexes, store=self.store, **how)
+
+    def give_up(self, rank: int | None, indexes: Sequence[bytes], error: BaseException) -> None:
+        """After a commit that failed with ``error``: removes what the ranks wrote, all of them, since some may never hear of it.
+
+        Not where the save may yet be found committed, since a store did not answer: the error says that then, to other ranks as well.
+        """
+        if self.store is not None and self.store.is_unclear:
+            error.is_unclear = True  # type: ignore[attr-defined]  # whatever it is
+            return
+        # What was committed all the same (its last sync failed) stays.
+        for index in indexes:
+            if not self.remove(rank, index):
+                break
+
+    def remove(self, rank: int | None, index: bytes) -> bool:
+        """Removes the files that an index names, of a save that failed. Whether it is worth trying the next: not where the folder is locked."""
+        try:
+            if self.store is None:
+                _core.discard(self.folder, rank, index)
+            else:
+                self.store.discard(self.folder, rank, index)
+        except (OSError, DcpRsError) as error:
+            warn_caller(f"files of a save that failed are still there, for dcp_rs.clean to remove: {error}")
+            return not isinstance(error, SaveInProgressError)
+        return True

@@ -1,0 +1,178 @@
+//! A save to files: whole pages past the page cache where that is possible, headers last.
+
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::files::{DataFiles, Handles};
+use super::jobs::{Job, Span};
+use super::layout::Layout;
+use super::options::Resolved;
+use super::sink::{Digests, Grain, Hand, Sink, to_usize};
+use crate::store::disk::Disk;
+use crate::store::{Buffer, FileLock};
+use crate::{Control, Error, Result, parallel};
+
+/// The files of a folder.
+pub(super) struct ToFiles {
+    pub disk: Disk,
+    /// The folder, after those that it had to be created in.
+    pub folders: Vec<PathBuf>,
+    pub layout: Arc<Layout>,
+    pub how: Resolved,
+    pub files: DataFiles,
+    /// Buffers that no thread uses at the moment.
+    pub staging: Mutex<Vec<Buffer>>,
+}
+
+/// The handles of one file: jobs come sorted by file, so a worker keeps the last ones.
+struct OpenFile<'a> {
+    to: &'a ToFiles,
+    digests: &'a Digests,
+    control: &'a Control,
+    open: Option<(u32, Arc<Handles>)>,
+}
+
+impl Sink for ToFiles {
+    fn grain(&self, total: u64) -> Grain {
+        Grain {
+            job_bytes: self.how.job_bytes_for(total),
+            alignment: self.how.alignment,
+            threads: self.how.threads,
+        }
+    }
+
+    fn hand<'a>(&'a self, digests: &'a Digests, control: &'a Control) -> Box<dyn Hand + 'a> {
+        Box::new(OpenFile {
+            to: self,
+            digests,
+            control,
+            open: None,
+        })
+    }
+
+    /// Headers are written last, after the payload is on stable storage: a file with a header is complete.
+    fn finish(&self, control: &Control) -> Result<()> {
+        self.sync(control)?;
+        if self.how.fsync {
+            self.files.sync_links(control)?;
+        }
+        for (number, plan) in (0..).zip(&self.layout.files) {
+            control.check()?;
+            let handles = self.files.handles(number)?;
+            self.disk
+                .write(&handles.plain, self.files.path(number), &plan.header, 0)?;
+            if self.how.fsync && self.files.is_transient(number) {
+                self.disk.sync(&handles.plain, self.files.path(number), control)?;
+            }
+        }
+        self.sync(control)?;
+        if self.how.fsync {
+            for folder in self.folders.iter().rev() {
+                control.check()?;
+                self.disk.sync_folder(folder)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn is_own(&self) -> bool {
+        self.files.is_own()
+    }
+
+    #[cfg(test)]
+    fn buffers(&self) -> usize {
+        self.staging.lock().unwrap().len()
+    }
+
+    fn keep(self: Box<Self>) -> Option<FileLock> {
+        self.files.keep()
+    }
+}
+
+impl ToFiles {
+    fn sync(&self, control: &Control) -> Result<()> {
+        if !self.how.fsync {
+            return Ok(());
+        }
+        let numbers: Vec<u32> = (0..).take(self.layout.files.len()).collect();
+        parallel::for_each(
+            numbers.len(),
+            self.how.threads,
+            || (),
+            |(), i| {
+                let handles = self.files.handles(numbers[i])?;
+                self.disk.sync(&handles.plain, self.files.path(numbers[i]), control)
+            },
+        )
+    }
+
+    /// Whether direct writes can start from this memory for this place in a file.
+    fn is_aligned_alike(&self, bytes: &[u8], offset: u64) -> bool {
+        bytes.as_ptr().addr() as u64 % self.how.alignment == offset % self.how.alignment
+    }
+
+    /// Writes the bytes of a job: whole pages past the cache where that is possible, the rest through it.
+    fn store(&self, job: &Job, bytes: &[u8], handles: &Handles, control: &Control) -> Result<()> {
+        let Range { start, end } = job.bytes;
+        let path = self.files.path(job.file);
+        let alignment = self.how.alignment;
+        let mut direct = start..start;
+        if let Some(file) = &handles.direct {
+            let (first, last) = (start.next_multiple_of(alignment), end - end % alignment);
+            if first < last {
+                let pages = &bytes[to_usize(first - start)..to_usize(last - start)];
+                let written = self.disk.write_direct(file, path, pages, first, to_usize(alignment))?;
+                direct = first..first + written as u64;
+            }
+        }
+        let rest = [start..direct.start, direct.end..end];
+        for part in rest.iter().filter(|part| !part.is_empty()) {
+            let bytes = &bytes[to_usize(part.start - start)..to_usize(part.end - start)];
+            self.disk.write(&handles.plain, path, bytes, part.start)?;
+        }
+        if self.how.fsync && self.files.is_transient(job.file) && rest.iter().any(|part| !part.is_empty()) {
+            self.disk.sync(&handles.plain, path, control)?;
+        }
+        Ok(())
+    }
+}
+
+impl Hand for OpenFile<'_> {
+    fn write(&mut self, job: &Job, spans: &[Span<'_>]) -> Result<()> {
+        let Self {
+            to, digests, control, ..
+        } = *self;
+        let kept = self.open.take().filter(|(number, _)| *number == job.file);
+        let handles = match kept {
+            Some((_, handles)) => handles,
+            None => to.files.handles(job.file)?,
+        };
+        let handles = &*self.open.insert((job.file, handles)).1;
+        if let [span] = spans
+            && let bytes = &span.data[span.within(&job.bytes)]
+            && (handles.direct.is_none() || to.is_aligned_alike(bytes, job.bytes.start))
+        {
+            digests.digest(span, job, |_| ());
+            return to.store(job, bytes, handles, control);
+        }
+        let pool = || to.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = pool().pop();
+        let mut buffer = kept.unwrap_or_default();
+        // Where the job begins in its first page, it begins in the buffer.
+        let begin = to_usize(job.bytes.start % to.how.alignment);
+        let end = begin + to_usize(job.bytes.end - job.bytes.start);
+        let memory = buffer.at_least(end);
+        let bytes = &mut memory.map_err(|e| Error::io("take memory to write", to.files.path(job.file), e))?[begin..end];
+        let mut at = 0;
+        for span in spans {
+            digests.digest(span, job, |piece| {
+                bytes[at..at + piece.len()].copy_from_slice(piece);
+                at += piece.len();
+            });
+        }
+        let result = to.store(job, bytes, handles, control);
+        pool().push(buffer);
+        result
+    }
+}

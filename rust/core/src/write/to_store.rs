@@ -1,0 +1,416 @@
+//! A save to a store: each file an object, sent in parts straight from the memory that is saved, or by way of a buffer what comes in pieces.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use super::item::SaveItem;
+use super::jobs::{Job, Span};
+use super::layout::Layout;
+use super::options::WriteOptions;
+use super::sink::{Digests, Grain, Hand, Sink, to_usize};
+use crate::store::{Condition, FileLock, Remote, StoringConnection, Upload};
+use crate::{Control, Error, Result, parallel};
+
+/// Bytes of a part.
+const PART: u64 = 8 << 20;
+/// What stores take as a part, but for the last.
+const LEAST_PART: u64 = 5 << 20;
+/// Parts that stores take.
+const MOST_PARTS: u64 = 10_000;
+/// Requests in flight, where nobody says how many.
+const IN_FLIGHT: usize = 32;
+/// A part that lies in more pieces of memory than that is sent from a buffer.
+const MOST_PIECES: usize = 64;
+/// How long a failed save takes to remove what it stored; and one that was interrupted.
+const CLEANING: Duration = Duration::from_secs(10);
+const LEAVING: Duration = Duration::from_millis(700);
+/// How often a thread that waits for memory looks whether it is to stop.
+const PERIOD: Duration = Duration::from_millis(50);
+
+/// The objects of one rank.
+pub(super) struct ToStore {
+    remote: Arc<dyn Remote>,
+    /// For the length of the save.
+    connection: Arc<dyn StoringConnection>,
+    layout: Arc<Layout>,
+    objects: Vec<Object>,
+    part_bytes: u64,
+    threads: usize,
+    room: Room,
+    interrupted: AtomicBool,
+    /// The process that began it.
+    owner: u32,
+}
+
+struct Object {
+    path: PathBuf,
+    /// Of one that has several parts.
+    upload: OnceLock<Upload>,
+    parts: Vec<Mutex<Part>>,
+    /// It may be there.
+    stored: AtomicBool,
+    /// It is.
+    complete: AtomicBool,
+}
+
+/// A part on its way.
+#[derive(Default)]
+struct Part {
+    /// Bytes of items that are still to come.
+    missing: u64,
+    /// What came, where not all came at a time.
+    buffer: Option<Vec<u8>>,
+    /// What the store answered.
+    sent: Option<String>,
+}
+
+impl ToStore {
+    /// Begins the objects in `dir`. If that fails, none is left.
+    pub(super) fn begin(
+        remote: Arc<dyn Remote>,
+        dir: &Path,
+        layout: Arc<Layout>,
+        items: &[SaveItem],
+        options: &WriteOptions,
+        control: &Control,
+    ) -> Result<Self> {
+        let largest = layout.files.iter().map(|file| file.size).max().unwrap_or(0);
+        let part_bytes = part_bytes(largest, options.max_inflight_bytes);
+        let objects = layout.files.iter().map(|file| Object {
+            path: dir.join(&file.name),
+            upload: OnceLock::new(),
+            parts: std::iter::repeat_with(Mutex::default)
+                .take(to_usize(file.size.div_ceil(part_bytes).max(1)))
+                .collect(),
+            stored: AtomicBool::new(false),
+            complete: AtomicBool::new(false),
+        });
+        let mut begun = Self {
+            connection: remote.connect_to_store(0)?,
+            remote,
+            objects: objects.collect(),
+            layout,
+            part_bytes,
+            threads: if options.threads == 0 {
+                IN_FLIGHT
+            } else {
+                options.threads
+            },
+            room: Room::new(options.max_inflight_bytes),
+            interrupted: AtomicBool::new(false),
+            owner: std::process::id(),
+        };
+        begun.expect(items);
+        let large: Vec<usize> = (0..begun.objects.len())
+            .filter(|&file| begun.objects[file].parts.len() > 1)
+            .collect();
+        let begin = |(): &mut (), i: usize| {
+            let object = &begun.objects[large[i]];
+            // Each is begun once.
+            let _ = object.upload.set(begun.connection.begin(&object.path, control)?);
+            Ok(())
+        };
+        begun.noted(parallel::for_each(large.len(), begun.threads, || (), begin))?;
+        Ok(begun)
+    }
+
+    /// Counts the bytes of items that go to each part.
+    fn expect(&mut self, items: &[SaveItem]) {
+        for (item, place) in items.iter().zip(&self.layout.places) {
+            let mut at = place.offset;
+            let end = place.offset + item.length;
+            while at < end {
+                let number = at / self.part_bytes;
+                let next = ((number + 1) * self.part_bytes).min(end);
+                let part = self.objects.get_mut(place.file as usize);
+                if let Some(part) = part.and_then(|object| object.parts.get_mut(to_usize(number))) {
+                    part.get_mut().unwrap_or_else(PoisonError::into_inner).missing += next - at;
+                }
+                at = next;
+            }
+        }
+    }
+
+    /// The bytes of the file that a part holds.
+    fn bytes_of(&self, file: u32, number: usize) -> Range<u64> {
+        let start = number as u64 * self.part_bytes;
+        start..(start + self.part_bytes).min(self.layout.files[file as usize].size)
+    }
+
+    /// What of the header lies in these bytes of the file.
+    fn header(&self, file: u32, bytes: &Range<u64>) -> &[u8] {
+        let header = &self.layout.files[file as usize].header;
+        let within = |at: u64| usize::try_from(at).map_or(header.len(), |at| at.min(header.len()));
+        &header[within(bytes.start)..within(bytes.end)]
+    }
+
+    fn part(&self, file: u32, number: usize) -> MutexGuard<'_, Part> {
+        let part = &self.objects[file as usize].parts[number];
+        part.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn send(&self, file: u32, number: usize, pieces: &[&[u8]], control: &Control) -> Result<String> {
+        let object = &self.objects[file as usize];
+        match object.upload.get() {
+            Some(upload) => self.connection.put_part(upload, number, pieces, control),
+            None => {
+                object.stored.store(true, Ordering::Relaxed);
+                self.connection
+                    .put(&object.path, pieces, Condition::Always, control)
+                    .map(|()| String::new())
+            }
+        }
+    }
+
+    /// A buffer for a part, with what there is of it before any item came.
+    fn buffer(&self, file: u32, bytes: &Range<u64>) -> Result<Vec<u8>> {
+        let length = to_usize(bytes.end - bytes.start);
+        let mut buffer = Vec::new();
+        if buffer.try_reserve_exact(length).is_err() {
+            let path = &self.objects[file as usize].path;
+            return Err(Error::io(
+                "take memory to write",
+                path,
+                std::io::ErrorKind::OutOfMemory.into(),
+            ));
+        }
+        buffer.resize(length, 0);
+        let header = self.header(file, bytes);
+        buffer[..header.len()].copy_from_slice(header);
+        Ok(buffer)
+    }
+
+    /// Notes whether it was the caller who stopped it.
+    fn noted<T>(&self, result: Result<T>) -> Result<T> {
+        if matches!(result, Err(Error::Interrupted)) {
+            self.interrupted.store(true, Ordering::Relaxed);
+        }
+        result
+    }
+
+    fn write_job(&self, job: &Job, spans: &[Span<'_>], digests: &Digests, control: &Control) -> Result<()> {
+        let number = to_usize(job.bytes.start / self.part_bytes);
+        let bytes = self.bytes_of(job.file, number);
+        let header = self.header(job.file, &bytes);
+        let length = job.bytes.end - job.bytes.start;
+        let mut part = self.part(job.file, number);
+        let is_all = part.buffer.is_none() && header.len() as u64 + length == bytes.end - bytes.start;
+        if is_all && spans.len() < MOST_PIECES {
+            let mut pieces = Vec::with_capacity(spans.len() + 1);
+            pieces.push(header);
+            for span in spans {
+                digests.digest(span, job, |_| ());
+                pieces.push(&span.data[span.within(&job.bytes)]);
+            }
+            part.missing = 0;
+            part.sent = Some(self.send(job.file, number, &pieces, control)?);
+            return Ok(());
+        }
+        let completes = part.missing == length;
+        if part.buffer.is_none() {
+            self.room.take(self.part_bytes, completes, control)?;
+            part.buffer = Some(self.buffer(job.file, &bytes)?);
+        } else if completes {
+            self.room.leaves(self.part_bytes);
+        }
+        if let Some(buffer) = &mut part.buffer {
+            for span in spans {
+                let mut at = to_usize(job.bytes.start.max(span.offset) - bytes.start);
+                digests.digest(span, job, |piece| {
+                    buffer[at..at + piece.len()].copy_from_slice(piece);
+                    at += piece.len();
+                });
+            }
+        }
+        part.missing -= length;
+        if completes && let Some(buffer) = part.buffer.take() {
+            let sent = self.send(job.file, number, &[&buffer], control);
+            drop(buffer);
+            self.room.give(self.part_bytes);
+            part.sent = Some(sent?);
+        }
+        Ok(())
+    }
+
+    /// Sends a part that no item is in.
+    fn send_rest(&self, file: u32, number: usize, control: &Control) -> Result<()> {
+        let mut part = self.part(file, number);
+        if part.sent.is_none() {
+            let buffer = self.buffer(file, &self.bytes_of(file, number))?;
+            part.sent = Some(self.send(file, number, &[&buffer], control)?);
+        }
+        Ok(())
+    }
+
+    fn complete(&self, file: u32, control: &Control) -> Result<()> {
+        let object = &self.objects[file as usize];
+        if let Some(upload) = object.upload.get() {
+            let parts = (0..object.parts.len()).map(|number| self.part(file, number).sent.clone().unwrap_or_default());
+            object.stored.store(true, Ordering::Relaxed);
+            let size = self.layout.files[file as usize].size;
+            self.connection.complete(upload, parts.collect(), size, control)?;
+        }
+        object.complete.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+impl Sink for ToStore {
+    fn grain(&self, _total: u64) -> Grain {
+        Grain {
+            job_bytes: self.part_bytes,
+            alignment: self.part_bytes,
+            threads: self.threads,
+        }
+    }
+
+    fn hand<'a>(&'a self, digests: &'a Digests, control: &'a Control) -> Box<dyn Hand + 'a> {
+        Box::new(Sender {
+            to: self,
+            digests,
+            control,
+        })
+    }
+
+    fn finish(&self, control: &Control) -> Result<()> {
+        let parts: Vec<(u32, usize)> = (0..)
+            .zip(&self.objects)
+            .flat_map(|(file, object)| (0..object.parts.len()).map(move |number| (file, number)))
+            .collect();
+        let files: Vec<u32> = (0..).take(self.objects.len()).collect();
+        let send = |(): &mut (), i: usize| {
+            let (file, number) = parts[i];
+            control.check()?;
+            self.send_rest(file, number, control)
+        };
+        let complete = |(): &mut (), i: usize| self.complete(files[i], control);
+        let done = parallel::for_each(parts.len(), self.threads, || (), send)
+            .and_then(|()| parallel::for_each(files.len(), self.threads, || (), complete));
+        self.noted(done)
+    }
+
+    fn is_own(&self) -> bool {
+        self.owner == std::process::id()
+    }
+
+    #[cfg(test)]
+    fn buffers(&self) -> usize {
+        to_usize(self.room.taken().bytes / self.part_bytes)
+    }
+
+    fn keep(mut self: Box<Self>) -> Option<FileLock> {
+        self.objects.clear();
+        None
+    }
+}
+
+impl Drop for ToStore {
+    fn drop(&mut self) {
+        if !self.is_own() {
+            return;
+        }
+        let of = |which: &dyn Fn(&&Object) -> bool| self.objects.iter().filter(which).collect::<Vec<_>>();
+        let uploads: Vec<Upload> = of(&|object| !object.complete.load(Ordering::Relaxed))
+            .iter()
+            .filter_map(|object| object.upload.get().cloned())
+            .collect();
+        let files: Vec<PathBuf> = of(&|object| object.stored.load(Ordering::Relaxed))
+            .iter()
+            .map(|object| object.path.clone())
+            .collect();
+        if files.is_empty() && uploads.is_empty() {
+            return;
+        }
+        let within = if self.interrupted.load(Ordering::Relaxed) {
+            LEAVING
+        } else {
+            CLEANING
+        };
+        // What led here is the error worth reporting, no index names these files, and what failed may have broken the connection.
+        if let Ok(connection) = self.remote.connect_to_store(1) {
+            let _ = connection.remove(&files, &uploads, within, &Control::new());
+        }
+    }
+}
+
+/// What a thread sends with.
+struct Sender<'a> {
+    to: &'a ToStore,
+    digests: &'a Digests,
+    control: &'a Control,
+}
+
+impl Hand for Sender<'_> {
+    fn write(&mut self, job: &Job, spans: &[Span<'_>]) -> Result<()> {
+        self.to.noted(self.to.write_job(job, spans, self.digests, self.control))
+    }
+}
+
+/// The bytes of a part: as many as stores want, and few enough for the largest file, and for some in the memory that there is.
+fn part_bytes(largest: u64, memory: u64) -> u64 {
+    let least = if memory < 4 * PART { LEAST_PART } else { PART };
+    largest.div_ceil(MOST_PARTS).next_multiple_of(1 << 20).max(least)
+}
+
+/// The memory for parts that do not lie in memory in one piece.
+struct Room {
+    most: u64,
+    taken: Mutex<Taken>,
+    given: Condvar,
+}
+
+#[derive(Default)]
+struct Taken {
+    bytes: u64,
+    /// Those that are on their way, and will be given back: worth a wait. What of a part is not there yet may come in the next call only.
+    leaving: u64,
+}
+
+impl Room {
+    fn new(most: u64) -> Self {
+        Self {
+            most,
+            taken: Mutex::default(),
+            given: Condvar::new(),
+        }
+    }
+
+    fn taken(&self) -> MutexGuard<'_, Taken> {
+        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes so many bytes, once that many are free or nobody will give any.
+    fn take(&self, bytes: u64, leaves: bool, control: &Control) -> Result<()> {
+        let mut taken = self.taken();
+        while taken.bytes + bytes > self.most && taken.leaving > 0 {
+            let waited = self.given.wait_timeout(taken, PERIOD);
+            taken = waited.unwrap_or_else(PoisonError::into_inner).0;
+            control.check()?;
+        }
+        taken.bytes += bytes;
+        if leaves {
+            taken.leaving += bytes;
+        }
+        Ok(())
+    }
+
+    /// What was taken is on its way.
+    fn leaves(&self, bytes: u64) {
+        self.taken().leaving += bytes;
+    }
+
+    fn give(&self, bytes: u64) {
+        let mut taken = self.taken();
+        taken.bytes -= bytes;
+        taken.leaving -= bytes;
+        drop(taken);
+        self.given.notify_all();
+    }
+}
+
+#[cfg(test)]
+#[path = "to_store_tests.rs"]
+mod tests;

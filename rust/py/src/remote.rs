@@ -1,0 +1,105 @@
+//! Saves to stores, as Python sees them: where one goes, what it found there, and what is known of its commit.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use dcp_rs_core::checkpoint::{self, Begun, Committed};
+use dcp_rs_core::format::Index;
+use dcp_rs_core::store::{Remote, StoringConnection};
+use dcp_rs_core::{Control, Error, Result};
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+
+use crate::error::IntoPy;
+use crate::interrupt;
+use crate::panics::guarded;
+
+/// A store, for one save: its commit replaces what was there when it began.
+#[pyclass(frozen, module = "dcp_rs._core")]
+pub struct Store {
+    pub inner: Arc<dyn Remote>,
+    begun: Mutex<Option<Begun>>,
+    is_unclear: AtomicBool,
+}
+
+#[guarded]
+#[pymethods]
+impl Store {
+    /// The store that a URL leads to. Nothing is asked of it yet.
+    #[new]
+    #[expect(clippy::needless_pass_by_value, reason = "what Python gives")]
+    fn new(py: Python<'_>, url: PathBuf, storage_options: HashMap<String, String>) -> PyResult<Self> {
+        let store = dcp_rs_remote::Store::new(&url.to_string_lossy(), storage_options).into_py(py)?;
+        Ok(Self {
+            inner: Arc::new(store),
+            begun: Mutex::default(),
+            is_unclear: AtomicBool::new(false),
+        })
+    }
+
+    /// Looks at what a save to `folder` will replace; with `rank`, of that rank alone. Returns the number of the save.
+    fn begin(&self, py: Python<'_>, folder: PathBuf, rank: Option<u32>) -> PyResult<u64> {
+        let begun = self.ask(py, |connection, control| {
+            checkpoint::begin_remote(&folder, rank, connection, control)
+        })?;
+        *self.begun() = Some(begun);
+        Ok(begun.generation)
+    }
+
+    /// Whether a folder has an index; with `rank`, of that rank alone.
+    fn has_index(&self, py: Python<'_>, folder: PathBuf, rank: Option<u32>) -> PyResult<bool> {
+        self.ask(py, |connection, control| {
+            checkpoint::is_there_remote(&folder, rank, connection, control)
+        })
+    }
+
+    /// As `discard` of folders.
+    fn discard(&self, py: Python<'_>, folder: PathBuf, rank: Option<u32>, index: PyBackedBytes) -> PyResult<()> {
+        self.ask(py, move |connection, control| {
+            checkpoint::discard_remote(&folder, rank, index, connection, control)
+        })
+    }
+
+    /// Whether the store refuses to replace what is not what it was; true as long as that is not known.
+    #[getter]
+    fn keeps_conditions(&self) -> bool {
+        self.begun().is_none_or(|begun| begun.keeps_conditions)
+    }
+
+    /// Whether the save may be committed although that failed: then nothing of it is to be removed.
+    #[getter]
+    fn is_unclear(&self) -> bool {
+        self.is_unclear.load(Ordering::Relaxed)
+    }
+}
+
+impl Store {
+    fn begun(&self) -> MutexGuard<'_, Option<Begun>> {
+        self.begun.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ask<T: Send>(
+        &self,
+        py: Python<'_>,
+        question: impl FnOnce(&dyn StoringConnection, &Control) -> Result<T> + Send,
+    ) -> PyResult<T> {
+        interrupt::run(py, |control| question(&*self.inner.connect_to_store(0)?, control))
+    }
+
+    /// Commits over what was there when the save began.
+    pub fn commit(&self, folder: &Path, rank: Option<u32>, index: &Index, control: &Control) -> Result<Committed> {
+        let begun = *self.begun();
+        let begun = begun.ok_or_else(|| Error::Plan("this save was not begun".into()))?;
+        checkpoint::commit_remote(
+            folder,
+            rank,
+            index,
+            begun,
+            &*self.inner.connect_to_store(0)?,
+            &self.is_unclear,
+            control,
+        )
+    }
+}

@@ -1,0 +1,237 @@
+//! Storing: objects whole and in parts, under conditions; and their removal.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use dcp_rs_core::store::{Condition, Upload};
+use dcp_rs_core::{Error, Result, StorageFault};
+use futures_util::StreamExt as _;
+use futures_util::stream::FuturesUnordered;
+use object_store::multipart::{MultipartStore, PartId};
+use object_store::path::Path as Name;
+use object_store::{ObjectStoreExt as _, PutMode, PutOptions, PutPayload, UpdateVersion};
+use tokio::time::{Instant, timeout, timeout_at};
+
+use crate::answers::Failure;
+use crate::connection::Shared;
+use crate::patience::Patience;
+
+/// Removals in flight.
+const REMOVALS: usize = 64;
+/// A tag, and a version, that nothing has.
+const NEVER: &str = "\"00000000000000000000000000000000\"";
+const NO_VERSION: &str = "1";
+
+/// An answer, or that none came in time.
+async fn answered<T>(
+    patience: &Patience,
+    body: u64,
+    attempt: impl Future<Output = object_store::Result<T>>,
+) -> std::result::Result<T, Failure> {
+    match timeout(patience.answer(body), attempt).await {
+        Ok(answer) => answer.map_err(|error| Failure::of(&error)),
+        Err(_) => Err(Failure::passing("no answer in time")),
+    }
+}
+
+/// What stores objects in parts: not a server of files.
+fn parts(shared: &Shared, path: &Path) -> Result<Arc<dyn MultipartStore>> {
+    shared
+        .client
+        .parts
+        .clone()
+        .ok_or_else(|| Error::Unsupported(format!("{}: a server of files is read only", path.display())))
+}
+
+/// Stores an object.
+pub async fn put(shared: &Shared, path: &Path, name: &Name, bytes: Vec<Bytes>, condition: Condition) -> Result<()> {
+    let mode = match condition {
+        Condition::Always => PutMode::Overwrite,
+        Condition::New => PutMode::Create,
+        Condition::Unchanged => {
+            let seen = shared.as_seen(path);
+            let never = || Error::Internal(format!("{} is to be replaced, and was not looked at", path.display()));
+            PutMode::Update(seen.ok_or_else(never)?)
+        }
+    };
+    let payload: PutPayload = bytes.into_iter().collect();
+    let length = payload.content_length() as u64;
+    let mut patience = Patience::new(shared.config.limits);
+    let mut may_be_done = false;
+    loop {
+        let options = PutOptions::from(mode.clone());
+        let attempt = shared.client.objects.put_opts(name, payload.clone(), options);
+        let mut failure = match answered(&patience, length, attempt).await {
+            Ok(_) => {
+                shared.forget(path);
+                return Ok(());
+            }
+            Err(failure) => failure,
+        };
+        may_be_done |= failure.may_be_done();
+        if patience.endures(&failure).await {
+            continue;
+        }
+        if condition != Condition::Always && may_be_done && failure.kind != StorageFault::Precondition {
+            failure.kind = StorageFault::Unclear;
+        }
+        return Err(failure.into_error("write", path, patience.attempts(), &shared.config.secrets));
+    }
+}
+
+/// Begins to store an object in parts.
+pub async fn begin(shared: &Shared, path: &Path, name: &Name) -> Result<Upload> {
+    let parts = parts(shared, path)?;
+    let id = shared
+        .persist("write", path, 0, || parts.create_multipart(name))
+        .await?;
+    Ok(Upload {
+        path: path.to_owned(),
+        id,
+    })
+}
+
+/// Stores a part.
+pub async fn put_part(
+    shared: &Shared,
+    upload: &Upload,
+    name: &Name,
+    number: usize,
+    bytes: Vec<Bytes>,
+) -> Result<String> {
+    let parts = parts(shared, &upload.path)?;
+    let payload: PutPayload = bytes.into_iter().collect();
+    let length = payload.content_length() as u64;
+    let attempt = || parts.put_part(name, &upload.id, number, payload.clone());
+    let part = shared.persist("write", &upload.path, length, attempt).await?;
+    Ok(part.content_id)
+}
+
+/// Makes parts an object.
+pub async fn complete(shared: &Shared, upload: &Upload, name: &Name, answers: Vec<String>, size: u64) -> Result<()> {
+    let parts = parts(shared, &upload.path)?;
+    let ids: Vec<PartId> = answers.into_iter().map(|content_id| PartId { content_id }).collect();
+    let mut patience = Patience::new(shared.config.limits);
+    loop {
+        let attempt = parts.complete_multipart(name, &upload.id, ids.clone());
+        let failure = match answered(&patience, 0, attempt).await {
+            Ok(_) => return Ok(()),
+            Err(failure) => failure,
+        };
+        // An upload that was completed, by an attempt whose answer was lost, is none any more. Nobody else stores an object of this name.
+        if failure.kind == StorageFault::NotFound
+            && let Ok(found) = answered(&patience, 0, shared.client.objects.head(name)).await
+            && found.size == size
+        {
+            return Ok(());
+        }
+        if !patience.endures(&failure).await {
+            return Err(failure.into_error("write", &upload.path, patience.attempts(), &shared.config.secrets));
+        }
+    }
+}
+
+/// What is to be removed.
+pub enum Removal {
+    File(PathBuf, Name),
+    Upload(Upload, Name),
+}
+
+impl Removal {
+    fn path(&self) -> &Path {
+        match self {
+            Self::File(path, _) => path,
+            Self::Upload(upload, _) => &upload.path,
+        }
+    }
+
+    async fn done(&self, shared: &Shared) -> Result<()> {
+        let done = match self {
+            Self::File(path, name) => {
+                let attempt = || shared.client.objects.delete(name);
+                shared.persist("remove", path, 0, attempt).await
+            }
+            Self::Upload(upload, name) => {
+                let parts = parts(shared, &upload.path)?;
+                let attempt = || parts.abort_multipart(name, &upload.id);
+                shared.persist("abort the upload of", &upload.path, 0, attempt).await
+            }
+        };
+        match done {
+            Err(Error::Storage {
+                kind: StorageFault::NotFound,
+                ..
+            }) => Ok(()),
+            done => done,
+        }
+    }
+}
+
+/// Removes what can be removed in time; returns why something could not.
+pub async fn remove(shared: &Shared, removals: &[Removal], within: Duration) -> Vec<Error> {
+    let until = Instant::now() + within;
+    let mut failed = Vec::new();
+    let mut waiting = removals.iter().enumerate();
+    let mut left: HashMap<usize, &Removal> = removals.iter().enumerate().collect();
+    let each = async |number: usize, removal: &Removal| (number, removal.done(shared).await);
+    let first = waiting.by_ref().take(REMOVALS);
+    let mut under_way: FuturesUnordered<_> = first.map(|(number, removal)| each(number, removal)).collect();
+    while let Ok(Some((number, done))) = timeout_at(until, under_way.next()).await {
+        left.remove(&number);
+        failed.extend(done.err());
+        under_way.extend(waiting.next().map(|(number, removal)| each(number, removal)));
+    }
+    failed.extend(left.into_values().map(|removal| {
+        let failure = Failure::passing("there was no time for it");
+        failure.into_error("remove", removal.path(), 1, &shared.config.secrets)
+    }));
+    failed
+}
+
+/// Whether the store keeps conditions. It is asked once in a process: for an object that cannot be stored.
+pub async fn keeps_conditions(shared: &Shared, path: &Path, name: &Name) -> Result<bool> {
+    static KNOWN: Mutex<Option<HashMap<u64, bool>>> = Mutex::new(None);
+    let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    let store = shared.config.fingerprint();
+    if let Some(&keeps) = known().as_ref().and_then(|known| known.get(&store)) {
+        return Ok(keeps);
+    }
+    let keeps = ask(shared, path, name).await?;
+    known().get_or_insert_default().insert(store, keeps);
+    Ok(keeps)
+}
+
+async fn ask(shared: &Shared, path: &Path, name: &Name) -> Result<bool> {
+    let mut patience = Patience::new(shared.config.limits);
+    let mode = PutMode::Update(UpdateVersion {
+        e_tag: Some(NEVER.into()),
+        version: Some(NO_VERSION.into()),
+    });
+    loop {
+        let attempt = shared
+            .client
+            .objects
+            .put_opts(name, PutPayload::new(), PutOptions::from(mode.clone()));
+        let failure = match timeout(patience.answer(0), attempt).await {
+            Ok(Ok(_)) => {
+                let removal = Removal::File(path.to_owned(), name.clone());
+                removal.done(shared).await?;
+                return Ok(false);
+            }
+            Ok(Err(object_store::Error::NotImplemented { .. })) => return Ok(false),
+            Ok(Err(error)) => Failure::of(&error),
+            Err(_) => Failure::passing("no answer in time"),
+        };
+        match (failure.kind, failure.status) {
+            (StorageFault::Precondition, _) => return Ok(true),
+            (_, Some(501)) => return Ok(false),
+            _ => {}
+        }
+        if !patience.endures(&failure).await {
+            return Err(failure.into_error("write", path, patience.attempts(), &shared.config.secrets));
+        }
+    }
+}
