@@ -81,7 +81,7 @@ MISTAKES: list[Mistake] = [
     ("a hub id", lambda w: dcp_rs.open("meta-llama/Llama-3.1-8B"), "huggingface_hub.snapshot_download('meta-llama/Llama-3.1-8B')"),
     ("a data file of torch's", lambda w: dcp_rs.open(w / "stock" / "__0_0.distcp"), "it is a file of the checkpoint"),
     ("a folder that is not there", lambda w: dcp_rs.open(w / "runs" / "today" / "step-10"), "and has no 'runs'"),
-    ("a bucket, to save to", lambda w: save({}, "s3://bucket/step-10"), "save to a folder and copy that"),
+    ("a web server, to save to", lambda w: save({}, "https://host/step-10"), "a web server is read only"),
     ("another store", lambda w: dcp_rs.open("hdfs://name/step-10"), "s3://, gs://, az://, http:// and https://"),
     # the wrong option
     ("an option of load", lambda w: load({}, w / "bare", verfy=True), "dcp_rs.load() has no option 'verfy': did you mean 'verify'?"),

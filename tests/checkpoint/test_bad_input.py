@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import dcp_rs
-from dcp_rs import RsLoadPlanner, RsReader, RsWriter
+from dcp_rs import RsLoadPlanner, RsReader
 from dcp_rs.errors import (
     CheckpointNotFoundError,
     CorruptDataError,
@@ -108,10 +108,6 @@ def test_no_checkpoint_at_the_path(tmp_path, way):
     "use",
     [
         dcp_rs.index,
-        RsWriter,
-        lambda url: RsWriter("ckpt").reset(url),
-        lambda url: dcp_rs.save({"w": torch.ones(1)}, url, no_dist=True),
-        lambda url: dcp_rs.async_save({"w": torch.ones(1)}, url, no_dist=True),
         lambda url: dcp_rs.convert("src", url),
         lambda url: dcp_rs.index("src", out=url),
     ],

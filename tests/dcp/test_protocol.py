@@ -54,7 +54,7 @@ def test_it_is_what_torch_expects(tmp_path, make):
     assert storage.checkpoint_id == tmp_path / "other"
     assert make.validate_checkpoint_id(tmp_path)
     assert make.validate_checkpoint_id("relative/path")
-    assert make.validate_checkpoint_id("s3://bucket/key") == (make is RsReader)
+    assert make.validate_checkpoint_id("s3://bucket/key")
     assert not make.validate_checkpoint_id("ftp://host/key")
 
 

@@ -45,7 +45,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     """
     found = location(path)
     if isinstance(found, Url):
-        msg = f"{found}: here paths of the file system are supported, a store is not: save to a folder and copy that, index.dcprs last; stores are read by load, open, RsReader, verify, diff and the commands that look"
+        msg = f"{found}: here paths of the file system are supported, a store is not; stores are saved to by save, async_save and RsWriter, and read by load, open, RsReader, verify, diff and the commands that look"
         raise UnsupportedError(msg, path=found)
     return found
 

@@ -29,7 +29,6 @@ pub struct Store {
 impl Store {
     /// The store that a URL leads to. Nothing is asked of it yet.
     #[new]
-    #[expect(clippy::needless_pass_by_value, reason = "what Python gives")]
     fn new(py: Python<'_>, url: PathBuf, storage_options: HashMap<String, String>) -> PyResult<Self> {
         let store = dcp_rs_remote::Store::new(&url.to_string_lossy(), storage_options).into_py(py)?;
         Ok(Self {

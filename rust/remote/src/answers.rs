@@ -57,7 +57,8 @@ impl Failure {
 
     /// Whether the store may have done what it was asked, and its answer was lost.
     pub fn may_be_done(&self) -> bool {
-        self.was_sent && self.status.is_none_or(|status| status == 408 || status >= 500)
+        let passes = |status| matches!(status, 408 | 500 | 502..=506 | 508..);
+        self.was_sent && self.status.is_none_or(passes)
     }
 
     fn judged(error: &object_store::Error, text: &str, status: Option<u16>) -> Self {

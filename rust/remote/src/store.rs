@@ -64,12 +64,9 @@ pub async fn put(shared: &Shared, path: &Path, name: &Name, bytes: Vec<Bytes>, c
     loop {
         let options = PutOptions::from(mode.clone());
         let attempt = shared.client.objects.put_opts(name, payload.clone(), options);
-        let mut failure = match answered(&patience, length, attempt).await {
-            Ok(_) => {
-                shared.forget(path);
-                return Ok(());
-            }
-            Err(failure) => failure,
+        let Err(mut failure) = answered(&patience, length, attempt).await else {
+            shared.forget(path);
+            return Ok(());
         };
         may_be_done |= failure.may_be_done();
         if patience.endures(&failure).await {
@@ -117,9 +114,8 @@ pub async fn complete(shared: &Shared, upload: &Upload, name: &Name, answers: Ve
     let mut patience = Patience::new(shared.config.limits);
     loop {
         let attempt = parts.complete_multipart(name, &upload.id, ids.clone());
-        let failure = match answered(&patience, 0, attempt).await {
-            Ok(_) => return Ok(()),
-            Err(failure) => failure,
+        let Err(failure) = answered(&patience, 0, attempt).await else {
+            return Ok(());
         };
         // An upload that was completed, by an attempt whose answer was lost, is none any more. Nobody else stores an object of this name.
         if failure.kind == StorageFault::NotFound

@@ -154,15 +154,12 @@ impl ToStore {
 
     fn send(&self, file: u32, number: usize, pieces: &[&[u8]], control: &Control) -> Result<String> {
         let object = &self.objects[file as usize];
-        match object.upload.get() {
-            Some(upload) => self.connection.put_part(upload, number, pieces, control),
-            None => {
-                object.stored.store(true, Ordering::Relaxed);
-                self.connection
-                    .put(&object.path, pieces, Condition::Always, control)
-                    .map(|()| String::new())
-            }
+        if let Some(upload) = object.upload.get() {
+            return self.connection.put_part(upload, number, pieces, control);
         }
+        object.stored.store(true, Ordering::Relaxed);
+        let put = self.connection.put(&object.path, pieces, Condition::Always, control);
+        put.map(|()| String::new())
     }
 
     /// A buffer for a part, with what there is of it before any item came.

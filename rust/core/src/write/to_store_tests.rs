@@ -1,1 +1,284 @@
+//! What is stored is what was given, in parts that a store takes, however it comes; and nothing is left of what fails.
 
+use std::collections::HashMap;
+use std::fs;
+
+use proptest::prelude::*;
+use tempfile::tempdir;
+
+use super::*;
+use crate::StorageFault;
+use crate::format::{INDEX_NAME, Index, PAYLOAD_ALIGNMENT, Value};
+use crate::store::{self, Connection};
+use crate::write::engine::{Part as Piece, Save};
+use crate::write::testing::{INFO, assert_saved, content, contents, parts, saves, value, whole};
+
+const MIB: u64 = 1 << 20;
+const DIR: &str = "s3://bucket/ckpt";
+
+/// What is stored, in memory.
+#[derive(Debug, Default)]
+struct Memory {
+    files: Mutex<HashMap<PathBuf, Vec<u8>>>,
+    uploads: Mutex<HashMap<String, HashMap<usize, Vec<u8>>>>,
+    /// The part of this number is refused.
+    refused: Option<usize>,
+    sent: Mutex<Vec<usize>>,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Store(Arc<Memory>);
+
+impl Remote for Store {
+    fn connect(&self, _: usize) -> Result<Arc<dyn Connection>> {
+        Ok(Arc::new(self.clone()))
+    }
+
+    fn connect_to_store(&self, _: usize) -> Result<Arc<dyn StoringConnection>> {
+        Ok(Arc::new(self.clone()))
+    }
+}
+
+impl Connection for Store {
+    fn look(&self, path: &Path, _: &Control) -> Result<Option<u64>> {
+        Ok(self.0.files.lock().unwrap().get(path).map(|bytes| bytes.len() as u64))
+    }
+
+    fn names(&self, _: &Path, _: &Control) -> Result<Option<Vec<String>>> {
+        Ok(None)
+    }
+
+    fn start(&self, _: &Path, _: u64, _: bool, _: &Control) -> Result<Option<(Vec<u8>, u64)>> {
+        Ok(None)
+    }
+
+    #[allow(unsafe_code)] // the trait has it so
+    unsafe fn fetch(&self, _: &Path, _: u64, _: Vec<store::Part>, _: &Control) -> Result<()> {
+        Err(Error::Interrupted)
+    }
+}
+
+impl StoringConnection for Store {
+    fn put(&self, path: &Path, pieces: &[&[u8]], _: Condition, _: &Control) -> Result<()> {
+        let before = self.0.files.lock().unwrap().insert(path.to_owned(), pieces.concat());
+        assert!(before.is_none(), "{} was there", path.display());
+        Ok(())
+    }
+
+    fn begin(&self, path: &Path, _: &Control) -> Result<Upload> {
+        let id = path.file_name().unwrap().to_str().unwrap().to_owned();
+        self.0.uploads.lock().unwrap().insert(id.clone(), HashMap::new());
+        let path = path.to_owned();
+        Ok(Upload { path, id })
+    }
+
+    fn put_part(&self, upload: &Upload, number: usize, pieces: &[&[u8]], _: &Control) -> Result<String> {
+        if self.0.refused == Some(number) {
+            return Err(Error::Storage {
+                kind: StorageFault::Denied,
+                action: "write",
+                path: upload.path.clone(),
+                attempts: 1,
+                reason: "no".into(),
+            });
+        }
+        self.0.sent.lock().unwrap().push(pieces.len());
+        let mut uploads = self.0.uploads.lock().unwrap();
+        let before = uploads.get_mut(&upload.id).unwrap().insert(number, pieces.concat());
+        assert!(before.is_none(), "part {number} was sent before");
+        Ok(number.to_string())
+    }
+
+    fn complete(&self, upload: &Upload, parts: Vec<String>, size: u64, _: &Control) -> Result<()> {
+        let mut there = self.0.uploads.lock().unwrap().remove(&upload.id).unwrap();
+        assert_eq!(
+            parts,
+            (0..there.len()).map(|number| number.to_string()).collect::<Vec<_>>()
+        );
+        let all: Vec<Vec<u8>> = (0..parts.len()).map(|number| there.remove(&number).unwrap()).collect();
+        let (_, but_last) = all.split_last().unwrap();
+        assert!(
+            but_last
+                .iter()
+                .all(|part| part.len() == all[0].len() && part.len() as u64 >= LEAST_PART)
+        );
+        let bytes = all.concat();
+        assert_eq!(bytes.len() as u64, size);
+        self.0.files.lock().unwrap().insert(upload.path.clone(), bytes);
+        Ok(())
+    }
+
+    fn remove(&self, files: &[PathBuf], uploads: &[Upload], _: Duration, _: &Control) -> Vec<Error> {
+        for path in files {
+            self.0.files.lock().unwrap().remove(path);
+        }
+        for upload in uploads {
+            self.0.uploads.lock().unwrap().remove(&upload.id);
+        }
+        Vec::new()
+    }
+
+    fn keeps_conditions(&self, _: &Path, _: &Control) -> Result<bool> {
+        Ok(true)
+    }
+}
+
+fn begin(store: &Store, items: &[SaveItem], options: &WriteOptions) -> Save {
+    let remote = Arc::new(store.clone());
+    Save::create_remote(remote, Path::new(DIR), items.to_vec(), INFO, options, &Control::new()).unwrap()
+}
+
+/// What is stored, as files; checked against the index.
+fn check(store: &Store, save: Save, items: &[SaveItem]) {
+    let (index, claim) = save.finish_with(Value::None, &Control::new()).unwrap().keep();
+    assert!(claim.is_none() && store.0.uploads.lock().unwrap().is_empty());
+    let dir = tempdir().unwrap();
+    for (path, bytes) in store.0.files.lock().unwrap().iter() {
+        fs::write(dir.path().join(path.file_name().unwrap()), bytes).unwrap();
+    }
+    assert_saved(&Index::from_bytes(index, &dir.path().join(INDEX_NAME)).unwrap(), items);
+}
+
+/// Lengths that share parts, span them, and begin them.
+fn items() -> Vec<SaveItem> {
+    let lengths = [
+        20 * MIB,
+        5,
+        9 * MIB + 4,
+        0,
+        3 * MIB,
+        4096,
+        8 * MIB - PAYLOAD_ALIGNMENT,
+        MIB + 1,
+    ];
+    let tensors = lengths.iter().enumerate();
+    let small = (0..200).map(|number| whole(&format!("s{number}"), "uint8", &[number * 7]));
+    tensors
+        .map(|(number, &length)| whole(&format!("t{number}"), "uint8", &[length]))
+        .chain(small)
+        .chain([value("v", 1000)])
+        .collect()
+}
+
+#[test]
+fn what_is_given_at_a_time_is_stored() {
+    let (store, items) = (Store::default(), items());
+    let save = begin(&store, &items, &WriteOptions::default());
+    let control = Control::new();
+    save.write(&parts(&contents(&items)), &control).unwrap();
+    assert_eq!(control.done(), items.iter().map(|item| item.length).sum::<u64>());
+    check(&store, save, &items);
+    let sent = store.0.sent.lock().unwrap();
+    assert!(
+        sent.iter().any(|&pieces| pieces > 1),
+        "no part went from where it lay: {sent:?}"
+    );
+}
+
+#[test]
+fn what_comes_in_pieces_is_stored() {
+    let items = items();
+    let contents = contents(&items);
+    for step in [MIB, 3 * MIB] {
+        let store = Store::default();
+        let options = WriteOptions {
+            max_inflight_bytes: 16 << 20,
+            threads: 2,
+            ..WriteOptions::default()
+        };
+        let save = begin(&store, &items, &options);
+        for (item, data) in (0..).zip(&contents) {
+            let mut at = 0;
+            while at < data.len() {
+                let end = (at + to_usize(step)).min(data.len());
+                let piece = Piece {
+                    item,
+                    at: at as u64,
+                    data: &data[at..end],
+                };
+                save.write(&[piece], &Control::new()).unwrap();
+                at = end;
+            }
+        }
+        check(&store, save, &items);
+    }
+}
+
+#[test]
+fn nothing_is_left_of_what_fails_or_is_given_up() {
+    let items = items();
+    let data = contents(&items);
+    let store = Store(Arc::new(Memory {
+        refused: Some(2),
+        ..Memory::default()
+    }));
+    let save = begin(&store, &items, &WriteOptions::default());
+    let refused = save.write(&parts(&data), &Control::new()).unwrap_err();
+    assert!(
+        matches!(
+            refused,
+            Error::Storage {
+                kind: StorageFault::Denied,
+                ..
+            }
+        ),
+        "{refused}"
+    );
+    drop(save);
+    assert!(store.0.uploads.lock().unwrap().is_empty() && store.0.files.lock().unwrap().is_empty());
+
+    for small in [true, false] {
+        let store = Store::default();
+        let items = if small { vec![value("v", 10)] } else { items.clone() };
+        let save = begin(&store, &items, &WriteOptions::default());
+        save.write(&parts(&contents(&items)), &Control::new()).unwrap();
+        drop(save.finish_with(Value::None, &Control::new()).unwrap());
+        assert!(store.0.uploads.lock().unwrap().is_empty() && store.0.files.lock().unwrap().is_empty());
+    }
+}
+
+#[test]
+fn gaps_in_a_layout_of_the_caller_are_zeros() {
+    let store = Store::default();
+    let file = crate::write::FilePlan {
+        name: "f".into(),
+        header: vec![7; 100],
+        size: 20 * MIB,
+        items: vec![],
+    };
+    let place = |offset| crate::write::Place { file: 0, offset };
+    let values = vec![("a".into(), place(1000), 5), ("b".into(), place(17 * MIB), 2 * MIB)];
+    let (remote, options) = (Arc::new(store.clone()), WriteOptions::default());
+    let save =
+        Save::create_files_remote(remote, Path::new(DIR), vec![file], values, &options, &Control::new()).unwrap();
+    let data = [content(0, 5), content(1, 2 * MIB)];
+    save.write(&parts(&data), &Control::new()).unwrap();
+    save.finish_with(Value::None, &Control::new()).unwrap().keep();
+    let mut expected = vec![0; to_usize(20 * MIB)];
+    expected[..100].fill(7);
+    expected[1000..1005].copy_from_slice(&data[0]);
+    expected[to_usize(17 * MIB)..to_usize(19 * MIB)].copy_from_slice(&data[1]);
+    assert!(store.0.files.lock().unwrap()[&Path::new(DIR).join("f")] == expected);
+}
+
+#[test]
+fn parts_are_few_enough() {
+    assert_eq!(part_bytes(1, 64 << 20), PART);
+    assert_eq!(part_bytes(1, 1 << 20), LEAST_PART);
+    for largest in [1 << 30, 100 << 30, 5 << 40] {
+        let part = part_bytes(largest, 64 << 20);
+        assert!(largest.div_ceil(part) <= MOST_PARTS && part.is_multiple_of(MIB));
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(20))]
+
+    #[test]
+    fn whatever_is_saved(items in saves(12)) {
+        let store = Store::default();
+        let save = begin(&store, &items, &WriteOptions::default());
+        save.write(&parts(&contents(&items)), &Control::new()).unwrap();
+        check(&store, save, &items);
+    }
+}

@@ -1,0 +1,246 @@
+"""A store that fails while a checkpoint is saved to it: the save finishes right, or says what is wrong, and the one before is whole."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+import dcp_rs
+from dcp_rs.errors import StorageError, StoragePermissionError
+from support import assert_state_equal
+from support.object_server import Fault
+from support.stored import large_state, loaded, names
+
+TESTS = str(Path(__file__).parent.parent)
+SECRETS = ("test-secret-key-0123456789", "session-token-9876543210")
+
+
+def has_secret(text) -> bool:
+    return any(secret in str(text) for secret in SECRETS)
+
+
+def of(kind, key=""):
+    return lambda request: request.kind == kind and key in request.key
+
+
+def index(request):
+    return request.kind == "put" and request.key.endswith("index.dcprs")
+
+
+def small(request):
+    return request.kind == "put" and request.key.endswith(".safetensors")
+
+
+def save(server, state, **more):
+    dcp_rs.save(state, server.url("ckpt"), storage_options=server.options(**more))
+
+
+KINDS = {
+    "create": of("create"),
+    "part": of("part"),
+    "complete": of("complete"),
+    "index": index,
+    "look": of("head"),
+    "list": of("list"),
+    "read": of("get"),
+    "remove": of("delete"),
+    "ask": lambda request: ".dcp-rs-asks-" in request.key and request.method == "PUT",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"status": 503},
+        {"status": 500, "code": "InternalError"},
+        {"status": 503, "done": True},
+        {"lose": True},
+        {"reset": True},
+    ],
+    ids=str,
+)
+def test_what_passes_is_tried_again(server, kind, fault):
+    first, second = large_state(1), large_state(2)
+    if kind != "ask":
+        save(server, first)
+    server.faults.append(Fault(**fault, matches=KINDS[kind]))
+    save(server, second)
+    assert server.faults[0].times == 0
+    assert_state_equal(loaded(server, second), second)
+    assert len(names(server)) == 2
+    if kind != "create":  # an upload that was begun, and whose name nobody heard, is for the store's lifecycle rule
+        assert server.open_uploads() == []
+
+
+@pytest.mark.parametrize(
+    "fault", [{"lose": True}, {"status": 503, "done": True}, {"broken": 100}, {"reset": True}], ids=str
+)
+@pytest.mark.parametrize("existing", [False, True])
+def test_lost_answers_of_the_commit(server, fault, existing):
+    """Twice: what is tried again meets its own index, and knows it."""
+    if existing:
+        save(server, large_state(1))
+    server.faults.append(Fault(**fault, matches=index, times=2))
+    state = large_state(2)
+    save(server, state)
+    assert server.faults[0].times == 0
+    assert_state_equal(loaded(server, state), state)
+
+
+def test_a_small_file_whose_answer_is_lost(server):
+    server.faults.append(Fault(lose=True, matches=small, times=2))
+    state = {"a": torch.arange(1000)}
+    save(server, state)
+    assert_state_equal(loaded(server, state), state)
+    assert len([request for request in server.requests if small(request)]) == 3
+
+
+def test_a_completion_that_says_200_and_failed(server):
+    server.faults.append(Fault(status=200, code="InternalError", matches=of("complete")))
+    state = large_state(2)
+    save(server, state)
+    assert_state_equal(loaded(server, state), state)
+
+
+def test_an_unclear_commit_is_said_and_nothing_removed(server):
+    """It is done, and no answer to it, nor to the question after it, arrives."""
+    save(server, large_state(1))
+    state = large_state(2)
+
+    def after_the_commit(request):
+        return request.key.endswith("index.dcprs") and any(index(asked) for asked in server.requests[mark:])
+
+    mark = len(server.requests)
+    server.faults.append(Fault(lose=True, matches=index, times=1))
+    server.faults.append(Fault(reset=True, matches=after_the_commit, times=None))
+    with pytest.raises(StorageError) as caught:
+        save(server, state, max_retries=1)
+    assert caught.value.is_unclear
+    assert pickle.loads(pickle.dumps(caught.value)).is_unclear
+    server.faults.clear()
+    assert_state_equal(loaded(server, state), state)
+
+
+def test_one_request_in_ten_fails(server):
+    kinds = [
+        {"status": 503},
+        {"status": 500},
+        {"lose": True},
+        {"reset": True},
+        {"broken": 1000},
+        {"status": 503, "done": True},
+    ]
+    server.faults.extend(Fault(**kind, times=None, chance=0.1 / len(kinds)) for kind in kinds)
+    for seed in range(4):
+        state = large_state(seed)
+        save(server, state)
+        assert_state_equal(loaded(server, state), state)
+
+
+@pytest.mark.parametrize("kind", ["create", "part", "complete", "index"])
+@pytest.mark.parametrize(
+    ("status", "code", "kind_of"),
+    [(403, "AccessDenied", StoragePermissionError), (507, "XMinioStorageFull", StorageError)],
+)
+def test_what_stays_is_an_error_and_leaves_nothing(server, kind, status, code, kind_of):
+    first = large_state(1)
+    save(server, first)
+    before = names(server)
+    server.faults.append(Fault(status=status, code=code, matches=KINDS[kind], times=None))
+    with pytest.raises(kind_of, match=f"{status} {code}") as caught:
+        save(server, large_state(2))
+    assert caught.value.operation == "write"
+    assert not caught.value.is_unclear
+    assert not has_secret("".join(traceback.format_exception(caught.value)))
+    assert names(server) == before
+    assert server.open_uploads() == []
+    server.faults.clear()
+    assert_state_equal(loaded(server, first), first)
+
+
+def test_a_store_that_stays_busy_is_given_up(server):
+    server.faults.append(Fault(status=503, matches=of("part"), times=None))
+    with pytest.raises(StorageError, match="503 SlowDown") as caught:
+        save(server, large_state(1), max_retries=2)
+    assert caught.value.attempts == 3
+    assert names(server) == []
+    assert server.open_uploads() == []
+
+
+def test_no_secret_in_the_writer(server):
+    options = server.options(aws_session_token=SECRETS[1])
+    writer = dcp_rs.RsWriter(server.url("ckpt"), storage_options=options)
+    assert "aws_secret_access_key=***" in repr(writer)
+    assert not has_secret(repr(writer))
+    assert not has_secret(vars(writer))
+    data = pickle.dumps(writer)
+    assert not any(secret.encode() in data for secret in SECRETS)
+    server.faults.append(Fault(status=400, code="x", times=None))
+    with pytest.raises(StorageError) as caught:
+        dcp_rs.save({"a": 1}, server.url("ckpt"), storage_options=options)
+    frames = [frame.f_locals for frame, _ in traceback.walk_tb(caught.value.__traceback__)][1:]
+    assert not any(has_secret({**variables, "storage_options": None, "write_options": None}) for variables in frames)
+
+
+def child(server, seed):
+    code = f"""
+        import signal, sys, torch, dcp_rs
+        sys.path.insert(0, {TESTS!r})
+        from support.stored import large_state
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        print("begin", flush=True)
+        try:
+            dcp_rs.save(large_state({seed}), {server.url("ckpt")!r}, storage_options={server.options()!r})
+            print("saved", flush=True)
+        except KeyboardInterrupt:
+            print("stopped", flush=True)
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "begin\n"
+    return process
+
+
+def wait_for(server, matches, process):
+    deadline = time.monotonic() + 60
+    while not any(matches(request) for request in server.asked()):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.02)
+
+
+def test_ctrl_c_ends_a_save(server):
+    """While the store says nothing. The limit is what is promised, a second, and some for a busy machine."""
+    server.faults.append(Fault(delay=60.0, times=None, matches=of("part")))
+    process = child(server, 1)
+    wait_for(server, of("part"), process)
+    begin = time.monotonic()
+    os.kill(process.pid, signal.SIGINT)
+    assert process.stdout.readline() == "stopped\n"
+    took = time.monotonic() - begin
+    assert process.wait(30) == 0
+    assert took < 20  # the store is silent for 60
+    assert names(server) == []
+    assert server.open_uploads() == []
+
+
+@pytest.mark.parametrize("kind", ["create", "part", "complete", "look", "index"])
+def test_a_kill_leaves_the_one_before_whole(server, kind):
+    first = large_state(1)
+    save(server, first)
+    mark = len(server.requests)
+    server.faults.append(Fault(delay=30.0, times=None, matches=KINDS[kind]))
+    process = child(server, 2)
+    wait_for(server, lambda request: KINDS[kind](request) and request in server.requests[mark:], process)
+    process.kill()
+    process.wait(30)
+    server.faults.clear()
+    assert_state_equal(loaded(server, first), first)
