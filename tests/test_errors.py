@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import dcp_rs
 from dcp_rs import RsSavePlanner, RsWriter, _core, errors
+from dcp_rs.dcp import background
 from support import rank_outcomes
 from support.both import save_rs
 from support.object_server import Fault, object_server
@@ -87,6 +88,16 @@ def in_progress(path):
     raise other[0]
 
 
+def change_what_is_copied(path):
+    go = threading.Event()
+    background.copying.submit(go.wait, 60)
+    state = {"w": torch.ones(1)}
+    future = dcp_rs.async_save(state, path, no_dist=True, async_staging=True)
+    state["w"].add_(1)
+    go.set()
+    future.result(60)
+
+
 def base(path):
     save_rs({"w": torch.ones(1)}, path)
     checkpoint = dcp_rs.open(path)
@@ -150,6 +161,7 @@ PROVOKED = {
     errors.UnsafePickleError: unsafe,
     errors.PlanError: plan,
     errors.SaveInProgressError: in_progress,
+    errors.StateChangedError: change_what_is_copied,
     errors.StorageError: from_a_store(busy),
     errors.StorageNotFoundError: from_a_store(elsewhere),
     errors.StoragePermissionError: from_a_store(forbidden),

@@ -9,13 +9,14 @@ if TYPE_CHECKING:
     from dcp_rs import errors as errors
     from dcp_rs import optim as optim
     from dcp_rs import testing as testing
-    from dcp_rs.api import SaveFuture, async_save, load, load_state_dict, save
+    from dcp_rs.api import async_save, load, load_state_dict, save
     from dcp_rs.checkpoint.arrays import NumpyCheckpoint
     from dcp_rs.checkpoint.clean import CleanReport, Leftover, clean
     from dcp_rs.checkpoint.frameworks import open as open  # noqa: A004  # the name that users of safetensors expect
     from dcp_rs.checkpoint.open import Checkpoint
     from dcp_rs.checkpoint.verify import VerifyReport, index, verify
     from dcp_rs.conversion import ConvertReport, convert
+    from dcp_rs.dcp.background import SaveFuture
     from dcp_rs.dcp.load_planner import RsLoadPlanner
     from dcp_rs.dcp.reader import RsReader
     from dcp_rs.dcp.reports import LoadReport, SaveReport
@@ -63,7 +64,7 @@ __all__ = [
 
 # Loaded when they are first used: most need torch, which takes seconds, and `dcp-rs ls` needs none of it.
 _MODULES = {
-    "api": ("SaveFuture", "async_save", "load", "load_state_dict", "save"),
+    "api": ("async_save", "load", "load_state_dict", "save"),
     "checkpoint.clean": ("CleanReport", "Leftover", "clean"),
     "checkpoint.arrays": ("NumpyCheckpoint",),
     "checkpoint.frameworks": ("open",),
@@ -71,6 +72,7 @@ _MODULES = {
     "conversion": ("ConvertReport", "convert"),
     "integrations.install": ("install", "installed", "uninstall"),
     "integrations.safetensors": ("load_file", "save_file"),
+    "dcp.background": ("SaveFuture",),
     "dcp.load_planner": ("RsLoadPlanner",),
     "dcp.reports": ("LoadReport", "SaveReport"),
     "dcp.reader": ("RsReader",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Literal, Unpack
 
 import torch.distributed as dist
@@ -15,12 +15,13 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_rs import _torch
 from dcp_rs.checkpoint.values import unwrap_in
-from dcp_rs.dcp import plan_cache, protocol
+from dcp_rs.dcp import background, plan_cache, protocol
 from dcp_rs.dcp.arguments import check_options, check_state_dict
+from dcp_rs.dcp.background import SaveFuture
 from dcp_rs.dcp.checkpoint_process import save_in_process
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.reader import RsReader
-from dcp_rs.dcp.reports import LoadReport, SaveReport
+from dcp_rs.dcp.reports import LoadReport
 from dcp_rs.dcp.save_planner import RsSavePlanner
 from dcp_rs.dcp.together import Ranks
 from dcp_rs.dcp.writer import RsWriter
@@ -30,7 +31,7 @@ from dcp_rs.tensors.nesting import like
 from dcp_rs.tensors.trees import stateful_values
 from dcp_rs.transfer.stage import HostStager
 
-__all__ = ["SaveFuture", "async_save", "load", "load_state_dict", "save"]
+__all__ = ["async_save", "load", "load_state_dict", "save"]
 
 #: A load that finds the checkpoint replaced under it begins again, so often.
 _ATTEMPTS = 10
@@ -209,20 +210,6 @@ def _without_stateful(state_dict: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-class SaveFuture(Future[Metadata]):
-    """What :func:`async_save` returns: a future of the metadata that cannot be cancelled, as the other ranks take part in the save.
-
-    Attributes:
-        report: what the save took on this rank (:class:`dcp_rs.SaveReport`), once the future is done; None where it failed.
-    """
-
-    report: SaveReport | None = None
-
-    def cancel(self) -> bool:
-        """False: a save that was begun goes on."""
-        return False
-
-
 def async_save(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str],
@@ -232,11 +219,22 @@ def async_save(
     no_dist: bool = False,
     executor: Literal["thread", "process"] = "thread",
     stager: HostStager | None = None,
+    async_staging: bool = False,
     **write_options: Unpack[WriterArguments],
 ) -> SaveFuture:
     """Saves in the background. Returns once ``state_dict`` has been copied to host memory: training may go on and change it.
 
-    Saves of one process follow each other, in the order of the calls, so that their collectives do not mix. A save to a path that
+    With ``async_staging=True`` it returns when the copy has begun, and the copy goes on beside the next forward and backward pass. Then nothing may
+    change the tensors before ``future.staged`` is done::
+
+        future = dcp_rs.async_save(state, path, async_staging=True)
+        loss = model(batch).sum()
+        loss.backward()
+        future.staged.result()
+        optimizer.step()
+
+    Saves of one process follow each other, in the order of the calls, so that their collectives do not mix. At most two copies are there at a time, one that is being written
+    and one more: a third call waits until the first save is over. A save to a path that
     another one has not finished with is refused. What fails on one rank before this returns
     is raised there, as soon as the others know; on those the future raises it.
 
@@ -245,14 +243,22 @@ def async_save(
             best one that nothing else uses meanwhile.
         executor: ``"thread"``, or ``"process"``: another process, which torch starts at the first such save and keeps; it needs an
             initialised process group. Secrets of ``storage_options`` do not go there: it takes them from the environment.
-        stager: keep one, made with ``cache=True``, to stage the next save to the same memory. It must not be staged to again before the
-            future is done.
+        stager: keep one, made with ``cache=True``, to stage the next save to the same memory. The next call with it waits until the save of this one is over,
+            and it alone says how many copies there are: the bound of two is for saves without one.
+        async_staging: do not wait for the copy. Of accelerators it is made on streams of its own, of host memory by a thread. What is no tensor, and what raw bytes cannot
+            hold (sparse or quantized tensors), is copied before this returns in any case. Where torch counts changes of a tensor, one that came too early is a
+            ``StateChangedError`` in place of a checkpoint; it does not count those of its fused and ``foreach`` optimizers.
 
     Returns:
-        A future: of the metadata, once the checkpoint is committed, or what :func:`save` would have raised. Its ``report`` says what the save took.
+        A future: of the metadata, once the checkpoint is committed, or what :func:`save` would have raised. Its ``report`` says what the save took, its
+        ``staged`` when the copy is made.
 
     Raises:
         SaveInProgressError: another save to ``path`` is not over.
+        Exception: whatever else prevents the copy, as far as it is made here.
+
+    Raises (from the future, on every rank, and on the one concerned from ``staged``):
+        StateChangedError: a tensor was changed before it was copied.
         Exception: whatever else prevents the copy.
     """
     if executor not in ("thread", "process"):
@@ -267,24 +273,32 @@ def async_save(
     ranks = Ranks(process_group, no_dist=no_dist)
     save_staged = _save if executor == "thread" else save_in_process
     writer: RsWriter | None = None
+    future = SaveFuture()
+    give_room = background.no_room if stager is not None else background.take_room()
     try:
         check_state_dict(state_dict, path)
         check_options("async_save", write_options, RsWriter)
         writer = RsWriter(path, **write_options)
         writer.stage_with(stager or HostStager(shared=executor == "process"))
         planner = RsSavePlanner() if planner is None else planner
-        staged = writer.stage(_without_stateful(state_dict), queued=True)
-        future = SaveFuture()
-        future.set_running_or_notify_cancel()
-        _background().submit(_fulfil, future, save_staged, ranks, _giving((staged, writer, planner)), writer)
+        staging = writer.begin_staging(_without_stateful(state_dict), queued=True)
+        if async_staging:
+            background.copying.submit(background.stage, staging, future.staged)
+        else:
+            staging.finish()
+            future.staged.set_result(None)
+        begin = _giving((staging.state_dict, writer, planner), future.staged)
+        background.saving.submit(_fulfil, future, save_staged, ranks, begin, writer)
     except BaseException as error:
+        give_room()
         if writer is not None:
             writer.close()
         if not ranks.is_alone:
             # The others save: there they are told. Meanwhile nothing else of this rank may use the group.
-            _background().submit(save_staged, ranks, _raising(error)).exception()
+            background.saving.submit(save_staged, ranks, _raising(error)).exception()
         raise
     else:
+        future.add_done_callback(lambda _: give_room())
         return future
 
 
@@ -299,33 +313,23 @@ def _fulfil(
     try:
         metadata = save_staged(ranks, begin)
     except BaseException as error:  # noqa: BLE001  # it is the future's
+        writer.close()  # where the copy failed, nobody did
         future.set_exception(error)
     else:
         future.report = writer.report
         future.set_result(metadata)
 
 
-_executor: ThreadPoolExecutor | None = None
-
-
-def _background() -> ThreadPoolExecutor:
-    """One thread, so that saves follow each other. What it was given is finished before the interpreter ends."""
-    global _executor  # noqa: PLW0603
-    if _executor is None:
-        _executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dcp_rs.async_save")
-        os.register_at_fork(after_in_child=_forget_background)
-    return _executor
-
-
-def _forget_background() -> None:
-    global _executor  # noqa: PLW0603
-    _executor = None
-
-
-def _giving(values: tuple[dict[str, Any], RsWriter, SavePlanner]) -> BeginSave:
-    """Gives them once: what was staged is not kept any longer than the save takes."""
+def _giving(values: tuple[dict[str, Any], RsWriter, SavePlanner], staged: Future[None]) -> BeginSave:
+    """Gives them once they are staged, and once: what was staged is not kept any longer than the save takes."""
     held = [values]
-    return held.pop
+
+    def begin() -> tuple[dict[str, Any], RsWriter, SavePlanner]:
+        given = held.pop()
+        staged.result()
+        return given
+
+    return begin
 
 
 def _raising(error: BaseException) -> BeginSave:

@@ -16,6 +16,7 @@ __all__ = [
     "PlanError",
     "RankLostError",
     "SaveInProgressError",
+    "StateChangedError",
     "StorageError",
     "StorageNotFoundError",
     "StoragePermissionError",
@@ -107,6 +108,13 @@ class SaveInProgressError(DcpRsError):
     """Another save to the same path is not over in this process: wait for the future of that one first.
 
     Or another process has kept the folder locked for ten minutes: the message names the lock.
+    """
+
+
+class StateChangedError(DcpRsError):
+    """A tensor was changed while ``async_save(async_staging=True)`` copied it: the copy may be of both. Nothing was saved.
+
+    Not every change is noticed: torch does not count those of its fused optimizers.
     """
 
 

@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 import dcp_rs
 from dcp_rs import RsSavePlanner, RsWriter
 from dcp_rs.transfer import blocks
+from dcp_rs.transfer.lanes import lane_for
 from dcp_rs.transfer.stage import HostStager
 from support import assert_state_equal, run_ranks
 from support.simulated import install, on
@@ -243,6 +244,120 @@ def test_torchs_async_save(tmp_path, sim, device):
     assert sim.pinned_bytes <= 10 * MIB
 
 
+# --- copies that go on beside training -----------------------------------------------------------------
+
+
+class HeldUp:
+    """The lanes that a staging makes: their streams wait at a gate before the first copy."""
+
+    def __init__(self, sim):
+        self.sim, self.lanes, self.gates = sim, [], []
+
+    def __call__(self, device):
+        lane = lane_for(device)
+        self.lanes.append(lane)
+        self.gates += [self.sim.gate(stream) for stream in lane._streams]
+        return lane
+
+    def let_go(self):
+        for gate in self.gates:
+            self.sim.open(gate)
+
+
+def test_copies_have_a_stream_of_their_own_and_training_goes_on(ckpt, sim, device, monkeypatch):
+    """Kernels queued before the call come before the copies, those after it wait for no copy, and staged comes after the last of the copies."""
+    held = HeldUp(sim)
+    monkeypatch.setattr("dcp_rs.transfer.stage.lane_for", held)
+    training = torch.accelerator.current_stream(device)
+    weights = {f"w{i}": torch.empty(300, 100 + i, device=device) for i in range(10)}
+    batch = torch.ones(1000, device=device)
+    sim.synchronize()
+    sim.delay = 2000
+    for tensor in weights.values():
+        tensor.fill_(7)  # still to come when the copy is asked for
+    try:
+        future = dcp_rs.async_save(weights, ckpt, async_staging=True)
+        assert not future.staged.done()
+        (lane,) = held.lanes
+        assert all(stream != training for stream in lane._streams)
+        batch.fill_(3)  # the next forward and backward pass
+        training.synchronize()
+        assert batch.cpu().eq(3).all()
+        assert not future.staged.done()  # the copies still wait
+        assert not future.done()
+    finally:
+        held.let_go()
+    future.staged.result(60)
+    for tensor in weights.values():
+        tensor.fill_(-1)  # the optimizer's step
+    sim.synchronize()
+    future.result(60)
+    with dcp_rs.open(ckpt, verify=True) as saved:
+        assert all((tensor == 7).all() for tensor in dict(saved).values())
+
+
+@pytest.mark.parametrize("without", [None, "pinned", "streams"])
+def test_what_the_optimizer_does_once_it_is_staged_does_not_reach_the_checkpoint(tmp_path, sim, device, without):
+    if without:
+        setattr(sim, without, 0)
+    weights = {f"w{i}": torch.empty(200, 300 + i, device=device) for i in range(10)}
+    sim.delay = 1000
+    futures = []
+    for step in range(4):
+        for tensor in weights.values():
+            tensor.fill_(step)
+        futures.append(dcp_rs.async_save(weights, tmp_path / str(step), async_staging=True))
+        futures[-1].staged.result(60)
+        for tensor in weights.values():
+            tensor.fill_(-1)
+    assert sim.pinned_bytes < 3 * sum(tensor.nbytes for tensor in weights.values())  # two copies at most
+    for step, future in enumerate(futures):
+        future.result(60)
+        with dcp_rs.open(tmp_path / str(step), verify=True) as saved:
+            assert all((tensor == step).all() for tensor in dict(saved).values())
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_copy_that_fails_is_heard_of_and_nothing_is_saved(ckpt, sim, device, late):
+    weights = {f"w{i}": torch.ones(200, 300 + i, device=device) for i in range(10)}
+    sim.synchronize()
+    sim.delay = 1000
+    if late:
+        sim.fail_late = 1
+    else:
+        sim.fail_after = sim.copies + 5
+    future = dcp_rs.async_save(weights, ckpt, async_staging=True)
+    with pytest.raises(RuntimeError, match="a copy was lost" if late else "out of order"):
+        future.staged.result(60)
+    assert future.exception(60) is future.staged.exception()
+    sim.fail_after, sim.fail_late, sim.delay = -1, 0, 0
+    assert not any(ckpt.glob("*"))
+    dcp_rs.async_save(weights, ckpt, async_staging=True).result(60)
+    with dcp_rs.open(ckpt, verify=True) as saved:
+        assert all((tensor == 1).all() for tensor in dict(saved).values())
+
+
+def test_a_manager_stages_each_step_to_the_memory_of_the_one_before(tmp_path, sim, device):
+    weights = {f"w{i}": torch.empty(200, 300 + i, device=device) for i in range(10)}
+    sim.delay = 300
+    with dcp_rs.CheckpointManager(tmp_path, keep_last=2, no_dist=True) as manager:
+        held = set()
+        for step in range(1, 5):
+            for tensor in weights.values():
+                tensor.fill_(step)
+            manager.async_save(step, weights, async_staging=True).staged.result(60)
+            held.add(sim.pinned_bytes)
+            for tensor in weights.values():
+                tensor.fill_(-1)
+        manager.wait()
+        assert len(held) == 1
+        assert held.pop() > 0
+    assert sim.pinned_bytes == 0
+    for step in (3, 4):
+        with dcp_rs.open(tmp_path / f"step-{step}", verify=True) as saved:
+            assert all((tensor == step).all() for tensor in dict(saved).values())
+
+
 def save_by_process(path):
     sim = install()
     device = torch.device("sim", dist.get_rank() % 2)
@@ -251,7 +366,8 @@ def save_by_process(path):
     for turn in range(2):
         source = {name: (tensor + turn).to(device) for name, tensor in want.items()}
         sim.delay = 300
-        future = dcp_rs.async_save(source, path, executor="process", stager=stager)
+        future = dcp_rs.async_save(source, path, executor="process", stager=stager, async_staging=True)
+        future.staged.result(60)
         zero(source)
         sim.delay = 0
         future.result(120)

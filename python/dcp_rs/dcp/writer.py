@@ -40,7 +40,7 @@ from dcp_rs.errors import PlanError, SaveInProgressError, UnsupportedError
 from dcp_rs.options import WriteOptions
 from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.transfer.save import write_entries
-from dcp_rs.transfer.stage import HostStager
+from dcp_rs.transfer.stage import HostStager, Staging
 
 __all__ = ["RsWriter"]
 
@@ -173,15 +173,12 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         """Sets what :meth:`stage` copies with."""
         self._stager = stager
 
-    def stage(self, state_dict: dict[str, Any], *, queued: bool = False) -> dict[str, Any]:
-        """Copies the state dict to host memory, for ``dcp.async_save``.
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copies the state dict to host memory, for ``dcp.async_save``. Until this save is over, another one to the path or through this writer is refused."""
+        return self.begin_staging(state_dict).state_dict
 
-        Until this save is over, another one to the path or through this writer is refused.
-
-        Args:
-            state_dict: what to save.
-            queued: the save may begin much later; :meth:`close` will tell when it is over.
-        """
+    def begin_staging(self, state_dict: dict[str, Any], *, queued: bool = False) -> Staging:
+        """Such a copy. With ``queued``, the caller finishes it, and the save may begin much later: :meth:`close` will tell when it is over."""
         if self._saving is not None and self._saving.is_under_way():
             msg = f"this writer still saves to {self._saving.path}: wait for its future, or save with another one"
             raise SaveInProgressError(msg, path=self._saving.path)
@@ -190,10 +187,13 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             self._look_at_folder()
         try:
             self._parent.look_at(state_dict)
-            return self._stager.stage(state_dict, under_way=self._saving.is_under_way)
+            staging = self._stager.begin(state_dict, under_way=self._saving.is_under_way)
+            if not queued:
+                staging.finish()
         except BaseException:
             self._saving.ended = True
             raise
+        return staging
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Takes the rank, and whether this save is rank-local (``use_collectives=False``), from newer torch."""

@@ -6,7 +6,6 @@ import logging
 import os
 import secrets
 import shutil
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,11 +93,10 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
                 process_group=self.pg,
                 executor="process",
                 stager=self.stager,
+                async_staging=True,  # torchtitan waits before the optimizer steps
                 **self._write_options,
             )
-            staged: Future[None] = Future()
-            staged.set_result(None)
-            result = AsyncSaveResponse(staging_completion=staged, upload_completion=saving)
+            result = AsyncSaveResponse(staging_completion=saving.staged, upload_completion=saving)
         else:
             save(state_dict, checkpoint_id, **self._write_options)
         if enable_garbage_collection:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -18,8 +18,10 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from dcp_rs import api, optim
 from dcp_rs._warnings import warn_caller
+from dcp_rs.dcp.background import SaveFuture
 from dcp_rs.errors import DcpRsError
 from dcp_rs.options import WriteOptions
+from dcp_rs.steps.background import Background
 from dcp_rs.steps.keeper import Keeper, Prepared
 from dcp_rs.steps.policies import Policies, check_positive
 from dcp_rs.steps.preemption import Preemption
@@ -123,6 +125,7 @@ class CheckpointManager:
         self._closed = False
         self._done: int | None = None  # the step that was saved or loaded last
         self._team = Team(process_group, no_dist=no_dist)
+        self._background = Background(self._team)
         self._preemption = Preemption(preemption)
 
     def __repr__(self) -> str:
@@ -223,12 +226,13 @@ class CheckpointManager:
         force: bool = False,
         planner: SavePlanner | None = None,
         executor: Literal["thread", "process"] = "thread",
-    ) -> Future[Metadata]:
-        """Saves a step in the background, once the one before is saved. Training may change the state as soon as this returns.
+        async_staging: bool = False,
+    ) -> SaveFuture:
+        """Saves a step in the background, once the one before is saved. The state may change as soon as this returns, or ``future.staged`` is done.
 
         Args:
             step, state_dict, metrics, force, planner: as for :meth:`save`.
-            executor: as for :func:`dcp_rs.async_save`.
+            executor, async_staging: as for :func:`dcp_rs.async_save`.
 
         Returns:
             What :meth:`save` would have returned, once the step is durable and what the policies do not keep is gone. Whoever does not look at it
@@ -238,18 +242,10 @@ class CheckpointManager:
             As :meth:`save`, as far as it is known before the state is copied.
         """
         prepared = self._begin(step, metrics, force=force)
-        done: Future[Metadata] = Future()
-        self._team.pending = done
         self._done = step
-        try:
-            saving = api.async_save(
-                state_dict, self.path(step), planner=planner, executor=executor, **self._options(prepared)
-            )
-        except Exception as error:  # noqa: BLE001  # it may be this rank's alone: the next call raises it on all
-            done.set_exception(error)
-        else:
-            self._team.follow(saving, done, lambda: self._keeper.committed(step, prepared.save_id))
-        return done
+        how = {"planner": planner, "async_staging": async_staging, **self._options(prepared)}
+        committed = partial(self._keeper.committed, step, prepared.save_id)
+        return self._background.save(state_dict, self.path(step), committed, executor=executor, **how)
 
     def wait(self) -> None:
         """Returns once the save in the background is over, if there is one.
@@ -363,6 +359,7 @@ class CheckpointManager:
     def _let_go(self) -> None:
         self._closed = True
         self._preemption.close()
+        self._background.let_go()
         self._team.let_go()
 
     def _check_open(self) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_rs import _torch
+from dcp_rs.dcp.background import SaveFuture
 from dcp_rs.dcp.together import Ranks
 from dcp_rs.errors import PlanError
 
@@ -43,7 +44,7 @@ class Team:
         }
         self._ranks = Ranks(self._talks_in, no_dist=is_alone)
         self.leads = self._ranks.is_coordinator
-        self.pending: Future[Any] | None = None
+        self.pending: SaveFuture | None = None
 
     def all(self, work: Callable[[], T]) -> list[T]:
         """Every rank does its part: what all of them gave. An error of one is raised on all."""
@@ -67,16 +68,17 @@ class Team:
                 if pending.done():
                     self.pending = None
 
-    def follow(self, saving: Future[T], done: Future[T], committed: Callable[[], None]) -> None:
+    def follow(self, saving: SaveFuture, done: SaveFuture, committed: Callable[[], None]) -> None:
         """Gives ``done`` what ``saving`` comes to; the first rank calls ``committed`` before. In the thread that saves, before it turns to another save."""
 
-        def finish(saving: Future[T]) -> None:
+        def finish(_: Future[Any]) -> None:
             error = saving.exception()
             if error is not None:
                 done.set_exception(error)
                 return
             if self.leads:
                 committed()
+            done.report = saving.report
             done.set_result(saving.result())
 
         saving.add_done_callback(finish)

@@ -15,7 +15,18 @@ from dcp_rs import _torch
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs.errors import PlanError, UnsupportedError
 
-__all__ = ["Part", "changing", "check_fillable", "identity", "is_opaque", "is_plain", "parts", "space_of", "twins"]
+__all__ = [
+    "Part",
+    "changes_seen",
+    "changing",
+    "check_fillable",
+    "identity",
+    "is_opaque",
+    "is_plain",
+    "parts",
+    "space_of",
+    "twins",
+]
 
 
 @dataclass(slots=True)
@@ -123,3 +134,8 @@ def changing(tensors: list[torch.Tensor]) -> Iterator[None]:
         yield
     finally:  # what failed may have filled some
         torch.autograd.graph.increment_version(tensors)
+
+
+def changes_seen(tensor: torch.Tensor) -> int | None:
+    """How often torch has seen its memory change: autograd counts for its own sake. None: it does not count (tensors of inference)."""
+    return None if tensor.is_inference() else tensor._version  # noqa: SLF001  # torch's notes on autograd describe it

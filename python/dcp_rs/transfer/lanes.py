@@ -90,6 +90,9 @@ class Lane(Protocol):
     def wait(self, token: Any) -> None:
         """Blocks until they are. Nobody asks again."""
 
+    def drain(self) -> None:
+        """Blocks until no copy is under way. Raises what the copies raised."""
+
     def order_after_caller(self) -> None:
         """Makes what is copied next wait for what the caller's stream holds now."""
 
@@ -133,6 +136,9 @@ class HostLane(Lane):
 
     @override
     def wait(self, token: None) -> None: ...
+
+    @override
+    def drain(self) -> None: ...
 
     @override
     def order_after_caller(self) -> None: ...
@@ -230,6 +236,13 @@ class StreamLane(Lane):
     def wait(self, token: Any) -> None:
         token.synchronize()
         self._events.append(token)
+
+    @override
+    def drain(self) -> None:
+        for stream in self._streams:
+            with stream:
+                event = self._record()
+            self.wait(event)
 
     @override
     def order_after_caller(self) -> None:

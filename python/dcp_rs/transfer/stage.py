@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +14,17 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from dcp_rs import _torch
-from dcp_rs.tensors.memory import identity
+from dcp_rs.errors import StateChangedError
+from dcp_rs.tensors.memory import changes_seen, identity
 from dcp_rs.tensors.nesting import StandIn, like
 from dcp_rs.transfer.blocks import BLOCK_BYTES, Block, Blocks, pinned_blocks
-from dcp_rs.transfer.lanes import synchronize
+from dcp_rs.transfer.lanes import Transfer, lane_for
 
-__all__ = ["HostStager", "by_place"]
+__all__ = ["HostStager", "Staging", "by_place"]
 
 _ALIGN = 64
+#: By the bytes of an element. Those of complex128 and larger are copied as what they are.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -47,6 +51,17 @@ class HostStager:
 
         Args:
             state_dict: what to copy.
+            under_way: as for :meth:`begin`.
+        """
+        staging = self.begin(state_dict, under_way=under_way)
+        staging.finish()
+        return staging.state_dict
+
+    def begin(self, state_dict: Mapping[str, Any], *, under_way: Callable[[], bool] | None = None) -> Staging:
+        """Begins a copy: what is no tensor is copied, and of tensors what devices were asked for until now is what will be.
+
+        Args:
+            state_dict: what to copy.
             under_way: tells, of the save that the copy is made for, whether it still is. Without it, a stager with ``cache`` makes
                 blocks anew where those of the copy before are still in use.
         """
@@ -55,16 +70,13 @@ class HostStager:
         devices = {source.device for _, source, _ in found.places.values() if source.device.type != "cpu"}
         pin = min(devices, key=str, default=None)
         pool = self._blocks or (pinned_blocks if pin is not None else Blocks())
-        blocks = pool.lend(found.cut(), pin=pin, shared=self.shared, under_way=self._under_way if self.cache else None)
-        self._under_way = under_way
-        try:
-            made = found.copy_to(blocks)
-        finally:
-            # After an error too: what comes back must not be written to any more.
-            for device in devices:
-                synchronize(device)
+        before = self._under_way if self.cache else None
+        with torch.inference_mode(False):  # tensors of inference could not be written to in another thread
+            blocks = pool.lend(found.cut(), pin=pin, shared=self.shared, under_way=before)
+            self._under_way = under_way
+            made, pairs = found.targets_in(blocks)
         staged = like(state_dict, ((key, _rebuilt(value, made)) for key, value in state_dict.items()))
-        return _Staged(staged, [block for block, _ in blocks])
+        return Staging(_Staged(staged, [block for block, _ in blocks]), pairs, found.versions())
 
     def release(self) -> None:
         """Lets go of the memory that is kept and not in use."""
@@ -79,6 +91,44 @@ def _new_stager(cache: bool, shared: bool) -> HostStager:
     return HostStager(cache=cache, shared=shared)
 
 
+#: By device: the copies, as bits, and what they are copies of.
+Pairs = dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]]
+
+
+class Staging:
+    """A copy of a state dict that has begun.
+
+    Attributes:
+        state_dict: the copy. The bytes of its tensors are there after :meth:`finish`.
+    """
+
+    def __init__(self, staged: dict[str, Any], pairs: Pairs, versions: list[tuple[str, torch.Tensor, int]]) -> None:
+        self.state_dict = staged
+        # Made here: what is copied waits for what the caller's streams hold now, and for nothing that comes later.
+        self._copies = [(lane_for(device), targets, sources) for device, (targets, sources) in pairs.items()]
+        self._versions = versions
+
+    def finish(self) -> None:
+        """Copies the bytes of the tensors; when it returns, or raises, nothing is being copied any more. Called once, by any thread.
+
+        Raises:
+            StateChangedError: torch counted a change of a tensor meanwhile.
+        """
+        copies, self._copies = self._copies, []
+        versions, self._versions = self._versions, []
+        with ExitStack() as stack:
+            for lane, targets, sources in copies:
+                stack.callback(lane.drain)
+                lane.download(targets[0], Transfer(grouped=[(targets, sources)]))
+        for name, tensor, version in versions:
+            if changes_seen(tensor) != version:
+                msg = (
+                    f"tensor {name!r} was changed while it was being copied: "
+                    "wait for future.staged.result() before anything is, by optimizer.step() or a forward pass that writes to buffers"
+                )
+                raise StateChangedError(msg, tensor=name)
+
+
 class _Found:
     """The tensors of a state dict, each with a place in one row of bytes: one for all that are the same memory, as tied weights are."""
 
@@ -87,23 +137,25 @@ class _Found:
         self.places: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
         self.nbytes = 0
         self._at: dict[Hashable, int] = {}
+        self._names: dict[int, str] = {}
         #: Where in the row each block begins.
         self._starts: list[int] = []
 
-    def look_at(self, value: Any) -> None:
+    def look_at(self, value: Any, name: str = "") -> None:
         if isinstance(value, torch.Tensor):
             source = _memory_of(value)
             if source is not None and id(value) not in self.places:
                 at = self._at.setdefault(identity(source), self.nbytes)
                 self.places[id(value)] = value, source, at
+                self._names[id(value)] = name
                 if at == self.nbytes:
                     self.nbytes += -(-source.numel() * source.element_size() // _ALIGN) * _ALIGN
         elif isinstance(value, Mapping):
-            for entry in value.values():
-                self.look_at(entry)
+            for key, entry in value.items():
+                self.look_at(entry, f"{name}.{key}" if name else str(key))
         elif isinstance(value, (list, tuple)):
-            for entry in value:
-                self.look_at(entry)
+            for number, entry in enumerate(value):
+                self.look_at(entry, f"{name}.{number}")
 
     def cut(self) -> list[int]:
         """Cuts the row into blocks, between tensors. Returns their sizes."""
@@ -123,9 +175,10 @@ class _Found:
         block = max(0, bisect_right(self._starts, at) - 1)
         return block, at - (self._starts[block] if self._starts else 0)
 
-    def copy_to(self, blocks: Sequence[tuple[Block, torch.Tensor]]) -> dict[int, torch.Tensor]:
-        """Begins the copies, and returns them by the identity of what they are copies of."""
+    def targets_in(self, blocks: Sequence[tuple[Block, torch.Tensor]]) -> tuple[dict[int, torch.Tensor], Pairs]:
+        """The copies that are to be, by the identity of what they are copies of; and what has to be copied for them."""
         made = {}
+        pairs: Pairs = {}
         copied: set[int] = set()
         with torch.no_grad():
             for key, (value, source, at) in self.places.items():
@@ -136,12 +189,18 @@ class _Found:
                     target = _view(blocks[number][1], begin, source.dtype, source.shape)
                     if at not in copied:
                         copied.add(at)
-                        # On the device: torch would conjugate the copy on the host, before it has arrived.
-                        on_host = source.device.type == "cpu"
-                        values = source if on_host else source.resolve_conj().resolve_neg()
-                        _copy(target, values, non_blocking=not on_host and blocks[number][0].pinned)
+                        # Here, in the order of the caller's stream: the host would conjugate what has not arrived yet.
+                        values = _bits(source.resolve_conj().resolve_neg())
+                        targets, sources = pairs.setdefault(source.device, ([], []))
+                        targets.append(_bits(target))
+                        sources.append(values)
                 made[key] = _like(value, target)
-        return made
+        return made, pairs
+
+    def versions(self) -> list[tuple[str, torch.Tensor, int]]:
+        """The tensors whose changes torch counts, by name, and how often each was changed."""
+        counted = ((self._names[key], value, changes_seen(value)) for key, (value, _, _) in self.places.items())
+        return [(name, value, seen) for name, value, seen in counted if seen is not None]
 
 
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -163,15 +222,9 @@ def _view(block: torch.Tensor, at: int, dtype: torch.dtype, shape: torch.Size) -
     return view
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> None:
-    try:
-        target.copy_(source, non_blocking=non_blocking)
-    except NotImplementedError:  # some of the youngest dtypes
-        _bytes(target).copy_(_bytes(source.contiguous()), non_blocking=non_blocking)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a type that every device copies, as of some of the youngest they do not."""
+    return tensor.view(_BITS.get(tensor.dtype.itemsize, tensor.dtype))
 
 
 def _like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,109 @@
+"""Saves in the background: their futures, the threads that copy and save, and how many copies there are at a time."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_rs.dcp.reports import SaveReport
+from dcp_rs.transfer.stage import Staging
+
+__all__ = ["STAGED_AT_ONCE", "SaveFuture", "Worker", "copying", "no_room", "saving", "stage", "take_room"]
+
+#: Copies of state dicts that are being made or written: one to write, and one to make meanwhile.
+STAGED_AT_ONCE = 2
+
+
+class SaveFuture(Future[Metadata]):
+    """What :func:`async_save` returns: a future of the metadata that cannot be cancelled, as the other ranks take part in the save.
+
+    Attributes:
+        staged: a future of None, done when this rank's copy of the state dict is made: from then on training may change what was saved. With
+            ``async_staging=True`` wait for it (``future.staged.result()``) before ``optimizer.step()``; else it is done from the beginning. Where the copy fails, it
+            raises why.
+        report: what the save took on this rank (:class:`dcp_rs.SaveReport`), once the future is done; None where it failed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
+        self.staged: Future[None] = Future()
+        self.staged.set_running_or_notify_cancel()
+        self.report: SaveReport | None = None
+
+    def cancel(self) -> bool:
+        """False: a save that was begun goes on."""
+        return False
+
+
+class Worker:
+    """A thread that does one thing after another. What it was given is finished before the interpreter ends."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._executor: ThreadPoolExecutor | None = None
+        self._thread: threading.Thread | None = None
+        os.register_at_fork(after_in_child=self._forget)
+
+    def submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Does it after what was submitted before."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, self._name, initializer=self._begin)
+        return self._executor.submit(work, *arguments)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this is its thread."""
+        return self._thread is threading.current_thread()
+
+    def _begin(self) -> None:
+        self._thread = threading.current_thread()
+
+    def _forget(self) -> None:
+        self._executor = self._thread = None
+
+
+#: Saves follow each other, so that their collectives do not mix. Copies have a thread of their own: one is made while another is being written.
+saving = Worker("dcp_rs.async_save")
+copying = Worker("dcp_rs.staging")
+
+
+class _Room:
+    """For so many copies."""
+
+    def __init__(self) -> None:
+        self._make()
+        os.register_at_fork(after_in_child=self._make)  # a child has no saves
+
+    def _make(self) -> None:
+        self._free = threading.Semaphore(STAGED_AT_ONCE)
+
+    def take(self) -> Callable[[], None]:
+        """Waits until there is room for one more. Returns what gives it back, to be called once."""
+        if saving.is_current:  # in a callback of a save: what it would wait for comes after it
+            return no_room
+        free = self._free
+        free.acquire()
+        return free.release
+
+
+def no_room() -> None:
+    """Gives nothing back, of a copy that is not counted."""
+
+
+take_room = _Room().take
+
+
+def stage(staging: Staging, staged: Future[None]) -> None:
+    """Makes the copy, and says so."""
+    try:
+        staging.finish()
+    except BaseException as error:  # noqa: BLE001  # it is the future's
+        staged.set_exception(error)
+    else:
+        staged.set_result(None)

@@ -1,0 +1,56 @@
+"""The saves of a manager that go on in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from dcp_rs import api
+from dcp_rs.dcp.background import SaveFuture
+from dcp_rs.steps.team import Team
+from dcp_rs.transfer.stage import HostStager
+
+__all__ = ["Background"]
+
+
+class Background:
+    """Saves, one at a time, and the memory that each is staged to, which is that of the one before.
+
+    Args:
+        team: the ranks that save.
+    """
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._stagers: dict[str, HostStager] = {}
+
+    def save(
+        self,
+        state_dict: dict[str, Any],
+        path: Path,
+        committed: Callable[[], None],
+        *,
+        executor: Literal["thread", "process"],
+        **options: Any,
+    ) -> SaveFuture:
+        """Begins one. ``committed`` is called on the first rank once it is durable, and before the future is done."""
+        stager = self._stagers.get(executor)
+        if stager is None:
+            stager = self._stagers[executor] = HostStager(cache=True, shared=executor == "process")
+        done = SaveFuture()
+        self._team.pending = done
+        try:
+            saving = api.async_save(state_dict, path, executor=executor, stager=stager, **options)
+        except Exception as error:  # noqa: BLE001  # it may be this rank's alone: the next call raises it on all
+            done.staged.set_exception(error)
+            done.set_exception(error)
+        else:
+            done.staged = saving.staged
+            self._team.follow(saving, done, committed)
+        return done
+
+    def let_go(self) -> None:
+        """Gives back the memory that no save is staged to."""
+        while self._stagers:
+            self._stagers.popitem()[1].release()

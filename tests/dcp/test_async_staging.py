@@ -1,0 +1,282 @@
+"""Saves whose copy is made beside training (``async_staging=True``): what is saved is what was there, and who changes it too early hears of it."""
+
+import contextlib
+import copy
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dcp_rs
+from dcp_rs import CheckpointManager, HostStager, RsSavePlanner
+from dcp_rs.dcp import background
+from dcp_rs.errors import StateChangedError, UnsupportedError
+from support import run_ranks
+
+
+@contextlib.contextmanager
+def copies_held_up():
+    """No copy is made within."""
+    go = threading.Event()
+    background.copying.submit(go.wait, 60)
+    try:
+        yield go
+    finally:
+        go.set()
+
+
+def saved(path):
+    with dcp_rs.open(path, verify=True) as checkpoint:
+        return dict(checkpoint)
+
+
+class Slow(RsSavePlanner):
+    """Waits for a word before it plans."""
+
+    def __init__(self):
+        super().__init__()
+        self.go = threading.Event()
+
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+        self.go.wait(60)
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+
+# --- what is saved -------------------------------------------------------------------------------------
+
+
+def test_it_returns_when_the_copy_has_begun(ckpt):
+    weight = torch.nn.Parameter(torch.ones(1000))
+    state = {"w": weight, "view": weight.detach()[:10], "at": {"lr": 0.5, "rows": [1, 2]}}
+    with copies_held_up():
+        future = dcp_rs.async_save(state, ckpt, async_staging=True)
+        assert not future.staged.done()
+        assert not future.staged.cancel()
+        state["at"]["lr"] = 0.1  # what is no tensor may change at once
+        state["at"]["rows"].append(3)
+        weight.data = torch.zeros(1000)  # and so may what a parameter refers to
+        assert not future.done()
+    future.staged.result(60)
+    future.result(60)
+    got = saved(ckpt)
+    assert got["w"].eq(1).all()
+    assert got["view"].eq(1).all()
+    assert (got["at.lr"], got["at.rows"]) == (0.5, [1, 2])
+
+
+@pytest.mark.parametrize("cache", [None, False, True])
+def test_what_changes_once_it_is_staged_does_not_reach_the_checkpoint(tmp_path, cache):
+    stager = None if cache is None else HostStager(cache=cache)
+    state = {f"w{i}": torch.empty(700, 300 + i) for i in range(12)}
+    futures = []
+    for step in range(6):
+        for tensor in state.values():
+            tensor.fill_(step)
+        futures.append(dcp_rs.async_save(state, tmp_path / str(step), async_staging=True, stager=stager))
+        futures[-1].staged.result(60)
+        for tensor in state.values():
+            tensor.fill_(-1)
+    for step, future in enumerate(futures):
+        future.result(60)
+        assert all(tensor.eq(step).all() for tensor in saved(tmp_path / str(step)).values())
+
+
+def test_without_it_the_copy_is_made_when_it_returns(ckpt):
+    with copies_held_up():
+        future = dcp_rs.async_save({"w": torch.ones(10)}, ckpt)
+        assert future.staged.done()
+        future.result(60)
+
+
+def test_tensors_of_inference(ckpt):
+    with torch.inference_mode():
+        state = {"w": torch.ones(500), "t": torch.arange(6.0).reshape(2, 3).t()}
+        future = dcp_rs.async_save(state, ckpt, async_staging=True)
+    future.result(60)
+    assert torch.equal(saved(ckpt)["t"], torch.arange(6.0).reshape(2, 3).t())
+
+
+# --- how many there are at a time ------------------------------------------------------------------------
+
+
+def test_a_third_save_waits_until_the_first_is_over(tmp_path):
+    planner = Slow()
+    state = {"w": torch.ones(1000)}
+    first = dcp_rs.async_save(state, tmp_path / "1", planner=planner, async_staging=True)
+    first.staged.result(60)
+    state["w"].fill_(2)
+    second = dcp_rs.async_save(state, tmp_path / "2", async_staging=True)
+    second.staged.result(60)  # beside the first, which is not written
+    assert not first.done()
+    state["w"].fill_(3)
+    threading.Timer(0.2, planner.go.set).start()
+    third = dcp_rs.async_save(state, tmp_path / "3", async_staging=True)
+    assert planner.go.is_set()
+    assert first.done()
+    third.result(60)
+    assert [saved(tmp_path / name)["w"][0].item() for name in ("1", "2", "3")] == [1, 2, 3]
+
+
+def test_one_stager_with_a_cache_makes_the_second_wait(tmp_path):
+    planner, stager = Slow(), HostStager(cache=True)
+    state = {"w": torch.ones(1000)}
+    first = dcp_rs.async_save(state, tmp_path / "1", planner=planner, stager=stager, async_staging=True)
+    first.staged.result(60)
+    state["w"].fill_(2)
+    threading.Timer(0.2, planner.go.set).start()
+    dcp_rs.async_save(state, tmp_path / "2", stager=stager, async_staging=True).result(60)
+    assert planner.go.is_set()
+    assert [saved(tmp_path / name)["w"][0].item() for name in ("1", "2")] == [1, 2]
+
+
+class NotCopied:
+    def __deepcopy__(self, memo):
+        raise UnsupportedError("no copy of this")
+
+
+def test_saves_that_fail_take_no_room(tmp_path):
+    for number in range(2 * background.STAGED_AT_ONCE):
+        with pytest.raises(UnsupportedError, match="no copy of this"):
+            dcp_rs.async_save({"v": NotCopied()}, tmp_path / str(number), async_staging=True)
+        failed = dcp_rs.async_save({"m": torch.empty(1, device="meta")}, tmp_path / str(number), async_staging=True)
+        assert isinstance(failed.exception(60), UnsupportedError)
+    dcp_rs.async_save({"w": torch.ones(2)}, tmp_path / "ok", async_staging=True).result(60)
+
+
+def test_a_save_out_of_a_callback_of_one_does_not_wait_for_itself(tmp_path):
+    planner, begun = Slow(), []
+
+    def save_another(_):
+        begun.append(dcp_rs.async_save({"w": torch.full((5,), 9.0)}, tmp_path / "last"))
+
+    first = dcp_rs.async_save({"w": torch.ones(5)}, tmp_path / "1", planner=planner)
+    first.add_done_callback(save_another)
+    others = [dcp_rs.async_save({"w": torch.ones(5)}, tmp_path / "2")]
+    threading.Timer(0.1, planner.go.set).start()
+    others.append(dcp_rs.async_save({"w": torch.ones(5)}, tmp_path / "3"))
+    for future in (first, *others, *begun):
+        future.result(60)
+    assert saved(tmp_path / "last")["w"].eq(9).all()
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------
+
+
+def test_a_change_before_it_is_staged_is_an_error_and_no_checkpoint(ckpt):
+    dcp_rs.save({"model": {"w": torch.zeros(10)}}, ckpt)
+    state = {"model": {"w": torch.ones(10), "b": torch.ones(3)}}
+    with copies_held_up():
+        future = dcp_rs.async_save(state, ckpt, async_staging=True)
+        state["model"]["w"].add_(1)
+    with pytest.raises(StateChangedError, match=r"'model\.w' was changed while it was being copied") as raised:
+        future.staged.result(60)
+    assert raised.value.tensor == "model.w"
+    assert isinstance(future.exception(60), StateChangedError)
+    assert future.report is None
+    assert saved(ckpt)["model.w"].eq(0).all()
+    dcp_rs.async_save(state, ckpt, async_staging=True).result(60)
+    assert saved(ckpt)["model.w"].eq(2).all()
+
+
+def test_a_forward_pass_that_writes_to_buffers_is_noticed(ckpt):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    with copies_held_up():
+        future = dcp_rs.async_save(model.state_dict(), ckpt, async_staging=True)
+        model(torch.randn(8, 4))
+    with pytest.raises(StateChangedError, match="num_batches_tracked"):
+        future.result(60)
+
+
+@pytest.mark.parametrize("how", ["for-loop", "foreach", "fused"])
+def test_a_step_of_an_optimizer_whose_state_is_saved_is_noticed(ckpt, how):
+    weight = torch.nn.Parameter(torch.ones(10))
+    optimizer = torch.optim.AdamW([weight], foreach=how == "foreach", fused=how == "fused")
+    weight.grad = torch.ones(10)
+    optimizer.step()
+    state = {"w": weight, "optim": optimizer.state_dict()["state"]}
+    with copies_held_up():
+        future = dcp_rs.async_save(copy.copy(state), ckpt, async_staging=True)
+        optimizer.step()
+    with pytest.raises(StateChangedError):
+        future.result(60)
+
+
+def change_on_one_rank(path):
+    state = {f"own.{dist.get_rank()}": torch.ones(100), "common": torch.ones(5)}
+    with copies_held_up():
+        future = dcp_rs.async_save(state, path, async_staging=True)
+        if dist.get_rank() == 1:
+            state["own.1"].add_(1)
+    own = future.staged.exception(60)
+    assert (own is None) == (dist.get_rank() == 0)
+    error = future.exception(60)
+    assert isinstance(error, StateChangedError)
+    dcp_rs.async_save(state, path, async_staging=True).result(60)
+    return error.tensor, error.__notes__
+
+
+def test_a_copy_that_fails_on_one_rank_fails_the_save_of_all(ckpt):
+    for tensor, notes in run_ranks(2, change_on_one_rank, ckpt):
+        assert tensor == "own.1"
+        assert "raised on rank 1" in notes
+    assert saved(ckpt)["own.1"].eq(2).all()
+    assert len(list(ckpt.glob("g*"))) == 2  # nothing is left of the one that failed
+
+
+def meet_in_manager(root, call):
+    def state_of(value):
+        return {f"own.{dist.get_rank()}": torch.full((100,), float(value)), "step": value}
+
+    with CheckpointManager(root, keep_last=1) as manager:
+        manager.save(1, state_of(1))
+        state = state_of(2)
+        with copies_held_up():
+            future = manager.async_save(2, state, async_staging=True)
+            if dist.get_rank() == 1:
+                state["own.1"].add_(1)
+        assert (future.staged.exception(60) is None) == (dist.get_rank() == 0)
+        with pytest.raises(StateChangedError, match=r"own\.1"):
+            manager.save(3, state_of(3)) if call == "save" else manager.wait()
+        found = manager.latest_step()
+        dist.barrier()
+        saving = manager.async_save(4, state_of(4), async_staging=True)
+        saving.staged.result(60)
+        manager.wait()
+        assert saving.report.bytes_written >= 400
+        dist.barrier()
+        return found, manager.latest_step()
+
+
+@pytest.mark.parametrize("call", ["save", "wait"])
+def test_the_next_call_to_a_manager_raises_it_on_every_rank(tmp_path, call):
+    assert run_ranks(2, meet_in_manager, tmp_path / "run", call) == [(1, 4)] * 2
+
+
+ENDS_AT_ONCE = """
+import sys, threading
+import torch
+import dcp_rs
+from dcp_rs.dcp import background
+
+go = threading.Event()
+background.copying.submit(go.wait, 60)
+threading.Timer(0.5, go.set).start()
+dcp_rs.async_save({f"w{i}": torch.full((1000, 1000), float(i)) for i in range(8)}, sys.argv[1], async_staging=True)
+"""
+
+
+def test_a_process_that_ends_makes_the_copy_and_saves_it_first(ckpt):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ENDS_AT_ONCE, str(ckpt)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    got = saved(ckpt)
+    assert all(got[f"w{i}"].eq(i).all() for i in range(8))
