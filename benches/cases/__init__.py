@@ -9,6 +9,7 @@ FAMILIES = {
     "ranks": "several ranks of a machine at once, from a cold disk",
     "save": "saving, with fsync",
     "steps": "steps of a run that trains adapters of a frozen backbone",
+    "stall": "what a save in the background costs the training step that it begins in",
     "memory": "anonymous memory while loading",
     "views": "opening a checkpoint and touching every name",
     "one_file": "load_file and save_file",
