@@ -8,7 +8,7 @@ down, by rules that are written anew here.
 from __future__ import annotations
 
 import argparse
-import contextlib
+import faulthandler
 import os
 import random
 import signal
@@ -29,8 +29,11 @@ import dcp_rs
 from dcp_rs import CheckpointManager
 from dcp_rs.steps.root import Root
 
-KEEP_LAST, KEEP_EVERY, KEEP_BEST = 2, 25, 1
-#: Every rank has to notice by then that another was killed.
+KEEP_LAST, KEEP_BEST = 2, 1
+#: So many steps stay in the end by `keep_every`: a save looks at each of them.
+STAYING = 100
+#: Within this, some rank saves a step or ends: every rank has to notice by then that another was killed. It is no limit of a whole run, which a busy machine
+#: may make long.
 PATIENCE = 60.0  # seconds
 
 
@@ -50,24 +53,26 @@ def state_of(step: int, rank: int) -> dict[str, object]:
     }
 
 
-def promised(steps: set[int]) -> set[int]:
+def promised(steps: set[int], keep_every: int) -> set[int]:
     """What has to be there, of all steps that were ever durable."""
     kept = set(sorted(steps)[-KEEP_LAST:])
-    kept |= {min(group) for n in range(1, max(steps, default=0) // KEEP_EVERY + 1) if (group := _within(steps, n))}
+    first: dict[int, int] = {}
+    for step in sorted(steps, reverse=True):
+        first[step // keep_every] = step
+    kept |= {step for multiple, step in first.items() if multiple > 0}
     return kept | set(sorted(steps, key=lambda step: (loss_of(step), -step))[:KEEP_BEST])
-
-
-def _within(steps: set[int], multiple: int) -> list[int]:
-    return [step for step in steps if multiple * KEEP_EVERY <= step < (multiple + 1) * KEEP_EVERY]
 
 
 # --- a rank ------------------------------------------------------------------------------------------
 
 
-def train(root: Path, log: Path, store: Path, rank: int, ranks: int, seed: int, last: int) -> None:
+def train(run: Run, log: Path, store: Path, rank: int, seed: int, last: int) -> None:
     """In a process of its own; never returns."""
     code = 1
+    root, ranks = run.root, run.ranks
     try:
+        stacks = Path(f"{log}.{rank}.stacks").open("w")  # noqa: SIM115 - for as long as the process
+        faulthandler.register(signal.SIGUSR1, stacks)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # of ranks that were killed, gloo and DCP say a lot
         if ranks > 1:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -84,7 +89,7 @@ def train(root: Path, log: Path, store: Path, rank: int, ranks: int, seed: int, 
         manager = CheckpointManager(
             root,
             keep_last=KEEP_LAST,
-            keep_every=KEEP_EVERY,
+            keep_every=run.keep_every,
             keep_best=KEEP_BEST,
             metric="loss",
             no_dist=ranks == 1,
@@ -107,7 +112,12 @@ def train(root: Path, log: Path, store: Path, rank: int, ranks: int, seed: int, 
                 say("saved", pending)
                 pending = None
             if background:
-                manager.async_save(step, state_of(step, rank), metrics=metrics)
+                state_now, early = state_of(step, rank), rng.random() < 0.5
+                saving = manager.async_save(step, state_now, metrics=metrics, async_staging=early)
+                saving.staged.result()
+                for value in state_now.values():  # as the next step would
+                    if isinstance(value, torch.Tensor):
+                        value.fill_(-1)
                 pending = step
             else:
                 manager.save(step, state_of(step, rank), metrics=metrics)
@@ -131,6 +141,7 @@ class Tally:
     """What happened."""
 
     ranks: int
+    seconds: float = 0.0
     runs: int = 0
     kills: int = 0
     one_rank_only: int = 0
@@ -148,6 +159,7 @@ class Run:
 
     root: Path
     ranks: int
+    keep_every: int
     durable: set[int] = field(default_factory=set)  # ever
     #: What the last ranks that ended well had resumed from: that stays, too.
     resumed_from: set[int] = field(default_factory=set)
@@ -168,7 +180,7 @@ class Run:
         assert len(unknown) <= 2, (unknown, sorted(self.durable)[-3:])
         tally.gained += len(unknown)
         self.durable |= unknown
-        lost = promised(self.durable) - there
+        lost = promised(self.durable, self.keep_every) - there
         assert not lost, f"{sorted(lost)} were promised, and are gone; there are {sorted(there)}"
         for step in there:
             assert dcp_rs.verify(self.root / f"step-{step}").ok
@@ -181,7 +193,7 @@ class Run:
     def check_rest(self) -> None:
         """After a save that was not killed: nothing is there that should have been removed."""
         there = {path.name for path in self.root.iterdir()}
-        want = promised(self.durable) | self.resumed_from
+        want = promised(self.durable, self.keep_every) | self.resumed_from
         assert there == {f"step-{step}" for step in want}, sorted(there ^ {f"step-{step}" for step in want})
 
 
@@ -194,7 +206,7 @@ class Ranks:
         for rank in range(run.ranks):
             pid = os.fork()
             if pid == 0:
-                train(run.root, self.log, folder / f"store-{number}", rank, run.ranks, seed, last)
+                train(run, self.log, folder / f"store-{number}", rank, seed, last)
             self.pids.append(pid)
 
     def wait_for(self, word: str, seconds: float) -> None:
@@ -213,22 +225,36 @@ class Ranks:
         return [(word, int(number)) for word, number in (line.split() for line in lines)]
 
     def errors(self) -> str:
-        return "\n".join(path.read_text() for path in sorted(self.log.parent.glob(f"{self.log.name}.*")))
+        return "\n".join(
+            f"{path.name}: {path.read_text()}" for path in sorted(self.log.parent.glob(f"{self.log.name}.*"))
+        )
 
     def wait(self) -> list[int]:
-        """How each ended; all have to, within their patience."""
-        deadline = time.monotonic() + PATIENCE
-        ends = []
-        for pid in self.pids:
-            while not (done := os.waitpid(pid, os.WNOHANG))[0]:
-                if time.monotonic() > deadline:
-                    for other in self.pids:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(other, signal.SIGKILL)
-                    raise AssertionError(f"a rank waits {PATIENCE} s after another was killed\n{self.errors()}")
-                time.sleep(0.002)
-            ends.append(os.waitstatus_to_exitcode(done[1]))
-        return ends
+        """How each ended; all have to, and within their patience one has ended, or saved a step."""
+        ends: dict[int, int] = {}
+        before, deadline = None, 0.0
+        while len(ends) < len(self.pids):
+            for pid in self.pids:
+                if pid not in ends and (done := os.waitpid(pid, os.WNOHANG))[0]:
+                    ends[pid] = os.waitstatus_to_exitcode(done[1])
+            now = len(ends), self.log.stat().st_size if self.log.exists() else 0
+            if now != before:
+                before, deadline = now, time.monotonic() + PATIENCE
+            elif time.monotonic() > deadline:
+                self._end(ends)
+            time.sleep(0.002)
+        return [ends[pid] for pid in self.pids]
+
+    def _end(self, ends: dict[int, int]) -> None:
+        """Ends those that wait, and tells where they did."""
+        waiting = [pid for pid in self.pids if pid not in ends]
+        for number in (signal.SIGUSR1, signal.SIGKILL):
+            for pid in waiting:
+                os.kill(pid, number)  # nobody has waited for it, so it is there
+            time.sleep(1)  # to write its stacks
+        raise AssertionError(
+            f"ranks {[self.pids.index(pid) for pid in waiting]} did nothing for {PATIENCE} s\n{self.errors()}"
+        )
 
 
 def soak(folder: Path, *, ranks: int, steps: int, seed: int, log: object = None) -> Tally:
@@ -240,8 +266,8 @@ def soak(folder: Path, *, ranks: int, steps: int, seed: int, log: object = None)
     """
     torch.set_num_threads(1)
     rng = random.Random(seed)
-    run, tally = Run(folder / "run", ranks), Tally(ranks)
-    newest, pace = 0, 0.05
+    run, tally = Run(folder / "run", ranks, keep_every=max(10, steps // STAYING)), Tally(ranks)
+    newest, pace, start = 0, 0.05, time.monotonic()
     while newest < steps:
         tally.runs += 1
         last = min(steps, newest + rng.randint(5, 60))
@@ -270,6 +296,7 @@ def soak(folder: Path, *, ranks: int, steps: int, seed: int, log: object = None)
         tally.kills += bool(victims)
         tally.one_rank_only += len(victims) == 1 and ranks > 1
         tally.steps += newest - before
+        tally.seconds = round(time.monotonic() - start, 1)
         if ("ended", last) in said:
             run.resumed_from = {step for word, step in said if word == "resumed" and step > 0}
             run.check_rest()

@@ -49,7 +49,7 @@ def data_file(folder):
 def test_a_root_that_is_not_there_has_no_steps(root):
     assert root.look().steps == root.look().passed_over == []
     assert root.latest() is None
-    assert root.sweep() == []
+    assert root.sweep().left == []
 
 
 def test_steps_are_folders_with_an_index(root):
@@ -117,7 +117,7 @@ def test_what_was_whole_and_is_not_is_passed_over_and_never_removed(root, harm, 
     assert passed.kind == kind
     assert why in str(passed)
     save(root, 20)
-    assert root.sweep() == []
+    assert root.sweep().left == []
     assert prune(root, Policies(keep_last=1)).removed == []
     assert root.folder(10).is_dir()
 
@@ -144,9 +144,9 @@ def test_what_a_killed_save_leaves_goes_once_a_newer_step_is_there(root, left):
     assert passed.kind == "unfinished"
     assert str(passed) == "step-10: its save did not finish"
     save(root, 5)
-    assert root.sweep() == []  # it may be under way
+    assert root.sweep().left == []  # it may be under way
     save(root, 20)
-    assert [found.number for found in root.sweep()] == [10]
+    assert [found.number for found in root.sweep().left] == [10]
     assert sorted(p.name for p in root.path.iterdir()) == ["step-20", "step-5"]
 
 
@@ -174,7 +174,7 @@ def test_a_save_that_goes_on_is_left_alone(root):
         assert writer.written.wait(60)
         save(root, 20)
         passed = root.look_at(10)
-        swept = root.sweep()
+        swept = root.sweep().left
     finally:
         writer.go.set()
         thread.join()
@@ -190,7 +190,7 @@ def test_what_others_saved_is_named_and_left_alone(root):
     assert passed.kind == "foreign"
     assert "dcp_rs.index" in passed.why
     save(root, 20)
-    assert root.sweep() == []
+    assert root.sweep().left == []
     dcp_rs.index(root.folder(10))
     assert numbers(root) == [10, 20]
 

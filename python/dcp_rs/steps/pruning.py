@@ -69,10 +69,12 @@ def prune(
     """
     done = Pruned()
     try:
-        done.swept.extend(root.sweep())
+        found = root.sweep()
+        done.swept.extend(found.left)
     except (DcpRsError, OSError) as error:
         done.problems.append(f"what killed saves left is still there: {error}")
-    steps = root.look().steps
+        found = root.look()
+    steps = found.steps
     gone = unneeded(steps, policies, protected, room=room)
     stay = [step for step in steps if step not in gone]
     if gone and verify and not _has_verified(root, stay, done.problems):

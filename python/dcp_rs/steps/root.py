@@ -265,14 +265,14 @@ class Root:
             if name.startswith(_REMOVING) and _STEP.fullmatch(name.removeprefix(_REMOVING))
         ]
 
-    def sweep(self) -> list[PassedOver]:
-        """Removes what killed removals left, and what killed saves left of steps before the latest. Returns those."""
+    def sweep(self) -> Listing:
+        """Removes what killed removals left, and what killed saves left (:attr:`Listing.left`). Returns what there was."""
         for path in self.set_aside_before():
             _delete(path)
-        left = self.look().left
-        for found in left:
-            self.remove(found.number)
-        return left
+        found = self.look()
+        for left in found.left:
+            self.remove(left.number)
+        return found
 
 
 def _names_in(folder: Path) -> list[str]:
