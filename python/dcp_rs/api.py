@@ -274,8 +274,10 @@ def async_save(
     save_staged = _save if executor == "thread" else save_in_process
     writer: RsWriter | None = None
     future = SaveFuture()
-    give_room = background.no_room if stager is not None else background.take_room()
+    give_room = background.no_room
     try:
+        if stager is None:
+            give_room = background.take_room()
         check_state_dict(state_dict, path)
         check_options("async_save", write_options, RsWriter)
         writer = RsWriter(path, **write_options)
