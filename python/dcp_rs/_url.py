@@ -149,13 +149,18 @@ def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-_of_command_line: StorageOptions | None = None
+_of_command_line: Mapping[str, StorageOptions] = {}
 
 
-def use_storage_options(options: StorageOptions | None) -> None:
-    """What the command line was given: it holds for every store that the process opens without options of its own."""
+def use_storage_options(options: Mapping[str, StorageOptions]) -> None:
+    """What the command line was given, by the URL of what it is for; ``""`` for all else. It holds where the process opens a URL without options."""
     global _of_command_line  # noqa: PLW0603
     _of_command_line = options
+
+
+def _given_for(url: str) -> StorageOptions | None:
+    own = [begin for begin in _of_command_line if begin and f"{url}/".startswith(f"{begin.rstrip('/')}/")]
+    return _of_command_line.get(max(own, key=len, default=""))
 
 
 def options_for(path: Path, options: StorageOptions | None) -> dict[str, str] | None:
@@ -165,7 +170,7 @@ def options_for(path: Path, options: StorageOptions | None) -> dict[str, str] | 
         UnsupportedError: options for such a path.
     """
     if isinstance(path, Url):
-        return dict(_of_command_line or {} if options is None else options)
+        return dict((_given_for(str(path)) if options is None else options) or {})
     if options:
         msg = f"{path} is on the file system, which has no storage_options"
         raise UnsupportedError(msg, path=path)

@@ -65,6 +65,7 @@ def compare(
     threads: int | None = None,
     allow_external: bool = False,
     storage_options: Mapping[str, Any] | Any | None = None,
+    b_storage_options: Mapping[str, Any] | Any | None = None,
     progress: Callable[[int, int], Any] | None = None,
 ) -> Comparison:
     """Compares two checkpoints of any kind. How tensors are cut and stored makes no difference; every bit does.
@@ -76,18 +77,20 @@ def compare(
         threads: that read; default: the cores of this process.
         allow_external: read data files outside of the checkpoints' folders, if an index names any.
         storage_options: for URLs, see :class:`dcp_rs.RsReader`.
+        b_storage_options: for that of ``b``; default: those of ``a``.
         progress: called with the bytes of ``a`` compared so far, and all of them.
     """
     options = ReadOptions(threads=threads, max_inflight_bytes=_PIECE_BYTES)
     stores = StorageOptions.of(storage_options)
+    of_b = StorageOptions.of(b_storage_options)
     left, right = (
         open_source(
             path,
             options=options,
             allow_external=allow_external,
-            storage_options=stores if isinstance(location(path), Url) else None,
+            storage_options=given if isinstance(location(path), Url) else None,
         )
-        for path in (a, b)
+        for path, given in ((a, stores), (b, stores if of_b is None else of_b))
     )
     wanted, unwanted = globs(include), globs(exclude)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,14 +22,20 @@ class _Program(click.Group):
         return list(self.commands)
 
 
+#: A URL before the name of an option: the stores that it is for.
+_FOR = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^=]*):([^:/=]+)")
+
+
 def _use_store(_context: click.Context, _parameter: click.Parameter, pairs: Sequence[str]) -> None:
-    options = {}
+    options: dict[str, dict[str, str]] = {}
     for pair in pairs:
         key, is_there, value = pair.partition("=")
         if not is_there or not key:
             raise click.BadParameter("not KEY=VALUE")  # not what it is, which may be a secret
-        options[key] = value
-    use_storage_options(StorageOptions(options) if options else None)
+        limited = _FOR.fullmatch(key)
+        store, name = limited.groups() if limited else ("", key)
+        options.setdefault(store, {})[name] = value
+    use_storage_options({store: StorageOptions(given) for store, given in options.items()})
 
 
 @click.group(
@@ -38,11 +45,12 @@ def _use_store(_context: click.Context, _parameter: click.Parameter, pairs: Sequ
 @click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 @click.option(
     "--storage-option",
-    metavar="KEY=VALUE",
+    metavar="[URL:]KEY=VALUE",
     multiple=True,
     expose_value=False,
     callback=_use_store,
-    help="How to reach the store of a URL, as aws_region=eu-west-1. Can be given again. Secrets are better in the environment.",
+    help="How to reach the store of a URL, as aws_region=eu-west-1, or only what is at that URL, as s3://other:aws_region=us-east-2. Can be given again. "
+    "Secrets are better in the environment.",
 )
 def app() -> None:
     """Look at, check, convert and compare PyTorch checkpoints: dcp-rs, stock DCP, safetensors, torch.save.

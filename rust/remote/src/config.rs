@@ -11,6 +11,7 @@ use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::client::ClientConfigKey;
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use object_store::http::HttpBuilder;
+use object_store::list::PaginatedListStore;
 use object_store::multipart::MultipartStore;
 use object_store::{ClientOptions, ObjectStore, RetryConfig};
 
@@ -64,14 +65,17 @@ pub struct Client {
     pub objects: Arc<dyn ObjectStore>,
     /// Where objects can be stored in parts; elsewhere they are only read.
     pub parts: Option<Arc<dyn MultipartStore>>,
+    /// What says page by page which objects there are. A server of plain files has no way to say it.
+    pub pages: Option<Arc<dyn PaginatedListStore>>,
 }
 
 impl Client {
-    fn storing<S: ObjectStore + MultipartStore>(store: S) -> Self {
+    fn storing<S: ObjectStore + MultipartStore + PaginatedListStore>(store: S) -> Self {
         let store = Arc::new(store);
         Self {
             objects: Arc::clone(&store) as _,
-            parts: Some(store),
+            parts: Some(Arc::clone(&store) as _),
+            pages: Some(store),
         }
     }
 }
@@ -165,11 +169,6 @@ impl Config {
             .collect()
     }
 
-    /// Whether the store tells which objects it has. A server of plain files has no way to say it.
-    pub fn lists(&self) -> bool {
-        self.kind != Kind::Http
-    }
-
     /// What tells this store, and how it is spoken to, from others in this process.
     pub fn fingerprint(&self) -> u64 {
         let mut options = self.environment();
@@ -230,6 +229,7 @@ impl Config {
                 store.map(|store| Client {
                     objects: Arc::new(store),
                     parts: None,
+                    pages: None,
                 })
             }
         };

@@ -7,14 +7,15 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
-use dcp_rs_core::store::{Condition, Connection, Part, StoringConnection, Upload, random_token};
+use dcp_rs_core::store::{Condition, Connection, Listed, Part, StoringConnection, Upload, random_token};
 use dcp_rs_core::{Control, Error, Result, StorageFault};
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
-use object_store::{ObjectStoreExt as _, UpdateVersion};
+use object_store::list::{PaginatedListOptions, PaginatedListStore};
+use object_store::{ObjectMeta, ObjectStoreExt as _, UpdateVersion};
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
@@ -211,6 +212,34 @@ impl Drop for Connected {
     }
 }
 
+/// The objects right in a folder. Each page is a request with time and retries of its own.
+async fn list(
+    shared: &Shared,
+    pages: &dyn PaginatedListStore,
+    path: &Path,
+    folder: &object_store::path::Path,
+) -> Result<Vec<ObjectMeta>> {
+    let prefix = (!folder.as_ref().is_empty()).then(|| format!("{folder}/"));
+    let mut found = Vec::new();
+    let mut token = None;
+    loop {
+        let next = || {
+            let options = PaginatedListOptions {
+                delimiter: Some("/".into()),
+                page_token: token.clone(),
+                ..PaginatedListOptions::default()
+            };
+            pages.list_paginated(prefix.as_deref(), options)
+        };
+        let page = shared.persist("list", path, 0, next).await?;
+        found.extend(page.result.objects);
+        token = page.page_token;
+        if token.is_none() {
+            return Ok(found);
+        }
+    }
+}
+
 /// `None` for what is not there.
 fn if_there<T>(result: Result<T>) -> Result<Option<T>> {
     match result {
@@ -256,21 +285,22 @@ impl Connection for Connected {
         Ok(Some(size))
     }
 
-    fn names(&self, folder: &Path, control: &Control) -> Result<Option<Vec<String>>> {
-        if !self.shared.config.lists() {
+    fn list(&self, folder: &Path, control: &Control) -> Result<Option<Vec<Listed>>> {
+        let Some(pages) = self.shared.client.pages.clone() else {
             return Ok(None);
-        }
+        };
         let prefix = self.shared.config.name(folder)?;
         let (shared, at) = (Arc::clone(&self.shared), folder.to_owned());
-        let listed = self.wait(control, async move {
-            shared
-                .persist("list", &at, 0, || {
-                    shared.client.objects.list_with_delimiter(Some(&prefix))
-                })
-                .await
-        })?;
-        let names = listed.objects.iter().filter_map(|object| object.location.filename());
-        Ok(Some(names.map(str::to_owned).collect()))
+        let listed = self.wait(control, async move { list(&shared, &*pages, &at, &prefix).await })?;
+        let now = SystemTime::now();
+        let told = |object: ObjectMeta| {
+            Some(Listed {
+                name: object.location.filename()?.to_owned(),
+                size: object.size,
+                age: now.duration_since(object.last_modified.into()).unwrap_or_default(),
+            })
+        };
+        Ok(Some(listed.into_iter().filter_map(told).collect()))
     }
 
     fn start(&self, path: &Path, most: u64, anew: bool, control: &Control) -> Result<Option<(Vec<u8>, u64)>> {

@@ -153,7 +153,7 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::store::{Connection, Part};
+    use crate::store::{Connection, Listed, Part};
 
     /// A store of which nothing is asked.
     struct Unasked;
@@ -163,7 +163,7 @@ mod tests {
             Ok(None)
         }
 
-        fn names(&self, _: &Path, _: &Control) -> Result<Option<Vec<String>>> {
+        fn list(&self, _: &Path, _: &Control) -> Result<Option<Vec<Listed>>> {
             Ok(None)
         }
 

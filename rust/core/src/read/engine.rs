@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use super::batch::{Batch, change_signs, stores};
-use super::plan::plan;
+use super::plan::{Job, plan};
 use super::policy::{Access, MIN_JOB, Policy, SMALL_READ, SMALL_READ_DEPTH};
 use super::scatter;
 use super::survey::{Found, connect, spans, survey};
@@ -60,12 +60,7 @@ pub unsafe fn read(
         .collect();
     let connection = connect(files, threads)?;
     let plan = plan(files, reqs, &policies, options.verify, catalog)?;
-    let mut queues = [Queue::default(), Queue::default()];
-    for (i, job) in plan.jobs.iter().enumerate() {
-        let waits = opening_waits || access[job.file as usize].waits();
-        queues[usize::from(waits)].jobs.push(i);
-    }
-    let call = Call {
+    let mut call = Call {
         batch: Batch {
             files,
             reqs,
@@ -81,11 +76,12 @@ pub unsafe fn read(
         },
         control,
         opening_waits,
-        queues,
+        queues: Default::default(),
         stop: AtomicBool::new(false),
         failure: Mutex::new(None),
         stats: Mutex::new(ReadStats::default()),
     };
+    call.sort();
     let stats = call.run(threads, options.max_inflight_bytes)?;
     // SAFETY: the caller's promise: all elements were written just now.
     unsafe { change_signs(reqs) };
@@ -99,32 +95,67 @@ struct Queue {
     taken: AtomicUsize,
 }
 
+/// The queues of a call: jobs that only need a core; those that wait for storage and need no buffer; those that wait and need one.
+const COPIED: usize = 0;
+const STRAIGHT: usize = 1;
+const BUFFERED: usize = 2;
+
+/// The queue of a job of a file.
+fn queue(access: Access, opening_waits: bool, goes_straight: impl FnOnce() -> bool) -> usize {
+    if !opening_waits && !access.waits() {
+        COPIED
+    } else if access.maps() || access == Access::Remote && goes_straight() {
+        STRAIGHT
+    } else {
+        BUFFERED
+    }
+}
+
 /// One call: its batch, and how far its workers are.
 struct Call<'a> {
     batch: Batch<'a>,
     control: &'a Control,
     opening_waits: bool,
-    /// Jobs that only need a core, and jobs that wait for storage.
-    queues: [Queue; 2],
+    queues: [Queue; 3],
     stop: AtomicBool,
     failure: Mutex<Option<Error>>,
     stats: Mutex<ReadStats>,
 }
 
 impl Call<'_> {
+    /// Puts every job into its queue.
+    fn sort(&mut self) {
+        for (i, job) in self.batch.plan.jobs.iter().enumerate() {
+            let access = self.batch.access[job.file as usize];
+            let queue = queue(access, self.opening_waits, || scatter::goes_straight(&self.batch, job));
+            self.queues[queue].jobs.push(i);
+        }
+    }
+
     fn run(&self, threads: usize, max_inflight: u64) -> Result<ReadStats> {
-        let copying = threads.min(self.queues[0].jobs.len());
-        let waiting = self.depth(threads, max_inflight).min(self.queues[1].jobs.len());
+        let depth = self.depth(threads);
+        let buffered = depth
+            .min(self.buffers(max_inflight))
+            .min(self.queues[BUFFERED].jobs.len());
+        let straight = (depth - buffered).max(1).min(self.queues[STRAIGHT].jobs.len());
+        let copying = threads.min(self.queues[COPIED].jobs.len());
         std::thread::scope(|scope| {
-            // The calling thread is one of them. Where the system refuses a thread, fewer do the work.
-            for i in 1..copying + waiting {
-                let queue = usize::from(i >= copying);
+            // The calling thread is one of the first that there are. Where the system refuses a thread, fewer do the work.
+            for i in 1..buffered + straight + copying {
+                let queues: &[usize] = if i < buffered {
+                    // Who has a buffer does without.
+                    &[BUFFERED, STRAIGHT]
+                } else if i < buffered + straight {
+                    &[STRAIGHT]
+                } else {
+                    &[COPIED]
+                };
                 let name = std::thread::Builder::new().name("dcp-rs-read".into());
-                if name.spawn_scoped(scope, move || self.work(&[queue])).is_err() {
+                if name.spawn_scoped(scope, move || self.work(queues)).is_err() {
                     break;
                 }
             }
-            self.work(&[0, 1]);
+            self.work(&[BUFFERED, STRAIGHT, COPIED]);
         });
         if let Some(error) = self.failure.lock().unwrap_or_else(PoisonError::into_inner).take() {
             return Err(error);
@@ -132,26 +163,31 @@ impl Call<'_> {
         Ok(*self.stats.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// How many jobs may wait for storage at a time.
-    fn depth(&self, threads: usize, max_inflight: u64) -> usize {
-        let (mut largest, mut wanted, mut seeks, mut most) = (1, 0, 0, 0);
-        for &job in &self.queues[1].jobs {
-            let job = &self.batch.plan.jobs[job];
+    fn jobs(&self, queue: usize) -> impl Iterator<Item = &Job> {
+        self.queues[queue].jobs.iter().map(|&job| &self.batch.plan.jobs[job])
+    }
+
+    /// How many jobs keep storage busy.
+    fn depth(&self, threads: usize) -> usize {
+        let (mut wanted, mut seeks, mut most) = (0, 0, 0);
+        for job in self.jobs(STRAIGHT).chain(self.jobs(BUFFERED)) {
             most = most.max(self.batch.access[job.file as usize].depth());
-            if !scatter::goes_straight(&self.batch, job) {
-                largest = largest.max(job.buffer);
-            }
             wanted += job.wanted;
             seeks += job.seeks;
         }
-        let footprint = usize::try_from(largest).map_or(usize::MAX, Buffer::footprint) as u64;
-        let buffers = usize::try_from(max_inflight / footprint).unwrap_or(usize::MAX);
         let depth = if self.opening_waits || wanted / SMALL_READ < seeks {
             SMALL_READ_DEPTH
         } else {
             most
         };
-        threads.max(depth).min(buffers).max(1)
+        threads.max(depth)
+    }
+
+    /// How many buffers there may be, each large enough for any job.
+    fn buffers(&self, max_inflight: u64) -> usize {
+        let largest = self.jobs(BUFFERED).map(|job| job.buffer).max().unwrap_or_default();
+        let footprint = usize::try_from(largest).map_or(usize::MAX, Buffer::footprint) as u64;
+        usize::try_from(max_inflight / footprint).unwrap_or(usize::MAX).max(1)
     }
 
     fn work(&self, queues: &[usize]) {
@@ -174,5 +210,28 @@ impl Call<'_> {
             }
         }
         *self.stats.lock().unwrap_or_else(PoisonError::into_inner) += worker.stats;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_read_from_a_disk_goes_by_way_of_a_buffer() {
+        let disk = Access::Direct { align: 512 };
+        for (access, straight, expected) in [
+            (Access::Mapped, true, COPIED),
+            (Access::Cached, true, COPIED),
+            (Access::Shared, false, STRAIGHT),
+            (Access::Buffered, true, BUFFERED),
+            (disk, true, BUFFERED),
+            (Access::Remote, true, STRAIGHT),
+            (Access::Remote, false, BUFFERED),
+        ] {
+            assert_eq!(queue(access, false, || straight), expected, "{access:?}");
+        }
+        assert_eq!(queue(Access::Mapped, true, || true), STRAIGHT);
+        assert_eq!(queue(Access::Cached, true, || true), BUFFERED);
     }
 }

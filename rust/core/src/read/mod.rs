@@ -19,6 +19,7 @@ use crate::geometry::Dims;
 pub use crate::store::{Destination, FileRef};
 pub use engine::read;
 pub use sequential::{Sequential, Survey};
+pub use survey::connect;
 
 /// How bytes come from a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

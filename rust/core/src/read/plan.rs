@@ -109,6 +109,7 @@ pub fn plan(
         plan.pieces.sort_unstable_by_key(order);
     }
     plan.group(reqs, policies, verify);
+    plan.measure(reqs, policies, verify);
     Ok(plan)
 }
 
@@ -287,6 +288,19 @@ impl Plan {
             };
         }
         self.jobs = jobs;
+    }
+
+    /// Says of the jobs whose gaps are read through, however much that is, what a buffer needs for them: what their segments are made to.
+    fn measure(&mut self, reqs: &[ReadReq], policies: &[Policy], verify: bool) {
+        let (mut extents, mut segments) = (Vec::new(), Vec::new());
+        for i in 0..self.jobs.len() {
+            let job = self.jobs[i].clone();
+            let policy = policies[job.file as usize];
+            if policy.over_reads {
+                self.extents(&job, reqs, policy, verify, &mut extents, &mut segments);
+                self.jobs[i].buffer = segments.last().map_or(0, |segment| segment.buffer_end(policy.align));
+            }
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::batch::{Batch, change_signs, stores};
 use super::plan::{Plan, plan};
 use super::policy::{Access, Policy};
-use super::survey::{Found, connect, spans, survey};
+use super::survey::{Found, spans, survey};
 use super::worker::Worker;
 use super::{Catalog, FileRef, ReadOptions, ReadReq, ReadStats};
 use crate::store::Connection;
@@ -18,7 +18,6 @@ pub struct Survey {
     access: Vec<Access>,
     open: Vec<Option<File>>,
     policies: Vec<Policy>,
-    connection: Option<Arc<dyn Connection>>,
 }
 
 impl Survey {
@@ -29,14 +28,9 @@ impl Survey {
     pub fn new(files: &[FileRef], reqs: &[ReadReq], options: &ReadOptions, catalog: &dyn Catalog) -> Result<Self> {
         let wanted = spans(files, reqs, options, catalog)?;
         let Found { access, open, .. } = survey(files, &wanted, options)?;
-        let policies = access.iter().map(|access| access.policy(u64::from(u32::MAX))).collect();
-        let connection = connect(files, options.threads)?;
-        Ok(Self {
-            access,
-            open,
-            policies,
-            connection,
-        })
+        let share = options.max_inflight_bytes.min(u64::from(u32::MAX));
+        let policies = access.iter().map(|access| access.policy(share)).collect();
+        Ok(Self { access, open, policies })
     }
 
     /// How many threads keep busy what is slowest: the cores, or the disk.
@@ -63,6 +57,7 @@ impl Survey {
         catalog: &'a dyn Catalog,
         control: &'a Control,
         plan: Plan,
+        connection: Option<&'a dyn Connection>,
     ) -> Batch<'a> {
         let total = plan.jobs.iter().map(|job| job.wanted).sum();
         Batch {
@@ -75,19 +70,28 @@ impl Survey {
             policies: &self.policies,
             plan,
             stores: stores(total),
-            connection: self.connection.as_deref(),
+            connection,
             control,
         }
     }
 }
 
-/// The state of one thread that reads: it keeps its file open, or mapped, from batch to batch.
-#[derive(Default)]
+/// The state of one thread that reads: it keeps its file open, or mapped, from batch to batch, and the connection that others share.
 pub struct Sequential {
     worker: Worker,
+    connection: Option<Arc<dyn Connection>>,
 }
 
 impl Sequential {
+    /// For files that are reached through this connection, if they are on a store ([`connect`](super::connect)).
+    #[must_use]
+    pub fn new(connection: Option<Arc<dyn Connection>>) -> Self {
+        Self {
+            worker: Worker::default(),
+            connection,
+        }
+    }
+
     /// Fills every destination, on this thread.
     ///
     /// # Errors
@@ -108,7 +112,7 @@ impl Sequential {
         let plan = plan(files, reqs, &survey.policies, verify, catalog)?;
         let batch = Batch {
             verify,
-            ..survey.batch(files, reqs, catalog, control, plan)
+            ..survey.batch(files, reqs, catalog, control, plan, self.connection.as_deref())
         };
         for job in &batch.plan.jobs {
             control.check()?;
@@ -136,7 +140,7 @@ impl Sequential {
         control: &Control,
     ) -> Result<bool> {
         control.check()?;
-        let batch = survey.batch(files, &[], &Nameless, control, Plan::default());
+        let batch = survey.batch(files, &[], &Nameless, control, Plan::default(), None);
         let read = self.worker.read_direct(&batch, file, (start, end), memory)?;
         if read {
             control.add(end - start);

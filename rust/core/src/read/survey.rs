@@ -92,7 +92,10 @@ fn is_thin(req: &ReadReq, bytes: u64) -> bool {
     row < SMALL_READ.min(bytes)
 }
 
-/// The connection to the store that files are on, if they are on one.
+/// The connection to the store that files are on, if they are on one; `threads` receive, 0 for as many as there are cores.
+///
+/// # Errors
+/// [`Error::Io`] where the system has no thread to give; [`Error::Unsupported`] for what the store's options do not fit together to.
 pub fn connect(files: &[FileRef], threads: usize) -> Result<Option<Arc<dyn Connection>>> {
     let remote = files.iter().find_map(|file| file.remote.as_ref());
     remote.map(|remote| remote.connect(threads)).transpose()

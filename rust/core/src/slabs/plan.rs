@@ -26,7 +26,7 @@ pub struct Plan {
     pub(super) survey: Survey,
     pub(super) verify: bool,
     slab_bytes: u64,
-    threads: usize,
+    pub(super) threads: usize,
 }
 
 impl Plan {

@@ -11,7 +11,7 @@ use super::pack::{Image, PAGE};
 use super::plan::Plan;
 use crate::checkpoint::explain;
 use crate::checkpoint::gather::Names;
-use crate::read::{Destination, ReadReq, ReadStats, Sequential};
+use crate::read::{Destination, ReadReq, ReadStats, Sequential, connect};
 use crate::{Control, Error, Result};
 
 /// Memory for one batch: [`Plan::slab_bytes`] from an address that is a multiple of [`PAGE`].
@@ -77,7 +77,7 @@ impl Session {
     /// Begins to fill slabs, on up to `workers` threads.
     ///
     /// # Errors
-    /// The system has no thread to give.
+    /// The system has no thread to give; those of [`connect`].
     ///
     /// # Safety
     /// All bytes of every slab are valid for writes from any thread until [`close`](Self::close) has returned or the session is
@@ -91,6 +91,8 @@ impl Session {
             )));
         }
         let workers = workers.clamp(1, slabs.len()).min(plan.batches.len());
+        // The threads have it, and with the last of them it ends.
+        let connection = connect(&plan.files, plan.threads)?;
         let state = State {
             free: (0..slabs.len()).rev().collect(),
             ..State::default()
@@ -109,9 +111,9 @@ impl Session {
         };
         let mut threads = Vec::with_capacity(workers);
         for _ in 0..workers {
-            let shared = Arc::clone(&session.shared);
+            let (shared, reader) = (Arc::clone(&session.shared), Sequential::new(connection.clone()));
             let thread = std::thread::Builder::new().name("dcp-rs-slab".into());
-            match thread.spawn(move || work(&shared)) {
+            match thread.spawn(move || work(&shared, reader)) {
                 Ok(thread) => threads.push(thread),
                 // Fewer do the work.
                 Err(_) if !threads.is_empty() => break,
@@ -217,8 +219,7 @@ impl Drop for Session {
     }
 }
 
-fn work(shared: &Shared) {
-    let mut reader = Sequential::default();
+fn work(shared: &Shared, mut reader: Sequential) {
     let mut requests = Vec::new();
     while let Some((batch, slab)) = take(shared) {
         let filled = catch_unwind(AssertUnwindSafe(|| {

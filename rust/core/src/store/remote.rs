@@ -61,6 +61,17 @@ pub struct Upload {
     pub id: String,
 }
 
+/// A file, as a store lists it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Listed {
+    /// Its name in its folder.
+    pub name: String,
+    /// Its length in bytes.
+    pub size: u64,
+    /// Since it was stored, by the clocks of the store and of this machine.
+    pub age: Duration,
+}
+
 /// A store, and how to speak to it. Nothing is open, and no thread runs, but while there is a [`Connection`].
 pub trait Remote: Debug + Send + Sync {
     /// Begins to speak to it; `threads`: that receive, 0 for as many as there are cores.
@@ -84,8 +95,14 @@ pub trait Connection: Send + Sync {
     /// The length of a file, if it is there.
     fn look(&self, path: &Path, control: &Control) -> Result<Option<u64>>;
 
-    /// The names of the files right in a folder; `None` where the store cannot list.
-    fn names(&self, folder: &Path, control: &Control) -> Result<Option<Vec<String>>>;
+    /// The files right in a folder; `None` where the store cannot list.
+    fn list(&self, folder: &Path, control: &Control) -> Result<Option<Vec<Listed>>>;
+
+    /// Their names.
+    fn names(&self, folder: &Path, control: &Control) -> Result<Option<Vec<String>>> {
+        let listed = self.list(folder, control)?;
+        Ok(listed.map(|files| files.into_iter().map(|file| file.name).collect()))
+    }
 
     /// The first `most` bytes of a file, or all of a shorter one, and its length; `None` if it is not there. With `anew` the file may be another one
     /// than it was.

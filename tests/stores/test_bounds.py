@@ -1,0 +1,65 @@
+"""What a load from a store takes: requests at a time, memory, time for a listing, threads, and only as long as it lasts."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+import dcp_rs
+from dcp_rs import _core
+from dcp_rs._url import StorageOptions
+from dcp_rs.checkpoint.locate import open_index
+from dcp_rs.options import ReadOptions
+from dcp_rs.transfer.upload import SlabLoad
+from support.object_server import Fault
+from support.slabs import batch_of
+
+MIB = 1 << 20
+
+
+def test_what_needs_a_buffer_narrows_nothing_else(tmp_path, server):
+    """One tensor that goes by way of a buffer once had all the others wait: two at a time here."""
+    state = {f"t{i}": torch.randn(256, 1024) for i in range(24)}
+    state["turned"] = torch.randn(1500, 1024)
+    dcp_rs.save(state, tmp_path / "x")
+    server.put_folder(tmp_path / "x", "x")
+    server.latency = 0.5
+    into = {name: torch.empty(1024, 1500).t() if name == "turned" else torch.empty(256, 1024) for name in state}
+    dcp_rs.load(into, server.url("x"), storage_options=server.options(), max_inflight_bytes=4 * MIB)
+    assert all(into[name].equal(state[name]) for name in state)
+    assert server.most_at_once >= 16
+
+
+def test_each_page_of_a_listing_has_a_time_of_its_own(tmp_path, server):
+    for i in range(12):
+        save_file({f"t{i}": torch.full((3,), float(i))}, tmp_path / f"model-{i + 1:05}-of-00012.safetensors")
+    server.put_folder(tmp_path, "model")
+    server.page = 1
+    pages = [Fault(delay=0.3, times=None, matches=lambda request: request.kind == "list")]
+    third = [Fault(status=503, matches=lambda request: "00001-of" in request.query)]
+    server.faults += third + pages
+    with dcp_rs.open(server.url("model"), storage_options=server.options(read_timeout=1)) as ckpt:
+        assert ckpt["t11"].equal(torch.full((3,), 11.0))
+    assert server.counts()["list"] == 12 + 1
+
+
+def threads() -> list[str]:
+    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+
+
+def test_the_threads_of_a_load_by_slabs_end_with_it_and_not_with_its_reader(saved, server):
+    state, _ = saved
+    options = StorageOptions.of(server.options())
+    index = open_index(server.url("runs/ckpt"), rank=None, allow_external=False, storage_options=options)
+    batch = batch_of(index)
+    reading = ReadOptions(max_inflight_bytes=MIB)
+    # All but the empty one.
+    load = SlabLoad(batch, range(44), sort=True, accelerator=False, options=reading)
+    got = 0
+    with load:
+        for _, copies, _ in load:
+            got += sum(copy.nbytes for copy in copies)
+            assert isinstance(copies[0], _core.Copy)
+    assert got == sum(tensor.nbytes for tensor in [*state["model"].values(), *state["many"].values()])
+    assert not [name for name in threads() if name.startswith("dcp-rs")]
+    assert load.stats()[0] == got
