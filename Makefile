@@ -52,7 +52,7 @@ $(VENV)/.uv:
 	@touch $@
 
 $(VENV)/.deps: $(VENV)/.uv pyproject.toml
-	$(UV) pip install --quiet --python $(PY) -r pyproject.toml --extra cli --group dev $(TORCH)
+	$(UV) pip install --quiet --python $(PY) -r pyproject.toml --extra cli --group dev --group stores $(TORCH)
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.deps $(RUST_SOURCES)

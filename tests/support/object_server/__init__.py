@@ -7,6 +7,7 @@ without a copy. What it is asked is noted.
 from __future__ import annotations
 
 import contextlib
+import ssl
 import threading
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
@@ -26,20 +27,27 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 512
 
-    def __init__(self, store: ObjectServer) -> None:
+    def __init__(self, store: ObjectServer, context: ssl.SSLContext | None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.store = store
+        self.context = context
+
+    def finish_request(self, request, client_address):
+        # In the thread of the connection: a handshake waits for the client.
+        if self.context is not None:
+            request = self.context.wrap_socket(request, server_side=True)
+        super().finish_request(request, client_address)
 
     def handle_error(self, *_):
         """A client that goes away in the midst of an answer is what tests do."""
 
 
 @contextlib.contextmanager
-def object_server() -> Iterator[ObjectServer]:
-    """A server on a free port, for as long as the block runs."""
+def object_server(context: ssl.SSLContext | None = None) -> Iterator[ObjectServer]:
+    """A server on a free port, for as long as the block runs; over TLS with a context."""
     store = ObjectServer()
-    server = _Server(store)
-    store.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+    server = _Server(store, context)
+    store.endpoint = f"{'https' if context else 'http'}://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     try:

@@ -1,0 +1,105 @@
+"""What moto's S3 says of what is asked: a second opinion beside the server of these tests. It is slow: little is loaded."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+import dcp_rs
+from dcp_rs.errors import CheckpointNotFoundError, StorageNotFoundError, StoragePreconditionError
+from support import assert_state_equal, blank
+
+pytest.importorskip("flask_cors", reason="moto's server is not installed: the group `stores` of pyproject.toml")
+boto3 = pytest.importorskip("boto3", reason="moto's server is not installed: the group `stores` of pyproject.toml")
+moto = pytest.importorskip("moto.server", reason="moto is not installed: the group `stores` of pyproject.toml")
+
+BUCKET = "bucket"
+
+
+class Moto:
+    """A bucket on moto's server."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
+        self.client = boto3.client("s3", endpoint_url=endpoint, **keys)
+        self.client.create_bucket(Bucket=BUCKET)
+
+    def options(self, **more):
+        keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret", "aws_region": "us-east-1"}
+        return {**keys, "aws_endpoint": self.endpoint, "aws_allow_http": True, **more}
+
+    def put_folder(self, folder, prefix):
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                self.client.upload_file(str(path), BUCKET, f"{prefix}/{path.relative_to(folder)}")
+
+    def keys(self, prefix):
+        listed = self.client.list_objects_v2(Bucket=BUCKET, Prefix=prefix)
+        return [found["Key"] for found in listed.get("Contents", [])]
+
+    def url(self, key):
+        return f"s3://{BUCKET}/{key}"
+
+
+@pytest.fixture
+def store():
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        yield Moto("http://{}:{}".format(*server.get_host_and_port()))
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def state():
+    torch.manual_seed(0)
+    model = {"w": torch.randn(600, 300), "b": torch.arange(7), "none": torch.empty(0, 2)}
+    return {"model": model, "many": {f"t{i}": torch.full((5,), float(i)) for i in range(9)}, "step": 3}
+
+
+def test_native_checkpoints(tmp_path, store, state):
+    dcp_rs.save(state, tmp_path / "x")
+    store.put_folder(tmp_path / "x", "runs/x")
+    into = blank(state)
+    dcp_rs.load(into, store.url("runs/x"), storage_options=store.options(), verify=True)
+    assert_state_equal(into, state)
+    with dcp_rs.open(store.url("runs/x"), storage_options=store.options()) as ckpt:
+        assert ckpt.get_slice("model.w")[:, 7:9].equal(state["model"]["w"][:, 7:9])
+    assert dcp_rs.verify(store.url("runs/x"), storage_options=store.options()).ok
+
+
+def test_checkpoints_of_others(tmp_path, store, state):
+    dcp.save(dict(state), checkpoint_id=tmp_path / "stock", no_dist=True)
+    store.put_folder(tmp_path / "stock", "stock")
+    into = blank(state)
+    dcp_rs.load(into, store.url("stock"), storage_options=store.options())
+    assert_state_equal(into, state)
+    (tmp_path / "model").mkdir()
+    save_file(state["model"], tmp_path / "model" / "model.safetensors")
+    store.put_folder(tmp_path / "model", "model")
+    with dcp_rs.open(store.url("model"), storage_options=store.options()) as ckpt:
+        assert ckpt["w"].equal(state["model"]["w"])
+
+
+def test_what_is_not_there(store):
+    with pytest.raises(CheckpointNotFoundError):
+        dcp_rs.open(store.url("nothing"), storage_options=store.options())
+    with pytest.raises(StorageNotFoundError, match="NoSuchBucket"):
+        dcp_rs.open("s3://another/x", storage_options=store.options())
+
+
+def test_an_object_that_is_replaced(tmp_path, store, state):
+    dcp_rs.save(state, tmp_path / "x")
+    store.put_folder(tmp_path / "x", "x")
+    with dcp_rs.open(store.url("x"), storage_options=store.options()) as ckpt:
+        assert ckpt["model.b"].equal(state["model"]["b"])
+        (key,) = (key for key in store.keys("x") if key.endswith(".safetensors"))
+        data = store.client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
+        store.client.put_object(Bucket=BUCKET, Key=key, Body=data[:-1] + bytes([data[-1] ^ 1]))
+        with pytest.raises(StoragePreconditionError):
+            ckpt["model.w"]
