@@ -1,112 +1,144 @@
-"""Loads from a store: a server of objects on the same machine, by itself and with 20 ms for each request.
+"""Loads from a store and saves to one: a server of objects on the same machine, by itself and with 20 ms for each request.
 
 The server is that of the tests: threads of a Python process, which send from memory. It takes cores from the loaders, all alike.
 """
 
-import contextlib
-import subprocess
+import math
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
-from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
-from harness import checkpoints, loaders
+from harness import checkpoints, stores
 from harness.context import Context
-from harness.pairs import Contender, measure
-from harness.rows import Row, versus
-from harness.states import Pattern, model_shapes, size_of, small_shapes
+from harness.driven import BENCHES, Driven
+from harness.memory import extra_anonymous_bytes
+from harness.pairs import measure
+from harness.rows import Row, figure, versus
+from harness.states import Pattern, model_shapes, shard, size_of, small_shapes, square_shapes
+from harness.stores import FSSPEC, OBSTORE, OURS, SAVES, SAVES_FSSPEC
 
 import dcp_rs
+from dcp_rs._url import StorageOptions
+from dcp_rs.checkpoint.locate import open_index
+from dcp_rs.options import ReadOptions
 
-OURS, OBSTORE, FSSPEC = "dcp_rs.load, s3://", "obstore, ranges of 8 MiB, 64 at a time", "FsspecReader, s3fs"
-WORKER = Path(__file__).resolve().parents[1] / "workers" / "store_worker.py"
-KEYS = {"aws_access_key_id": "key", "aws_secret_access_key": "secret", "aws_region": "us-east-1"}
-PACKAGES = {OBSTORE: "obstore", FSSPEC: "s3fs"}
-PART = 8 << 20
-
-
-@contextlib.contextmanager
-def serving(latency: float, *folders: Path) -> Iterator[str]:
-    command = [sys.executable, str(WORKER), str(latency), *map(str, folders)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            yield server.stdout.readline().strip()
-        finally:
-            server.stdin.close()
-
-
-def raw(endpoint: str, folder: Path) -> Contender:
-    """The bytes of the data files, into memory that is there: the limit of client and server."""
-
-    def run() -> None:
-        import obstore
-        from obstore.store import S3Store
-
-        store = S3Store("bucket", config={**KEYS, "aws_endpoint": endpoint}, client_options={"allow_http": True})
-        parts = [
-            (f"{folder.name}/{file.name}", start, min(PART, file.stat().st_size - start))
-            for file in folder.glob("*.safetensors")
-            for start in range(0, file.stat().st_size, PART)
-        ]
-        with ThreadPoolExecutor(64) as pool:
-            fetched = pool.map(
-                lambda part: len(obstore.get_range(store, part[0], start=part[1], length=part[2])), parts
-            )
-            assert sum(fetched) == sum(length for _, _, length in parts)
-
-    return Contender(OBSTORE, run)
-
-
-def ours(endpoint: str, folder: Path, state: loaders.State, pattern: Pattern) -> Contender:
-    options = {**KEYS, "aws_endpoint": endpoint, "aws_allow_http": True}
-
-    def load(path: Path, into: loaders.State) -> None:
-        dcp_rs.load(into, f"s3://bucket/{path.name}", storage_options=options, no_dist=True)
-
-    return loaders.loads(OURS, load, folder, state, pattern)
-
-
-def fsspec(endpoint: str, folder: Path, state: loaders.State, pattern: Pattern) -> Contender:
-    def load(path: Path, into: loaders.State) -> None:
-        from torch.distributed.checkpoint import FsspecReader
-
-        reader = FsspecReader(
-            f"s3://bucket/{path.name}",
-            key=KEYS["aws_access_key_id"],
-            secret=KEYS["aws_secret_access_key"],
-            client_kwargs={"endpoint_url": endpoint, "region_name": "us-east-1"},
-        )
-        dcp.load(into, storage_reader=reader, no_dist=True)
-
-    return loaders.loads(FSSPEC, load, folder, state, pattern, warm_up=False)
+LATENCY = 0.02
+SAVED_BY, LOADED_BY, RANK = 8, 4, 1
+#: What a request for columns should bring on average at the least: 8 MiB.
+REQUEST = 8 << 20
 
 
 def run(context: Context) -> list[Row]:
     model = Pattern(model_shapes(context.sizes), torch.bfloat16)
     small = Pattern(small_shapes(context.sizes.small), torch.float32)
-    rows: list[Row] = []
-    for name, pattern, latency, bounds in (
-        ("model", model, 0.0, {OBSTORE: (0.8, 0.95), FSSPEC: (8, 13)}),
-        ("model", model, 0.02, {OBSTORE: (0.8, 0.95), FSSPEC: (5, 6)}),
-        ("small", small, 0.02, {FSSPEC: (40, 150)}),
-    ):
-        # Without `make bench`'s own packages, as in the tests, what is there is run.
-        bounds = {other: bound for other, bound in bounds.items() if find_spec(PACKAGES[other])}  # noqa: PLW2901
-        folder = context.folder / f"remote-{name}"
-        native, stock = checkpoints.native(folder, pattern), checkpoints.stock(folder, pattern)
-        state = pattern.blank()
-        with serving(latency, native, stock) as endpoint:
-            contenders = [ours(endpoint, native, state, pattern)]
-            if FSSPEC in bounds:
-                contenders.append(fsspec(endpoint, stock, state, pattern))
-            if OBSTORE in bounds:
-                contenders.append(raw(endpoint, native))
+    return [
+        *_loads(context, "model", model, 0.0, {OBSTORE: (0.8, 0.95), FSSPEC: (8, 13)}),
+        *_loads(context, "model", model, LATENCY, {OBSTORE: (0.8, 0.95), FSSPEC: (5, 6)}),
+        *_loads(context, "small", small, LATENCY, {FSSPEC: (40, 150)}),
+        *_columns(context),
+        *_opening(context, model),
+        *_memory(context, model),
+        *_saves(context, model),
+    ]
+
+
+def _case(pattern: Pattern, latency: float) -> str:
+    return f"{len(pattern.shapes):,} tensors, {size_of(pattern.nbytes)}, {latency * 1000:.0f} ms a request"
+
+
+def _loads(
+    context: Context, name: str, pattern: Pattern, latency: float, bounds: dict[str, tuple[float, float]]
+) -> list[Row]:
+    folder = context.folder / f"remote-{name}"
+    native, stock = checkpoints.native(folder, pattern), checkpoints.stock(folder, pattern)
+    state = pattern.blank()
+    with stores.serving(latency, native, stock) as store:
+        contenders = [stores.ours(store, native, state, pattern)]
+        if stores.is_there(FSSPEC):
+            contenders.append(stores.fsspec(store, stock, state, pattern))
+        if OBSTORE in bounds and stores.is_there(OBSTORE):
+            contenders.append(stores.raw(store, native))
+        times = measure(contenders, **context.pairs)
+    return [
+        versus(_case(pattern, latency), times, OURS, other, reach=reach, stretch=stretch)
+        for other, (reach, stretch) in bounds.items()
+        if other in times
+    ]
+
+
+def _columns(context: Context) -> list[Row]:
+    """One column shard of what was saved as row shards: what is fetched for a byte that is wanted, and in how many requests."""
+    pattern = Pattern(square_shapes(context.sizes), torch.bfloat16)
+    native, _ = checkpoints.row_sharded(context.folder / "reshard", pattern, SAVED_BY)
+    rows = []
+    with stores.serving(0.0, native) as store, checkpoints.pretend_rank(RANK, LOADED_BY):
+        options = StorageOptions.of(store.options())
+        index = open_index(stores.url(native), rank=None, allow_external=False, storage_options=options)
+        mesh = torch.distributed.init_device_mesh("cpu", (LOADED_BY,))
+        requests, kept = [], []
+        for name, shape in pattern.shapes.items():
+            want = shard(pattern.view(name), 1, mesh)
+            to = torch.empty(want.shape, dtype=want.dtype)
+            offsets = [0, RANK * -(-shape[1] // LOADED_BY)]
+            requests.append((index.find(name), offsets, want.shape, to.data_ptr(), to.stride()))
+            kept.append((want, to))
+        store.counts()
+        wanted, read = index.read_regions(requests, **ReadOptions().engine())
+        asked = store.counts()["get"]
+        for want, to in kept:
+            assert torch.equal(to.view(torch.int16), want.view(torch.int16))
+        case = f"column shard of {LOADED_BY}, saved as row shards of {SAVED_BY} ({size_of(pattern.nbytes)})"
+        told = "counted by the engine"
+        rows.append(figure(f"{case}: fetched for each byte wanted", OURS, "B/B", [read / wanted], reach=4.0, note=told))
+        # A file is never asked for in less than one.
+        least = max(SAVED_BY, math.ceil(read / REQUEST))
+        said = "1 is a request for 8 MiB, or for a file; counted by the server"
+        rows.append(figure(f"{case}: requests", OURS, "x", [asked / least], reach=1.0, note=said))
+    return rows
+
+
+def _opening(context: Context, pattern: Pattern) -> list[Row]:
+    native = checkpoints.native(context.folder / "remote-model", pattern)
+    with stores.serving(0.0, native) as store:
+        with dcp_rs.open(stores.url(native), storage_options=store.options()) as ckpt:
+            assert set(ckpt.keys()) == set(pattern.shapes)
+        asked = store.counts()["all"]
+    return [figure("requests for opening a checkpoint", "dcp_rs.open, s3://", "", [asked], reach=3, stretch=2)]
+
+
+def _memory(context: Context, pattern: Pattern) -> list[Row]:
+    """What a load takes beyond its destination, with as many requests in flight as there may be."""
+    native = checkpoints.native(context.folder / "remote-model", pattern)
+    case = f"extra anonymous memory while loading {size_of(pattern.nbytes)}, {LATENCY * 1000:.0f} ms a request"
+    rounds = min(3, context.pairs["rounds"])
+    extra, most = [], 0
+    with stores.serving(LATENCY, native) as store:
+        for _ in range(rounds):
+            with Driven(
+                [sys.executable, BENCHES / "workers" / "load_worker.py", stores.url(native), context.size],
+                **store.environment(),
+            ) as process:
+                process.ask("prepare", "dcp_rs.load")
+                extra.append(extra_anonymous_bytes(process, "load") / 1e6)
+                process.ask("verify")
+            most = max(most, store.counts()["most at once"])
+    note = f"first load of a process; up to {most} requests at a time, counted by the server"
+    return [figure(case, OURS, "MB", extra, reach=300, stretch=200, note=note)]
+
+
+def _saves(context: Context, pattern: Pattern) -> list[Row]:
+    state = pattern.state()
+    rows = []
+    for latency in (0.0, LATENCY):
+        with stores.serving(latency) as store:
+            contenders = [stores.saves(store, state, pattern)]
+            if stores.is_there(SAVES_FSSPEC):
+                contenders.append(stores.saves_fsspec(store, state, pattern))
             times = measure(contenders, **context.pairs)
-        case = f"{len(pattern.shapes):,} tensors, {size_of(pattern.nbytes)}, {latency * 1000:.0f} ms a request"
-        rows += [
-            versus(case, times, OURS, other, reach=reach, stretch=stretch) for other, (reach, stretch) in bounds.items()
-        ]
+        case = f"save {_case(pattern, latency)}"
+        if SAVES_FSSPEC in times:
+            rows.append(versus(case, times, SAVES, SAVES_FSSPEC, reach=3.5, stretch=4.5))
+        elif times[SAVES].error is None:
+            rows.append(figure(case, SAVES, "s", times[SAVES].seconds))
+        else:
+            rows.append(Row(case, SAVES, error=times[SAVES].error))
     return rows

@@ -1,4 +1,4 @@
-"""Loads the model's state once, in a process of its own: `load_worker.py PATH SIZE`, then prepare LOADER, load, verify."""
+"""Loads the model's state once, in a process of its own: `load_worker.py PATH_OR_URL SIZE`, then prepare LOADER, load, verify."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ from harness.context import SIZES
 from harness.driven import serve
 from harness.states import Pattern, model_shapes
 
-PATH = Path(sys.argv[1])
+PATH = sys.argv[1] if "://" in sys.argv[1] else Path(sys.argv[1])
 PATTERN = Pattern(model_shapes(SIZES[sys.argv[2]]), torch.bfloat16)
 STATE = PATTERN.blank()
 LOADERS = {

@@ -1,21 +1,24 @@
-"""A server of objects with the files of some folders: `python store_worker.py LATENCY_S FOLDER...`. Prints where it is; ends with its standard input."""
+"""A server of objects with the files of some folders: `store_worker.py LATENCY_S FOLDER...`; answers `endpoint`, and `counts`: what was asked since the last time."""
 
 import sys
 from pathlib import Path
+
+from harness.driven import serve
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from support.object_server import object_server
 
+with object_server() as server:
+    for folder in sys.argv[2:]:
+        server.put_folder(Path(folder), Path(folder).name)
+    server.latency = float(sys.argv[1])
+    server.page = 1000
 
-def main(latency: str, *folders: str) -> None:
-    with object_server() as server:
-        for folder in folders:
-            server.put_folder(Path(folder), Path(folder).name)
-        server.latency = float(latency)
-        print(server.endpoint, flush=True)
-        sys.stdin.read()
+    def counts() -> dict[str, int]:
+        asked, most = dict(server.counts()), server.most_at_once
+        server.requests.clear()
+        server.most_at_once = server.at_once
+        return {**asked, "most at once": most, "all": sum(asked.values())}
 
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve({"endpoint": lambda: {"endpoint": server.endpoint}, "counts": counts})
