@@ -483,6 +483,10 @@ class Store:
         """Whether there is an index."""
     def discard(self, folder: str, rank: int | None, index: bytes) -> None:
         """As the function of this name, on the store."""
+    def leftovers(self, folder: str, older_than: float | None) -> list[Leftover]:
+        """As the function of this name, on the store."""
+    def clean(self, folder: str, older_than: float | None) -> tuple[list[Leftover], list[Leftover], list[str]]:
+        """As the function of this name, on the store."""
     @property
     def keeps_conditions(self) -> bool:
         """Whether it refuses to replace what is not what it was."""

@@ -228,7 +228,7 @@ def test_convert_takes_all_options(dcp_rs_cli, world: Path, tmp_path: Path) -> N
         ["index", "nowhere"],
         ["ls", "ftp://host/ckpt"],
         ["ls", "s3://bucket/ckpt", "--storage-option", "aws_region"],
-        ["convert", "{world}/ckpt", "s3://bucket/ckpt"],
+        ["convert", "{world}/ckpt", "s3://bucket/ckpt", "--to", "dcp"],
     ],
     ids=" ".join,
 )
@@ -244,7 +244,7 @@ def test_errors_are_one_line(dcp_rs_cli, arguments: list[str], world: Path, tmp_
 
 def test_a_path_with_a_scheme_is_named_as_it_was_given(dcp_rs_cli) -> None:
     assert "ftp://host/ckpt: ftp:// is not supported" in dcp_rs_cli("verify", "ftp://host/ckpt")[2]
-    assert "s3://bucket/ckpt: here paths of the file system" in dcp_rs_cli("clean", "s3://bucket/ckpt")[2]
+    assert "s3://bucket/ckpt: here paths of the file system" in dcp_rs_cli("index", "s3://bucket/ckpt")[2]
 
 
 def test_the_help_says_which_commands_read_files_of_torch_save(dcp_rs_cli) -> None:

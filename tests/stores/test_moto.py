@@ -1,6 +1,7 @@
 """What moto's S3 says of what is asked: a second opinion beside the server of these tests. It is slow: little is loaded."""
 
 import logging
+import threading
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import dcp_rs
-from dcp_rs.errors import CheckpointNotFoundError, StorageNotFoundError, StoragePreconditionError
+from dcp_rs.errors import CheckpointNotFoundError, DcpRsError, StorageNotFoundError, StoragePreconditionError
 from support import assert_state_equal, blank
 
 pytest.importorskip("flask_cors", reason="moto's server is not installed: the group `stores` of pyproject.toml")
@@ -103,3 +104,50 @@ def test_an_object_that_is_replaced(tmp_path, store, state):
         store.client.put_object(Bucket=BUCKET, Key=key, Body=data[:-1] + bytes([data[-1] ^ 1]))
         with pytest.raises(StoragePreconditionError):
             ckpt["model.w"]
+
+
+def test_saves(tmp_path, store, state):
+    options = store.options()
+    dcp_rs.save(state, store.url("saved"), storage_options=options)
+    into = blank(state)
+    dcp_rs.load(into, store.url("saved"), storage_options=options, verify=True)
+    assert_state_equal(into, state)
+    first = set(store.keys("saved/"))
+    dcp_rs.save({**state, "step": 4}, store.url("saved"), storage_options=options)
+    with dcp_rs.open(store.url("saved"), storage_options=options) as ckpt:
+        assert ckpt["step"] == 4
+    assert first & set(store.keys("saved/")) == {"saved/index.dcprs"}
+    assert store.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", []) == []
+
+
+def test_of_two_savers_one_wins_whole(store):
+    """Both look at the same index, then commit: all that is there afterwards is of one of them."""
+    options = store.options()
+    for _ in range(3):
+        outcomes = race(store.url("raced"), options)
+        won = [number for number, error in enumerate(outcomes) if error is None]
+        assert won
+        assert all(isinstance(error, StoragePreconditionError) for error in outcomes if error is not None)
+        with dcp_rs.open(store.url("raced"), storage_options=options) as ckpt:
+            assert int(ckpt["w"][0]) in won
+        assert len(store.keys("raced/")) == 2
+
+
+def race(url, options):
+    """Two saves at the same time; the error of each, or None."""
+    meet = threading.Barrier(2)
+    outcomes: list[DcpRsError | None] = [None, None]
+
+    def save(number):
+        meet.wait()
+        try:
+            dcp_rs.save({"w": torch.full((1000,), float(number))}, url, storage_options=options, no_dist=True)
+        except DcpRsError as error:
+            outcomes[number] = error
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes

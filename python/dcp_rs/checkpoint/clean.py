@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from dcp_rs import _core
 from dcp_rs._shown import Shown
+from dcp_rs._url import StorageOptions, Url, location, options_for
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.locate import local_path
 from dcp_rs.errors import CheckpointNotFoundError, DcpRsError
 
 __all__ = ["CleanReport", "Leftover", "clean", "leftovers"]
@@ -19,8 +20,8 @@ Verdict = Literal["left", "in use", "young", "whole"]
 
 _WHY_KEPT = {
     "in use": "a process is at work on it",
-    "young": "it was written to not long ago, and on this file system nothing else says whether a process is at work on it",
-    "whole": "it is complete and only lacks its index, which dcp_rs.index(path) makes",
+    "young": "it was written to not long ago, and here nothing else says whether a process is at work on it",
+    "whole": "it is complete and only lacks its index, which dcp_rs.index(path) makes, of a copy in a folder where this is a store",
 }
 _WHY_ASIDE = "the checkpoint that was being replaced is in it, and there is no other: rename that"
 
@@ -75,63 +76,92 @@ class CleanReport(Shown):
         return sum(leftover.nbytes for leftover in self.found)
 
 
-def leftovers(path: str | os.PathLike[str], *, older_than: float | None = None) -> list[Leftover]:
+def leftovers(
+    path: str | os.PathLike[str],
+    *,
+    older_than: float | None = None,
+    storage_options: Mapping[str, Any] | Any | None = None,
+) -> list[Leftover]:
     """What killed saves left in the folder at ``path``, and killed conversions to ``path`` beside it. Changes nothing.
 
     Args:
-        path: the folder of a checkpoint, or the file that was converted to.
-        older_than: see :func:`clean`.
+        path: the folder of a checkpoint, or its URL; or the file that was converted to.
+        older_than, storage_options: see :func:`clean`.
 
     Raises:
         CheckpointNotFoundError: there is nothing.
         CorruptIndexError: an index there cannot be read, so that nobody knows which files it needs.
     """
-    return [_leftover(found) for found in _core.leftovers(_absolute(path), _seconds(older_than))]
+    where, store = _where(path, storage_options)
+    find = _core.leftovers if store is None else store.leftovers
+    return [_leftover(found, store) for found in find(where, _seconds(older_than))]
 
 
-def clean(path: str | os.PathLike[str], *, yes: bool = False, older_than: float | None = None) -> CleanReport:
+def clean(
+    path: str | os.PathLike[str],
+    *,
+    yes: bool = False,
+    older_than: float | None = None,
+    storage_options: Mapping[str, Any] | Any | None = None,
+) -> CleanReport:
     """Lists what killed saves left in the folder at ``path``, and killed conversions to ``path`` beside it; with ``yes``, removes it.
 
     Never removed is what an index names, what a save or conversion of any process is writing, and a whole save whose index was lost. While
     files are removed, no save to the folder commits.
 
+    On a store nothing tells who is at work, and only the age of an object protects a save that goes on: a day, by default. What a killed save had
+    begun to upload and not completed is not listed here; it is the store's own rule that removes it (``AbortIncompleteMultipartUpload``).
+
     Args:
-        path: the folder of a checkpoint, or the file that was converted to.
+        path: the folder of a checkpoint, or its URL; or the file that was converted to.
         yes: remove what was found.
         older_than: seconds; leave alone what was written to since. Default: 0 where the file system tells who is at work; a day where it does
-            not, or may not know of other machines (on network file systems).
+            not, or may not know of other machines (on network file systems), and on stores.
+        storage_options: for a URL, see :class:`dcp_rs.RsReader`.
 
     Raises:
         CheckpointNotFoundError: there is nothing at ``path``.
         CorruptIndexError: an index there cannot be read, so that nobody knows which files it needs. Nothing was removed.
         SaveInProgressError: another process keeps the folder locked.
         OSError: the folder cannot be read, or not be written to.
+        StorageError: of a store; see :mod:`dcp_rs.errors`.
 
     Warns (UserWarning) of what could not be removed.
     """
     if not yes:
-        all_found = leftovers(path, older_than=older_than)
+        all_found = leftovers(path, older_than=older_than, storage_options=storage_options)
         return CleanReport(
             found=[leftover for leftover in all_found if leftover.why_kept is None],
             kept=[leftover for leftover in all_found if leftover.why_kept is not None],
         )
-    removed, kept, failed = _core.clean(_absolute(path), _seconds(older_than))
+    where, store = _where(path, storage_options)
+    remove = _core.clean if store is None else store.clean
+    removed, kept, failed = remove(where, _seconds(older_than))
     for reason in failed:
         warn_caller(f"still there: {reason}")
-    gone = [_leftover(found) for found in removed]
-    return CleanReport(found=gone, removed=gone, kept=[_leftover(found) for found in kept])
+    gone = [_leftover(found, store) for found in removed]
+    return CleanReport(found=gone, removed=gone, kept=[_leftover(found, store) for found in kept])
 
 
 def seen_beside(path: str | os.PathLike[str]) -> list[Leftover]:
-    """:func:`leftovers`, to be mentioned beside other findings: none where they cannot be told."""
+    """:func:`leftovers`, to be mentioned beside other findings: none where they cannot be told, or only a store could tell them."""
+    if isinstance(location(path), Url):
+        return []
     try:
         return leftovers(path)
     except (CheckpointNotFoundError, DcpRsError, OSError):
         return []
 
 
-def _absolute(path: str | os.PathLike[str]) -> str:
-    return os.path.abspath(local_path(path))  # noqa: PTH100  # Path.resolve would follow links
+def _where(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | Any | None
+) -> tuple[str, _core.Store | None]:
+    where = location(path)
+    # What is secret gets no name here: tools show the variables of a traceback.
+    reach = options_for(where, StorageOptions.of(storage_options))
+    if isinstance(where, Url):
+        return os.fspath(where), _core.Store(os.fspath(where), reach or {})
+    return os.path.abspath(where), None  # noqa: PTH100  # Path.resolve would follow links
 
 
 def _seconds(older_than: float | None) -> float | None:
@@ -141,5 +171,6 @@ def _seconds(older_than: float | None) -> float | None:
     return None if older_than is None else float(older_than)
 
 
-def _leftover(found: _core.Leftover) -> Leftover:
-    return Leftover(os.fspath(found.path), found.nbytes, found.kind, found.verdict)
+def _leftover(found: _core.Leftover, store: _core.Store | None) -> Leftover:
+    path = found.path if store is None else Url(found.path)
+    return Leftover(os.fspath(path), found.nbytes, found.kind, found.verdict)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from dcp_rs._url import Url, location
 from dcp_rs.checkpoint.clean import Leftover
 from dcp_rs.cli.output import count, for_command_line, line, print_json, printable, size
 
@@ -48,7 +49,8 @@ def mention(leftovers: Sequence[Leftover]) -> None:
 
 
 def _row(leftover: Leftover) -> str:
-    path = min(leftover.path, os.path.relpath(leftover.path), key=len)
+    is_url = isinstance(location(leftover.path), Url)
+    path = leftover.path if is_url else min(leftover.path, os.path.relpath(leftover.path), key=len)
     return f"{size(leftover.nbytes):>9}  {leftover.kind:<15}  {printable(path)}"
 
 

@@ -12,11 +12,10 @@ from typing import Any, Literal
 import torch
 
 from dcp_rs._progress import Progress, watching
-from dcp_rs._url import StorageOptions, location
+from dcp_rs._url import StorageOptions, Url, location, options_for
 from dcp_rs._warnings import formerly
-from dcp_rs.checkpoint.locate import local_path
 from dcp_rs.checkpoint.renaming import Rename
-from dcp_rs.checkpoint.source import open_source
+from dcp_rs.checkpoint.source import Source, open_source
 from dcp_rs.conversion import native, safetensors, stock, torch_file
 from dcp_rs.conversion.job import (
     ConvertReport,
@@ -27,8 +26,8 @@ from dcp_rs.conversion.job import (
     select,
     select_containers,
 )
-from dcp_rs.conversion.place import Place, check_place, new_place
-from dcp_rs.errors import DcpRsError
+from dcp_rs.conversion.place import Place, check_place, new_place, place_on_store
+from dcp_rs.errors import DcpRsError, UnsupportedError
 from dcp_rs.options import ReadOptions, WriteOptions
 from dcp_rs.tensors import objects
 
@@ -66,6 +65,7 @@ def convert(
     weights_only: bool = True,
     allow_external: bool = False,
     storage_options: Mapping[str, Any] | Any | None = None,
+    out_storage_options: Mapping[str, Any] | Any | None = None,
 ) -> ConvertReport:
     """Writes a checkpoint again, in another format. Memory stays bounded, whatever the size of the checkpoint.
 
@@ -74,7 +74,7 @@ def convert(
     Args:
         path: a folder of this package, of Hugging Face or of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``; or the URL of one of
             the first four on a store.
-        out: a folder; a file for ``to="torch"``, and for ``to="safetensors"`` if it ends in ``.safetensors``.
+        out: a folder, or for ``to="dcp-rs"`` the URL of one on a store; a file for ``to="torch"``, and for ``to="safetensors"`` if it ends in ``.safetensors``.
         to: the format. ``"dcp-rs"`` and ``"dcp"`` hold everything, and keep each stored piece of a tensor a piece. ``"safetensors"``
             holds tensors of common types, under the names that ``transformers`` looks for. ``"torch"`` holds everything in one file.
         dtype: what floating-point tensors of 16 bits and more become: a dtype, or its name (``"bf16"``). All of them: limit it with
@@ -94,7 +94,8 @@ def convert(
         weights_only: refuse values of a file of ``torch.save``, or on their way into one, that need more than
             ``torch.load(weights_only=True)`` allows. Else values are taken as they are, without unpickling them.
         allow_external: read data files outside the source's folder, if its index names any.
-        storage_options: for a URL, see :class:`dcp_rs.RsReader`.
+        storage_options: for URLs, see :class:`dcp_rs.RsReader`.
+        out_storage_options: for that of ``out``; default: those of ``path``.
 
     A source whose files change meanwhile is an error, and the result is not kept. Files are mapped: one that is cut short while a tensor of it is
     being copied can end the process.
@@ -102,7 +103,8 @@ def convert(
     Raises:
         CheckpointNotFoundError, CorruptIndexError, CorruptDataError, UnsafePickleError: from the source.
         CheckpointExistsError: ``out`` is there, and ``overwrite`` is not set; or it holds more than a checkpoint.
-        UnsupportedError: ``out`` cannot hold something; it is named.
+        UnsupportedError: ``out`` cannot hold something; it is named. Or it is a URL, for a format that is not written to stores.
+        StorageError: a store fails, or another save to ``out`` was committed meanwhile; see :mod:`dcp_rs.errors`.
         PlanError: two entries would have one name, or none is wanted.
         ValueError: an option, or ``out`` is the source.
         OSError: the disk is full, or fails.
@@ -112,16 +114,8 @@ def convert(
     a ``dict`` there. ``"safetensors"`` has names, and no nesting. A checkpoint of stock DCP is nested as DCP says, with the numbers of an optimizer.
     """
     begin = time.perf_counter()
-    if to not in _WRITERS:
-        msg = f"to={to!r}: one of {', '.join(map(repr, _WRITERS))}"
-        raise ValueError(msg)
-    if shards is not None and (isinstance(shards, bool) or not isinstance(shards, int) or shards < 1):
-        msg = f"shards={shards!r}: a positive integer"
-        raise ValueError(msg)
-    if not name or "/" in name:
-        msg = f"name={name!r}: what files are called"
-        raise ValueError(msg)
-    source_path, target = location(path), Path(os.path.abspath(local_path(out)))  # noqa: PTH100  # Path.resolve would follow out's last link
+    _check(to, shards, name)
+    source_path, target = location(path), _target(out, to)
     as_file = to == "torch" or (to == "safetensors" and target.suffix == ".safetensors")
     if as_file and (shards or 1) > 1:
         msg = f"shards={shards}: {out} is one file"
@@ -130,13 +124,15 @@ def convert(
     write_options = WriteOptions(threads=threads, fsync=fsync, max_inflight_bytes=max_inflight_bytes)
     inflight = write_options.inflight_bytes(accelerator=False)
     read_options = ReadOptions(threads=threads, verify=verify, max_inflight_bytes=max(1 << 20, inflight // 4))
+    of_source, of_out = _stores(source_path, target, storage_options, out_storage_options)
     source = open_source(
         source_path,
         options=read_options,
         allow_external=allow_external,
-        storage_options=StorageOptions.of(storage_options),
+        storage_options=of_source,
     )
-    check_place(source_path, source.files, target, overwrite=overwrite)
+    if not isinstance(target, Url):
+        check_place(source_path, source.files, target, overwrite=overwrite)
     tasks = select(source, dtype=cast_to, include=include, exclude=exclude, rename=rename)
     containers = select_containers(source, tasks, include=include, exclude=exclude, rename=rename)
     if source.kind == "torch" and weights_only:
@@ -165,16 +161,64 @@ def convert(
         filtered=len(tasks) < len(source.items),
     )
     with (
-        new_place(target, as_file=as_file) as place,
+        _place(source, source_path, target, of_out, as_file=as_file, overwrite=overwrite) as place,
         _disk_errors(target),
         watching(progress, "converting") as job.progress,
     ):
         _WRITERS[to](job, place)
-        source.check_again()
     report.written = [task.name for task in tasks]
     report.bytes = job.total
     report.seconds = time.perf_counter() - begin
     return report
+
+
+def _check(to: str, shards: int | None, name: str) -> None:
+    if to not in _WRITERS:
+        msg = f"to={to!r}: one of {', '.join(map(repr, _WRITERS))}"
+        raise ValueError(msg)
+    if shards is not None and (isinstance(shards, bool) or not isinstance(shards, int) or shards < 1):
+        msg = f"shards={shards!r}: a positive integer"
+        raise ValueError(msg)
+    if not name or "/" in name:
+        msg = f"name={name!r}: what files are called"
+        raise ValueError(msg)
+
+
+def _target(out: str | os.PathLike[str], to: str) -> Path:
+    """Where the result goes: a :class:`Url`, where that can be."""
+    target = location(out)
+    if not isinstance(target, Url):
+        return Path(os.path.abspath(target))  # noqa: PTH100  # Path.resolve would follow the last link
+    if to != "dcp-rs":
+        msg = f"{target}: to={to!r} is not written to a store: convert to a folder, and copy that"
+        raise UnsupportedError(msg, path=target)
+    return target
+
+
+def _stores(
+    path: Path, target: Path, given: Any, for_target: Any
+) -> tuple[StorageOptions | None, StorageOptions | None]:
+    """Options of the store of the source, and of that of the result, where they are on one."""
+    of_source, of_target = StorageOptions.of(given), StorageOptions.of(for_target)
+    if not isinstance(target, Url):
+        options_for(target, of_target)
+        return of_source, None
+    if of_target is None:
+        return of_source if isinstance(path, Url) else None, of_source
+    return of_source, of_target
+
+
+@contextmanager
+def _place(
+    source: Source, path: Path, target: Path, options: StorageOptions | None, *, as_file: bool, overwrite: bool
+) -> Iterator[Place]:
+    """Where the result is made. It stays only if the source is still what it was: on a store the writer looks, before it commits."""
+    if isinstance(target, Url):
+        yield place_on_store(path, target, options, overwrite=overwrite)
+        return
+    with new_place(target, as_file=as_file) as place:
+        yield place
+        source.check_again()
 
 
 @contextmanager

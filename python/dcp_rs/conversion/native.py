@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import uuid
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from dcp_rs import _core
+from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.blocks import Region
 from dcp_rs.conversion.job import Job, Task, split
 from dcp_rs.conversion.place import Place
@@ -26,18 +26,28 @@ def write(job: Job, place: Place) -> None:
         root = {}
     nesting = None if job.containers is None else [(c.position, c.path, c.kind) for c in job.containers]
     save_id = uuid.uuid4().bytes
-    indexes = [_write_rank(job, run, save_id, nesting, rank, len(runs), place) for rank, run in enumerate(runs)]
-    index, _ = _core.commit_indexes(
-        os.fspath(place.folder),
-        None,
-        indexes,
-        save_id=save_id,
-        generation=1,
-        planner_data=root,
-        items=None,
-        names=(),
-        fsync=job.options.fsync,
-    )
+    indexes: list[bytes] = []
+    try:
+        for rank, run in enumerate(runs):
+            indexes.append(_write_rank(job, run, save_id, nesting, rank, len(runs), place))
+        if place.to.store is not None:
+            job.source.check_again()  # on a store nothing can be taken back after the commit
+        index, left = place.to.commit(
+            None,
+            indexes,
+            save_id=save_id,
+            generation=place.generation,
+            planner_data=root,
+            items=None,
+            names=(),
+            fsync=job.options.fsync,
+        )
+    except BaseException as error:
+        if place.to.store is not None:
+            place.to.give_up(None, indexes, error)
+        raise
+    for reason in left:
+        warn_caller(f"of the checkpoint that was replaced there is still: {reason}")
     job.report.files = len(index.files())
 
 
@@ -75,13 +85,14 @@ def _write_rank(
                 )
             )
     save = _core.Save.create(
-        os.fspath(place.folder),
+        place.to.folder,
         items,
         save_id=save_id,
-        generation=1,
+        generation=place.generation,
         token=secrets.randbits(64),
         rank=rank,
         world_size=world_size,
+        store=place.to.store,
         **job.engine(),
     )
     try:

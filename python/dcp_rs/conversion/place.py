@@ -11,18 +11,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dcp_rs import _core
-from dcp_rs._url import Url
+from dcp_rs._url import StorageOptions, Url
+from dcp_rs.dcp.destination import Destination
 from dcp_rs.errors import CheckpointExistsError
 
-__all__ = ["Place", "check_place", "new_place"]
+__all__ = ["Place", "check_place", "new_place", "place_on_store"]
 
 
 @dataclass(frozen=True)
 class Place:
-    """A folder of its own beside the destination, and what in it becomes the destination: all of it, or one file."""
+    """A folder of its own beside the destination, and what in it becomes the destination: all of it, or one file. On a store, the destination.
+
+    Attributes:
+        folder, result: these.
+        to: the folder, for saves to it.
+        generation: the number of such a save.
+    """
 
     folder: Path
     result: Path
+    to: Destination
+    generation: int = 1
 
 
 def check_place(src: Path, files: Sequence[Path], dst: Path, *, overwrite: bool) -> None:
@@ -52,6 +61,22 @@ def check_place(src: Path, files: Sequence[Path], dst: Path, *, overwrite: bool)
             raise CheckpointExistsError(msg, path=dst)
 
 
+def place_on_store(src: Path, dst: Url, options: StorageOptions | None, *, overwrite: bool) -> Place:
+    """A destination on a store, as it is now: the commit replaces that, and nothing else.
+
+    Raises:
+        ValueError: it is the source.
+        CheckpointExistsError: there is a checkpoint, and ``overwrite`` is not set.
+        StorageError: see :mod:`dcp_rs.errors`.
+    """
+    if str(dst) in (str(src), str(src.parent)):
+        msg = f"the destination {dst} is the source"
+        raise ValueError(msg)
+    to = Destination(dst, options)
+    to.prepare(None, overwrite=overwrite)
+    return Place(dst, dst, to, to.begin(None))
+
+
 def _is_of_a_checkpoint(entry: Path) -> bool:
     endings = ("index.dcprs", ".metadata", ".distcp", ".safetensors", ".safetensors.index.json", _core.LOCK_NAME)
     return entry.name.endswith(endings) and not entry.is_dir()
@@ -75,7 +100,8 @@ def new_place(dst: Path, *, as_file: bool) -> Iterator[Place]:
         result = beside / dst.name
         if not as_file:
             result.mkdir()
-        yield Place(beside if as_file else result, result)
+        folder = beside if as_file else result
+        yield Place(folder, result, Destination(folder, None))
         _core.put_in_place(os.fspath(result), os.fspath(dst), dst.exists())
     finally:
         shutil.rmtree(beside, ignore_errors=True)

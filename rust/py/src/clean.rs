@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use dcp_rs_core::Control;
-use dcp_rs_core::checkpoint;
+use dcp_rs_core::checkpoint::{self, Cleaned};
 use dcp_rs_core::store::{self, Mode};
 use pyo3::prelude::*;
 
@@ -25,18 +25,21 @@ pub fn leftovers(py: Python<'_>, path: PathBuf, older_than: Option<f64>) -> PyRe
 /// Removes what nobody needs. Returns what is gone, what was left alone, and why other things could not be removed.
 #[guarded]
 #[pyfunction]
-pub fn clean(
-    py: Python<'_>,
-    path: PathBuf,
-    older_than: Option<f64>,
-) -> PyResult<(Vec<Leftover>, Vec<Leftover>, Vec<String>)> {
+pub fn clean(py: Python<'_>, path: PathBuf, older_than: Option<f64>) -> PyResult<CleanedRows> {
     let older_than = older_than.map(Duration::from_secs_f64);
     let cleaned = interrupt::run(py, |control| checkpoint::clean(&path, older_than, control))?;
-    Ok((
+    Ok(to_rows(cleaned))
+}
+
+/// What is gone, what was left alone, and why other things could not be removed.
+pub type CleanedRows = (Vec<Leftover>, Vec<Leftover>, Vec<String>);
+
+pub fn to_rows(cleaned: Cleaned) -> CleanedRows {
+    (
         cleaned.removed.into_iter().map(Leftover::from).collect(),
         cleaned.kept.into_iter().map(Leftover::from).collect(),
         cleaned.failed.iter().map(ToString::to_string).collect(),
-    ))
+    )
 }
 
 /// The lock of a folder, alone: whoever holds it is at work there.

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use dcp_rs_core::checkpoint::{self, Begun, Committed};
 use dcp_rs_core::format::Index;
@@ -12,9 +13,11 @@ use dcp_rs_core::{Control, Error, Result};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 
+use crate::clean::{CleanedRows, to_rows};
 use crate::error::IntoPy;
 use crate::interrupt;
 use crate::panics::guarded;
+use crate::rows::Leftover;
 
 /// A store, for one save: its commit replaces what was there when it began.
 #[pyclass(frozen, module = "dcp_rs._core")]
@@ -59,6 +62,24 @@ impl Store {
         self.ask(py, move |connection, control| {
             checkpoint::discard_remote(&folder, rank, index, connection, control)
         })
+    }
+
+    /// As `leftovers` of folders.
+    fn leftovers(&self, py: Python<'_>, folder: PathBuf, older_than: Option<f64>) -> PyResult<Vec<Leftover>> {
+        let older_than = older_than.map(Duration::from_secs_f64);
+        let found = self.ask(py, |connection, control| {
+            checkpoint::leftovers_remote(&folder, older_than, connection, control)
+        })?;
+        Ok(found.into_iter().map(Leftover::from).collect())
+    }
+
+    /// As `clean` of folders.
+    fn clean(&self, py: Python<'_>, folder: PathBuf, older_than: Option<f64>) -> PyResult<CleanedRows> {
+        let older_than = older_than.map(Duration::from_secs_f64);
+        let cleaned = self.ask(py, |connection, control| {
+            checkpoint::clean_remote(&folder, older_than, connection, control)
+        })?;
+        Ok(to_rows(cleaned))
     }
 
     /// Whether the store refuses to replace what is not what it was; true as long as that is not known.

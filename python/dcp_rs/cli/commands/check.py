@@ -83,20 +83,21 @@ def _diff(
     "dcp-rs clean ckpt/",
     "dcp-rs clean ckpt/ --yes",
     "dcp-rs clean /mnt/nfs/ckpt --yes --older-than 3600",
+    "dcp-rs clean s3://bucket/ckpt",
 )
-@options.path_argument("path")
+@options.location_argument("path")
 @click.option("--yes", is_flag=True, help="Remove it.")
 @click.option(
     "--older-than",
     metavar="SECONDS",
     type=click.FloatRange(min=0.0),
-    help="Leave alone what was written to since.  [default: 0; a day, where the file system does not tell who is at work]",
+    help="Leave alone what was written to since.  [default: 0; a day, where the file system does not tell who is at work, and on stores]",
 )
 @options.json
 def _clean(path: Path, yes: bool, older_than: float | None, as_json: bool) -> None:
     """List what killed saves and conversions left behind; with --yes, remove it.
 
-    PATH is the folder of a checkpoint, or what was converted to.
+    PATH is the folder of a checkpoint, or its URL; or what was converted to.
     """
     from dcp_rs.cli.cleaning import clean
 

@@ -20,7 +20,7 @@ from dcp_rs.cli.output import text_argument
     "dcp-rs convert model.pt ckpt/ --to dcp",
 )
 @options.any_checkpoint
-@options.path_argument("out")
+@options.location_argument("out")
 @click.option(
     "--to",
     type=click.Choice(["dcp-rs", "dcp", "safetensors", "torch"]),
@@ -67,7 +67,7 @@ def _convert(
 ) -> None:
     """Write a checkpoint again, in another format. OUT appears when it is complete, or not at all.
 
-    OUT is a new folder; a file for torch, and for safetensors if it ends so.
+    OUT is a new folder; a file for torch, and for safetensors if it ends so. For dcp-rs it may be a URL.
     """
     from dcp_rs.cli.work import convert
 

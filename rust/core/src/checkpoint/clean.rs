@@ -14,7 +14,7 @@ use std::time::{Duration, SystemTime};
 use super::recover::recoverable;
 use crate::format::{DataFileName, INDEX_NAME, Index, parse_rank_index_name};
 use crate::store::disk::Disk;
-use crate::store::{ASIDE, Claimed, FileLock, FolderLock, LOCK_NAME, Mode, name_of_temporary, read_all};
+use crate::store::{ASIDE, Claimed, FileLock, Files, FolderLock, LOCK_NAME, Mode, name_of_temporary, read_all};
 use crate::{Control, Error, Result};
 
 /// Where nothing tells whether a process is still at a file, one that was not written to for so long is taken for left.
@@ -156,7 +156,11 @@ fn of_saves(dir: &Path, older_than: Option<Duration>, lock: Option<&FolderLock>)
         let last = |number| Path::new(index.file(number).name).file_name().map(OsStr::to_owned);
         named.extend((0..index.file_count()).filter_map(last));
     }
-    let whole = if has_live { BTreeSet::new() } else { recoverable(dir)? };
+    let whole = if has_live {
+        BTreeSet::new()
+    } else {
+        recoverable(Files::Local, dir, names.iter().map(String::as_str))?
+    };
 
     let mut claims = Claims::new(dir, lock);
     let mut found = Vec::new();
@@ -287,7 +291,7 @@ impl<'a> Claims<'a> {
     }
 }
 
-fn judge(claimed: Claimed, age: Duration, older_than: Option<Duration>) -> Verdict {
+pub(super) fn judge(claimed: Claimed, age: Duration, older_than: Option<Duration>) -> Verdict {
     let enough = older_than.unwrap_or(if claimed == Claimed::Unknown {
         LONG_AGO
     } else {

@@ -1,7 +1,6 @@
 //! What the header of a data file of ours says: section 2 of `docs/format.md`, read back.
 
 use std::collections::HashMap;
-use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
@@ -10,7 +9,7 @@ use serde_json::Value as Json;
 use crate::format::safetensors::{Header, HeaderTensor, PREFIX_LEN, header_len, parse};
 use crate::format::{DataFileName, FileEntry, Kind, TensorEntry, Value, block_digest, from_header_name, parse_uuid};
 use crate::geometry::Dims;
-use crate::store::open_file;
+use crate::store::{Files, Stat};
 use crate::{Dtype, Error, Result};
 
 /// A data file, by its header.
@@ -89,9 +88,9 @@ impl DataHeader {
     ///
     /// # Errors
     /// [`Error::CorruptIndex`] where it is not that of a complete data file, or not of the one that the name says.
-    pub(super) fn read(dir: &Path, name: DataFileName) -> Result<Self> {
+    pub(super) fn read(files: Files<'_>, dir: &Path, name: DataFileName) -> Result<Self> {
         let path = dir.join(name.to_string());
-        let Read { about, entry, chunks } = Read::header(&path, name)?;
+        let Read { about, entry, chunks } = Read::header(files, &path, name)?;
         let refuse = |reason: String| Error::corrupt_index(&path, PREFIX_LEN, reason);
         if (about.generation, about.rank, about.file) != (name.generation, name.rank, name.file) {
             let About {
@@ -129,19 +128,19 @@ impl DataHeader {
             linked: Vec::new(),
         };
         for link in &about.linked {
-            header.linked.push(header.linked_file(dir, link)?);
+            header.linked.push(header.linked_file(files, dir, link)?);
         }
         Ok(header)
     }
 
     /// What of a linked file this save has.
-    fn linked_file(&self, dir: &Path, link: &Linked) -> Result<Self> {
+    fn linked_file(&self, files: Files<'_>, dir: &Path, link: &Linked) -> Result<Self> {
         let name = DataFileName {
             file: link.file,
             ..self.name
         };
         let path = dir.join(name.to_string());
-        let Read { entry, mut chunks, .. } = Read::header(&path, name)?;
+        let Read { entry, mut chunks, .. } = Read::header(files, &path, name)?;
         let found = (entry.size, entry.head_digest.map(|head| format!("{head:016x}")));
         if found != (link.size, Some(link.head.clone())) {
             let reason = format!("it is not the file that {} was saved beside", self.path.display());
@@ -172,8 +171,8 @@ struct Read {
 }
 
 impl Read {
-    fn header(path: &Path, name: DataFileName) -> Result<Self> {
-        let (head, size) = read_head(path)?;
+    fn header(files: Files<'_>, path: &Path, name: DataFileName) -> Result<Self> {
+        let (head, size) = read_head(files, path)?;
         let refuse = |reason: String| Error::corrupt_index(path, PREFIX_LEN, reason);
         let header = parse(&head, size).map_err(|error| Error::corrupt_index(path, error.offset, error.reason))?;
         let text = |key: &str| {
@@ -230,23 +229,22 @@ pub(crate) fn part_of(header: &Header) -> Option<String> {
     }
 }
 
+/// What is read of a file before it is known how long its header is.
+const FIRST: u64 = 64 << 10;
+
 /// The bytes before the payload, and the length of the file.
-fn read_head(path: &Path) -> Result<(Vec<u8>, u64)> {
-    let io = |error| Error::io("read", path, error);
-    let file = open_file(path).map_err(io)?;
-    let size = file.metadata().map_err(io)?.len();
-    if size < PREFIX_LEN {
-        return Err(Error::corrupt_index(
-            path,
-            0,
-            format!("{size} bytes, too few for a header"),
-        ));
-    }
-    let mut prefix = [0; 8];
-    file.read_exact_at(&mut prefix, 0).map_err(io)?;
+fn read_head(files: Files<'_>, path: &Path) -> Result<(Vec<u8>, u64)> {
+    let (Stat { size, .. }, mut head) = files.stat_with_start(path, FIRST)?;
+    let Some(&prefix) = head.first_chunk() else {
+        let reason = format!("{size} bytes, too few for a header");
+        return Err(Error::corrupt_index(path, 0, reason));
+    };
     let len = header_len(prefix, size).map_err(|error| Error::corrupt_index(path, error.offset, error.reason))?;
-    let mut head = vec![0; usize::try_from(PREFIX_LEN + len).expect("headers are of at most 100 MB")];
-    file.read_exact_at(&mut head, 0).map_err(io)?;
+    let len = usize::try_from(PREFIX_LEN + len).expect("headers are of at most 100 MB");
+    if head.len() < len {
+        head = files.open(path)?.fetch(path, size, 0, len as u64)?;
+    }
+    head.truncate(len);
     Ok((head, size))
 }
 

@@ -3,6 +3,7 @@
 mod blocks;
 mod check;
 mod clean;
+mod clean_remote;
 mod commit;
 mod commit_remote;
 mod copy_index;
@@ -18,6 +19,7 @@ pub mod verify;
 
 pub use check::{check_files, check_regions, verify_chunks};
 pub use clean::{Cleaned, Kind as LeftoverKind, Leftover, Verdict, clean, leftovers};
+pub use clean_remote::{clean_remote, leftovers_remote};
 pub use commit::{Committed, commit, commit_index, discard, next_generation, replace_index};
 pub use commit_remote::{Begun, begin_remote, commit_remote, discard_remote, is_there_remote};
 pub use copy_index::{CopyOptions, copy_index};

@@ -13,6 +13,7 @@ use crate::format::{
     BLOCK_SIZE, BlockCell, BlockDigests, ChunkEntry, DataFileName, IndexBuilder, SourceKind, Value, block_count,
     content_digest,
 };
+use crate::store::Files;
 use crate::{Control, Error, Result, parallel};
 
 /// Which save to recover, and how.
@@ -40,7 +41,7 @@ pub fn recover(dir: &Path, options: &RecoverOptions, control: &Control) -> Resul
     for (generation, names) in data_files(dir, options.generation)?.into_iter().rev() {
         let (headers, refused): (Vec<_>, Vec<_>) = names
             .into_iter()
-            .map(|name| DataHeader::read(dir, name))
+            .map(|name| DataHeader::read(Files::Local, dir, name))
             .partition(Result::is_ok);
         let (alone, headers): (Vec<_>, Vec<_>) = headers
             .into_iter()
@@ -67,11 +68,24 @@ pub fn recover(dir: &Path, options: &RecoverOptions, control: &Control) -> Resul
 }
 
 /// The data files of those saves that [`recover`] could make an index for.
-pub(super) fn recoverable(dir: &Path) -> Result<BTreeSet<DataFileName>> {
+pub(super) fn recoverable<'a>(
+    files: Files<'_>,
+    dir: &Path,
+    names: impl Iterator<Item = &'a str>,
+) -> Result<BTreeSet<DataFileName>> {
     let mut found = BTreeSet::new();
-    for (generation, names) in data_files(dir, None)? {
-        let headers = names.iter().filter_map(|&name| DataHeader::read(dir, name).ok());
+    for (generation, names) in by_generation(names) {
+        let mut headers = Vec::new();
+        for &name in &names {
+            match DataHeader::read(files, dir, name) {
+                Ok(header) => headers.push(header),
+                // A store that does not answer says nothing of the file.
+                Err(error @ (Error::Storage { .. } | Error::Interrupted)) => return Err(error),
+                Err(_) => {}
+            }
+        }
         let headers = headers
+            .into_iter()
             .filter(|header| header.world_size != 0)
             .flat_map(with_linked)
             .collect();
@@ -90,20 +104,24 @@ fn with_linked(mut header: DataHeader) -> impl Iterator<Item = DataHeader> {
     std::iter::once(header).chain(linked)
 }
 
-/// The names of data files, by generation.
+/// The names of data files in a folder, by generation.
 fn data_files(dir: &Path, generation: Option<u64>) -> Result<BTreeMap<u64, BTreeSet<DataFileName>>> {
     let io = |error| Error::io("list", dir, error);
-    let mut found: BTreeMap<u64, BTreeSet<DataFileName>> = BTreeMap::new();
+    let mut names = Vec::new();
     for entry in fs::read_dir(dir).map_err(io)? {
-        let file_name = entry.map_err(io)?.file_name();
-        let Some(name) = file_name.to_str().and_then(DataFileName::parse) else {
-            continue;
-        };
-        if generation.is_none_or(|wanted| wanted == name.generation) {
-            found.entry(name.generation).or_default().insert(name);
-        }
+        names.extend(entry.map_err(io)?.file_name().into_string().ok());
     }
+    let mut found = by_generation(names.iter().map(String::as_str));
+    found.retain(|found, _| generation.is_none_or(|wanted| wanted == *found));
     Ok(found)
+}
+
+fn by_generation<'a>(names: impl Iterator<Item = &'a str>) -> BTreeMap<u64, BTreeSet<DataFileName>> {
+    let mut found: BTreeMap<u64, BTreeSet<DataFileName>> = BTreeMap::new();
+    for name in names.filter_map(DataFileName::parse) {
+        found.entry(name.generation).or_default().insert(name);
+    }
+    found
 }
 
 /// The files of the one save of this generation of which every rank's part is there; none if there is no such save.
