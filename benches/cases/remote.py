@@ -17,6 +17,7 @@ from harness.states import Pattern, model_shapes, shard, size_of, small_shapes, 
 from harness.stores import FSSPEC, OBSTORE, OURS, SAVES, SAVES_FSSPEC
 
 import dcp_rs
+from dcp_rs import _core
 from dcp_rs._url import StorageOptions
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.options import ReadOptions
@@ -74,15 +75,15 @@ def _columns(context: Context) -> list[Row]:
         options = StorageOptions.of(store.options())
         index = open_index(stores.url(native), rank=None, allow_external=False, storage_options=options)
         mesh = torch.distributed.init_device_mesh("cpu", (LOADED_BY,))
-        requests, kept = [], []
+        fills, kept = [], []
         for name, shape in pattern.shapes.items():
             want = shard(pattern.view(name), 1, mesh)
             to = torch.empty(want.shape, dtype=want.dtype)
             offsets = [0, RANK * -(-shape[1] // LOADED_BY)]
-            requests.append((index.find(name), offsets, want.shape, to.data_ptr(), to.stride()))
+            fills.append(_core.Fill(index.find(name), offsets, want.shape, to.data_ptr(), to.stride()))
             kept.append((want, to))
         store.counts()
-        wanted, read = index.read_regions(requests, **ReadOptions().engine())
+        wanted, read = index.read_regions(fills, **ReadOptions().engine())
         asked = store.counts()["get"]
         for want, to in kept:
             assert torch.equal(to.view(torch.int16), want.view(torch.int16))
