@@ -243,8 +243,7 @@ def async_save(
             best one that nothing else uses meanwhile.
         executor: ``"thread"``, or ``"process"``: another process, which torch starts at the first such save and keeps; it needs an
             initialised process group. Secrets of ``storage_options`` do not go there: it takes them from the environment.
-        stager: keep one, made with ``cache=True``, to stage the next save to the same memory. The next call with it waits until the save of this one is over,
-            and it alone says how many copies there are: the bound of two is for saves without one.
+        stager: keep one, made with ``cache=True``, to stage the next save to the same memory. The next call with it waits until the save of this one is over.
         async_staging: do not wait for the copy. Of accelerators it is made on streams of its own, of host memory by a thread. What is no tensor, and what raw bytes cannot
             hold (sparse or quantized tensors), is copied before this returns in any case. Where torch counts changes of a tensor, one that came too early is a
             ``StateChangedError`` in place of a checkpoint; it does not count those of its fused and ``foreach`` optimizers.
@@ -257,7 +256,7 @@ def async_save(
         SaveInProgressError: another save to ``path`` is not over.
         Exception: whatever else prevents the copy, as far as it is made here.
 
-    Raises (from the future, on every rank, and on the one concerned from ``staged``):
+    Raises (from the future, on every rank):
         StateChangedError: a tensor was changed before it was copied.
         Exception: whatever else prevents the copy.
     """
@@ -274,22 +273,22 @@ def async_save(
     save_staged = _save if executor == "thread" else save_in_process
     writer: RsWriter | None = None
     future = SaveFuture()
-    give_room = background.no_room
+    give_room = background.take_room()
     try:
-        if stager is None:
-            give_room = background.take_room()
         check_state_dict(state_dict, path)
         check_options("async_save", write_options, RsWriter)
         writer = RsWriter(path, **write_options)
         writer.stage_with(stager or HostStager(shared=executor == "process"))
         planner = RsSavePlanner() if planner is None else planner
-        staging = writer.begin_staging(_without_stateful(state_dict), queued=True)
+        staging = writer.begin_staging(_without_stateful(state_dict), queued=True, watched=async_staging)
+        copied: Future[None] | None = None
         if async_staging:
-            background.copying.submit(background.stage, staging, future.staged)
+            copied = background.copying.submit(staging.finish)
+            copied.add_done_callback(lambda _: future.staged.set_result(None))
         else:
             staging.finish()
             future.staged.set_result(None)
-        begin = _giving((staging.state_dict, writer, planner), future.staged)
+        begin = _giving((staging.state_dict, writer, planner), copied)
         background.saving.submit(_fulfil, future, save_staged, ranks, begin, writer)
     except BaseException as error:
         give_room()
@@ -315,21 +314,26 @@ def _fulfil(
     try:
         metadata = save_staged(ranks, begin)
     except BaseException as error:  # noqa: BLE001  # it is the future's
-        writer.close()  # where the copy failed, nobody did
-        future.set_exception(error)
+        try:
+            writer.close()  # where the copy failed, nobody did
+        finally:
+            future.set_exception(error)
     else:
         future.report = writer.report
         future.set_result(metadata)
 
 
-def _giving(values: tuple[dict[str, Any], RsWriter, SavePlanner], staged: Future[None]) -> BeginSave:
-    """Gives them once they are staged, and once: what was staged is not kept any longer than the save takes."""
+def _giving(values: tuple[dict[str, Any], RsWriter, SavePlanner], copied: Future[None] | None) -> BeginSave:
+    """Gives them once they are copied, and once: what was staged is not kept any longer than the save takes."""
     held = [values]
 
     def begin() -> tuple[dict[str, Any], RsWriter, SavePlanner]:
-        given = held.pop()
-        staged.result()
-        return given
+        try:
+            if copied is not None:
+                copied.result()
+            return held.pop()
+        finally:
+            held.clear()
 
     return begin
 

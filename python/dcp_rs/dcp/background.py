@@ -11,9 +11,8 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_rs.dcp.reports import SaveReport
-from dcp_rs.transfer.stage import Staging
 
-__all__ = ["STAGED_AT_ONCE", "SaveFuture", "Worker", "copying", "no_room", "saving", "stage", "take_room"]
+__all__ = ["STAGED_AT_ONCE", "SaveFuture", "Worker", "copying", "no_room", "saving", "take_room"]
 
 #: Copies of state dicts that are being made or written: one to write, and one to make meanwhile.
 STAGED_AT_ONCE = 2
@@ -23,9 +22,9 @@ class SaveFuture(Future[Metadata]):
     """What :func:`async_save` returns: a future of the metadata that cannot be cancelled, as the other ranks take part in the save.
 
     Attributes:
-        staged: a future of None, done when this rank's copy of the state dict is made: from then on training may change what was saved. With
-            ``async_staging=True`` wait for it (``future.staged.result()``) before ``optimizer.step()``; else it is done from the beginning. Where the copy fails, it
-            raises why.
+        staged: a future of None, done when nothing on this rank reads the state dict any more: from then on training may change what was saved. With
+            ``async_staging=True`` wait for it (``future.staged.result()``) before ``optimizer.step()``; else it is done from the beginning. It raises nothing: a copy
+            that failed on one rank is the error of this future, on all.
         report: what the save took on this rank (:class:`dcp_rs.SaveReport`), once the future is done; None where it failed.
     """
 
@@ -46,14 +45,12 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._executor: ThreadPoolExecutor | None = None
         self._thread: threading.Thread | None = None
-        os.register_at_fork(after_in_child=self._forget)
+        self._make()
+        os.register_at_fork(after_in_child=self._make)
 
     def submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Does it after what was submitted before."""
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, self._name, initializer=self._begin)
         return self._executor.submit(work, *arguments)
 
     @property
@@ -64,8 +61,9 @@ class Worker:
     def _begin(self) -> None:
         self._thread = threading.current_thread()
 
-    def _forget(self) -> None:
-        self._executor = self._thread = None
+    def _make(self) -> None:
+        self._thread = None
+        self._executor = ThreadPoolExecutor(1, self._name, initializer=self._begin)  # which starts none yet
 
 
 #: Saves follow each other, so that their collectives do not mix. Copies have a thread of their own: one is made while another is being written.
@@ -97,13 +95,3 @@ def no_room() -> None:
 
 
 take_room = _Room().take
-
-
-def stage(staging: Staging, staged: Future[None]) -> None:
-    """Makes the copy, and says so."""
-    try:
-        staging.finish()
-    except BaseException as error:  # noqa: BLE001  # it is the future's
-        staged.set_exception(error)
-    else:
-        staged.set_result(None)

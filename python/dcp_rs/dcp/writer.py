@@ -177,7 +177,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         """Copies the state dict to host memory, for ``dcp.async_save``. Until this save is over, another one to the path or through this writer is refused."""
         return self.begin_staging(state_dict).state_dict
 
-    def begin_staging(self, state_dict: dict[str, Any], *, queued: bool = False) -> Staging:
+    def begin_staging(self, state_dict: dict[str, Any], *, queued: bool = False, watched: bool = False) -> Staging:
         """Such a copy. With ``queued``, the caller finishes it, and the save may begin much later: :meth:`close` will tell when it is over."""
         if self._saving is not None and self._saving.is_under_way():
             msg = f"this writer still saves to {self._saving.path}: wait for its future, or save with another one"
@@ -187,7 +187,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             self._look_at_folder()
         try:
             self._parent.look_at(state_dict)
-            staging = self._stager.begin(state_dict, under_way=self._saving.is_under_way)
+            staging = self._stager.begin(state_dict, under_way=self._saving.is_under_way, watched=watched)
             if not queued:
                 staging.finish()
         except BaseException:

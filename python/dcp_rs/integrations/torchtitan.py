@@ -40,7 +40,8 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
     removed is renamed before, so that a kill leaves no half of one.
 
     Modes: ``"async"`` copies the state to host memory before it returns, and writes in a thread. ``"async_with_pinned_mem"`` writes in another process, from
-    memory that is shared with it, pinned on an accelerator, and kept for the next save; the copy is complete when it returns.
+    memory that is shared with it, pinned on an accelerator, and kept for the next save; the copy goes on after it
+    returned, until torchtitan waits for it (``maybe_wait_for_staging``), which it does before the optimizer steps.
     """
 
     @dataclass(kw_only=True, slots=True)

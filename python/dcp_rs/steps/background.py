@@ -42,9 +42,11 @@ class Background:
         self._team.pending = done
         try:
             saving = api.async_save(state_dict, path, executor=executor, stager=stager, **options)
-        except Exception as error:  # noqa: BLE001  # it may be this rank's alone: the next call raises it on all
-            done.staged.set_exception(error)
+        except BaseException as error:  # it may be this rank's alone: the next call raises it on all
+            done.staged.set_result(None)
             done.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
         else:
             done.staged = saving.staged
             self._team.follow(saving, done, committed)

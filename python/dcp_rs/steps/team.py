@@ -72,14 +72,15 @@ class Team:
         """Gives ``done`` what ``saving`` comes to; the first rank calls ``committed`` before. In the thread that saves, before it turns to another save."""
 
         def finish(_: Future[Any]) -> None:
-            error = saving.exception()
-            if error is not None:
+            try:
+                metadata = saving.result()
+                if self.leads:
+                    committed()
+            except BaseException as error:  # noqa: BLE001  # it is the future's
                 done.set_exception(error)
-                return
-            if self.leads:
-                committed()
-            done.report = saving.report
-            done.set_result(saving.result())
+            else:
+                done.report = saving.report
+                done.set_result(metadata)
 
         saving.add_done_callback(finish)
 

@@ -292,6 +292,10 @@ class StreamLane(Lane):
 class BlockingLane(HostLane):
     """To a device that has one stream: every copy waits. Scratch memory would save nothing."""
 
+    @override
+    def order_after_caller(self) -> None:
+        synchronize(self._device)  # whichever thread copies
+
 
 def lane_for(device: torch.device) -> Lane:
     """The lane to a device. The current stream is its caller's."""

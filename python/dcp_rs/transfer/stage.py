@@ -57,13 +57,16 @@ class HostStager:
         staging.finish()
         return staging.state_dict
 
-    def begin(self, state_dict: Mapping[str, Any], *, under_way: Callable[[], bool] | None = None) -> Staging:
+    def begin(
+        self, state_dict: Mapping[str, Any], *, under_way: Callable[[], bool] | None = None, watched: bool = False
+    ) -> Staging:
         """Begins a copy: what is no tensor is copied, and of tensors what devices were asked for until now is what will be.
 
         Args:
             state_dict: what to copy.
             under_way: tells, of the save that the copy is made for, whether it still is. Without it, a stager with ``cache`` makes
                 blocks anew where those of the copy before are still in use.
+            watched: look whether a tensor is changed before the copy is finished.
         """
         found = _Found()
         found.look_at(state_dict)
@@ -76,7 +79,7 @@ class HostStager:
             self._under_way = under_way
             made, pairs = found.targets_in(blocks)
         staged = like(state_dict, ((key, _rebuilt(value, made)) for key, value in state_dict.items()))
-        return Staging(_Staged(staged, [block for block, _ in blocks]), pairs, found.versions())
+        return Staging(_Staged(staged, [block for block, _ in blocks]), pairs, found.versions() if watched else [])
 
     def release(self) -> None:
         """Lets go of the memory that is kept and not in use."""
@@ -104,29 +107,33 @@ class Staging:
 
     def __init__(self, staged: dict[str, Any], pairs: Pairs, versions: list[tuple[str, torch.Tensor, int]]) -> None:
         self.state_dict = staged
-        # Made here: what is copied waits for what the caller's streams hold now, and for nothing that comes later.
+        # Made here: what is copied waits for what the caller's stream of each device holds now, and for nothing that comes later.
         self._copies = [(lane_for(device), targets, sources) for device, (targets, sources) in pairs.items()]
+        for lane, _, _ in self._copies:
+            lane.order_after_caller()
         self._versions = versions
 
     def finish(self) -> None:
         """Copies the bytes of the tensors; when it returns, or raises, nothing is being copied any more. Called once, by any thread.
 
         Raises:
-            StateChangedError: torch counted a change of a tensor meanwhile.
+            StateChangedError: torch counted a change of a tensor meanwhile, where that was to be watched.
         """
-        copies, self._copies = self._copies, []
-        versions, self._versions = self._versions, []
-        with ExitStack() as stack:
-            for lane, targets, sources in copies:
-                stack.callback(lane.drain)
-                lane.download(targets[0], Transfer(grouped=[(targets, sources)]))
-        for name, tensor, version in versions:
-            if changes_seen(tensor) != version:
-                msg = (
-                    f"tensor {name!r} was changed while it was being copied: "
-                    "wait for future.staged.result() before anything is, by optimizer.step() or a forward pass that writes to buffers"
-                )
-                raise StateChangedError(msg, tensor=name)
+        try:
+            with ExitStack() as stack:
+                for lane, targets, sources in self._copies:
+                    stack.callback(lane.drain)
+                    lane.download(targets[0], Transfer(grouped=[(targets, sources)]))
+            changed = [name for name, tensor, version in self._versions if changes_seen(tensor) != version]
+        finally:
+            targets = sources = []  # an error is kept longer than what was to be saved
+            self._copies, self._versions = [], []
+        if changed:
+            msg = (
+                f"tensor {changed[0]!r} was changed while it was being copied: "
+                "wait for future.staged.result() before anything is, by optimizer.step() or a forward pass that writes to buffers"
+            )
+            raise StateChangedError(msg, tensor=changed[0])
 
 
 class _Found:
