@@ -274,9 +274,6 @@ def test_what_is_not_there_is_said(server, options, saved):
         dcp_rs.open("ftp://host/x")
     with pytest.raises(UnsupportedError, match="aws_regoin"):
         dcp_rs.open(server.url("x"), storage_options={"aws_regoin": "x"})
-    for write in (lambda: dcp_rs.save({"a": torch.ones(1)}, server.url("x")), lambda: dcp_rs.RsWriter(server.url("x"))):
-        with pytest.raises(UnsupportedError, match="here paths of the file system"):
-            write()
 
 
 def test_names_that_lead_out_of_the_folder_are_not_followed(tmp_path, server, options, saved):
