@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from dcp_rs.checkpoint.clean import CleanReport, Leftover, clean
     from dcp_rs.checkpoint.frameworks import open as open  # noqa: A004  # the name that users of safetensors expect
     from dcp_rs.checkpoint.open import Checkpoint
+    from dcp_rs.checkpoint.read_report import ReadReport
     from dcp_rs.checkpoint.verify import VerifyReport, index, verify
     from dcp_rs.conversion import ConvertReport, convert
     from dcp_rs.dcp.background import SaveFuture
     from dcp_rs.dcp.load_planner import RsLoadPlanner
     from dcp_rs.dcp.reader import RsReader
-    from dcp_rs.dcp.reports import LoadReport, SaveReport
+    from dcp_rs.dcp.reports import LoadReport, SavedMetadata, SaveReport
     from dcp_rs.dcp.save_planner import RsSavePlanner
     from dcp_rs.dcp.writer import RsWriter
     from dcp_rs.integrations.install import install, installed, uninstall
@@ -38,12 +39,14 @@ __all__ = [
     "Leftover",
     "LoadReport",
     "NumpyCheckpoint",
+    "ReadReport",
     "RsLoadPlanner",
     "RsReader",
     "RsSavePlanner",
     "RsWriter",
     "SaveFuture",
     "SaveReport",
+    "SavedMetadata",
     "VerifyReport",
     "__version__",
     "async_save",
@@ -69,12 +72,13 @@ _MODULES = {
     "checkpoint.arrays": ("NumpyCheckpoint",),
     "checkpoint.frameworks": ("open",),
     "checkpoint.open": ("Checkpoint",),
+    "checkpoint.read_report": ("ReadReport",),
     "conversion": ("ConvertReport", "convert"),
     "integrations.install": ("install", "installed", "uninstall"),
     "integrations.safetensors": ("load_file", "save_file"),
     "dcp.background": ("SaveFuture",),
     "dcp.load_planner": ("RsLoadPlanner",),
-    "dcp.reports": ("LoadReport", "SaveReport"),
+    "dcp.reports": ("LoadReport", "SaveReport", "SavedMetadata"),
     "dcp.reader": ("RsReader",),
     "dcp.save_planner": ("RsSavePlanner",),
     "transfer.blocks": ("release_pinned_memory",),

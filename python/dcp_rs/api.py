@@ -21,7 +21,7 @@ from dcp_rs.dcp.background import SaveFuture
 from dcp_rs.dcp.checkpoint_process import save_in_process
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.reader import RsReader
-from dcp_rs.dcp.reports import LoadReport
+from dcp_rs.dcp.reports import LoadReport, SavedMetadata
 from dcp_rs.dcp.save_planner import RsSavePlanner
 from dcp_rs.dcp.together import Ranks
 from dcp_rs.dcp.writer import RsWriter
@@ -146,7 +146,7 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     **write_options: Unpack[WriterArguments],
-) -> Metadata:
+) -> SavedMetadata:
     """Saves ``state_dict`` to the folder ``path``: ``dcp.save`` with an :class:`RsWriter`.
 
     Args:
@@ -157,20 +157,24 @@ def save(
         write_options: arguments of :class:`RsWriter`.
 
     Returns:
-        What ``dcp.save`` does. What the save took is in the log ``dcp_rs``; an object of it is :attr:`RsWriter.report`, after ``dcp.save``.
+        What ``dcp.save`` does, with a ``report`` of what the save took on this rank (:class:`SaveReport`). The log ``dcp_rs`` has it as a line; after ``dcp.save`` it
+        is :attr:`RsWriter.report`.
 
     Raises:
         Exception: as :func:`load_state_dict`. Then no rank has left data files behind, and the checkpoint that was there is whole. Only after a
             ``RankLostError`` files may be left, for :func:`dcp_rs.clean`, and the new checkpoint may be there.
     """
+    writer: RsWriter | None = None
 
     def begin() -> tuple[dict[str, Any], RsWriter, SavePlanner]:
+        nonlocal writer
         check_state_dict(state_dict, path)
         check_options("save", write_options, RsWriter)
         writer = RsWriter(path, **write_options)
         return _without_stateful(state_dict), writer, RsSavePlanner() if planner is None else planner
 
-    return _save(Ranks(process_group, no_dist=no_dist), begin)
+    metadata = _save(Ranks(process_group, no_dist=no_dist), begin)
+    return SavedMetadata.of(metadata, None if writer is None else writer.report)
 
 
 def _save(ranks: Ranks, begin: BeginSave) -> Metadata:

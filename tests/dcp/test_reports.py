@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_rs
 from dcp_rs import LoadReport, RsLoadPlanner, RsReader, RsWriter, SaveReport
@@ -89,6 +92,42 @@ def test_a_writer_reports_its_save(ckpt):
     assert TENSOR_BYTES < report.bytes_written < TENSOR_BYTES + 5000
     assert list(report.phases) == ["plan", "write", "commit"]
     assert str(report).startswith(f"saved 1.20 MB to {ckpt} in ")
+
+
+def test_what_save_returns_has_a_report(ckpt):
+    metadata = dcp_rs.save(STATE, ckpt, no_dist=True)
+    assert isinstance(metadata, Metadata)
+    assert set(metadata.state_dict_metadata) == set(STATE)
+    assert TENSOR_BYTES < metadata.report.bytes_written < TENSOR_BYTES + 5000
+    assert f"<3 entries of {ckpt}" in repr(metadata)
+    assert " object at 0x" not in repr(metadata)
+
+
+@pytest.mark.parametrize("framework", ["pt", "np"])
+def test_an_open_checkpoint_reports_what_was_read_of_it(ckpt, framework):
+    run_ranks(2, save_sharded, ckpt)
+    with dcp_rs.open(ckpt, framework=framework) as checkpoint:
+        assert checkpoint.report.bytes_read == 0
+        checkpoint["whole"]  # where it lies
+        assert checkpoint.report.bytes_read == 0
+        checkpoint["w"]  # is put together
+        assert checkpoint.report.bytes_wanted == checkpoint.report.bytes_read == 8000
+        checkpoint.get_slice("w")[998:1002]
+        assert checkpoint.report.bytes_wanted == 8000 + 4 * 4
+        checkpoint["step"]
+        report = checkpoint.report
+        assert 8016 < report.bytes_wanted < 10_000
+        assert report.requests >= 2
+        assert report.to_dict()["path"] == str(ckpt / "index.dcprs")
+        if framework == "pt":
+            dict(checkpoint.stream())
+            assert checkpoint.report.bytes_wanted > report.bytes_wanted + 8000 + 800
+
+
+def save_sharded(path):
+    mesh = init_device_mesh("cpu", (2,))
+    rows = distribute_tensor(torch.arange(2000.0), mesh, [Shard(0)])
+    dcp_rs.save({"w": rows, "whole": torch.ones(200), "step": 3}, path)
 
 
 def test_the_log_has_a_line_for_each(ckpt, caplog):

@@ -86,7 +86,7 @@ class NumpyCheckpoint(OpenCheckpoint["ArraySlice"]):
         strides = [stride // dtype.itemsize for stride in made.strides]
         if made.size:
             fill = _core.Fill(tensor, offsets, sizes, made.ctypes.data, strides)
-            self._index.read_regions([fill], **self._options.engine())
+            self._counts.add(self._index.read_regions([fill], **self._options.engine()))
         return made
 
     def __repr__(self) -> str:

@@ -15,9 +15,11 @@ from typing import Any, Generic, Self, TypeVar
 from dcp_rs import _core
 from dcp_rs._shown import size, table
 from dcp_rs.checkpoint.names import hint
+from dcp_rs.checkpoint.read_report import ReadReport
 from dcp_rs.checkpoint.values import unwrap
 from dcp_rs.errors import CheckpointReplacedError, DcpRsError, EntryNotFoundError, PlanError, UnsupportedError
 from dcp_rs.options import ReadOptions
+from dcp_rs.transfer.counts import Counts
 
 __all__ = ["ChunkInfo", "OpenCheckpoint", "TensorInfo"]
 
@@ -68,12 +70,19 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         self._index = index
         self._options = options
         self._files: dict[int, _core.FileMapping] = {}
+        self._counts = Counts()
         self._closed = False
 
     @property
     def path(self) -> str:
         """The file that the index came from."""
         return os.fspath(self._index.path)
+
+    @property
+    def report(self) -> ReadReport:
+        """What was read of it so far."""
+        counts = self._counts
+        return ReadReport(self.path, counts.wanted, counts.read, counts.direct, counts.mapped, counts.requests)
 
     @property
     def source(self) -> str:
@@ -98,6 +107,7 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         if not entry.is_bytes:
             return self._tensor(tensor, entry)
         (data,) = self._index.read_bytes([self._index.first_chunk(tensor)], **self._options.engine())
+        self._counts.add_values(len(data))
         return unwrap(self._value(fqn, data))
 
     @abstractmethod

@@ -83,7 +83,7 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
         else:  # one load for all, and not one for each
             self._check_open()
             numbers = [number for number in range(self._index.tensor_count) if not self._index.tensor(number).is_bytes]
-            tensors = read_whole(self._index, numbers, self._device, self._options)
+            tensors = read_whole(self._index, numbers, self._device, self._options, self._counts)
             flat = {name: tensors[name] if name in tensors else self[name] for name in self}
         index = self._index
         root, containers, positions = index.planner_root(), containers_of(index), index.positions()
@@ -107,7 +107,7 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
         device = self._device if device is None else torch.device(device)
         if torch.device(device).type == "meta":
             raise ValueError("on meta there is nothing to stream: state_dict() gives the skeleton")
-        return stream(self._index, torch.device(device), self._options, self.__getitem__)
+        return stream(self._index, torch.device(device), self._options, self.__getitem__, counts=self._counts)
 
     def __repr__(self) -> str:
         return f"Checkpoint({self._facts()}, device={str(self._device)!r})"
@@ -152,7 +152,7 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
             return torch.empty(sizes, dtype=dtype, device="meta")
         self._check_held(tensor, name, offsets, sizes)
         result = torch.empty(sizes, dtype=dtype, device=self._device)
-        fill(self._index, [Target(tensor, offsets, result, name, dtype)], self._options)
+        fill(self._index, [Target(tensor, offsets, result, name, dtype)], self._options, self._counts)
         return result
 
 

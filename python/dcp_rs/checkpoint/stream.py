@@ -17,6 +17,7 @@ from dcp_rs import _core
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.memory import space_of
 from dcp_rs.transfer import lanes
+from dcp_rs.transfer.counts import Counts
 from dcp_rs.transfer.lanes import Lane
 from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.target import Target, stored_dtype
@@ -48,19 +49,21 @@ def stream(
     value: Callable[[str], Any],
     *,
     numbers: Collection[int] | None = None,
+    counts: Counts | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """(name, tensor or value) of everything, or of the entries with these ``numbers``, in the order of the files; ``value`` gives the values.
 
     On a device, a tensor is safe to use on the stream that is current when the iterator is asked for it, be it another each time.
     """
+    counts = Counts() if counts is None else counts
     entries = [_entry(index, number) for number in index.file_order() if numbers is None or number in numbers]
     stored = [entry for entry in entries if not entry.is_bytes]
     if not lanes.is_accelerator(device):
-        tensors = _read_ahead(index, stored, options)
+        tensors = _read_ahead(index, stored, options, counts)
     elif options.io == "gds" and not index.is_remote:
-        tensors = _by_groups(index, stored, device, options)
+        tensors = _by_groups(index, stored, device, options, counts)
     else:
-        tensors = _through_slabs(index, stored, device, options)
+        tensors = _through_slabs(index, stored, device, options, counts)
     try:
         for entry in entries:
             yield entry.name, value(entry.name) if entry.is_bytes else next(tensors)
@@ -80,13 +83,13 @@ def _entry(index: _core.Index, number: int) -> _Entry:
 
 
 def _read_ahead(
-    index: _core.Index, entries: Sequence[_Entry], options: ReadOptions
+    index: _core.Index, entries: Sequence[_Entry], options: ReadOptions, counts: Counts
 ) -> Generator[torch.Tensor, None, None]:
     """To host memory: a group is read while another is used."""
 
     def read(group: Sequence[_Entry]) -> list[torch.Tensor]:
         made = [torch.empty(entry.shape, dtype=entry.dtype) for entry in group]
-        _fill(index, group, made, options)
+        _fill(index, group, made, options, counts)
         return made
 
     # What is used and what is being read are half of the bound each.
@@ -106,20 +109,26 @@ def _read_ahead(
 
 
 def _by_groups(
-    index: _core.Index, entries: Sequence[_Entry], device: torch.device, options: ReadOptions
+    index: _core.Index, entries: Sequence[_Entry], device: torch.device, options: ReadOptions, counts: Counts
 ) -> Generator[torch.Tensor, None, None]:
     """To a device that reads files itself: in this thread, for another would have another current stream."""
     lane = lanes.lane_for(device)
     for group in _groups(entries, max(1, options.inflight_bytes(accelerator=True) // 2)):
         with lane.callers_stream():
             made = [torch.empty(entry.shape, dtype=entry.dtype, device=device) for entry in group]
-            _fill(index, group, made, options)
+            _fill(index, group, made, options, counts)
         lane.order_after_caller()
         yield from map(lane.hand_over, _emptied(made))
 
 
-def _fill(index: _core.Index, group: Sequence[_Entry], tensors: Sequence[torch.Tensor], options: ReadOptions) -> None:
-    fill(index, [entry.target(tensor) for entry, tensor in zip(group, tensors, strict=True)], options)
+def _fill(
+    index: _core.Index,
+    group: Sequence[_Entry],
+    tensors: Sequence[torch.Tensor],
+    options: ReadOptions,
+    counts: Counts,
+) -> None:
+    fill(index, [entry.target(tensor) for entry, tensor in zip(group, tensors, strict=True)], options, counts)
 
 
 def _groups(entries: Sequence[_Entry], limit: int) -> Iterator[list[_Entry]]:
@@ -173,7 +182,7 @@ class _Made(Sequence[Target]):
 
 
 def _through_slabs(
-    index: _core.Index, entries: Sequence[_Entry], device: torch.device, options: ReadOptions
+    index: _core.Index, entries: Sequence[_Entry], device: torch.device, options: ReadOptions, counts: Counts
 ) -> Generator[torch.Tensor, None, None]:
     lane = lanes.lane_for(device)
     targets = _Made(lane, entries)
@@ -201,3 +210,4 @@ def _through_slabs(
                 first += 1
         for number in range(first, len(entries)):  # nothing but empty tensors, if anything
             yield targets.take(number)
+    counts.add(load.stats())

@@ -9,6 +9,7 @@ import torch
 from dcp_rs import _core
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
+from dcp_rs.transfer.counts import Counts
 from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.target import Target, stored_dtype
 
@@ -16,7 +17,11 @@ __all__ = ["read_whole"]
 
 
 def read_whole(
-    index: _core.Index, numbers: Iterable[int], device: torch.device | str | int, options: ReadOptions
+    index: _core.Index,
+    numbers: Iterable[int],
+    device: torch.device | str | int,
+    options: ReadOptions,
+    counts: Counts | None = None,
 ) -> dict[str, torch.Tensor]:
     """The tensors with these numbers, by name, in that order.
 
@@ -36,5 +41,5 @@ def read_whole(
         Target(number, [0] * len(shape), torch.empty(shape, dtype=dtype, device=device), name, dtype)
         for number, name, dtype, shape in wanted
     ]
-    fill(index, targets, options)
+    fill(index, targets, options, counts)
     return {target.name: target.tensor for target in targets}

@@ -133,6 +133,9 @@ class Entries(Mapping[str, Any]):
     def __contains__(self, fqn: object) -> bool:
         return isinstance(fqn, str) and self.index.find(fqn) is not None
 
+    def __repr__(self) -> str:
+        return f"<{len(self):,} entries of {self.index.path}>"
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.index.names())
 
@@ -159,6 +162,9 @@ class PlannerPaths(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return f"<paths in {self._handle.index.path}>"
 
     def _own(self, fqn: Any) -> tuple[Any, ...] | None:
         """The path that stands with an entry itself: it comes before one of the root."""
@@ -199,6 +205,9 @@ class StorageInfos(Mapping[MetadataIndex, StorageInfo]):
 
     def __len__(self) -> int:
         return self._handle.index.chunk_count
+
+    def __repr__(self) -> str:
+        return f"<{len(self):,} chunks of {self._handle.index.path}>"
 
 
 def describe_saved(metadata: Metadata, index: _core.Index, meta: StorageMeta) -> None:

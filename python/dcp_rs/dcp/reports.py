@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_rs._shown import Shown, size
 from dcp_rs.transfer.counts import Counts
 
-__all__ = ["LoadReport", "Mismatch", "Phases", "SaveReport"]
+__all__ = ["LoadReport", "Mismatch", "Phases", "SaveReport", "SavedMetadata"]
 
 _log = logging.getLogger("dcp_rs")
 
@@ -127,6 +128,22 @@ class SaveReport(_Report):
         return (
             f"saved {size(self.bytes_written)} to {self.path} in {self.seconds:.3f} s{speed}{reused} ({self._phases()})"
         )
+
+
+@dataclass
+class SavedMetadata(Metadata):
+    """What :func:`dcp_rs.save` returns: the metadata that ``dcp.save`` does, and a report.
+
+    Attributes:
+        report: what the save took, on this rank.
+    """
+
+    report: SaveReport | None = None
+
+    @classmethod
+    def of(cls, metadata: Metadata, report: SaveReport | None) -> SavedMetadata:
+        """The same, with the report."""
+        return cls(**{known.name: getattr(metadata, known.name) for known in fields(metadata)}, report=report)
 
 
 def is_first() -> bool:
