@@ -390,6 +390,9 @@ def test_ls_shows_values_and_chooses_by_globs(dcp_rs_cli, world: Path) -> None:
             "nothing": None,
             "step": 12,
         }
+    status, out, _ = dcp_rs_cli("ls", world / "ckpt", "mod")
+    assert status == 0
+    assert "no name matches: a pattern is of whole names" in out
 
 
 def test_keys_of_all_kinds_are_told_apart(dcp_rs_cli, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ class _Unpickler(pickle.Unpickler):
             return found if isinstance(found, str) else partial(found)
         msg = (
             f"value {self._fqn!r} holds a {full}, which is not read without torch: "
-            "open the checkpoint without framework='np'"
+            "dcp_rs.open(path) reads it with torch, where that allows the class"
         )
         raise UnsafePickleError(msg, tensor=self._fqn)
 

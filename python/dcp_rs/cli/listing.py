@@ -81,6 +81,8 @@ def ls(
     headings = ["dtype", "shape", "chunks", "size", "name", *(["value"] if values else [])]
     table(headings, ["<", "<", ">", ">", "<", "<"][: len(headings)], rows)
     of = "" if len(entries) == len(contents.entries) else f" of {len(contents.entries):,} entries"
+    if contents.entries and not entries:
+        line("no name matches: a pattern is of whole names, as '*norm*' is")
     line((f"{_holds(entries)}{of}, {size(total)}", "bold"))
 
 
