@@ -39,7 +39,7 @@ pub(super) struct ToStore {
     objects: Vec<Object>,
     part_bytes: u64,
     threads: usize,
-    room: Room,
+    room: Arc<Room>,
     interrupted: AtomicBool,
     /// The process that began it.
     owner: u32,
@@ -62,7 +62,7 @@ struct Part {
     /// Bytes of items that are still to come.
     missing: u64,
     /// What came, where not all came at a time.
-    buffer: Option<Vec<u8>>,
+    buffer: Option<Buffer>,
     /// What the store answered.
     sent: Option<String>,
 }
@@ -99,7 +99,7 @@ impl ToStore {
             } else {
                 options.threads
             },
-            room: Room::new(options.max_inflight_bytes),
+            room: Arc::new(Room::new(options.max_inflight_bytes)),
             interrupted: AtomicBool::new(false),
             owner: std::process::id(),
         };
@@ -207,27 +207,29 @@ impl ToStore {
             return Ok(());
         }
         let completes = part.missing == length;
-        if part.buffer.is_none() {
-            self.room.take(self.part_bytes, completes, control)?;
-            part.buffer = Some(self.buffer(job.file, &bytes)?);
-        } else if completes {
-            self.room.leaves(self.part_bytes);
+        // Not the part's while this works on it: an error or a panic gives the memory back, for which others may wait.
+        let mut buffer = if let Some(buffer) = part.buffer.take() {
+            buffer
+        } else {
+            let share = Share::take(&self.room, self.part_bytes, completes, control)?;
+            let bytes = self.buffer(job.file, &bytes)?;
+            Buffer { bytes, share }
+        };
+        if completes {
+            buffer.share.leave();
         }
-        if let Some(buffer) = &mut part.buffer {
-            for span in spans {
-                let mut at = to_usize(job.bytes.start.max(span.offset) - bytes.start);
-                digests.digest(span, job, |piece| {
-                    buffer[at..at + piece.len()].copy_from_slice(piece);
-                    at += piece.len();
-                });
-            }
+        for span in spans {
+            let mut at = to_usize(job.bytes.start.max(span.offset) - bytes.start);
+            digests.digest(span, job, |piece| {
+                buffer.bytes[at..at + piece.len()].copy_from_slice(piece);
+                at += piece.len();
+            });
         }
         part.missing -= length;
-        if completes && let Some(buffer) = part.buffer.take() {
-            let sent = self.send(job.file, number, &[&buffer], control);
-            drop(buffer);
-            self.room.give(self.part_bytes);
-            part.sent = Some(sent?);
+        if completes {
+            part.sent = Some(self.send(job.file, number, &[&buffer.bytes], control)?);
+        } else {
+            part.buffer = Some(buffer);
         }
         Ok(())
     }
@@ -378,12 +380,21 @@ impl Room {
     fn taken(&self) -> MutexGuard<'_, Taken> {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
 
+/// What was taken of the room. Dropped, it is given back.
+struct Share {
+    room: Arc<Room>,
+    bytes: u64,
+    leaves: bool,
+}
+
+impl Share {
     /// Takes so many bytes, once that many are free or nobody will give any.
-    fn take(&self, bytes: u64, leaves: bool, control: &Control) -> Result<()> {
-        let mut taken = self.taken();
-        while taken.bytes + bytes > self.most && taken.leaving > 0 {
-            let waited = self.given.wait_timeout(taken, PERIOD);
+    fn take(room: &Arc<Room>, bytes: u64, leaves: bool, control: &Control) -> Result<Self> {
+        let mut taken = room.taken();
+        while taken.bytes + bytes > room.most && taken.leaving > 0 {
+            let waited = room.given.wait_timeout(taken, PERIOD);
             taken = waited.unwrap_or_else(PoisonError::into_inner).0;
             control.check()?;
         }
@@ -391,21 +402,39 @@ impl Room {
         if leaves {
             taken.leaving += bytes;
         }
-        Ok(())
-    }
-
-    /// What was taken is on its way.
-    fn leaves(&self, bytes: u64) {
-        self.taken().leaving += bytes;
-    }
-
-    fn give(&self, bytes: u64) {
-        let mut taken = self.taken();
-        taken.bytes -= bytes;
-        taken.leaving -= bytes;
         drop(taken);
-        self.given.notify_all();
+        Ok(Self {
+            room: Arc::clone(room),
+            bytes,
+            leaves,
+        })
     }
+
+    /// It is on its way.
+    fn leave(&mut self) {
+        if !self.leaves {
+            self.leaves = true;
+            self.room.taken().leaving += self.bytes;
+        }
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        let mut taken = self.room.taken();
+        taken.bytes -= self.bytes;
+        if self.leaves {
+            taken.leaving -= self.bytes;
+        }
+        drop(taken);
+        self.room.given.notify_all();
+    }
+}
+
+/// Memory for a part, freed before its share of the room is.
+struct Buffer {
+    bytes: Vec<u8>,
+    share: Share,
 }
 
 #[cfg(test)]

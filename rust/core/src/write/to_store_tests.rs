@@ -23,6 +23,8 @@ struct Memory {
     uploads: Mutex<HashMap<String, HashMap<usize, Vec<u8>>>>,
     /// The part of this number is refused.
     refused: Option<usize>,
+    /// Sending the part of this number panics.
+    panics: Option<usize>,
     sent: Mutex<Vec<usize>>,
 }
 
@@ -44,7 +46,7 @@ impl Connection for Store {
         Ok(self.0.files.lock().unwrap().get(path).map(|bytes| bytes.len() as u64))
     }
 
-    fn names(&self, _: &Path, _: &Control) -> Result<Option<Vec<String>>> {
+    fn list(&self, _: &Path, _: &Control) -> Result<Option<Vec<store::Listed>>> {
         Ok(None)
     }
 
@@ -81,6 +83,11 @@ impl StoringConnection for Store {
                 attempts: 1,
                 reason: "no".into(),
             });
+        }
+        if self.0.panics == Some(number) {
+            // Others wait for its memory by then.
+            std::thread::sleep(Duration::from_millis(100));
+            panic!("as a defect would");
         }
         self.0.sent.lock().unwrap().push(pieces.len());
         let mut uploads = self.0.uploads.lock().unwrap();
@@ -235,6 +242,32 @@ fn nothing_is_left_of_what_fails_or_is_given_up() {
         drop(save.finish_with(Value::None, &Control::new()).unwrap());
         assert!(store.0.uploads.lock().unwrap().is_empty() && store.0.files.lock().unwrap().is_empty());
     }
+}
+
+#[test]
+fn memory_of_what_panics_is_given_back() {
+    // Each part lies in so many pieces that it takes a buffer, and there is room for one.
+    let items: Vec<SaveItem> = (0..1600)
+        .map(|number| whole(&format!("t{number}"), "uint8", &[MIB / 20]))
+        .collect();
+    let store = Store(Arc::new(Memory {
+        panics: Some(2),
+        ..Memory::default()
+    }));
+    let options = WriteOptions {
+        max_inflight_bytes: LEAST_PART,
+        threads: 8,
+        ..WriteOptions::default()
+    };
+    let (done, is_done) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let save = begin(&store, &items, &options);
+        let data = contents(&items);
+        let write = || save.write(&parts(&data), &Control::new());
+        let _ = done.send(std::panic::catch_unwind(std::panic::AssertUnwindSafe(write)).is_err());
+    });
+    let panicked = is_done.recv_timeout(Duration::from_secs(60));
+    assert_eq!(panicked, Ok(true), "threads wait for memory that nobody gives back");
 }
 
 #[test]
