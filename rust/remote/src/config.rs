@@ -271,10 +271,15 @@ impl Config {
     }
 }
 
+/// Seconds of a year: whoever says more waits for as long as that.
+const LONGEST: f64 = 366.0 * 24.0 * 3600.0;
+
 fn seconds(key: &str, value: &str) -> Result<Duration> {
     let number = value.strip_suffix('s').unwrap_or(value).trim().parse::<f64>();
     number
         .ok()
+        .filter(|seconds| !seconds.is_nan())
+        .map(|seconds| seconds.min(LONGEST))
         .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
         .ok_or_else(|| unsupported(format!("storage_options: {key} is not a number of seconds")))
 }
@@ -307,6 +312,20 @@ mod tests {
         let config = config("s3://b/x").unwrap();
         for other in ["s3://b/a/../x", "s3://b/a//x", "/etc/passwd", "s3://c/x"] {
             assert!(config.name(Path::new(other)).is_err(), "{other}");
+        }
+    }
+
+    #[test]
+    fn times_are_bounded() {
+        for (given, seconds) in [("2.5", 2.5), ("30s", 30.0), ("1e19", LONGEST), ("inf", LONGEST)] {
+            let config = Config::new("s3://b", [("read_timeout".into(), given.into())]).unwrap();
+            assert_eq!(config.limits.silence, Duration::from_secs_f64(seconds));
+        }
+        for refused in ["-1", "NaN", "soon", "-inf"] {
+            assert!(
+                Config::new("s3://b", [("read_timeout".into(), refused.into())]).is_err(),
+                "{refused}"
+            );
         }
     }
 

@@ -1,11 +1,10 @@
-//! What lives for a call: a runtime, its threads, a client, and what is in flight.
+//! What lives for a call: what a store is asked over a link, and over another one where that was cut.
 #![allow(unsafe_code)] // parts are fetched to memory by address
 
 use std::collections::HashMap;
 use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
@@ -15,200 +14,115 @@ use dcp_rs_core::{Control, Error, Result, StorageFault};
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 use object_store::list::{PaginatedListOptions, PaginatedListStore};
-use object_store::{ObjectMeta, ObjectStoreExt as _, UpdateVersion};
-use tokio::runtime::{Builder, Handle, Runtime};
-use tokio::sync::Semaphore;
-use tokio::time::timeout;
+use object_store::{ObjectMeta, ObjectStoreExt as _};
 
-use crate::answers::Failure;
-use crate::config::{Client, Config};
+use crate::config::Config;
 use crate::fetch::{self, File};
 use crate::lend::lend;
-use crate::patience::Patience;
+use crate::link::{LAST_WAIT, Link, Outcome, Shared};
 use crate::store::{self, Removal};
 use crate::{Seen, see};
 
-/// Requests in flight at most, of one connection.
-const IN_FLIGHT: usize = 96;
 /// Threads that receive, at most: what a fast network card needs.
 const MOST_THREADS: usize = 32;
-/// How often a waiting call looks whether it is to stop.
-const PERIOD: Duration = Duration::from_millis(50);
-/// What is in the midst of something when a connection ends is waited for no longer than this: a look-up of a name can hang.
-const LAST_WAIT: Duration = Duration::from_millis(200);
-
-/// What every request needs.
-pub struct Shared {
-    pub config: Arc<Config>,
-    pub client: Client,
-    pub permits: Semaphore,
-    pub seen: Arc<Mutex<HashMap<PathBuf, Seen>>>,
-}
-
-impl Shared {
-    /// The tag that a file has to have, if it was seen before.
-    pub fn tag(&self, path: &Path) -> Option<String> {
-        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
-        let tag = seen.get(path)?.tag.clone()?;
-        // A weak tag matches nothing in a precondition (RFC 9110, 13.1.1); the answer's is compared.
-        (!tag.starts_with("W/")).then_some(tag)
-    }
-
-    /// The file as it was seen, where it was: what has to be there still.
-    pub fn as_seen(&self, path: &Path) -> Option<UpdateVersion> {
-        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.get(path).map(|seen| UpdateVersion {
-            e_tag: seen.tag.clone(),
-            version: seen.version.clone(),
-        })
-    }
-
-    /// The file is another one from now on.
-    pub fn forget(&self, path: &Path) {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner).remove(path);
-    }
-
-    /// Does something, again and again until it is done or enough. `body`: how many bytes are sent each time.
-    pub async fn persist<T, F>(
-        &self,
-        action: &'static str,
-        path: &Path,
-        body: u64,
-        attempt: impl Fn() -> F,
-    ) -> Result<T>
-    where
-        F: Future<Output = object_store::Result<T>>,
-    {
-        let mut patience = Patience::new(self.config.limits);
-        loop {
-            let failure = match timeout(patience.answer(body), attempt()).await {
-                Ok(Ok(done)) => return Ok(done),
-                Ok(Err(error)) => Failure::of(&error),
-                Err(_) => Failure::passing("no answer in time"),
-            };
-            if !patience.endures(&failure).await {
-                return Err(failure.into_error(action, path, patience.attempts(), &self.config.secrets));
-            }
-        }
-    }
-}
 
 /// A connection. Dropped, it ends its threads.
 pub struct Connected {
-    handle: Handle,
-    /// Taken when it ends.
-    runtime: Mutex<Option<Runtime>>,
-    /// That made it: forks of it have none of its threads.
-    process: u32,
-    shared: Arc<Shared>,
+    config: Arc<Config>,
+    seen: Arc<Mutex<HashMap<PathBuf, Seen>>>,
+    threads: usize,
+    /// Another one, once it was cut.
+    link: Mutex<Arc<Link>>,
 }
 
 impl Connected {
     pub fn new(config: Arc<Config>, seen: Arc<Mutex<HashMap<PathBuf, Seen>>>, threads: usize) -> Result<Self> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = if threads == 0 { cores } else { threads };
-        let runtime = Builder::new_multi_thread()
-            .worker_threads(threads.clamp(1, MOST_THREADS))
-            .thread_name("dcp-rs-store")
-            .enable_all()
-            .build()
-            .map_err(|error| Error::io("start threads for", Path::new(&config.root), error))?;
-        let client = {
-            // What it sets up by and by belongs to this runtime.
-            let _entered = runtime.enter();
-            config.client()?
-        };
+        let threads = if threads == 0 { cores } else { threads }.clamp(1, MOST_THREADS);
+        let link = Link::new(Arc::clone(&config), Arc::clone(&seen), threads)?;
         Ok(Self {
-            handle: runtime.handle().clone(),
-            runtime: Mutex::new(Some(runtime)),
-            process: std::process::id(),
-            shared: Arc::new(Shared {
-                config,
-                client,
-                permits: Semaphore::new(IN_FLIGHT),
-                seen,
-            }),
+            config,
+            seen,
+            threads,
+            link: Mutex::new(Arc::new(link)),
         })
     }
 
-    /// Ends it, and whatever is in flight.
-    fn end(&self) {
-        let Some(runtime) = self.runtime.lock().unwrap_or_else(PoisonError::into_inner).take() else {
-            return;
-        };
-        if std::process::id() == self.process {
-            runtime.shutdown_timeout(LAST_WAIT);
-        } else {
-            // A lock in it may be held by a thread that is not there.
-            std::mem::forget(runtime);
+    fn link(&self) -> Result<Arc<Link>> {
+        let mut link = self.link.lock().unwrap_or_else(PoisonError::into_inner);
+        if link.has_ended() {
+            let next = Link::new(Arc::clone(&self.config), Arc::clone(&self.seen), self.threads)?;
+            *link = Arc::new(next);
         }
+        Ok(Arc::clone(&link))
     }
 
-    /// Waits for what sends these pieces. When this returns, nobody reads them any more.
-    fn send<T: Send + 'static, F>(
+    /// Waits for a question about `path` and its answer.
+    fn ask<T: Send + 'static, F>(
         &self,
-        pieces: &[&[u8]],
+        path: &Path,
         control: &Control,
-        work: impl FnOnce(Arc<Shared>, Vec<Bytes>) -> F,
+        question: impl FnOnce(Arc<Shared>) -> F,
     ) -> Result<T>
     where
         F: Future<Output = Result<T>> + Send + 'static,
     {
-        // A server that answered may take what it was still to be sent. One that was given up gets no time for it.
-        let given_up = AtomicBool::new(false);
-        let patience = || {
-            if given_up.load(Ordering::Relaxed) {
-                LAST_WAIT
-            } else {
-                self.shared.config.limits.silence
-            }
-        };
-        lend(pieces, &patience, &|| self.end(), |bytes| {
-            let shared = Arc::clone(&self.shared);
-            let work = work(Arc::clone(&self.shared), bytes);
-            let sent = self.wait(control, async move {
-                let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
-                work.await
-            });
-            given_up.store(sent.is_err(), Ordering::Relaxed);
-            sent
-        })
+        let link = self.link()?;
+        let answer = link.wait(control, question(Arc::clone(&link.shared)));
+        answer.result(StorageFault::Failed, "read", path)
     }
 
-    /// Waits for work on the runtime, and ends it where the call is to stop.
-    fn wait<T: Send + 'static>(
+    /// Waits for what sends these pieces, which may be done twice. When this returns, nobody reads them any more.
+    fn send<T: Send + 'static, F>(
         &self,
+        pieces: &[&[u8]],
         control: &Control,
-        work: impl Future<Output = Result<T>> + Send + 'static,
-    ) -> Result<T> {
-        let (done, is_done) = channel();
-        let task = self.handle.spawn(async move {
-            // The receiver lives until the task has ended.
-            let _ = done.send(work.await);
-        });
+        work: impl Fn(Arc<Shared>, Vec<Bytes>) -> F,
+    ) -> Result<T>
+    where
+        F: Future<Output = Result<T>> + Send + 'static,
+    {
+        // Each time another call has ended, so that this does.
         loop {
-            match is_done.recv_timeout(PERIOD) {
-                Ok(result) => return result,
-                Err(RecvTimeoutError::Timeout) => {
-                    if let Err(stopped) = control.check() {
-                        task.abort();
-                        // Once it has ended, by its end or by this, the channel is closed, and nothing is written any more.
-                        while is_done.recv().is_ok() {}
-                        return Err(stopped);
-                    }
-                }
-                Err(RecvTimeoutError::Disconnected) => {
-                    control.check()?;
-                    return Err(Error::Internal("a request to a store ended without an answer".into()));
-                }
+            if let Outcome::Done(result) = self.send_once(pieces, control, &work)? {
+                return result;
             }
         }
     }
-}
 
-impl Drop for Connected {
-    fn drop(&mut self) {
-        self.end();
+    fn send_once<T: Send + 'static, F>(
+        &self,
+        pieces: &[&[u8]],
+        control: &Control,
+        work: impl FnOnce(Arc<Shared>, Vec<Bytes>) -> F,
+    ) -> Result<Outcome<T>>
+    where
+        F: Future<Output = Result<T>> + Send + 'static,
+    {
+        let link = self.link()?;
+        // A server that answered may take what it was still to be sent. One that was given up gets no time for it.
+        let given_up = AtomicBool::new(false);
+        let waits_on = |waited| {
+            let is_hurried = given_up.load(Ordering::Relaxed) || control.check().is_err();
+            waited
+                < if is_hurried {
+                    LAST_WAIT
+                } else {
+                    self.config.limits.silence
+                }
+        };
+        // What still holds some is ended with the link, and with it what else is under way there: that goes on over another one.
+        let sent = lend(pieces, &waits_on, &|| link.end(), |bytes| {
+            let shared = Arc::clone(&link.shared);
+            let work = work(Arc::clone(&link.shared), bytes);
+            let sent = link.wait(control, async move {
+                let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
+                work.await
+            });
+            given_up.store(!matches!(sent, Outcome::Done(Ok(_))), Ordering::Relaxed);
+            sent
+        });
+        Ok(sent)
     }
 }
 
@@ -266,14 +180,14 @@ fn changed(path: &Path, reason: String) -> Error {
 impl Connection for Connected {
     fn look(&self, path: &Path, control: &Control) -> Result<Option<u64>> {
         {
-            let seen = self.shared.seen.lock().unwrap_or_else(PoisonError::into_inner);
+            let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(seen) = seen.get(path) {
                 return Ok(Some(seen.size));
             }
         }
-        let name = self.shared.config.name(path)?;
-        let (shared, at) = (Arc::clone(&self.shared), path.to_owned());
-        let meta = self.wait(control, async move {
+        let name = self.config.name(path)?;
+        let at = path.to_owned();
+        let meta = self.ask(path, control, |shared| async move {
             let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
             shared
                 .persist("look at", &at, 0, || shared.client.objects.head(&name))
@@ -281,17 +195,19 @@ impl Connection for Connected {
         });
         let Some(meta) = if_there(meta)? else { return Ok(None) };
         let size = meta.size;
-        see(&self.shared.seen, path, Seen::of(meta)).map_err(|reason| changed(path, reason))?;
+        see(&self.seen, path, Seen::of(meta)).map_err(|reason| changed(path, reason))?;
         Ok(Some(size))
     }
 
     fn list(&self, folder: &Path, control: &Control) -> Result<Option<Vec<Listed>>> {
-        let Some(pages) = self.shared.client.pages.clone() else {
-            return Ok(None);
-        };
-        let prefix = self.shared.config.name(folder)?;
-        let (shared, at) = (Arc::clone(&self.shared), folder.to_owned());
-        let listed = self.wait(control, async move { list(&shared, &*pages, &at, &prefix).await })?;
+        let prefix = self.config.name(folder)?;
+        let at = folder.to_owned();
+        let listed = self.ask(folder, control, |shared| async move {
+            match &shared.client.pages {
+                Some(pages) => list(&shared, &**pages, &at, &prefix).await.map(Some),
+                None => Ok(None),
+            }
+        })?;
         let now = SystemTime::now();
         let told = |object: ObjectMeta| {
             Some(Listed {
@@ -300,13 +216,13 @@ impl Connection for Connected {
                 age: now.duration_since(object.last_modified.into()).unwrap_or_default(),
             })
         };
-        Ok(Some(listed.into_iter().filter_map(told).collect()))
+        Ok(listed.map(|listed| listed.into_iter().filter_map(told).collect()))
     }
 
     fn start(&self, path: &Path, most: u64, anew: bool, control: &Control) -> Result<Option<(Vec<u8>, u64)>> {
-        let name = self.shared.config.name(path)?;
-        let (shared, at) = (Arc::clone(&self.shared), path.to_owned());
-        let started = self.wait(control, async move {
+        let name = self.config.name(path)?;
+        let at = path.to_owned();
+        let started = self.ask(path, control, |shared| async move {
             let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
             fetch::start(&shared, &at, &name, most).await
         });
@@ -315,21 +231,20 @@ impl Connection for Connected {
         };
         let size = now.size;
         if !anew {
-            see(&self.shared.seen, path, now).map_err(|reason| changed(path, reason))?;
+            see(&self.seen, path, now).map_err(|reason| changed(path, reason))?;
         }
         Ok(Some((bytes, size)))
     }
 
     unsafe fn fetch(&self, path: &Path, size: u64, parts: Vec<Part>, control: &Control) -> Result<()> {
-        let name = self.shared.config.name(path)?;
-        let shared = Arc::clone(&self.shared);
+        let name = self.config.name(path)?;
         let file = Arc::new(File {
             path: path.to_owned(),
             name,
             size,
         });
-        self.wait(control, async move {
-            // SAFETY: the caller's promise, for as long as this call lasts; `wait` returns once the task and with it every part has ended.
+        self.ask(path, control, |shared| async move {
+            // SAFETY: the caller's promise, for as long as this call lasts; `ask` returns once the task and with it every part has ended.
             let each = |part| unsafe { fetch::fetch(Arc::clone(&shared), Arc::clone(&file), part) };
             let mut fetches: FuturesUnordered<_> = parts.into_iter().map(each).collect();
             while let Some(fetched) = fetches.next().await {
@@ -342,60 +257,75 @@ impl Connection for Connected {
 
 impl StoringConnection for Connected {
     fn put(&self, path: &Path, pieces: &[&[u8]], condition: Condition, control: &Control) -> Result<()> {
-        let name = self.shared.config.name(path)?;
-        let path = path.to_owned();
-        self.send(pieces, control, |shared, bytes| async move {
-            store::put(&shared, &path, &name, bytes, condition).await
-        })
+        let name = self.config.name(path)?;
+        let work = |shared: Arc<Shared>, bytes| {
+            let (path, name) = (path.to_owned(), name.clone());
+            async move { store::put(&shared, &path, &name, bytes, condition).await }
+        };
+        if condition == Condition::Always {
+            return self.send(pieces, control, work);
+        }
+        // Done twice, the second would meet the first.
+        let sent = self.send_once(pieces, control, work)?;
+        if matches!(sent, Outcome::Cut) {
+            self.seen.lock().unwrap_or_else(PoisonError::into_inner).remove(path);
+        }
+        sent.result(StorageFault::Unclear, "write", path)
     }
 
     fn begin(&self, path: &Path, control: &Control) -> Result<Upload> {
-        let name = self.shared.config.name(path)?;
-        let path = path.to_owned();
-        self.send(&[], control, |shared, _| async move {
-            store::begin(&shared, &path, &name).await
+        let name = self.config.name(path)?;
+        self.send(&[], control, |shared, _| {
+            let (path, name) = (path.to_owned(), name.clone());
+            async move { store::begin(&shared, &path, &name).await }
         })
     }
 
     fn put_part(&self, upload: &Upload, number: usize, pieces: &[&[u8]], control: &Control) -> Result<String> {
-        let name = self.shared.config.name(&upload.path)?;
-        let upload = upload.clone();
-        self.send(pieces, control, |shared, bytes| async move {
-            store::put_part(&shared, &upload, &name, number, bytes).await
+        let name = self.config.name(&upload.path)?;
+        self.send(pieces, control, |shared, bytes| {
+            let (upload, name) = (upload.clone(), name.clone());
+            async move { store::put_part(&shared, &upload, &name, number, bytes).await }
         })
     }
 
     fn complete(&self, upload: &Upload, parts: Vec<String>, size: u64, control: &Control) -> Result<()> {
-        let name = self.shared.config.name(&upload.path)?;
-        let upload = upload.clone();
-        self.send(&[], control, |shared, _| async move {
-            store::complete(&shared, &upload, &name, parts, size).await
+        let name = self.config.name(&upload.path)?;
+        self.send(&[], control, |shared, _| {
+            let (upload, name, parts) = (upload.clone(), name.clone(), parts.clone());
+            async move { store::complete(&shared, &upload, &name, parts, size).await }
         })
     }
 
     fn remove(&self, files: &[PathBuf], uploads: &[Upload], within: Duration, control: &Control) -> Vec<Error> {
-        let config = &self.shared.config;
+        let config = &self.config;
         let files = files
             .iter()
             .map(|path| Ok(Removal::File(path.clone(), config.name(path)?)));
         let uploads = uploads
             .iter()
             .map(|upload| Ok(Removal::Upload(upload.clone(), config.name(&upload.path)?)));
-        let removals = match files.chain(uploads).collect::<Result<Vec<_>>>() {
-            Ok(removals) => removals,
+        let removals: Arc<[Removal]> = match files.chain(uploads).collect::<Result<Vec<_>>>() {
+            Ok(removals) => removals.into(),
             Err(error) => return vec![error],
         };
-        let removed = self.send(&[], control, |shared, _| async move {
-            Ok(store::remove(&shared, &removals, within).await)
+        let removed = self.send(&[], control, |shared, _| {
+            let removals = Arc::clone(&removals);
+            async move { Ok(store::remove(&shared, &removals, within).await) }
         });
         removed.unwrap_or_else(|error| vec![error])
     }
 
     fn keeps_conditions(&self, folder: &Path, control: &Control) -> Result<bool> {
         let path = folder.join(format!(".dcp-rs-asks-{:016x}", random_token()?));
-        let name = self.shared.config.name(&path)?;
-        self.send(&[], control, |shared, _| async move {
-            store::keeps_conditions(&shared, &path, &name).await
+        let name = self.config.name(&path)?;
+        self.send(&[], control, |shared, _| {
+            let (path, name) = (path.clone(), name.clone());
+            async move { store::keeps_conditions(&shared, &path, &name).await }
         })
     }
 }
+
+#[cfg(test)]
+#[path = "connection_tests.rs"]
+mod tests;

@@ -11,7 +11,7 @@ use object_store::{GetOptions, GetRange};
 use tokio::time::timeout;
 
 use crate::answers::Failure;
-use crate::connection::Shared;
+use crate::link::Shared;
 use crate::patience::Patience;
 use crate::{Seen, see};
 

@@ -9,20 +9,23 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
+use crate::link::PERIOD;
+
 /// Calls `work` with the pieces, and returns once nobody holds any of them.
 ///
-/// Whoever holds some for longer after `work` than `patience` says then is made to let go by `end`, which has to end all that could.
+/// While somebody holds some after `work`, `waits_on` is asked again and again whether to wait on after so long; once it says no they are made to let go
+/// by `end`, which has to end all that could.
 pub fn lend<T>(
     pieces: &[&[u8]],
-    patience: &dyn Fn() -> Duration,
+    waits_on: &dyn Fn(Duration) -> bool,
     end: &dyn Fn(),
     work: impl FnOnce(Vec<Bytes>) -> T,
 ) -> T {
     let gate = Arc::new(Gate::default());
     // Waits also where `work` panics.
-    let _waits = Waits {
+    let _lending = Lending {
         gate: &gate,
-        patience,
+        waits_on,
         end,
     };
     let lent = pieces.iter().filter(|piece| !piece.is_empty()).map(|piece| {
@@ -48,37 +51,32 @@ impl Gate {
         self.out.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until all are back; false where that takes longer.
-    fn wait(&self, patience: Option<Duration>) -> bool {
-        let until = patience.map(|patience| Instant::now() + patience);
-        let mut out = self.out();
-        while *out > 0 {
-            out = match until.map(|until| until.saturating_duration_since(Instant::now())) {
-                Some(Duration::ZERO) => return false,
-                Some(left) => {
-                    self.back
-                        .wait_timeout(out, left)
-                        .unwrap_or_else(PoisonError::into_inner)
-                        .0
-                }
-                None => self.back.wait(out).unwrap_or_else(PoisonError::into_inner),
-            };
-        }
-        true
+    /// Waits for a while until all are back; false where that takes longer.
+    fn wait(&self) -> bool {
+        let wait = self
+            .back
+            .wait_timeout_while(self.out(), PERIOD, |out| *out > 0)
+            .unwrap_or_else(PoisonError::into_inner);
+        *wait.0 == 0
     }
 }
 
-struct Waits<'a> {
+struct Lending<'a> {
     gate: &'a Gate,
-    patience: &'a dyn Fn() -> Duration,
+    waits_on: &'a dyn Fn(Duration) -> bool,
     end: &'a dyn Fn(),
 }
 
-impl Drop for Waits<'_> {
+impl Drop for Lending<'_> {
+    // Nothing here may panic before all are back: what is lent would be freed.
     fn drop(&mut self) {
-        if !self.gate.wait(Some((self.patience)())) {
-            (self.end)();
-            self.gate.wait(None);
+        let begin = Instant::now();
+        let mut waits = true;
+        while !self.gate.wait() {
+            if waits && !(self.waits_on)(begin.elapsed()) {
+                waits = false;
+                (self.end)();
+            }
         }
     }
 }
@@ -123,7 +121,7 @@ mod tests {
         });
         let sum = lend(
             &[&memory[..10], &[], &memory[50..]],
-            &|| Duration::from_millis(20),
+            &|waited| waited < Duration::from_millis(20),
             &end,
             |bytes| {
                 assert_eq!(bytes.iter().map(Bytes::len).collect::<Vec<_>>(), [10, 50]);
@@ -140,18 +138,13 @@ mod tests {
         let memory = vec![7_u8; 1000];
         let done = Arc::new(AtomicBool::new(false));
         let seen = Arc::clone(&done);
-        lend(
-            &[&memory],
-            &|| Duration::from_secs(60),
-            &|| panic!("nothing is to be ended"),
-            |bytes| {
-                std::thread::spawn(move || {
-                    std::thread::sleep(Duration::from_millis(50));
-                    seen.store(bytes[0].iter().all(|&byte| byte == 7), Ordering::Relaxed);
-                    drop(bytes);
-                });
-            },
-        );
+        lend(&[&memory], &|_| true, &|| panic!("nothing is to be ended"), |bytes| {
+            std::thread::spawn(move || {
+                std::thread::sleep(Duration::from_millis(50));
+                seen.store(bytes[0].iter().all(|&byte| byte == 7), Ordering::Relaxed);
+                drop(bytes);
+            });
+        });
         assert!(done.load(Ordering::Relaxed));
     }
 }

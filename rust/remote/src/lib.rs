@@ -8,9 +8,12 @@ mod config;
 mod connection;
 mod fetch;
 mod lend;
+mod link;
 mod patience;
 mod secrets;
 mod store;
+#[cfg(test)]
+mod testing;
 
 use std::collections::HashMap;
 use std::fmt;

@@ -44,10 +44,15 @@ impl Patience {
         self.limits.silence.min(left).max(Duration::from_millis(1))
     }
 
-    /// How long to wait for the answer to a request with a body of so many bytes: how many of them are on their way is not known.
-    pub fn answer(&self, body: u64) -> Duration {
-        let sending = Duration::from_millis(body.saturating_mul(1000) / SLOWEST);
-        self.silence() + sending.saturating_mul(1 << self.failures.min(8))
+    /// How long it takes at least to send so many bytes: how many of them are on their way is not known.
+    pub const fn sending(bytes: u64) -> Duration {
+        Duration::from_millis(bytes.saturating_mul(1000) / SLOWEST)
+    }
+
+    /// How long to wait for the answer to a request that takes so long.
+    pub fn answer(&self, work: Duration) -> Duration {
+        self.silence()
+            .saturating_add(work.saturating_mul(1 << self.failures.min(8)))
     }
 
     /// It failed: waits until it is to be tried again. False where it is not.

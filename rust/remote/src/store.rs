@@ -16,7 +16,7 @@ use object_store::{ObjectStoreExt as _, PutMode, PutOptions, PutPayload, UpdateV
 use tokio::time::{Instant, timeout, timeout_at};
 
 use crate::answers::Failure;
-use crate::connection::Shared;
+use crate::link::Shared;
 use crate::patience::Patience;
 
 /// Removals in flight.
@@ -28,10 +28,10 @@ const NO_VERSION: &str = "1";
 /// An answer, or that none came in time.
 async fn answered<T>(
     patience: &Patience,
-    body: u64,
+    work: Duration,
     attempt: impl Future<Output = object_store::Result<T>>,
 ) -> std::result::Result<T, Failure> {
-    match timeout(patience.answer(body), attempt).await {
+    match timeout(patience.answer(work), attempt).await {
         Ok(answer) => answer.map_err(|error| Failure::of(&error)),
         Err(_) => Err(Failure::passing("no answer in time")),
     }
@@ -64,7 +64,7 @@ pub async fn put(shared: &Shared, path: &Path, name: &Name, bytes: Vec<Bytes>, c
     loop {
         let options = PutOptions::from(mode.clone());
         let attempt = shared.client.objects.put_opts(name, payload.clone(), options);
-        let Err(mut failure) = answered(&patience, length, attempt).await else {
+        let Err(mut failure) = answered(&patience, Patience::sending(length), attempt).await else {
             shared.forget(path);
             return Ok(());
         };
@@ -114,12 +114,12 @@ pub async fn complete(shared: &Shared, upload: &Upload, name: &Name, answers: Ve
     let mut patience = Patience::new(shared.config.limits);
     loop {
         let attempt = parts.complete_multipart(name, &upload.id, ids.clone());
-        let Err(failure) = answered(&patience, 0, attempt).await else {
+        let Err(failure) = answered(&patience, Duration::ZERO, attempt).await else {
             return Ok(());
         };
         // An upload that was completed, by an attempt whose answer was lost, is none any more. Nobody else stores an object of this name.
         if failure.kind == StorageFault::NotFound
-            && let Ok(found) = answered(&patience, 0, shared.client.objects.head(name)).await
+            && let Ok(found) = answered(&patience, Duration::ZERO, shared.client.objects.head(name)).await
             && found.size == size
         {
             return Ok(());
@@ -211,7 +211,7 @@ async fn ask(shared: &Shared, path: &Path, name: &Name) -> Result<bool> {
             .client
             .objects
             .put_opts(name, PutPayload::new(), PutOptions::from(mode.clone()));
-        let failure = match timeout(patience.answer(0), attempt).await {
+        let failure = match timeout(patience.answer(Duration::ZERO), attempt).await {
             Ok(Ok(_)) => {
                 let removal = Removal::File(path.to_owned(), name.clone());
                 removal.done(shared).await?;

@@ -1,0 +1,115 @@
+//! One request that fails, or is cut off, takes no other with it.
+
+use std::sync::mpsc::channel;
+use std::thread;
+
+use super::*;
+use crate::testing::{Reply, options, serve};
+
+/// More than sockets hold for a server that does not read.
+const LARGE: usize = 32 << 20;
+
+fn connected(url: &str, more: &[(&str, &str)]) -> Connected {
+    let config = Config::new("s3://bucket", options("s3", url, more)).unwrap();
+    Connected::new(Arc::new(config), Arc::default(), 2).unwrap()
+}
+
+fn upload() -> Upload {
+    Upload {
+        path: "s3://bucket/file".into(),
+        id: "1".into(),
+    }
+}
+
+fn kind(error: &Error) -> StorageFault {
+    match error {
+        Error::Storage { kind, .. } => *kind,
+        error => panic!("{error}"),
+    }
+}
+
+/// The first part is answered before it is sent, and the connection stays open; the others take their time.
+fn parts_beside(first: Reply) -> (Vec<Result<String>>, usize) {
+    let first = Mutex::new(Some(first));
+    let (url, asked) = serve(move |question, _| {
+        if question.contains("partNumber=1&") {
+            return first.lock().unwrap().take().unwrap();
+        }
+        Reply::ok("").after(Duration::from_secs(1))
+    });
+    let connection = connected(&url, &[("read_timeout", "0.3")]);
+    let memory = vec![7_u8; LARGE];
+    let send = |number| connection.put_part(&upload(), number, &[&memory], &Control::new());
+    let sent = thread::scope(|scope| {
+        let sending: Vec<_> = (0..4).map(|number| scope.spawn(move || send(number))).collect();
+        sending.into_iter().map(|sending| sending.join().unwrap()).collect()
+    });
+    let asked = asked.lock().unwrap().len();
+    (sent, asked)
+}
+
+#[test]
+fn a_refusal_is_told_and_hinders_no_other_request() {
+    let (sent, asked) = parts_beside(Reply::of(403, "AccessDenied").early());
+    assert_eq!(kind(sent[0].as_ref().unwrap_err()), StorageFault::Denied);
+    assert!(sent[1..].iter().all(Result::is_ok), "{sent:?}");
+    assert!(asked > 4, "nothing was cut off");
+}
+
+#[test]
+fn an_answer_that_came_early_hinders_no_other_request() {
+    let (sent, asked) = parts_beside(Reply::ok("").early());
+    assert!(sent.iter().all(Result::is_ok), "{sent:?}");
+    assert!(asked > 4, "nothing was cut off");
+}
+
+#[test]
+fn after_a_refusal_the_store_can_be_asked() {
+    let (url, _) = serve(|question, _| match question.split_once(' ').unwrap().0 {
+        "PUT" => Reply::of(412, "PreconditionFailed").early(),
+        _ => Reply::head(5),
+    });
+    let connection = connected(&url, &[]);
+    let (path, control) = (Path::new("s3://bucket/file"), Control::new());
+    let put = connection.put(path, &[&vec![0; LARGE]], Condition::New, &control);
+    assert_eq!(kind(&put.unwrap_err()), StorageFault::Precondition);
+    assert_eq!(connection.look(path, &control).unwrap(), Some(5));
+}
+
+#[test]
+fn what_would_be_done_twice_is_unclear() {
+    let (url, _) = serve(|question, _| {
+        if question.contains("/index") {
+            return Reply::ok("").after(Duration::from_secs(60));
+        }
+        Reply::of(403, "AccessDenied").early().after(Duration::from_millis(500))
+    });
+    let connection = connected(&url, &[]);
+    let memory = vec![0; LARGE];
+    thread::scope(|scope| {
+        let index = scope.spawn(|| {
+            let path = Path::new("s3://bucket/index");
+            connection.put(path, &[&memory], Condition::New, &Control::new())
+        });
+        connection
+            .put_part(&upload(), 0, &[&memory], &Control::new())
+            .unwrap_err();
+        assert_eq!(kind(&index.join().unwrap().unwrap_err()), StorageFault::Unclear);
+    });
+}
+
+#[test]
+fn a_cancelled_call_does_not_wait_for_what_was_answered() {
+    let (url, _) = serve(|_, _| Reply::ok("").early());
+    let connection = Arc::new(connected(&url, &[("read_timeout", "1e19")]));
+    let control = Arc::new(Control::new());
+    let (done, is_done) = channel();
+    let heard = Arc::clone(&control);
+    thread::spawn(move || {
+        let memory = vec![0; LARGE];
+        let _ = done.send(connection.put_part(&upload(), 0, &[&memory], &heard));
+    });
+    assert!(is_done.recv_timeout(Duration::from_secs(1)).is_err());
+    control.cancel();
+    assert!(is_done.recv_timeout(Duration::from_secs(60)).is_ok());
+}

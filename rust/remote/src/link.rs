@@ -1,0 +1,228 @@
+//! A runtime, its threads and a client: what ends together. It lives for a call, or until something has to be cut off.
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use dcp_rs_core::{Control, Error, Result, StorageFault};
+use object_store::UpdateVersion;
+use tokio::runtime::{Builder, Handle, Runtime};
+use tokio::sync::Semaphore;
+use tokio::time::timeout;
+
+use crate::Seen;
+use crate::answers::Failure;
+use crate::config::{Client, Config};
+use crate::patience::Patience;
+
+/// Requests in flight at most, of one connection.
+const IN_FLIGHT: usize = 96;
+/// How often a waiting call looks whether it is to stop.
+pub const PERIOD: Duration = Duration::from_millis(50);
+/// What is in the midst of something when a link ends is waited for no longer than this: a look-up of a name can hang.
+pub const LAST_WAIT: Duration = Duration::from_millis(200);
+
+/// What every request needs.
+pub struct Shared {
+    pub config: Arc<Config>,
+    pub client: Client,
+    pub permits: Semaphore,
+    pub seen: Arc<Mutex<HashMap<PathBuf, Seen>>>,
+}
+
+impl Shared {
+    /// The tag that a file has to have, if it was seen before.
+    pub fn tag(&self, path: &Path) -> Option<String> {
+        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let tag = seen.get(path)?.tag.clone()?;
+        // A weak tag matches nothing in a precondition (RFC 9110, 13.1.1); the answer's is compared.
+        (!tag.starts_with("W/")).then_some(tag)
+    }
+
+    /// The file as it was seen, where it was: what has to be there still.
+    pub fn as_seen(&self, path: &Path) -> Option<UpdateVersion> {
+        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.get(path).map(|seen| UpdateVersion {
+            e_tag: seen.tag.clone(),
+            version: seen.version.clone(),
+        })
+    }
+
+    /// The file is another one from now on.
+    pub fn forget(&self, path: &Path) {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner).remove(path);
+    }
+
+    /// Does something, again and again until it is done or enough. `body`: how many bytes are sent each time.
+    pub async fn persist<T, F>(
+        &self,
+        action: &'static str,
+        path: &Path,
+        body: u64,
+        attempt: impl Fn() -> F,
+    ) -> Result<T>
+    where
+        F: Future<Output = object_store::Result<T>>,
+    {
+        let mut patience = Patience::new(self.config.limits);
+        loop {
+            let failure = match timeout(patience.answer(Patience::sending(body)), attempt()).await {
+                Ok(Ok(done)) => return Ok(done),
+                Ok(Err(error)) => Failure::of(&error),
+                Err(_) => Failure::passing("no answer in time"),
+            };
+            if !patience.endures(&failure).await {
+                return Err(failure.into_error(action, path, patience.attempts(), &self.config.secrets));
+            }
+        }
+    }
+}
+
+/// What became of work on a link.
+pub enum Outcome<T> {
+    Done(Result<T>),
+    /// The link ended, for the sake of another call. What was asked may have been done.
+    Cut,
+}
+
+impl<T> Outcome<T> {
+    /// That of work which is not begun again.
+    pub fn result(self, kind: StorageFault, action: &'static str, path: &Path) -> Result<T> {
+        match self {
+            Self::Done(result) => result,
+            Self::Cut => Err(Error::Storage {
+                kind,
+                action,
+                path: path.to_owned(),
+                attempts: 1,
+                reason: "the connection was closed before an answer came, together with that of another request".into(),
+            }),
+        }
+    }
+}
+
+/// Dropped, it ends its threads.
+pub struct Link {
+    pub shared: Arc<Shared>,
+    handle: Handle,
+    /// Taken when it ends.
+    runtime: Mutex<Option<Runtime>>,
+    /// That made it: forks of it have none of its threads.
+    process: u32,
+}
+
+impl Link {
+    pub fn new(config: Arc<Config>, seen: Arc<Mutex<HashMap<PathBuf, Seen>>>, threads: usize) -> Result<Self> {
+        let runtime = Builder::new_multi_thread()
+            .worker_threads(threads)
+            .thread_name("dcp-rs-store")
+            .enable_all()
+            .build()
+            .map_err(|error| Error::io("start threads for", Path::new(&config.root), error))?;
+        let client = {
+            // What it sets up by and by belongs to this runtime.
+            let _entered = runtime.enter();
+            config.client()?
+        };
+        Ok(Self {
+            shared: Arc::new(Shared {
+                config,
+                client,
+                permits: Semaphore::new(IN_FLIGHT),
+                seen,
+            }),
+            handle: runtime.handle().clone(),
+            runtime: Mutex::new(Some(runtime)),
+            process: std::process::id(),
+        })
+    }
+
+    /// Ends it, and whatever is in flight.
+    pub fn end(&self) {
+        let runtime = self.runtime.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(runtime) = runtime {
+            runtime.shutdown_timeout(LAST_WAIT);
+        }
+    }
+
+    pub fn has_ended(&self) -> bool {
+        self.runtime.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+    }
+
+    /// Waits for work on the runtime, and ends it where the call is to stop.
+    pub fn wait<T: Send + 'static>(
+        &self,
+        control: &Control,
+        work: impl Future<Output = Result<T>> + Send + 'static,
+    ) -> Outcome<T> {
+        let (done, is_done) = channel();
+        let task = self.handle.spawn(async move {
+            // The receiver lives until the task has ended.
+            let _ = done.send(work.await);
+        });
+        loop {
+            match is_done.recv_timeout(PERIOD) {
+                Ok(result) => return Outcome::Done(result),
+                Err(RecvTimeoutError::Timeout) => {
+                    if let Err(stopped) = control.check() {
+                        task.abort();
+                        // Once it has ended, by its end or by this, the channel is closed, and nothing is written any more.
+                        while is_done.recv().is_ok() {}
+                        return Outcome::Done(Err(stopped));
+                    }
+                }
+                Err(RecvTimeoutError::Disconnected) => {
+                    if let Err(stopped) = control.check() {
+                        return Outcome::Done(Err(stopped));
+                    }
+                    if self.has_ended() {
+                        return Outcome::Cut;
+                    }
+                    return Outcome::Done(Err(Error::Internal(
+                        "a request to a store ended without an answer".into(),
+                    )));
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        if std::process::id() == self.process {
+            self.end();
+            return;
+        }
+        // Nothing of it works here: a lock in it may be held by a thread that is not there, and what is idle in the client would wake tasks of that runtime.
+        std::mem::forget(self.runtime.get_mut().unwrap_or_else(PoisonError::into_inner).take());
+        std::mem::forget(self.handle.clone());
+        std::mem::forget(Arc::clone(&self.shared));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_fork_has_of_it_is_left_alone() {
+        let config = Arc::new(Config::new("s3://bucket", [("region".into(), "x".into())]).unwrap());
+        let new = || Link::new(Arc::clone(&config), Arc::default(), 1).unwrap();
+        let own = new();
+        let shared = Arc::downgrade(&own.shared);
+        drop(own);
+        assert!(shared.upgrade().is_none());
+
+        let mut of_a_parent = new();
+        of_a_parent.process = 0;
+        let shared = Arc::downgrade(&of_a_parent.shared);
+        drop(of_a_parent);
+        assert!(
+            shared.upgrade().is_some(),
+            "its client was dropped in a process that has none of its threads"
+        );
+    }
+}

@@ -1,0 +1,133 @@
+//! A server on loopback that answers as a test says.
+
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::{TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+/// What is answered.
+pub struct Reply {
+    pub status: u16,
+    /// The value of `Content-Length` where the body, as that of a HEAD, is not sent.
+    pub length: Option<usize>,
+    pub body: String,
+    /// Before the body of the request is read, which never is: the connection stays open.
+    pub early: bool,
+    /// Before anything.
+    pub delay: Duration,
+}
+
+impl Reply {
+    pub fn of(status: u16, code: &str) -> Self {
+        Self {
+            status,
+            length: None,
+            body: format!("<Error><Code>{code}</Code></Error>"),
+            early: false,
+            delay: Duration::ZERO,
+        }
+    }
+
+    pub fn ok(body: &str) -> Self {
+        Self {
+            body: body.into(),
+            ..Self::of(200, "")
+        }
+    }
+
+    pub fn head(length: usize) -> Self {
+        Self {
+            length: Some(length),
+            ..Self::ok("")
+        }
+    }
+
+    pub fn early(self) -> Self {
+        Self { early: true, ..self }
+    }
+
+    pub fn after(self, delay: Duration) -> Self {
+        Self { delay, ..self }
+    }
+}
+
+/// What was asked: "PUT /bucket/name?query".
+type Asked = Arc<Mutex<Vec<String>>>;
+
+/// Serves for as long as the process runs; `answer` is told what is asked, and how often that was before.
+pub fn serve(answer: impl Fn(&str, usize) -> Reply + Send + Sync + 'static) -> (String, Asked) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let (answer, asked) = (Arc::new(answer), Asked::default());
+    let noted = Arc::clone(&asked);
+    thread::spawn(move || {
+        for stream in listener.incoming() {
+            let (answer, asked) = (Arc::clone(&answer), Arc::clone(&noted));
+            thread::spawn(move || {
+                let mut reader = BufReader::new(stream.unwrap());
+                while converse(&mut reader, &*answer, &asked).is_some() {}
+            });
+        }
+    });
+    (url, asked)
+}
+
+fn converse(reader: &mut BufReader<TcpStream>, answer: &dyn Fn(&str, usize) -> Reply, asked: &Asked) -> Option<()> {
+    let mut first = String::new();
+    reader.read_line(&mut first).ok().filter(|&read| read > 0)?;
+    let mut length = 0;
+    loop {
+        let mut line = String::new();
+        reader.read_line(&mut line).ok().filter(|&read| read > 0)?;
+        if line.trim().is_empty() {
+            break;
+        }
+        let (name, value) = line.split_once(':')?;
+        if name.eq_ignore_ascii_case("content-length") {
+            length = value.trim().parse().ok()?;
+        }
+    }
+    let question = first.rsplit_once(' ')?.0.to_owned();
+    let before = {
+        let mut asked = asked.lock().unwrap();
+        asked.push(question.clone());
+        asked.iter().filter(|before| **before == question).count() - 1
+    };
+    let reply = answer(&question, before);
+    if !reply.early {
+        std::io::copy(&mut reader.by_ref().take(length), &mut std::io::sink()).ok()?;
+    }
+    thread::sleep(reply.delay);
+    let told = format!(
+        "HTTP/1.1 {} x\r\nContent-Length: {}\r\nETag: \"t\"\r\nLast-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\n\r\n{}",
+        reply.status,
+        reply.length.unwrap_or(reply.body.len()),
+        reply.body
+    );
+    reader.get_mut().write_all(told.as_bytes()).ok()?;
+    if reply.early {
+        // Held, and nothing more is read.
+        thread::sleep(Duration::from_secs(3600));
+    }
+    Some(())
+}
+
+/// What leads to a server, of one of the kinds of stores.
+pub fn options(scheme: &str, url: &str, more: &[(&str, &str)]) -> Vec<(String, String)> {
+    let kind: &[(&str, &str)] = match scheme {
+        "gs" => &[("google_base_url", url), ("google_skip_signature", "true")],
+        "az" => &[
+            ("azure_endpoint", url),
+            ("azure_storage_account_name", "account"),
+            ("azure_skip_signature", "true"),
+        ],
+        _ => &[
+            ("aws_endpoint", url),
+            ("aws_region", "us-east-1"),
+            ("aws_skip_signature", "true"),
+        ],
+    };
+    let all = kind.iter().chain(&[("allow_http", "true")]).chain(more);
+    all.map(|&(key, value)| (key.to_owned(), value.to_owned())).collect()
+}
