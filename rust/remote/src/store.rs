@@ -19,6 +19,8 @@ use crate::answers::Failure;
 use crate::link::Shared;
 use crate::patience::Patience;
 
+/// How long a store takes to make a part one with the others, at most.
+const JOINING: Duration = Duration::from_millis(50);
 /// Removals in flight.
 const REMOVALS: usize = 64;
 /// A tag, and a version, that nothing has.
@@ -111,22 +113,46 @@ pub async fn put_part(
 pub async fn complete(shared: &Shared, upload: &Upload, name: &Name, answers: Vec<String>, size: u64) -> Result<()> {
     let parts = parts(shared, &upload.path)?;
     let ids: Vec<PartId> = answers.into_iter().map(|content_id| PartId { content_id }).collect();
+    let work = JOINING.saturating_mul(u32::try_from(ids.len()).unwrap_or(u32::MAX));
     let mut patience = Patience::new(shared.config.limits);
+    let mut may_be_done = false;
     loop {
         let attempt = parts.complete_multipart(name, &upload.id, ids.clone());
-        let Err(failure) = answered(&patience, Duration::ZERO, attempt).await else {
+        let Err(mut failure) = answered(&patience, work, attempt).await else {
             return Ok(());
         };
-        // An upload that was completed, by an attempt whose answer was lost, is none any more. Nobody else stores an object of this name.
-        if failure.kind == StorageFault::NotFound
-            && let Ok(found) = answered(&patience, Duration::ZERO, shared.client.objects.head(name)).await
-            && found.size == size
-        {
-            return Ok(());
+        may_be_done |= failure.may_be_done();
+        // What was completed by an attempt whose answer was lost is no upload any more: stores say 404 of it, or 400, each in its way.
+        let is_gone = failure.status == Some(404);
+        if may_be_done || is_gone {
+            match is_stored(shared, &upload.path, name, size).await {
+                Ok(true) => return Ok(()),
+                Ok(false) if is_gone => {
+                    let reason = "the store has no such upload, and no such object of this length";
+                    failure = Failure::lasting(StorageFault::NotFound, reason);
+                }
+                // The store will say more of it, or has.
+                _ => {}
+            }
         }
         if !patience.endures(&failure).await {
             return Err(failure.into_error("write", &upload.path, patience.attempts(), &shared.config.secrets));
         }
+    }
+}
+
+/// Whether there is an object of this length: nobody else stores one of this name.
+async fn is_stored(shared: &Shared, path: &Path, name: &Name, size: u64) -> Result<bool> {
+    let looked = shared
+        .persist("look at", path, 0, || shared.client.objects.head(name))
+        .await;
+    match looked {
+        Ok(found) => Ok(found.size == size),
+        Err(Error::Storage {
+            kind: StorageFault::NotFound,
+            ..
+        }) => Ok(false),
+        Err(error) => Err(error),
     }
 }
 
@@ -231,3 +257,7 @@ async fn ask(shared: &Shared, path: &Path, name: &Name) -> Result<bool> {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "store_tests.rs"]
+mod tests;
