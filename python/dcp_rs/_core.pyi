@@ -370,10 +370,11 @@ class SavePlan:
         fsync: bool,
         io: str,
         max_inflight_bytes: int,
+        turns: Sequence[int] | None = None,
         reuse: Reuse | None = None,
         store: Store | None = None,
     ) -> Save:
-        """A save of the plain tensors that this rank keeps, then of the others, whose lengths are given."""
+        """A save of the plain tensors that this rank keeps, then of the others, whose lengths are given, and in which turn each is written."""
     def reuse(
         self, keep: bytes | None, lengths: Sequence[int], parent: Index | None, frozen: Sequence[bool], trusted: bool
     ) -> Reuse:

@@ -1,5 +1,6 @@
 """Checkpoints saved to a store: what is there is what a folder would have, and loads back as it was."""
 
+import json
 import os
 import re
 
@@ -64,6 +65,22 @@ def test_parts_go_straight_from_memory(server):
     assert len(parts) == 5
     assert sorted(parts)[1:] == [8 * MIB] * 4
     assert server.counts()["complete"] == 1
+
+
+def test_what_is_written_together_lies_together(server):
+    """Contiguous and strided tensors in turn: each part that both were in waited in memory for the second, up to the whole checkpoint."""
+    state = {
+        f"{i}": torch.full((512, 512), float(i)) if i % 2 else torch.full((512, 512), float(i)).t() for i in range(40)
+    }
+    state |= {f"text{i}": "x" * 4096 for i in range(3)}
+    dcp_rs.save(state, server.url("ckpt"), storage_options=server.options())
+    (file,) = [name for name in names(server) if name.endswith(".safetensors")]
+    data = server.objects[f"ckpt/{file}"].data
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    at = {name: about["data_offsets"][0] for name, about in header.items() if name != "__metadata__"}
+    order = sorted((name for name in at if not name.startswith("text")), key=at.__getitem__)
+    assert order == [str(i) for i in [*range(1, 40, 2), *range(0, 40, 2)]]
+    assert_state_equal(loaded(server, state), state)
 
 
 def test_a_save_replaces_the_one_before(server):

@@ -39,7 +39,7 @@ from dcp_rs.dcp.written import Written, packed, unpacked
 from dcp_rs.errors import PlanError, SaveInProgressError, UnsupportedError
 from dcp_rs.options import WriteOptions
 from dcp_rs.tensors.dtypes import NAMES
-from dcp_rs.transfer.save import write_entries
+from dcp_rs.transfer.save import turns, write_entries
 from dcp_rs.transfer.stage import HostStager, Staging
 
 __all__ = ["RsWriter"]
@@ -277,8 +277,8 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         reuse = self._parent.find_reuse(writes, planner, to.folder, rank=self._own_rank(), options=self.options)
         if reuse is not None:
             self._clock.end("compare")
-        lengths = [entry.nbytes for entry in entries]
-        save = writes.plan.create(to.folder, writes.keep, lengths, reuse=reuse, store=to.store, **how)
+        how |= {"turns": turns(entries), "reuse": reuse, "store": to.store}
+        save = writes.plan.create(to.folder, writes.keep, [entry.nbytes for entry in entries], **how)
         self._parent.warn(to.folder, save.problems)
         try:
             with watching(self.progress, "saving") as watch:

@@ -17,7 +17,7 @@ from dcp_rs.transfer.download import write_from_device
 from dcp_rs.transfer.entry import Entry
 from dcp_rs.transfer.parts import ALIGNMENT, BLOCK_BYTES, gathered, pack
 
-__all__ = ["as_object", "dump", "refuse_meta", "why_not_raw", "write_entries"]
+__all__ = ["as_object", "dump", "refuse_meta", "turns", "why_not_raw", "write_entries"]
 
 
 def refuse_meta(fqn: str, tensor: torch.Tensor) -> None:
@@ -67,6 +67,24 @@ def as_object(fqn: str, tensor: torch.Tensor, refusal: str) -> bytes:
     return data
 
 
+#: What is written first, and what then; plain tensors were before.
+_VALUES, _IN_PLACE, _CONVERTED, _DEVICES = 1, 2, 3, 4
+
+
+def turns(entries: Sequence[Entry]) -> list[int]:
+    """For each entry, in which turn :func:`write_entries` writes it, from 1 on: values, what lies in host memory as it is stored, what does not, each device."""
+    devices: dict[torch.device, int] = {}
+
+    def turn(entry: Entry) -> int:
+        if isinstance(entry.data, bytes):
+            return _VALUES
+        if entry.data.device.type != "cpu":
+            return devices.setdefault(entry.data.device, _DEVICES + len(devices))
+        return _IN_PLACE if entry.is_in_place else _CONVERTED
+
+    return [turn(entry) for entry in entries]
+
+
 def write_entries(
     save: _core.Save | _core.Reuse,
     entries: Sequence[Entry],
@@ -80,25 +98,19 @@ def write_entries(
     What lies in host memory as it is stored is written from there, the rest through memory of bounded size. ``only``, for each item of the save:
     whether to write it; default: all.
     """
-    numbered = [(i, entry) for i, entry in enumerate(entries, first) if only is None or only[i]]
-    values = [(i, entry.data) for i, entry in numbered if isinstance(entry.data, bytes)]
-    if values:
-        save.write_values(values)
-    tensors = [(i, entry) for i, entry in numbered if isinstance(entry.data, torch.Tensor) and entry.nbytes]
-    in_place = [(i, entry) for i, entry in tensors if entry.is_in_place]
-    if in_place:
-        save.write([_core.Part(i, 0, entry.data.data_ptr(), entry.nbytes) for i, entry in in_place])  # type: ignore[union-attr]
-    devices: dict[torch.device, list[tuple[int, Entry]]] = {}
-    host: list[tuple[int, Entry]] = []
-    for i, entry in tensors:
-        if entry.data.device.type != "cpu":  # type: ignore[union-attr]
-            devices.setdefault(entry.data.device, []).append((i, entry))  # type: ignore[union-attr]
-        elif not entry.is_in_place:
-            host.append((i, entry))
-    if host:
-        _write_converted(save, host, options.inflight_bytes(accelerator=False))
-    for device, entries_there in devices.items():
-        write_from_device(save, device, entries_there, options)
+    of_turn: dict[int, list[tuple[int, Entry]]] = {}
+    for i, (entry, turn) in enumerate(zip(entries, turns(entries), strict=True), first):
+        if entry.nbytes and (only is None or only[i]):
+            of_turn.setdefault(turn, []).append((i, entry))
+    for turn, numbered in sorted(of_turn.items()):
+        if turn == _VALUES:
+            save.write_values([(i, entry.data) for i, entry in numbered])  # type: ignore[misc]
+        elif turn == _IN_PLACE:
+            save.write([_core.Part(i, 0, entry.data.data_ptr(), entry.nbytes) for i, entry in numbered])  # type: ignore[union-attr]
+        elif turn == _CONVERTED:
+            _write_converted(save, numbered, options.inflight_bytes(accelerator=False))
+        else:
+            write_from_device(save, numbered[0][1].data.device, numbered, options)  # type: ignore[union-attr]
 
 
 def _write_converted(save: _core.Save | _core.Reuse, entries: Sequence[tuple[int, Entry]], limit: int) -> None:

@@ -45,6 +45,8 @@ pub struct Planned {
     pub plain: Vec<(u32, usize, u64)>,
     /// How many of the items are plain.
     pub count: usize,
+    /// For each item, in which turn it is written; empty where nobody says it.
+    pub turns: Vec<u32>,
 }
 
 #[guarded]
@@ -159,8 +161,8 @@ impl SavePlan {
     }
 
     /// Creates the files for what `keep` gives to this rank: first the plain tensors, for `Save.write_plain`; then the others, in the order of
-    /// `kept_others`, whose lengths in bytes are `lengths`.
-    #[pyo3(signature = (folder, keep, lengths, *, save_id, generation, token, rank, world_size, threads, fsync, io, max_inflight_bytes, reuse=None, store=None))]
+    /// `kept_others`, whose lengths in bytes are `lengths`. `turns`, for each of these, where they are not written at a time: in which one, from 1 on.
+    #[pyo3(signature = (folder, keep, lengths, *, save_id, generation, token, rank, world_size, threads, fsync, io, max_inflight_bytes, turns=None, reuse=None, store=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
     fn create(
         &self,
@@ -177,10 +179,18 @@ impl SavePlan {
         fsync: bool,
         io: &str,
         max_inflight_bytes: u64,
+        turns: Option<Vec<u32>>,
         reuse: Option<&Bound<'_, Reuse>>,
         store: Option<&Bound<'_, Store>>,
     ) -> PyResult<Save> {
-        let (items, planned) = self.kept(keep, lengths)?;
+        let (items, mut planned) = self.kept(keep, lengths)?;
+        if let Some(turns) = turns {
+            planned.turns = vec![0; planned.count];
+            planned.turns.extend(turns);
+            if planned.turns.len() != items.len() {
+                return Err(PlanError::new_err("as many turns as lengths"));
+            }
+        }
         let info = dcp_rs_core::write::SaveInfo {
             save_id,
             generation,

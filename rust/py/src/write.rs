@@ -203,6 +203,7 @@ impl Save {
         planned: Planned,
         reuse: Option<Arc<write::Reuse>>,
     ) -> PyResult<Self> {
+        let turns = planned.turns.clone();
         let lengths: Vec<u64> = items.iter().map(|item| item.length).collect();
         let (save, problems) = interrupt::run(py, |control| {
             let save = match (to, reuse) {
@@ -214,7 +215,7 @@ impl Save {
                     return Err(Error::Unsupported("a save to a store reuses nothing".into()));
                 }
                 (To::Store(folder, store), None) => {
-                    write::Save::create_remote(Arc::clone(store), folder, items, info, options, control)?
+                    write::Save::create_remote(Arc::clone(store), folder, items, turns, info, options, control)?
                 }
             };
             Ok((save, Vec::new()))

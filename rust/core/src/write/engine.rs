@@ -93,6 +93,12 @@ impl Save {
         }
     }
 
+    /// How many buffers there are between calls.
+    #[cfg(test)]
+    pub(in crate::write) fn buffers(&self) -> usize {
+        self.sink.buffers()
+    }
+
     fn progress(&self) -> MutexGuard<'_, Progress> {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }

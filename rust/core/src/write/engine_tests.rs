@@ -132,7 +132,7 @@ fn memory_that_is_aligned_is_written_from_where_it_is() {
     )
     .unwrap();
     assert_eq!(control.done(), 3 * MIB + 5);
-    assert_eq!(save.sink.buffers(), 0);
+    assert_eq!(save.buffers(), 0);
     assert_saved(&finish(save, dir.path()), &items);
 }
 

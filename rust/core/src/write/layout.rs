@@ -53,13 +53,15 @@ pub fn plan_files(items: &[SaveItem], info: &SaveInfo) -> Result<Layout> {
     plan_files_within(items, info, &Beside::default(), HEADER_LIMIT)
 }
 
-/// What the files of a save are laid out beside: files of another save that are linked.
+/// What the files of a save are laid out beside, and by: files of another save that are linked, and when items come.
 #[derive(Debug, Default)]
 pub(super) struct Beside {
     /// For each item, whether a linked file holds it; none where there are no links.
     pub reused: Vec<bool>,
     /// For each item, whether it is likely to stay as it is: such items share no file with others. None: no item is.
     pub stays: Vec<bool>,
+    /// For each item, in which turn it is written: what comes together lies together, as far as alignment lets it. None: in one.
+    pub turns: Vec<u32>,
     /// How many linked files there are. They have the numbers after that of the first file that is written.
     pub links: u32,
     /// What the header of that file says of them, as JSON.
@@ -92,7 +94,8 @@ pub(super) fn plan_files_within(
         let note: &[u8] = if file == 0 { &beside.note } else { &[] };
         let mut order: Vec<usize> = (0..draft.items.len()).collect();
         let length = |position: usize| items[draft.items[position] as usize].length;
-        order.sort_by_key(|&position| std::cmp::Reverse(alignment(length(position))));
+        let turn = |position: usize| beside.turns.get(draft.items[position] as usize);
+        order.sort_by_key(|&position| (std::cmp::Reverse(alignment(length(position))), turn(position)));
 
         let mut spans = Vec::with_capacity(order.len());
         let mut end = 0_u64;

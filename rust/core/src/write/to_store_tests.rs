@@ -132,7 +132,16 @@ impl StoringConnection for Store {
 
 fn begin(store: &Store, items: &[SaveItem], options: &WriteOptions) -> Save {
     let remote = Arc::new(store.clone());
-    Save::create_remote(remote, Path::new(DIR), items.to_vec(), INFO, options, &Control::new()).unwrap()
+    Save::create_remote(
+        remote,
+        Path::new(DIR),
+        items.to_vec(),
+        Vec::new(),
+        INFO,
+        options,
+        &Control::new(),
+    )
+    .unwrap()
 }
 
 /// What is stored, as files; checked against the index.
@@ -268,6 +277,33 @@ fn memory_of_what_panics_is_given_back() {
     });
     let panicked = is_done.recv_timeout(Duration::from_secs(60));
     assert_eq!(panicked, Ok(true), "threads wait for memory that nobody gives back");
+}
+
+#[test]
+fn what_comes_in_turns_shares_few_parts() {
+    // Every second one comes in the second turn: in their order, each part would be of both, and wait for it.
+    let lengths = [3 * MIB, 3 * MIB + 512, 700, 2 * MIB];
+    let items: Vec<SaveItem> = (0..60)
+        .map(|number| whole(&format!("t{number}"), "uint8", &[lengths[number / 2 % 4]]))
+        .collect();
+    let turn_of = |item: usize| u32::try_from(item % 2).unwrap();
+    let turns: Vec<u32> = (0..items.len()).map(turn_of).collect();
+    let (store, options, control) = (Store::default(), WriteOptions::default(), Control::new());
+    let remote = Arc::new(store.clone());
+    let save = Save::create_remote(remote, Path::new(DIR), items.clone(), turns, INFO, &options, &control).unwrap();
+    let data = contents(&items);
+    for turn in [0, 1] {
+        let all = parts(&data);
+        let now: Vec<_> = all
+            .into_iter()
+            .filter(|part| turn_of(part.item as usize) == turn)
+            .collect();
+        save.write(&now, &control).unwrap();
+        // Of the three alignments (4096, 512 and 4), where the second turn begins in each, and where the next begins.
+        let most = if turn == 0 { 5 } else { 0 };
+        assert!(save.buffers() <= most, "{} buffers after turn {turn}", save.buffers());
+    }
+    check(&store, save, &items);
 }
 
 #[test]

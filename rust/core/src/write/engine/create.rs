@@ -74,7 +74,8 @@ impl Save {
         Self::create_reusing_on(&Disk::default(), dir, items, info, options, reuse, control)
     }
 
-    /// [`create`](Self::create) on a store; `dir` is a URL.
+    /// [`create`](Self::create) on a store; `dir` is a URL. `turns`, for each item: those of a lower one are written before those of a higher. Where
+    /// it is empty, all come at a time, or in their order.
     ///
     /// # Errors
     /// [`Error::Plan`] for items that cannot be saved, [`Error::Storage`] where the store refuses. Nothing is left then.
@@ -82,11 +83,16 @@ impl Save {
         remote: Arc<dyn Remote>,
         dir: &Path,
         items: Vec<SaveItem>,
+        turns: Vec<u32>,
         info: SaveInfo,
         options: &WriteOptions,
         control: &Control,
     ) -> Result<Self> {
-        let layout = Arc::new(plan_files(&items, &info)?);
+        let beside = Beside {
+            turns,
+            ..Beside::default()
+        };
+        let layout = Arc::new(plan_files_within(&items, &info, &beside, HEADER_LIMIT)?);
         let sink = ToStore::begin(remote, dir, Arc::clone(&layout), &items, options, control)?;
         Ok(Self::to(Box::new(sink), items, layout, info))
     }
@@ -131,6 +137,7 @@ impl Save {
             stays: reuse.stays(),
             links: u32::try_from(links.len()).map_err(|_| Error::Plan("too many files to link".into()))?,
             note,
+            turns: Vec::new(),
         };
         let layout = plan_files_within(&items, &info, &beside, HEADER_LIMIT)?;
         begun.links = links;
