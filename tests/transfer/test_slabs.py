@@ -31,11 +31,11 @@ def test_direct_reads_land_in_the_slab(ckpt):
     with running:
         for _ in running:
             pass
-    wanted, read, direct = running.stats()
+    stats = running.stats()
     total = sum(tensor.nbytes for tensor in want.values())
-    assert wanted >= total
-    if direct:  # not every file system has direct I/O
-        assert direct == read <= total * 1.05 + 4096 * len(images)
+    assert stats.wanted >= total
+    if stats.direct:  # not every file system has direct I/O
+        assert stats.direct == stats.read <= total * 1.05 + 4096 * len(images)
 
 
 def reader(index, slab_bytes=1 << 16, threads=2, **options):
