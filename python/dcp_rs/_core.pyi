@@ -526,7 +526,6 @@ class Save:
         fsync: bool,
         io: str,
         max_inflight_bytes: int,
-        store: Store | None = None,
     ) -> Save:
         """Files are (name, header, size), in the caller's own layout. ``finish`` returns nothing of use."""
     def write(self, parts: Sequence[Part]) -> None:

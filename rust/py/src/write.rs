@@ -86,7 +86,7 @@ impl Save {
 
     /// Creates files (name, header, size) of the caller's own layout, with values in them.
     #[staticmethod]
-    #[pyo3(signature = (folder, files, values, *, threads, fsync, io, max_inflight_bytes, store=None))]
+    #[pyo3(signature = (folder, files, values, *, threads, fsync, io, max_inflight_bytes))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
     fn create_files(
         py: Python<'_>,
@@ -97,7 +97,6 @@ impl Save {
         fsync: bool,
         io: &str,
         max_inflight_bytes: u64,
-        store: Option<&Bound<'_, Store>>,
     ) -> PyResult<Self> {
         let files = files
             .into_iter()
@@ -111,14 +110,9 @@ impl Save {
         let values: Vec<_> = values.iter().map(|value| value.get().to_core()).collect();
         let bytes = values.iter().map(|(.., length)| length).sum();
         let options = options(threads, fsync, io, max_inflight_bytes)?;
-        let save = match to(&folder, store) {
-            To::Folder(folder) => interrupt::run(py, |control| {
-                write::Save::create_files(folder, files, values, &options, control)
-            })?,
-            To::Store(folder, store) => interrupt::run(py, |control| {
-                write::Save::create_files_remote(store, folder, files, values, &options, control)
-            })?,
-        };
+        let save = interrupt::run(py, |control| {
+            write::Save::create_files(&folder, files, values, &options, control)
+        })?;
         Ok(Self::new(save, Planned::default(), bytes))
     }
 

@@ -307,30 +307,6 @@ fn what_comes_in_turns_shares_few_parts() {
 }
 
 #[test]
-fn gaps_in_a_layout_of_the_caller_are_zeros() {
-    let store = Store::default();
-    let file = crate::write::FilePlan {
-        name: "f".into(),
-        header: vec![7; 100],
-        size: 20 * MIB,
-        items: vec![],
-    };
-    let place = |offset| crate::write::Place { file: 0, offset };
-    let values = vec![("a".into(), place(1000), 5), ("b".into(), place(17 * MIB), 2 * MIB)];
-    let (remote, options) = (Arc::new(store.clone()), WriteOptions::default());
-    let save =
-        Save::create_files_remote(remote, Path::new(DIR), vec![file], values, &options, &Control::new()).unwrap();
-    let data = [content(0, 5), content(1, 2 * MIB)];
-    save.write(&parts(&data), &Control::new()).unwrap();
-    save.finish_with(Value::None, &Control::new()).unwrap().keep();
-    let mut expected = vec![0; to_usize(20 * MIB)];
-    expected[..100].fill(7);
-    expected[1000..1005].copy_from_slice(&data[0]);
-    expected[to_usize(17 * MIB)..to_usize(19 * MIB)].copy_from_slice(&data[1]);
-    assert!(store.0.files.lock().unwrap()[&Path::new(DIR).join("f")] == expected);
-}
-
-#[test]
 fn parts_are_few_enough() {
     assert_eq!(part_bytes(1, 64 << 20), PART);
     assert_eq!(part_bytes(1, 1 << 20), LEAST_PART);

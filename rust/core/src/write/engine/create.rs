@@ -97,24 +97,6 @@ impl Save {
         Ok(Self::to(Box::new(sink), items, layout, info))
     }
 
-    /// [`create_files`](Self::create_files) on a store; `dir` is a URL.
-    ///
-    /// # Errors
-    /// [`Error::Plan`] for a place that is not within its file, [`Error::Storage`] where the store refuses.
-    pub fn create_files_remote(
-        remote: Arc<dyn Remote>,
-        dir: &Path,
-        files: Vec<FilePlan>,
-        values: Vec<(String, Place, u64)>,
-        options: &WriteOptions,
-        control: &Control,
-    ) -> Result<Self> {
-        let (layout, items) = laid_out(files, values)?;
-        let layout = Arc::new(layout);
-        let sink = ToStore::begin(remote, dir, Arc::clone(&layout), &items, options, control)?;
-        Ok(Self::to(Box::new(sink), items, layout, OF_NOBODY))
-    }
-
     pub(in crate::write) fn create_reusing_on(
         disk: &Disk,
         dir: &Path,
