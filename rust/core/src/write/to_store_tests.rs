@@ -11,7 +11,7 @@ use crate::StorageFault;
 use crate::format::{INDEX_NAME, Index, PAYLOAD_ALIGNMENT, Value};
 use crate::store::{self, Connection};
 use crate::write::engine::{Part as Piece, Save};
-use crate::write::testing::{INFO, assert_saved, content, contents, parts, saves, value, whole};
+use crate::write::testing::{INFO, assert_saved, contents, parts, saves, value, whole};
 
 const MIB: u64 = 1 << 20;
 const DIR: &str = "s3://bucket/ckpt";
