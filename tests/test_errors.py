@@ -147,6 +147,20 @@ def changed(server):
     """Between the two reads, by :func:`from_a_store`."""
 
 
+def unclear(path):
+    with object_server() as server:
+        state = {"w": torch.ones(1)}
+        options = server.options(max_retries=0)
+        dcp_rs.save(state, server.url("ckpt"), storage_options=options, no_dist=True)
+
+        def is_index(request):
+            return request.key.endswith("index.dcprs") and (request.method == "PUT" or not server.faults[0].times)
+
+        server.faults.append(Fault(lose=True, matches=lambda request: request.method == "PUT" and is_index(request)))
+        server.faults.append(Fault(reset=True, matches=is_index, times=None))
+        dcp_rs.save(state, server.url("ckpt"), storage_options=options, no_dist=True)
+
+
 ENGINE = {"io": "auto", "threads": 1, "verify": False, "max_inflight_bytes": 1 << 20}
 
 PROVOKED = {
@@ -166,6 +180,7 @@ PROVOKED = {
     errors.StorageNotFoundError: from_a_store(elsewhere),
     errors.StoragePermissionError: from_a_store(forbidden),
     errors.StoragePreconditionError: from_a_store(changed),
+    errors.StorageUnclearError: unclear,
     errors.InternalError: panic,
     errors.RankLostError: lose_rank,
 }

@@ -482,8 +482,8 @@ class Store:
         """Looks at what a save to ``folder`` will replace (with ``rank``, of that rank alone); the number of the save."""
     def has_index(self, folder: str, rank: int | None) -> bool:
         """Whether there is an index."""
-    def discard(self, folder: str, rank: int | None, index: bytes) -> None:
-        """As the function of this name, on the store."""
+    def discard(self, folder: str, rank: int | None, indexes: Sequence[bytes]) -> None:
+        """As the function of this name, on the store, of what several ranks wrote."""
     def leftovers(self, folder: str, older_than: float | None) -> list[Leftover]:
         """As the function of this name, on the store."""
     def clean(self, folder: str, older_than: float | None) -> tuple[list[Leftover], list[Leftover], list[str]]:
@@ -492,8 +492,8 @@ class Store:
     def keeps_conditions(self) -> bool:
         """Whether it refuses to replace what is not what it was."""
     @property
-    def is_unclear(self) -> bool:
-        """Whether the save may be committed although that failed."""
+    def replaces(self) -> bool:
+        """Whether there was an index when the save began."""
 
 @final
 class Save:

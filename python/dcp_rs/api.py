@@ -24,6 +24,7 @@ from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.reports import LoadReport, SavedMetadata
 from dcp_rs.dcp.save_planner import RsSavePlanner
 from dcp_rs.dcp.together import Ranks
+from dcp_rs.dcp.unclear import unclear
 from dcp_rs.dcp.writer import RsWriter
 from dcp_rs.errors import CheckpointReplacedError
 from dcp_rs.options import ReaderArguments, WriterArguments
@@ -162,7 +163,7 @@ def save(
 
     Raises:
         Exception: as :func:`load_state_dict`. Then no rank has left data files behind, and the checkpoint that was there is whole. Only after a
-            ``RankLostError`` files may be left, for :func:`dcp_rs.clean`, and the new checkpoint may be there.
+            ``RankLostError``, or a ``StorageUnclearError``, files may be left, for :func:`dcp_rs.clean`, and the new checkpoint may be there.
     """
     writer: RsWriter | None = None
 
@@ -189,7 +190,7 @@ def _save(ranks: Ranks, begin: BeginSave) -> Metadata:
         with plan_cache.saving_in(ranks.group):
             return protocol.save(ranks, begin_here)
     except BaseException:
-        if writer is not None and ranks.failures and not any(map(_is_unclear, ranks.failures.values())):
+        if writer is not None and ranks.failures and not any(map(unclear, ranks.failures.values())):
             writer.discard()  # all ranks know that it failed, so nobody commits
         elif writer is not None:
             writer.leave()
@@ -197,11 +198,6 @@ def _save(ranks: Ranks, begin: BeginSave) -> Metadata:
     finally:
         if writer is not None:
             writer.close()
-
-
-def _is_unclear(error: BaseException) -> bool:
-    """Whether the save may be committed all the same."""
-    return getattr(error, "is_unclear", False)
 
 
 def _without_stateful(state_dict: dict[str, Any]) -> dict[str, Any]:

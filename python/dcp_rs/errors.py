@@ -21,6 +21,7 @@ __all__ = [
     "StorageNotFoundError",
     "StoragePermissionError",
     "StoragePreconditionError",
+    "StorageUnclearError",
     "UnsafePickleError",
     "UnsupportedError",
 ]
@@ -127,12 +128,10 @@ class StorageError(DcpRsError, OSError):
         path: the URL.
         operation: what was asked, as ``"read"``.
         attempts: how often.
-        is_unclear: it did not answer, and what was asked may be done all the same: a checkpoint that was saved may be there, now or in a moment.
     """
 
     operation: str | None = None
     attempts: int | None = None
-    is_unclear: bool = False
 
     def __init__(self, *args: Any, operation: str | None = None, attempts: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -152,6 +151,13 @@ class StoragePermissionError(StorageError, PermissionError):
 
 class StoragePreconditionError(StorageError):
     """An object is another one than it was when it was first seen. For a save: another one was committed to its place meanwhile, and is whole."""
+
+
+class StorageUnclearError(StorageError):
+    """A store did not answer to the commit of a save, or was not waited for: the checkpoint may be there, now or in a moment. Nothing of it is removed.
+
+    Where Ctrl-C or the handler of a signal ended the wait, what that raised has this as its ``__cause__``. The other ranks raise this one.
+    """
 
 
 class InternalError(DcpRsError, RuntimeError):

@@ -74,7 +74,7 @@ def place_on_store(src: Path, dst: Url, options: StorageOptions | None, *, overw
         raise ValueError(msg)
     to = Destination(dst, options)
     to.prepare(None, overwrite=overwrite)
-    return Place(dst, dst, to, to.begin(None))
+    return Place(dst, dst, to, to.begin(None, overwrite=overwrite))
 
 
 def _is_of_a_checkpoint(entry: Path) -> bool:

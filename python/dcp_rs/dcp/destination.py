@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from dcp_rs import _core
 from dcp_rs._url import StorageOptions, Url, options_for
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.locate import INDEX_NAME, rank_index_name
+from dcp_rs.dcp.unclear import unclear
 from dcp_rs.errors import CheckpointExistsError, DcpRsError, SaveInProgressError
 
 __all__ = ["Destination"]
@@ -51,26 +53,35 @@ class Destination:
         if self.store is None:
             _core.create_folder(self.folder)
         if not overwrite and self._has_index(rank):
-            msg = f"there is a checkpoint at {self.path}, and overwrite=False"
-            raise CheckpointExistsError(msg, path=self.path)
+            raise self._exists()
         if rank is not None and self._has_index(None):
             # Readers would go on to find the old one: no rank may replace it for all.
             msg = f"{self.path} holds a checkpoint of all ranks, which a rank-local save (use_collectives=False) cannot replace"
             raise CheckpointExistsError(msg, path=self.path)
+
+    def _exists(self) -> CheckpointExistsError:
+        return CheckpointExistsError(f"there is a checkpoint at {self.path}, and overwrite=False", path=self.path)
 
     def _has_index(self, rank: int | None) -> bool:
         if self.store is not None:
             return self.store.has_index(self.folder, rank)
         return (Path(self.folder) / (INDEX_NAME if rank is None else rank_index_name(rank))).exists()
 
-    def begin(self, rank: int | None) -> int:
-        """The number of the save. What it replaces is what is there now. Warns of a store that does not look what it replaces."""
+    def begin(self, rank: int | None, *, overwrite: bool) -> int:
+        """The number of the save. What it replaces is what is there now. Warns of a store that does not look what it replaces.
+
+        Raises:
+            CheckpointExistsError: on a store, what is there may not be replaced.
+        """
         if self.store is None:
             return _core.next_generation(self.folder)
         generation = self.store.begin(self.folder, rank)
+        if self.store.replaces and not overwrite:
+            raise self._exists()
         if not self.store.keeps_conditions:
             warn_caller(
-                f"the store of {self.path} ignores conditions: of two saves that replace it at the same time the last one wins, and the other may not hear of it"
+                f"the store of {self.path} ignores conditions, or gives its index no strong tag: of two saves that replace it at the same time "
+                "the last one wins, and the other may not hear of it"
             )
         return generation
 
@@ -81,24 +92,22 @@ class Destination:
     def give_up(self, rank: int | None, indexes: Sequence[bytes], error: BaseException) -> None:
         """After a commit that failed with ``error``: removes what the ranks wrote, all of them, since some may never hear of it.
 
-        Not where the save may yet be found committed, since a store did not answer: the error says that then, to other ranks as well.
+        Not where the save may yet be found committed, since a store did not answer: ``error`` says that.
         """
-        if self.store is not None and self.store.is_unclear:
-            error.is_unclear = True  # type: ignore[attr-defined]  # whatever it is
-            return
-        # What was committed all the same (its last sync failed) stays.
-        for index in indexes:
-            if not self.remove(rank, index):
-                break
+        if not unclear(error):
+            self.remove(rank, indexes)
 
-    def remove(self, rank: int | None, index: bytes) -> bool:
-        """Removes the files that an index names, of a save that failed. Whether it is worth trying the next: not where the folder is locked."""
-        try:
-            if self.store is None:
-                _core.discard(self.folder, rank, index)
-            else:
-                self.store.discard(self.folder, rank, index)
-        except (OSError, DcpRsError) as error:
-            warn_caller(f"files of a save that failed are still there, for dcp_rs.clean to remove: {error}")
-            return not isinstance(error, SaveInProgressError)
-        return True
+    def remove(self, rank: int | None, indexes: Sequence[bytes]) -> None:
+        """Removes the files that indexes name, of a save that failed. What was committed all the same (its last sync failed) stays."""
+        removals: list[Callable[[], None]]
+        if self.store is not None:
+            removals = [partial(self.store.discard, self.folder, rank, indexes)]
+        else:
+            removals = [partial(_core.discard, self.folder, rank, index) for index in indexes]
+        for remove in removals:
+            try:
+                remove()
+            except (OSError, DcpRsError) as error:
+                warn_caller(f"files of a save that failed are still there, for dcp_rs.clean to remove: {error}")
+                if isinstance(error, SaveInProgressError):  # the folder is locked, for the next as well
+                    break

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_rs import _torch
+from dcp_rs.dcp.unclear import unclear
 from dcp_rs.errors import DcpRsError, RankLostError, UnsupportedError
 
 __all__ = ["Ranks"]
@@ -32,7 +33,7 @@ class Ranks:
 
     Each method is a *step*, which every rank takes, with work of its own. A step ends on all ranks in the same way: where the work of some ranks
     failed, a rank of these raises its own error, and every other one that of the first of them. Notes say which ranks raised it. What does not
-    pickle comes to the others as a :class:`DcpRsError` with its text.
+    pickle comes to the others as a :class:`DcpRsError` with its text; what says, or follows an error that says, that a save may be committed, as that.
 
     A rank may also take part in a step of the others by failing, without knowing which one they are at: an error between two steps, raised in the
     next :meth:`together` or :meth:`all`, meets the others there. Steps within the work of a step are steps of all ranks, too.
@@ -290,10 +291,11 @@ class _Failure:
         text = traceback.format_exception_only(error)[-1].strip()
         trace = "".join(traceback.format_exception(error))
         pickled = None
-        if isinstance(error, Exception):  # not an exit, nor Ctrl-C: those are this process's
+        sent = unclear(error) or error
+        if isinstance(sent, Exception):  # not an exit, nor Ctrl-C: those are this process's
             with suppress(Exception):
-                pickled = pickle.dumps(error)
-                if type(pickle.loads(pickled)) is not type(error):  # noqa: S301  # pickled above
+                pickled = pickle.dumps(sent)
+                if type(pickle.loads(pickled)) is not type(sent):  # noqa: S301  # pickled above
                     pickled = None
         return cls(text, trace, pickled)
 

@@ -84,7 +84,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         UnsupportedError: a value that the format cannot hold; with ``strict_values`` also a key.
         UnsafePickleError: with ``strict_values``, a value that would not load back.
         StoragePreconditionError: another save to the URL was committed meanwhile.
-        StorageError: a store could not be reached, or refused. With ``is_unclear`` it did not answer, and the checkpoint may be there all the same.
+        StorageError: a store could not be reached, or refused. A ``StorageUnclearError``: the checkpoint may be there all the same.
         OSError: a write failed; the files of this save have been removed.
     """
 
@@ -140,8 +140,8 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._written: Written | None = None  # until it is known to be committed
 
     def __repr__(self) -> str:
-        shown = {"path": os.fspath(self.path), **self.options.given()}
-        return call("RsWriter", {**shown, "storage_options": self.storage_options})
+        given = {"path": os.fspath(self.path), **self.options.given(), "storage_options": self.storage_options}
+        return call("RsWriter", given)
 
     def _go_to(self, path: str | os.PathLike[str]) -> None:
         self.path = location(path)
@@ -152,7 +152,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, to another path where one is given."""
         if self._written is not None and self._written.is_over:
-            self.discard()
+            self._forget()
         if checkpoint_id:
             self._go_to(checkpoint_id)
         self._take_new_id()
@@ -227,7 +227,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Chooses the save's generation and id, and tells each rank. No rank writes before it is told."""
-        chosen = uuid.UUID(self.save_id).bytes, self._where().begin(self._own_rank())
+        chosen = uuid.UUID(self.save_id).bytes, self._where().begin(self._own_rank(), overwrite=self.overwrite)
         places = (
             [Place(rank, len(plans), *chosen) for rank in range(len(plans))]
             if self._use_collectives
@@ -257,7 +257,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self.save_id, self._is_used = str(uuid.UUID(bytes=place.save_id)), True
         self._clock.end("plan")
         # All ranks have come this far, so the save before this one is over.
-        self.discard()
+        self._forget()
         to = self._where()
         how = {
             "save_id": place.save_id,
@@ -305,8 +305,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self.report = SaveReport(os.fspath(self.path), bytes_written=save.bytes, bytes_reused=save.bytes_reused)
         if not self._commits:
             self._tell()
-        future: Future[list[WriteResult]] = Future()
-        future.set_result([result])
+        (future := Future[list[WriteResult]]()).set_result([result])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -358,12 +357,13 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     def discard(self) -> None:
         """Removes what this rank wrote for a save that failed since, on this rank or another. Without such a save it does nothing."""
         written, self._written = self._written, None
-        # In a fork of the process that wrote it, it is the other's to judge.
-        if written is None or written.committed or written.process != os.getpid():
-            return
-        written.to.remove(written.rank, written.index)
-        if written.saving is not None:
-            written.saving.let_go()
+        if written is not None:
+            written.discard()
+
+    def _forget(self) -> None:
+        written, self._written = self._written, None
+        if written is not None:
+            written.forget()
 
     def leave(self) -> None:
         """Leaves what this rank wrote: whether the save was committed is not known here. :func:`dcp_rs.clean` removes it if not."""
@@ -381,7 +381,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     def __del__(self) -> None:
         if getattr(self, "_written", None) is not None:
-            self.discard()
+            self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
         # For a save in another process: it begins anew there, and is under way here for as long as this thread waits for it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from dataclasses import dataclass
 
@@ -31,6 +32,23 @@ class Written:
     def committed(self) -> bool:
         """Whether the checkpoint that it is of is there."""
         return self.saving is not None and self.saving.committed
+
+    def discard(self) -> None:
+        """Removes it, where that is known to have failed."""
+        # In a fork of the process that wrote it, it is the other's to judge.
+        if self.committed or self.process != os.getpid():
+            return
+        self.to.remove(self.rank, [self.index])
+        if self.saving is not None:
+            self.saving.let_go()
+
+    def forget(self) -> None:
+        """Nothing more will be heard of it. In a folder a lock and a look at the index keep what is, or will be, committed; the rest is removed.
+
+        On a store the commit of another rank may still be on its way: there :func:`dcp_rs.clean` removes it.
+        """
+        if self.to.store is None:
+            self.discard()
 
     @property
     def is_over(self) -> bool:

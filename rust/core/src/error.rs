@@ -123,7 +123,7 @@ pub enum StorageFault {
     Precondition,
     /// It could not be reached, or did not answer properly.
     Failed,
-    /// It did not answer, and may have done what it was asked.
+    /// It did not answer, or was not waited for, and may have done what it was asked, now or in a moment. Of a commit: what it names is not to be removed.
     Unclear,
 }
 

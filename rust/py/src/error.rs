@@ -21,6 +21,7 @@ pyo3::import_exception!(dcp_rs.errors, StorageError);
 pyo3::import_exception!(dcp_rs.errors, StorageNotFoundError);
 pyo3::import_exception!(dcp_rs.errors, StoragePermissionError);
 pyo3::import_exception!(dcp_rs.errors, StoragePreconditionError);
+pyo3::import_exception!(dcp_rs.errors, StorageUnclearError);
 pyo3::import_exception!(dcp_rs.errors, UnsafePickleError);
 pyo3::import_exception!(dcp_rs.errors, UnsupportedError);
 
@@ -70,14 +71,11 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
                 StorageFault::NotFound => StorageNotFoundError::new_err(message),
                 StorageFault::Denied => StoragePermissionError::new_err(message),
                 StorageFault::Precondition => StoragePreconditionError::new_err(message),
+                StorageFault::Unclear => StorageUnclearError::new_err(message),
                 _ => StorageError::new_err(message),
             };
             let told = error.value(py).setattr("operation", *action);
             let told = told.and_then(|()| error.value(py).setattr("attempts", *attempts));
-            let told = match kind {
-                StorageFault::Unclear => told.and_then(|()| error.value(py).setattr("is_unclear", true)),
-                _ => told,
-            };
             match told {
                 Ok(()) => with_place(py, error, Some(path), None, None),
                 Err(other) => other,

@@ -1,8 +1,7 @@
-//! Saves to stores, as Python sees them: where one goes, what it found there, and what is known of its commit.
+//! Saves to stores, as Python sees them: where one goes, and what it found there.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -24,7 +23,6 @@ use crate::rows::Leftover;
 pub struct Store {
     pub inner: Arc<dyn Remote>,
     begun: Mutex<Option<Begun>>,
-    is_unclear: AtomicBool,
 }
 
 #[guarded]
@@ -37,7 +35,6 @@ impl Store {
         Ok(Self {
             inner: Arc::new(store),
             begun: Mutex::default(),
-            is_unclear: AtomicBool::new(false),
         })
     }
 
@@ -57,10 +54,10 @@ impl Store {
         })
     }
 
-    /// As `discard` of folders.
-    fn discard(&self, py: Python<'_>, folder: PathBuf, rank: Option<u32>, index: PyBackedBytes) -> PyResult<()> {
+    /// As `discard` of folders, of what several ranks wrote.
+    fn discard(&self, py: Python<'_>, folder: PathBuf, rank: Option<u32>, indexes: Vec<PyBackedBytes>) -> PyResult<()> {
         self.ask(py, move |connection, control| {
-            checkpoint::discard_remote(&folder, rank, index, connection, control)
+            checkpoint::discard_remote(&folder, rank, indexes, connection, control)
         })
     }
 
@@ -88,10 +85,10 @@ impl Store {
         self.begun().is_none_or(|begun| begun.keeps_conditions)
     }
 
-    /// Whether the save may be committed although that failed: then nothing of it is to be removed.
+    /// Whether there was an index when the save began, which it replaces.
     #[getter]
-    fn is_unclear(&self) -> bool {
-        self.is_unclear.load(Ordering::Relaxed)
+    fn replaces(&self) -> bool {
+        self.begun().is_some_and(|begun| begun.replaces)
     }
 }
 
@@ -112,14 +109,6 @@ impl Store {
     pub fn commit(&self, folder: &Path, rank: Option<u32>, index: &Index, control: &Control) -> Result<Committed> {
         let begun = *self.begun();
         let begun = begun.ok_or_else(|| Error::Plan("this save was not begun".into()))?;
-        checkpoint::commit_remote(
-            folder,
-            rank,
-            index,
-            begun,
-            &*self.inner.connect_to_store(0)?,
-            &self.is_unclear,
-            control,
-        )
+        checkpoint::commit_remote(folder, rank, index, begun, &*self.inner.connect_to_store(0)?, control)
     }
 }

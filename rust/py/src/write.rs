@@ -14,7 +14,7 @@ use pyo3::sync::MutexExt as _;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 use crate::convert::to_value;
-use crate::error::{IntoPy, PlanError, plan_error};
+use crate::error::{IntoPy, PlanError, StorageUnclearError, plan_error, to_py};
 use crate::panics::guarded;
 use crate::plain::Plain;
 use crate::remote::Store;
@@ -404,7 +404,8 @@ fn commit_one(
     fsync: bool,
     store: Option<&Store>,
 ) -> PyResult<(index::Index, Vec<String>)> {
-    let (index, left) = interrupt::run(py, |control| {
+    let mut stored = None;
+    let committed = interrupt::run(py, |control| {
         let index = index()?;
         if items.is_some_and(|items| items != index.chunk_count()) {
             return Err(Error::Plan(format!(
@@ -414,10 +415,24 @@ fn commit_one(
             )));
         }
         let committed = match store {
-            Some(store) => store.commit(folder, rank, &index, control)?,
+            Some(store) => {
+                let committed = store.commit(folder, rank, &index, control);
+                stored = checkpoint::may_be_stored(folder, rank, &committed);
+                committed?
+            }
             None => checkpoint::commit_index(folder, rank, &index, fsync, control)?,
         };
         Ok((index, committed.left))
+    });
+    let (index, left) = committed.map_err(|raised| match stored {
+        // What a signal raised stands for what came of the commit, and says no more than that.
+        Some(stored) if !raised.is_instance_of::<StorageUnclearError>(py) => {
+            let unclear = to_py(py, &stored);
+            unclear.set_cause(py, raised.cause(py));
+            raised.set_cause(py, Some(unclear));
+            raised
+        }
+        _ => raised,
     })?;
     let index = index::Index {
         inner: Arc::new(index),

@@ -50,7 +50,7 @@ impl Failure {
         let status = status(&text);
         Self {
             status,
-            was_sent: transport(error) != Some(HttpErrorKind::Connect),
+            was_sent: transport(error) != Some(HttpErrorKind::Connect) && !is_of_the_client(error, &text),
             ..Self::judged(error, &text, status)
         }
     }
@@ -147,6 +147,12 @@ fn is_no_bucket(text: &str) -> bool {
     matches!(code(text), Some("NoSuchBucket" | "ContainerNotFound"))
 }
 
+/// Whether a client that sends nothing says so.
+fn is_of_the_client(error: &object_store::Error, text: &str) -> bool {
+    use object_store::Error as E;
+    matches!(error, E::NotImplemented { .. } | E::InvalidPath { .. }) || text.contains("ETag required")
+}
+
 /// What happened to a request that got no answer.
 fn transport(error: &(dyn StdError + 'static)) -> Option<HttpErrorKind> {
     let mut next = Some(error);
@@ -239,6 +245,23 @@ mod tests {
             assert_eq!((failure.kind, failure.is_worth_another_try), (kind, false));
             assert!(!failure.reason.contains("hunter22"));
         }
+    }
+
+    #[test]
+    fn what_was_not_sent_is_not_done() {
+        for text in [
+            "ETag required for conditional put",
+            "ETag required for conditional update",
+        ] {
+            assert!(!generic(text).may_be_done());
+        }
+        let refused = object_store::Error::NotImplemented {
+            operation: "put".into(),
+            implementer: "S3".into(),
+        };
+        assert!(!Failure::of(&refused).may_be_done());
+        // An answer without what a client asks of it.
+        assert!(generic("ETag Header missing from response").may_be_done());
     }
 
     #[test]

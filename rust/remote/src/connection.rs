@@ -19,7 +19,7 @@ use object_store::{ObjectMeta, ObjectStoreExt as _};
 use crate::config::Config;
 use crate::fetch::{self, File};
 use crate::lend::lend;
-use crate::link::{LAST_WAIT, Link, Outcome, Shared};
+use crate::link::{LAST_WAIT, Link, Outcome, Shared, as_seen};
 use crate::store::{self, Removal};
 use crate::{Seen, see};
 
@@ -314,6 +314,10 @@ impl StoringConnection for Connected {
             async move { Ok(store::remove(&shared, &removals, within).await) }
         });
         removed.unwrap_or_else(|error| vec![error])
+    }
+
+    fn tells_apart(&self, path: &Path) -> bool {
+        as_seen(&self.config, &self.seen, path).is_some()
     }
 
     fn keeps_conditions(&self, folder: &Path, control: &Control) -> Result<bool> {

@@ -15,7 +15,7 @@ use tokio::time::timeout;
 
 use crate::Seen;
 use crate::answers::Failure;
-use crate::config::{Client, Config};
+use crate::config::{Client, Config, Kind};
 use crate::patience::Patience;
 
 /// Requests in flight at most, of one connection.
@@ -33,6 +33,21 @@ pub struct Shared {
     pub seen: Arc<Mutex<HashMap<PathBuf, Seen>>>,
 }
 
+/// [`Shared::as_seen`], of a connection.
+pub fn as_seen(config: &Config, seen: &Mutex<HashMap<PathBuf, Seen>>, path: &Path) -> Option<UpdateVersion> {
+    let seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
+    let seen = seen.get(path)?;
+    // As in `Shared::tag`.
+    let e_tag = seen.tag.clone().filter(|tag| !tag.starts_with("W/"));
+    let version = seen.version.clone();
+    // Google's clients name the version, all others the tag.
+    let is_known = match config.kind {
+        Kind::Google => version.is_some(),
+        _ => e_tag.is_some(),
+    };
+    is_known.then_some(UpdateVersion { e_tag, version })
+}
+
 impl Shared {
     /// The tag that a file has to have, if it was seen before.
     pub fn tag(&self, path: &Path) -> Option<String> {
@@ -42,13 +57,9 @@ impl Shared {
         (!tag.starts_with("W/")).then_some(tag)
     }
 
-    /// The file as it was seen, where it was: what has to be there still.
+    /// The file as it was seen, where it was and can be told from others: what has to be there still.
     pub fn as_seen(&self, path: &Path) -> Option<UpdateVersion> {
-        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.get(path).map(|seen| UpdateVersion {
-            e_tag: seen.tag.clone(),
-            version: seen.version.clone(),
-        })
+        as_seen(&self.config, &self.seen, path)
     }
 
     /// The file is another one from now on.

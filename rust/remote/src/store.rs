@@ -51,7 +51,7 @@ fn parts(shared: &Shared, path: &Path) -> Result<Arc<dyn MultipartStore>> {
 /// Stores an object.
 pub async fn put(shared: &Shared, path: &Path, name: &Name, bytes: Vec<Bytes>, condition: Condition) -> Result<()> {
     let mode = match condition {
-        Condition::Always => PutMode::Overwrite,
+        Condition::Always | Condition::Unguarded => PutMode::Overwrite,
         Condition::New => PutMode::Create,
         Condition::Unchanged => {
             let seen = shared.as_seen(path);
@@ -73,6 +73,9 @@ pub async fn put(shared: &Shared, path: &Path, name: &Name, bytes: Vec<Bytes>, c
         may_be_done |= failure.may_be_done();
         if patience.endures(&failure).await {
             continue;
+        }
+        if may_be_done || failure.kind == StorageFault::Precondition {
+            shared.forget(path);
         }
         if condition != Condition::Always && may_be_done && failure.kind != StorageFault::Precondition {
             failure.kind = StorageFault::Unclear;

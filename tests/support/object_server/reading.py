@@ -30,6 +30,8 @@ class Reading(Exchange):
         whole = memoryview(stored.data)
         when = formatdate(stored.modified, usegmt=True)
         headers = {"ETag": stored.tag, "Accept-Ranges": "bytes", "Last-Modified": when}
+        if not stored.tag:
+            del headers["ETag"]
         found = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         if found is None:
             self.answer(200, whole, headers)

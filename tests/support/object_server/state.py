@@ -75,7 +75,7 @@ class Fault:
 
 @dataclass
 class Stored:
-    """An object; ``modified`` in seconds since the epoch."""
+    """An object; ``modified`` in seconds since the epoch. An empty tag is not told."""
 
     data: bytes
     tag: str
@@ -107,6 +107,8 @@ class ObjectServer:
     latency: float = 0.0
     #: Conditions are taken for not there.
     ignores_conditions: bool = False
+    #: ``If-None-Match`` is taken for not there, ``If-Match`` is not.
+    ignores_new: bool = False
     #: A conditional PUT, or completion of an upload, is answered 501.
     refuses_conditions: bool = False
     #: A second completion of an upload is answered as the first was; else 404.

@@ -32,6 +32,8 @@ class Writing(Exchange):
     def refusal(self, key: str) -> tuple[int, str] | None:
         """Status and code, where the conditions of this request do not hold; asked with the lock held."""
         none, match = self.headers.get("If-None-Match"), self.headers.get("If-Match")
+        if self.store.ignores_new:
+            none = None
         if (none is None and match is None) or self.store.ignores_conditions:
             return None
         if self.store.refuses_conditions:
@@ -39,7 +41,9 @@ class Writing(Exchange):
         there = self.store.objects.get(key)
         if match is not None and there is None:
             return 404, "NoSuchKey"
-        if (none is not None and there is not None) or (match is not None and match not in ("*", there.tag)):
+        if (none is not None and there is not None) or (
+            match is not None and (match not in ("*", there.tag) or match.startswith("W/"))
+        ):
             return 412, "PreconditionFailed"
         return None
 

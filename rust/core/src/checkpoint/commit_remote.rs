@@ -1,8 +1,7 @@
 //! The commit on a store: one request makes a save visible, on the condition that nobody else's was faster.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::commit::{Committed, index_name, own_files};
 use crate::format::{DataFileName, Identity, Index, parse_rank_index_name};
@@ -21,7 +20,7 @@ pub struct Begun {
     pub generation: u64,
     /// Whether there is an index, which is to be replaced.
     pub replaces: bool,
-    /// Whether the store refuses to replace what is not what it was. Where it does not, the last of two savers wins.
+    /// Whether the store refuses to replace what is not what it was, as far as it can be told from others. Where it does not, the last of two savers wins.
     pub keeps_conditions: bool,
 }
 
@@ -36,9 +35,10 @@ pub fn begin_remote(
     connection: &dyn StoringConnection,
     control: &Control,
 ) -> Result<Begun> {
-    let keeps_conditions = connection.keeps_conditions(dir, control)?;
     let index = dir.join(index_name(rank));
     let found = connection.start(&index, Identity::LEN as u64, false, control)?;
+    let keeps_conditions =
+        connection.keeps_conditions(dir, control)? && (found.is_none() || connection.tells_apart(&index));
     // Of a damaged index the header is enough: it does not hinder the save that replaces it.
     let mut highest = identity_of(found.as_ref()).map_or(0, |found| found.generation);
     for name in connection.names(dir, control)?.unwrap_or_default() {
@@ -69,76 +69,52 @@ fn identity_of(started: Option<&(Vec<u8>, u64)>) -> Option<Identity> {
 /// [`commit_index`](super::commit_index) on a store: makes `index` the index of the folder `dir`, if what is there is what was there when it was `begun`, and removes
 /// what only the one before it named.
 ///
-/// `is_unclear` is true after an error where the index may be stored all the same, now or in a moment: nothing that it names is to be removed then.
-///
 /// # Errors
 /// [`Error::CorruptData`] where a data file is not there; [`Error::Storage`] where the index could not be stored, of the kind
-/// [`StorageFault::Precondition`] where another save was faster, [`StorageFault::Unclear`] where it is not known; [`Error::Interrupted`].
+/// [`StorageFault::Precondition`] where another save was faster; [`Error::Interrupted`]. The old checkpoint is whole then, and what the index names may be
+/// removed. Not so after [`StorageFault::Unclear`]: the index may be stored all the same, now or in a moment.
 pub fn commit_remote(
     dir: &Path,
     rank: Option<u32>,
     index: &Index,
     begun: Begun,
     connection: &dyn StoringConnection,
-    is_unclear: &AtomicBool,
     control: &Control,
 ) -> Result<Committed> {
     let path = dir.join(index_name(rank));
-    check_written(dir, index, connection, control)?;
+    check_written(dir, index, false, connection, control)?;
     let mut removed = Vec::new();
     if rank.is_none() {
         let names = connection.names(dir, control)?.unwrap_or_default();
         removed.extend(names.into_iter().filter(|name| parse_rank_index_name(name).is_some()));
     }
-    let old = read_old(dir, begun.replaces.then_some(&path), &removed, connection, control)?;
+    let files = Files::Remote(connection, control);
+    let before = match begun.replaces.then(|| files.read(&path)).transpose() {
+        Err(error) if is_refused(&error) => return Err(another(&path)),
+        before => before?.flatten(),
+    };
+    // One that cannot be read names nothing that may be removed.
+    let mut old: Vec<Index> = (before.iter())
+        .filter_map(|bytes| Index::from_bytes(bytes.clone(), &path).ok())
+        .collect();
+    for name in &removed {
+        let path = dir.join(name);
+        let bytes = files.read(&path)?;
+        old.extend(bytes.and_then(|bytes| Index::from_bytes(bytes, &path).ok()));
+    }
+    // Some stores look at the one condition and not at the other.
+    if !begun.replaces && connection.start(&path, 1, true, control)?.is_some() {
+        return Err(another(&path));
+    }
     let condition = match (begun.keeps_conditions, begun.replaces) {
         (true, true) => Condition::Unchanged,
         (true, false) => Condition::New,
-        (false, replaces) => {
-            // Nobody else looks.
-            if !replaces && connection.start(&path, 1, true, control)?.is_some() {
-                return Err(another(&path));
-            }
-            Condition::Always
-        }
+        (false, _) => Condition::Unguarded,
     };
-
-    is_unclear.store(true, Ordering::Relaxed);
-    let put = connection.put(&path, &[index.bytes()], condition, control);
-    if put.is_err() || condition == Condition::Always {
-        let found = match &put {
-            Err(Error::Interrupted) => return put.map(|()| Committed::default()),
-            Err(Error::Storage { kind, .. }) if !matches!(kind, StorageFault::Precondition | StorageFault::Unclear) => {
-                // An answer, and no other was lost: it is not stored.
-                is_unclear.store(false, Ordering::Relaxed);
-                return put.map(|()| Committed::default());
-            }
-            _ => published(connection, &path, control),
-        };
-        match (found, put) {
-            (Ok(Some(found)), _) if found.save_id == index.save_id() && found.generation == index.generation() => {}
-            (Ok(_), Err(error)) if is_refused(&error) => {
-                is_unclear.store(false, Ordering::Relaxed);
-                return Err(another(&path));
-            }
-            (Ok(_), Ok(())) => {
-                is_unclear.store(false, Ordering::Relaxed);
-                return Err(another(&path));
-            }
-            (
-                Err(error),
-                Ok(())
-                | Err(Error::Storage {
-                    kind: StorageFault::Precondition,
-                    ..
-                }),
-            ) => {
-                return Err(unclear(error));
-            }
-            (_, Err(error)) => return Err(error),
-        }
+    publish(&path, index.bytes(), condition, connection, control)?;
+    if let Err(lost) = check_written(dir, index, true, connection, control) {
+        return Err(take_back(&path, index, before.as_deref(), begun, connection, lost));
     }
-    is_unclear.store(false, Ordering::Relaxed);
 
     let kept = own_files(index);
     for old in &old {
@@ -151,32 +127,84 @@ pub fn commit_remote(
     Ok(Committed { removed, left })
 }
 
-/// The indexes that will be replaced, as far as they can be read: one that cannot names nothing that may be removed.
-fn read_old(
-    dir: &Path,
-    path: Option<&PathBuf>,
-    of_ranks: &[String],
+/// Stores an index, and looks what is there where the answer does not say it.
+fn publish(
+    path: &Path,
+    bytes: &[u8],
+    condition: Condition,
     connection: &dyn StoringConnection,
     control: &Control,
-) -> Result<Vec<Index>> {
-    let files = Files::Remote(connection, control);
-    let mut old = Vec::new();
-    if let Some(path) = path {
-        let before = match files.read(path) {
-            Err(error) if is_refused(&error) => return Err(another(path)),
-            before => before?,
-        };
-        old.extend(before.and_then(|bytes| Index::from_bytes(bytes, path).ok()));
+) -> Result<()> {
+    let put = connection.put(path, &[bytes], condition, control);
+    match &put {
+        Ok(()) if condition == Condition::Unchanged => return Ok(()),
+        // The store may have looked at nothing.
+        Ok(()) => {}
+        Err(Error::Storage { kind, .. }) => {
+            if !matches!(kind, StorageFault::Precondition | StorageFault::Unclear) {
+                // An answer, and no other was lost: it is not stored.
+                return put;
+            }
+        }
+        // It was stopped, and what was sent may yet be done.
+        Err(_) => return put.map_err(|error| unclear(path, error)),
     }
-    for name in of_ranks {
-        let path = dir.join(name);
-        old.extend(
-            files
-                .read(&path)?
-                .and_then(|bytes| Index::from_bytes(bytes, &path).ok()),
-        );
+    match (has(path, bytes, connection, control), put) {
+        (Ok(true), _) => Ok(()),
+        // Refused, or done and replaced: nothing of it is on its way any more.
+        (Ok(false), Ok(())) => Err(another(path)),
+        (Ok(false), Err(error)) if is_refused(&error) => Err(another(path)),
+        (Err(error), Ok(())) => Err(unclear(path, error)),
+        (Err(error), Err(refused)) if is_refused(&refused) => Err(unclear(path, error)),
+        (_, Err(error)) => Err(error),
     }
-    Ok(old)
+}
+
+/// Whether a file has these bytes: ids may be given twice.
+fn has(path: &Path, bytes: &[u8], connection: &dyn StoringConnection, control: &Control) -> Result<bool> {
+    match connection.start(path, bytes.len() as u64 + 1, false, control) {
+        Ok(found) => Ok(found.is_some_and(|(found, _)| found == bytes)),
+        // Another one than a moment ago.
+        Err(error) if is_refused(&error) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// After the index was stored its files were looked at again, and `lost` is what came of it. Where one is missing, puts back what was there `before`. Returns
+/// the error to raise.
+fn take_back(
+    path: &Path,
+    index: &Index,
+    before: Option<&[u8]>,
+    begun: Begun,
+    connection: &dyn StoringConnection,
+    lost: Error,
+) -> Error {
+    if !matches!(lost, Error::CorruptData { .. }) {
+        return unclear(path, lost);
+    }
+    let control = Control::new();
+    match has(path, index.bytes(), connection, &control) {
+        Ok(true) => {}
+        // Somebody else's: it stays.
+        Ok(false) => return lost,
+        Err(error) => return unclear(path, error),
+    }
+    let condition = if begun.keeps_conditions && connection.tells_apart(path) {
+        Condition::Unchanged
+    } else {
+        Condition::Unguarded
+    };
+    let back = if let Some(bytes) = before {
+        publish(path, bytes, condition, connection, &control)
+    } else {
+        let left = connection.remove(&[path.to_owned()], &[], CLEANING, &control);
+        left.into_iter().next().map_or(Ok(()), Err)
+    };
+    match back {
+        Err(error) if !is_refused(&error) => unclear(path, error),
+        _ => lost,
+    }
 }
 
 fn is_refused(error: &Error) -> bool {
@@ -201,27 +229,64 @@ fn another(path: &Path) -> Error {
     }
 }
 
-fn unclear(error: Error) -> Error {
-    match error {
+/// The index may be stored, or be yet.
+fn unclear(path: &Path, error: Error) -> Error {
+    let (action, path, attempts, reason) = match error {
         Error::Storage {
             action,
             path,
             attempts,
             reason,
             ..
-        } => Error::Storage {
-            kind: StorageFault::Unclear,
-            action,
-            path,
-            attempts,
-            reason,
-        },
-        error => error,
+        } => (action, path, attempts, reason),
+        Error::Interrupted => (
+            "write",
+            path.to_owned(),
+            1,
+            "it was stopped before it was answered".into(),
+        ),
+        error => ("write", path.to_owned(), 1, error.to_string()),
+    };
+    Error::Storage {
+        kind: StorageFault::Unclear,
+        action,
+        path,
+        attempts,
+        reason,
     }
 }
 
-/// Checks that the files of a save are there as its ranks stored them.
-fn check_written(dir: &Path, index: &Index, connection: &dyn StoringConnection, control: &Control) -> Result<()> {
+/// What is to be said of a commit whose end the caller did not wait for: that its index is stored, or may be. `None` where it is not.
+#[must_use]
+pub fn may_be_stored(dir: &Path, rank: Option<u32>, committed: &Result<Committed>) -> Option<Error> {
+    let (path, attempts, reason) = match committed {
+        Ok(_) => (dir.join(index_name(rank)), 1, "it was stored before that was stopped"),
+        Err(Error::Storage {
+            kind: StorageFault::Unclear,
+            path,
+            attempts,
+            reason,
+            ..
+        }) => (path.clone(), *attempts, reason.as_str()),
+        Err(_) => return None,
+    };
+    Some(Error::Storage {
+        kind: StorageFault::Unclear,
+        action: "write",
+        path,
+        attempts,
+        reason: reason.to_owned(),
+    })
+}
+
+/// Checks that the files of a save are there as its ranks stored them; with `again`, though they were looked at before.
+fn check_written(
+    dir: &Path,
+    index: &Index,
+    again: bool,
+    connection: &dyn StoringConnection,
+    control: &Control,
+) -> Result<()> {
     let files: Vec<_> = (0..index.file_count())
         .map(|number| index.file(number))
         .filter(|file| !file.external && DataFileName::parse(file.name).is_some())
@@ -237,7 +302,12 @@ fn check_written(dir: &Path, index: &Index, connection: &dyn StoringConnection, 
                 let reason = format!("at the commit of its save {what}");
                 Err(Error::corrupt_file(&path, reason))
             };
-            match connection.look(&path, control)? {
+            let found = if again {
+                connection.start(&path, 1, true, control)?.map(|(_, size)| size)
+            } else {
+                connection.look(&path, control)?
+            };
+            match found {
                 Some(size) if size == file.size => Ok(()),
                 Some(size) => wrong(format!("it is {size} bytes long, expected {}", file.size)),
                 None => wrong("it is missing".into()),
@@ -246,30 +316,33 @@ fn check_written(dir: &Path, index: &Index, connection: &dyn StoringConnection, 
     )
 }
 
-/// [`discard`](super::discard) on a store.
+/// [`discard`](super::discard) on a store, of what several ranks wrote for one save.
 ///
 /// # Errors
-/// [`Error::CorruptIndex`] where the bytes are no index; [`Error::Storage`] where the published index cannot be read (nothing is removed then), or for the
-/// first file that could not be removed, after trying all; [`Error::Interrupted`].
+/// [`Error::CorruptIndex`] where bytes are no index; [`Error::Storage`] where the published index cannot be read (nothing is removed then), or for the
+/// first file that could not be removed, after trying all in a minute; [`Error::Interrupted`].
 pub fn discard_remote(
     dir: &Path,
     rank: Option<u32>,
-    index: impl AsRef<[u8]> + Send + Sync + 'static,
+    indexes: Vec<impl AsRef<[u8]> + Send + Sync + 'static>,
     connection: &dyn StoringConnection,
     control: &Control,
 ) -> Result<()> {
+    let begun = Instant::now();
     let path = dir.join(index_name(rank));
-    let index = Index::from_bytes(index, &path)?;
+    let indexes: Vec<Index> = (indexes.into_iter())
+        .map(|bytes| Index::from_bytes(bytes, &path))
+        .collect::<Result<_>>()?;
     let published = published(connection, &path, control)?;
-    // It names these files, and is of this save.
-    if published.is_some_and(|found| found.save_id == index.save_id() && found.generation == index.generation()) {
-        return Ok(());
+    let mut paths: Vec<PathBuf> = Vec::new();
+    for index in &indexes {
+        // Else it names these files, and is of this save; or of another of its id, and `clean` judges.
+        if published.is_none_or(|found| found.save_id != index.save_id() || found.generation != index.generation()) {
+            paths.extend(own_files(index).into_iter().map(|name| dir.join(name)));
+        }
     }
-    let paths: Vec<PathBuf> = own_files(&index).into_iter().map(|name| dir.join(name)).collect();
-    match connection.remove(&paths, &[], CLEANING, control).into_iter().next() {
-        None => Ok(()),
-        Some(error) => Err(error),
-    }
+    let left = connection.remove(&paths, &[], CLEANING.saturating_sub(begun.elapsed()), control);
+    left.into_iter().next().map_or(Ok(()), Err)
 }
 
 /// Whether a folder on a store has a checkpoint of all ranks, or with `rank` of that one.

@@ -21,7 +21,7 @@ pub use check::{check_files, check_regions, verify_chunks};
 pub use clean::{Cleaned, Kind as LeftoverKind, Leftover, Verdict, clean, leftovers};
 pub use clean_remote::{clean_remote, leftovers_remote};
 pub use commit::{Committed, commit, commit_index, discard, next_generation, replace_index};
-pub use commit_remote::{Begun, begin_remote, commit_remote, discard_remote, is_there_remote};
+pub use commit_remote::{Begun, begin_remote, commit_remote, discard_remote, is_there_remote, may_be_stored};
 pub use copy_index::{CopyOptions, copy_index};
 pub(crate) use data_files::explain;
 pub use data_files::{file_ref, find_link_outside, map_data_file};

@@ -44,8 +44,10 @@ pub struct Part {
 /// What has to be so for a file to be stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Condition {
-    /// Nothing.
+    /// Nothing, and whoever asks does not mind who stored it: it is of a name that is nobody else's.
     Always,
+    /// Nothing, though it matters: the store would not look.
+    Unguarded,
     /// There is none of the name.
     New,
     /// The file that is there is the one that was seen.
@@ -125,9 +127,9 @@ pub trait StoringConnection: Connection {
     /// Stores a file, whose bytes are these pieces one after another: by one request, so that it is there whole or not at all. When this returns,
     /// the pieces are not read any more.
     ///
-    /// Where a condition does not hold, that is [`StorageFault::Precondition`](crate::StorageFault::Precondition); where one was asked for, and the
+    /// Where a condition does not hold, that is [`StorageFault::Precondition`](crate::StorageFault::Precondition); but for [`Condition::Always`], where the
     /// file may have been stored although no answer said so, [`StorageFault::Unclear`](crate::StorageFault::Unclear). A file that was stored by an
-    /// attempt whose answer was lost does not meet the condition of the next.
+    /// attempt whose answer was lost does not meet the condition of the next. In either case the file may be another one from then on than it was.
     fn put(&self, path: &Path, pieces: &[&[u8]], condition: Condition, control: &Control) -> Result<()>;
 
     /// Begins to store a file in parts.
@@ -143,6 +145,11 @@ pub trait StoringConnection: Connection {
     /// Removes files, and what was begun and not completed. One that is not there is as good as removed. Returns what could not be removed, and why;
     /// what is not done `within` that time is not done.
     fn remove(&self, files: &[PathBuf], uploads: &[Upload], within: Duration, control: &Control) -> Vec<Error>;
+
+    /// Whether what was seen of a file is enough for [`Condition::Unchanged`]: some stores give no tag to know it by, or a weak one.
+    fn tells_apart(&self, _path: &Path) -> bool {
+        true
+    }
 
     /// Whether the store refuses to store a file in `folder` whose condition does not hold. Some ignore conditions, and say nothing.
     fn keeps_conditions(&self, folder: &Path, control: &Control) -> Result<bool>;
