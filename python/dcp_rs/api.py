@@ -24,7 +24,7 @@ from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.reports import LoadReport, SavedMetadata
 from dcp_rs.dcp.save_planner import RsSavePlanner
 from dcp_rs.dcp.together import Ranks
-from dcp_rs.dcp.unclear import unclear
+from dcp_rs.dcp.unclear import apart, unclear
 from dcp_rs.dcp.writer import RsWriter
 from dcp_rs.errors import CheckpointReplacedError
 from dcp_rs.options import ReaderArguments, WriterArguments
@@ -178,6 +178,7 @@ def save(
     return SavedMetadata.of(metadata, None if writer is None else writer.report)
 
 
+@apart()
 def _save(ranks: Ranks, begin: BeginSave) -> Metadata:
     writer: RsWriter | None = None
 
@@ -273,8 +274,9 @@ def async_save(
     save_staged = _save if executor == "thread" else save_in_process
     writer: RsWriter | None = None
     future = SaveFuture()
-    give_room = background.take_room()
+    give_room = background.no_room
     try:
+        give_room = background.take_room()
         check_state_dict(state_dict, path)
         check_options("async_save", write_options, RsWriter)
         writer = RsWriter(path, **write_options)

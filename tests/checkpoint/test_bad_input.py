@@ -108,7 +108,6 @@ def test_no_checkpoint_at_the_path(tmp_path, way):
     "use",
     [
         dcp_rs.index,
-        lambda url: dcp_rs.convert("src", url),
         lambda url: dcp_rs.index("src", out=url),
     ],
 )

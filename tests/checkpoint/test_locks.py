@@ -274,7 +274,7 @@ def test_a_child_does_not_wait_for_the_threads_of_a_load(ckpt):
             with pytest.raises(PlanError, match="is a fork of"):
                 reader.next()
             reader.release(slab)
-            assert reader.stats() == (0, 0, 0)
+            assert reader.stats().read == 0
             reader.close()
 
         assert in_child(child) == 0

@@ -38,9 +38,9 @@ def test_reading_ahead_is_bounded(ckpt, monkeypatch):
     monkeypatch.setattr(
         streaming,
         "fill",
-        lambda index, targets, options: (
+        lambda index, targets, options, counts: (
             made.append(sum(t.tensor.nbytes for t in targets)),
-            fill(index, targets, options),
+            fill(index, targets, options, counts),
         ),
     )
     limit = 1 << 20

@@ -13,10 +13,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_rs
-from dcp_rs import RsWriter
+from dcp_rs import RsSavePlanner, RsWriter
 from dcp_rs._url import StorageOptions, Url
 from dcp_rs.dcp.destination import Destination
-from dcp_rs.dcp.unclear import unclear
+from dcp_rs.dcp.unclear import apart, unclear
 from dcp_rs.errors import CheckpointExistsError, CorruptDataError, StoragePreconditionError, StorageUnclearError
 from support import assert_state_equal, rank_outcomes
 from support.object_server import Fault
@@ -175,6 +175,39 @@ def test_a_second_interrupt_hides_nothing():
         interrupted_twice(first)
     assert unclear(caught.value) is first
     assert unclear(KeyboardInterrupt()) is None
+
+
+class Refusing(RsSavePlanner):
+    def create_local_plan(self):
+        raise ValueError("not this one")
+
+
+def save_in_handler(path):
+    try:
+        raise_unclear()
+    except StorageUnclearError:
+        dcp_rs.save(small_state(), path, planner=Refusing(), no_dist=True)
+
+
+def raise_unclear():
+    raise StorageUnclearError("no answer")
+
+
+def test_the_next_save_is_not_taken_for_the_one_that_it_follows(tmp_path):
+    with pytest.raises(ValueError, match="not this one") as caught:
+        save_in_handler(tmp_path / "fallback")
+    first = StorageUnclearError("no answer")
+    caught.value.__context__ = first
+    assert unclear(caught.value) is first
+    assert asked_while_handled(first, caught.value) is None
+
+
+def asked_while_handled(first, error):
+    try:
+        raise first
+    except StorageUnclearError:
+        with apart():
+            return unclear(error)
 
 
 def test_overwrite_false_looks_once_more_where_it_begins(server):

@@ -94,7 +94,7 @@ class Destination:
 
         Not where the save may yet be found committed, since a store did not answer: ``error`` says that.
         """
-        if not unclear(error):
+        if self.store is None or not unclear(error):
             self.remove(rank, indexes)
 
     def remove(self, rank: int | None, indexes: Sequence[bytes]) -> None:

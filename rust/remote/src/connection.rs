@@ -6,7 +6,7 @@ use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
 use dcp_rs_core::store::{Condition, Connection, Listed, Part, StoringConnection, Upload, random_token};
@@ -75,6 +75,7 @@ impl Connected {
     /// Waits for what sends these pieces, which may be done twice. When this returns, nobody reads them any more.
     fn send<T: Send + 'static, F>(
         &self,
+        path: &Path,
         pieces: &[&[u8]],
         control: &Control,
         work: impl Fn(Arc<Shared>, Vec<Bytes>) -> F,
@@ -82,10 +83,12 @@ impl Connected {
     where
         F: Future<Output = Result<T>> + Send + 'static,
     {
-        // Each time another call has ended, so that this does.
+        let began = Instant::now();
         loop {
-            if let Outcome::Done(result) = self.send_once(pieces, control, &work)? {
-                return result;
+            let sent = self.send_once(pieces, control, &work)?;
+            // Cut by another call that was given up: what has had as long as that one is not begun anew.
+            if !matches!(sent, Outcome::Cut) || began.elapsed() >= self.config.limits.time {
+                return sent.result(StorageFault::Failed, "write", path);
             }
         }
     }
@@ -263,7 +266,7 @@ impl StoringConnection for Connected {
             async move { store::put(&shared, &path, &name, bytes, condition).await }
         };
         if condition == Condition::Always {
-            return self.send(pieces, control, work);
+            return self.send(path, pieces, control, work);
         }
         // Done twice, the second would meet the first.
         let sent = self.send_once(pieces, control, work)?;
@@ -275,7 +278,7 @@ impl StoringConnection for Connected {
 
     fn begin(&self, path: &Path, control: &Control) -> Result<Upload> {
         let name = self.config.name(path)?;
-        self.send(&[], control, |shared, _| {
+        self.send(path, &[], control, |shared, _| {
             let (path, name) = (path.to_owned(), name.clone());
             async move { store::begin(&shared, &path, &name).await }
         })
@@ -283,7 +286,7 @@ impl StoringConnection for Connected {
 
     fn put_part(&self, upload: &Upload, number: usize, pieces: &[&[u8]], control: &Control) -> Result<String> {
         let name = self.config.name(&upload.path)?;
-        self.send(pieces, control, |shared, bytes| {
+        self.send(&upload.path, pieces, control, |shared, bytes| {
             let (upload, name) = (upload.clone(), name.clone());
             async move { store::put_part(&shared, &upload, &name, number, bytes).await }
         })
@@ -291,13 +294,15 @@ impl StoringConnection for Connected {
 
     fn complete(&self, upload: &Upload, parts: Vec<String>, size: u64, control: &Control) -> Result<()> {
         let name = self.config.name(&upload.path)?;
-        self.send(&[], control, |shared, _| {
+        self.send(&upload.path, &[], control, |shared, _| {
             let (upload, name, parts) = (upload.clone(), name.clone(), parts.clone());
             async move { store::complete(&shared, &upload, &name, parts, size).await }
         })
     }
 
     fn remove(&self, files: &[PathBuf], uploads: &[Upload], within: Duration, control: &Control) -> Vec<Error> {
+        let first = files.first().or(uploads.first().map(|upload| &upload.path));
+        let first = first.map_or(Path::new(""), PathBuf::as_path);
         let config = &self.config;
         let files = files
             .iter()
@@ -309,7 +314,7 @@ impl StoringConnection for Connected {
             Ok(removals) => removals.into(),
             Err(error) => return vec![error],
         };
-        let removed = self.send(&[], control, |shared, _| {
+        let removed = self.send(first, &[], control, |shared, _| {
             let removals = Arc::clone(&removals);
             async move { Ok(store::remove(&shared, &removals, within).await) }
         });
@@ -323,7 +328,7 @@ impl StoringConnection for Connected {
     fn keeps_conditions(&self, folder: &Path, control: &Control) -> Result<bool> {
         let path = folder.join(format!(".dcp-rs-asks-{:016x}", random_token()?));
         let name = self.config.name(&path)?;
-        self.send(&[], control, |shared, _| {
+        self.send(&path, &[], control, |shared, _| {
             let (path, name) = (path.clone(), name.clone());
             async move { store::keeps_conditions(&shared, &path, &name).await }
         })

@@ -112,8 +112,20 @@ pub fn commit_remote(
         (false, _) => Condition::Unguarded,
     };
     publish(&path, index.bytes(), condition, connection, control)?;
-    if let Err(lost) = check_written(dir, index, true, connection, control) {
-        return Err(take_back(&path, index, before.as_deref(), begun, connection, lost));
+    // The index is in its place: what cannot be found out now is said, and no failure.
+    let mut left = Vec::new();
+    match check_written(dir, index, true, connection, control) {
+        Err(lost @ Error::CorruptData { .. }) => {
+            if let Some(failed) = take_back(&path, index, before.as_deref(), begun, connection, lost) {
+                return Err(failed);
+            }
+            // Another save has followed, and removed what it replaced.
+            return Ok(Committed {
+                removed: Vec::new(),
+                left,
+            });
+        }
+        looked => left.extend(looked.err()),
     }
 
     let kept = own_files(index);
@@ -122,8 +134,7 @@ pub fn commit_remote(
         removed.extend(replaced.map(str::to_owned));
     }
     let paths: Vec<PathBuf> = removed.iter().map(|name| dir.join(name)).collect();
-    // The index is in its place: nothing takes that back.
-    let left = connection.remove(&paths, &[], CLEANING, control);
+    left.extend(connection.remove(&paths, &[], CLEANING, control));
     Ok(Committed { removed, left })
 }
 
@@ -150,28 +161,36 @@ fn publish(
         Err(_) => return put.map_err(|error| unclear(path, error)),
     }
     match (has(path, bytes, connection, control), put) {
-        (Ok(true), _) => Ok(()),
+        (Ok(Some(true)), _) => Ok(()),
+        // It was taken, and is not shown yet: what is between may remember that there was nothing.
+        (Ok(None), Ok(())) => Err(Error::Storage {
+            kind: StorageFault::Unclear,
+            action: "write",
+            path: path.to_owned(),
+            attempts: 1,
+            reason: "the store took it, and does not show it".into(),
+        }),
         // Refused, or done and replaced: nothing of it is on its way any more.
-        (Ok(false), Ok(())) => Err(another(path)),
-        (Ok(false), Err(error)) if is_refused(&error) => Err(another(path)),
+        (Ok(_), Ok(())) => Err(another(path)),
+        (Ok(_), Err(error)) if is_refused(&error) => Err(another(path)),
         (Err(error), Ok(())) => Err(unclear(path, error)),
         (Err(error), Err(refused)) if is_refused(&refused) => Err(unclear(path, error)),
         (_, Err(error)) => Err(error),
     }
 }
 
-/// Whether a file has these bytes: ids may be given twice.
-fn has(path: &Path, bytes: &[u8], connection: &dyn StoringConnection, control: &Control) -> Result<bool> {
+/// Whether a file has these bytes, for ids may be given twice; `None` where there is none.
+fn has(path: &Path, bytes: &[u8], connection: &dyn StoringConnection, control: &Control) -> Result<Option<bool>> {
     match connection.start(path, bytes.len() as u64 + 1, false, control) {
-        Ok(found) => Ok(found.is_some_and(|(found, _)| found == bytes)),
+        Ok(found) => Ok(found.map(|(found, _)| found == bytes)),
         // Another one than a moment ago.
-        Err(error) if is_refused(&error) => Ok(false),
+        Err(error) if is_refused(&error) => Ok(Some(false)),
         Err(error) => Err(error),
     }
 }
 
-/// After the index was stored its files were looked at again, and `lost` is what came of it. Where one is missing, puts back what was there `before`. Returns
-/// the error to raise.
+/// After the index was stored a file of it is missing: `lost` says which. Puts back what was there `before`, and returns the error to raise; `None` where the
+/// index is another save's by now, which removed what it replaced.
 fn take_back(
     path: &Path,
     index: &Index,
@@ -179,16 +198,12 @@ fn take_back(
     begun: Begun,
     connection: &dyn StoringConnection,
     lost: Error,
-) -> Error {
-    if !matches!(lost, Error::CorruptData { .. }) {
-        return unclear(path, lost);
-    }
+) -> Option<Error> {
     let control = Control::new();
     match has(path, index.bytes(), connection, &control) {
-        Ok(true) => {}
-        // Somebody else's: it stays.
-        Ok(false) => return lost,
-        Err(error) => return unclear(path, error),
+        Ok(Some(true)) => {}
+        Ok(_) => return None,
+        Err(error) => return Some(unclear(path, error)),
     }
     let condition = if begun.keeps_conditions && connection.tells_apart(path) {
         Condition::Unchanged
@@ -201,10 +216,10 @@ fn take_back(
         let left = connection.remove(&[path.to_owned()], &[], CLEANING, &control);
         left.into_iter().next().map_or(Ok(()), Err)
     };
-    match back {
+    Some(match back {
         Err(error) if !is_refused(&error) => unclear(path, error),
         _ => lost,
-    }
+    })
 }
 
 fn is_refused(error: &Error) -> bool {
