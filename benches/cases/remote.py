@@ -83,15 +83,19 @@ def _columns(context: Context) -> list[Row]:
             fills.append(_core.Fill(index.find(name), offsets, want.shape, to.data_ptr(), to.stride()))
             kept.append((want, to))
         store.counts()
-        wanted, read = index.read_regions(fills, **ReadOptions().engine())
+        stats = index.read_regions(fills, **ReadOptions().engine())
         asked = store.counts()["get"]
         for want, to in kept:
             assert torch.equal(to.view(torch.int16), want.view(torch.int16))
         case = f"column shard of {LOADED_BY}, saved as row shards of {SAVED_BY} ({size_of(pattern.nbytes)})"
         told = "counted by the engine"
-        rows.append(figure(f"{case}: fetched for each byte wanted", OURS, "B/B", [read / wanted], reach=4.0, note=told))
+        rows.append(
+            figure(
+                f"{case}: fetched for each byte wanted", OURS, "B/B", [stats.read / stats.wanted], reach=4.0, note=told
+            )
+        )
         # A file is never asked for in less than one.
-        least = max(SAVED_BY, math.ceil(read / REQUEST))
+        least = max(SAVED_BY, math.ceil(stats.read / REQUEST))
         said = "1 is a request for 8 MiB, or for a file; counted by the server"
         rows.append(figure(f"{case}: requests", OURS, "x", [asked / least], reach=1.0, note=said))
     return rows

@@ -103,7 +103,7 @@ def _amounts(pattern: Pattern, native: Path) -> list[Row]:
                 kept.append((want, to))
             if io != "mmap":
                 page_cache.drop(native)
-            wanted, read = index.read_regions(fills, **ReadOptions(io=io).engine())
+            stats = index.read_regions(fills, **ReadOptions(io=io).engine())
             for want, to in kept:
                 assert torch.equal(to.view(torch.int16), want.view(torch.int16))
             rows.append(
@@ -111,7 +111,7 @@ def _amounts(pattern: Pattern, native: Path) -> list[Row]:
                     f"bytes read for each byte wanted, {kind} shard of {LOADED_BY}",
                     f"dcp_rs, io={io!r}",
                     "B/B",
-                    [read / wanted],
+                    [stats.read / stats.wanted],
                     reach=reach,
                     stretch=stretch,
                     note="counted by the engine",
