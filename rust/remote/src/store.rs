@@ -126,8 +126,7 @@ pub async fn complete(shared: &Shared, upload: &Upload, name: &Name, answers: Ve
         };
         may_be_done |= failure.may_be_done();
         // What was completed by an attempt whose answer was lost is no upload any more: stores say 404 of it, or 400, each in its way.
-        // A 404 of what gives credentials is none of the store's.
-        let is_gone = failure.status == Some(404) && failure.kind != StorageFault::Denied;
+        let is_gone = failure.status == Some(404);
         if may_be_done || is_gone {
             match is_stored(shared, &upload.path, name, size).await {
                 Ok(true) => return Ok(()),
