@@ -271,6 +271,47 @@ def test_a_file_that_goes_during_the_commit(server, existing, ignores_conditions
         assert_state_equal(loaded(server, first), first)
 
 
+def data_after_the_index(server):
+    """What looks at data files once an index was stored."""
+    mark = len(server.requests)
+
+    def matches(request):
+        is_data = request.kind == "get" and request.key.endswith(".safetensors")
+        return is_data and any(index(asked) for asked in server.requests[mark:])
+
+    return matches
+
+
+def test_files_that_cannot_be_looked_at_again_are_no_failure_and_the_old_ones_stay(server):
+    save(server, large_state(1))
+    before = names(server)
+    state = small_state()
+    server.faults.append(Fault(status=403, code="AccessDenied", matches=data_after_the_index(server), times=None))
+    with pytest.warns(UserWarning, match="of the one before is still there.*403"):
+        save(server, state)
+    server.faults.clear()
+    assert set(before) < set(names(server))
+    assert_state_equal(loaded(server, state), state)
+
+
+def test_the_first_files_that_cannot_be_looked_at_again(server, recwarn):
+    state = small_state()
+    server.faults.append(Fault(status=403, code="AccessDenied", matches=data_after_the_index(server), times=None))
+    save(server, state)
+    server.faults.clear()
+    assert not [warning for warning in recwarn if "still there" in str(warning.message)]
+    assert_state_equal(loaded(server, state), state)
+
+
+def test_a_save_that_another_has_followed_is_no_failure(server):
+    """The other replaced it, and removed its files, before they were looked at again."""
+    save(server, large_state(1))
+    other = small_state()
+    server.faults.append(at(data_after_the_index(server), another_save(server, other)))
+    save(server, large_state(2))
+    assert_state_equal(loaded(server, other), other)
+
+
 def test_files_of_all_ranks_are_given_up_at_once(server):
     save(server, small_state(), "saved")
     written = server.objects["saved/index.dcprs"].data

@@ -112,20 +112,21 @@ pub fn commit_remote(
         (false, _) => Condition::Unguarded,
     };
     publish(&path, index.bytes(), condition, connection, control)?;
-    // The index is in its place: what cannot be found out now is said, and no failure.
-    let mut left = Vec::new();
     match check_written(dir, index, true, connection, control) {
+        Ok(()) => {}
         Err(lost @ Error::CorruptData { .. }) => {
-            if let Some(failed) = take_back(&path, index, before.as_deref(), begun, connection, lost) {
-                return Err(failed);
-            }
-            // Another save has followed, and removed what it replaced.
+            // Else another save has followed, and removed what it replaced.
+            return take_back(&path, index, before.as_deref(), begun, connection, lost)
+                .map_or_else(|| Ok(Committed::default()), Err);
+        }
+        // The index is in its place, and that is all that can be known: old files stay, should new ones be missing.
+        Err(unknown) => {
+            let stays = !old.is_empty() || !removed.is_empty();
             return Ok(Committed {
                 removed: Vec::new(),
-                left,
+                left: stays.then_some(unknown).into_iter().collect(),
             });
         }
-        looked => left.extend(looked.err()),
     }
 
     let kept = own_files(index);
@@ -134,7 +135,7 @@ pub fn commit_remote(
         removed.extend(replaced.map(str::to_owned));
     }
     let paths: Vec<PathBuf> = removed.iter().map(|name| dir.join(name)).collect();
-    left.extend(connection.remove(&paths, &[], CLEANING, control));
+    let left = connection.remove(&paths, &[], CLEANING, control);
     Ok(Committed { removed, left })
 }
 
@@ -202,7 +203,8 @@ fn take_back(
     let control = Control::new();
     match has(path, index.bytes(), connection, &control) {
         Ok(Some(true)) => {}
-        Ok(_) => return None,
+        Ok(Some(false)) => return None,
+        Ok(None) => return Some(unclear(path, lost)),
         Err(error) => return Some(unclear(path, error)),
     }
     let condition = if begun.keeps_conditions && connection.tells_apart(path) {
