@@ -10,8 +10,8 @@ import dcp_rs
 from dcp_rs.checkpoint import stream as streaming
 from dcp_rs.errors import CorruptDataError, DcpRsError
 from dcp_rs.transfer.load import fill
-from support import assert_state_equal
-from support.slabs import damage, no_slab_threads, save_shards
+from support import assert_state_equal, threads
+from support.slabs import damage, save_shards
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_stream_can_be_left_early(ckpt):
         next(running)
         next(running)
         running.close()
-    assert no_slab_threads()
+    assert threads.none_of("dcp-rs-slab")
     assert not any(thread.name.startswith("dcp-rs-stream") for thread in threading.enumerate())
 
 
@@ -81,7 +81,7 @@ def test_damage_is_raised_where_it_is(ckpt):
         with pytest.raises(CorruptDataError):
             for _ in source.stream():
                 pass
-    assert no_slab_threads()
+    assert threads.none_of("dcp-rs-slab")
 
 
 @pytest.mark.usefixtures("want")

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,8 +24,7 @@ from dcp_rs import RsReader, _core
 from dcp_rs.errors import CheckpointReplacedError
 from support import run_ranks
 from support.indexes import whole_item
-
-TESTS = Path(__file__).parent
+from support.places import TESTS
 
 
 def save(path, number):
@@ -356,10 +354,9 @@ def test_a_forked_child_leaves_the_save_of_its_parent_alone(ckpt):
 INTERRUPTED = """
 import os, signal, sys, threading, time
 import torch, dcp_rs
+from support import threads
 torch.set_num_threads(1)
 path, what = sys.argv[1:]
-def threads():
-    return sorted(open(f"/proc/self/task/{t}/comm").read().strip() for t in os.listdir("/proc/self/task"))
 size = 256 << 20
 tensor = torch.zeros(size, dtype=torch.uint8)
 def load(): dcp_rs.load({"w": tensor}, path, no_dist=True, verify=True, threads=4, io=io)
@@ -367,7 +364,7 @@ def save(): dcp_rs.save({"w": tensor}, path + "-new", no_dist=True)
 io = "buffered"
 work = load if what == "load" else save
 dcp_rs.load({"small": torch.zeros(1)}, path, no_dist=True)
-before = threads()
+before = threads.names()
 hits = 0
 for delay in (0.002, 0.01, 0.02, 0.03, 0.05, 0.08):
     io = {"buffered": "mmap", "mmap": "direct", "direct": "buffered"}[io]
@@ -388,7 +385,7 @@ for delay in (0.002, 0.01, 0.02, 0.03, 0.05, 0.08):
             time.sleep(0.05)
         except KeyboardInterrupt:
             pass
-    assert threads() == before, (threads(), before)
+    assert threads.names() == before, (threads.names(), before)
 if what == "load":
     dcp_rs.load({"w": tensor}, path, no_dist=True)  # nothing is locked
     assert int(tensor[::4096].sum()) == size // 4096
@@ -407,6 +404,7 @@ def test_ctrl_c_leaves_no_thread_and_no_lock(tmp_path, what):
     )
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, path, what],
+        env=os.environ | {"PYTHONPATH": str(TESTS)},
         capture_output=True,
         text=True,
         timeout=200,

@@ -14,9 +14,9 @@ from dcp_rs.errors import CorruptDataError, PlanError, UnsupportedError
 from dcp_rs.options import ReadOptions
 from dcp_rs.transfer import lanes, load, slabs, upload
 from dcp_rs.transfer.target import Target
-from support import ALL_DTYPES, assert_state_equal, random_tensor, same_bits
+from support import ALL_DTYPES, assert_state_equal, random_tensor, same_bits, threads
 from support.simulated import host, on
-from support.slabs import SMALL, batch_of, damage, fill, no_slab_threads, saved, state, whole
+from support.slabs import SMALL, batch_of, damage, fill, saved, state, whole
 
 # --- what arrives ----------------------------------------------------------------------------------
 
@@ -326,7 +326,7 @@ def test_damage_in_the_middle_stops_the_load(ckpt, sim, device):
     after = host(got)
     sim.synchronize()
     assert_state_equal(host(got), after)  # nothing arrives any more
-    assert no_slab_threads()
+    assert threads.none_of("dcp-rs-slab")
 
 
 def test_a_device_that_fails_stops_the_load(ckpt, sim, device):
@@ -341,7 +341,7 @@ def test_a_device_that_fails_stops_the_load(ckpt, sim, device):
     begun = host(got)  # comes after what was begun
     sim.synchronize()
     assert_state_equal(host(got), begun)
-    assert no_slab_threads()
+    assert threads.none_of("dcp-rs-slab")
 
 
 def test_copies_that_are_lost_are_heard_of(ckpt, sim, device):
@@ -352,7 +352,7 @@ def test_copies_that_are_lost_are_heard_of(ckpt, sim, device):
     with pytest.raises(RuntimeError, match="a copy was lost"):
         fill(index, got, ReadOptions(max_inflight_bytes=256 << 10))
     sim.reset()
-    assert no_slab_threads()
+    assert threads.none_of("dcp-rs-slab")
     fill(index, got, ReadOptions(max_inflight_bytes=256 << 10))
     assert_state_equal(host(got), want)
 
@@ -371,7 +371,7 @@ def test_a_consumer_that_raises_stops_the_load(ckpt, sim, device):
 
     with pytest.raises(KeyboardInterrupt):
         consume()
-    assert no_slab_threads()
+    assert threads.none_of("dcp-rs-slab")
 
 
 def test_a_missing_file_is_found_before_anything_is_copied(ckpt, sim, device):

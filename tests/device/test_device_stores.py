@@ -6,10 +6,10 @@ import torch
 import dcp_rs
 from dcp_rs._url import StorageOptions
 from dcp_rs.checkpoint.locate import open_index
-from support import assert_state_equal
+from support import assert_state_equal, threads
 from support.object_server import Fault, object_server
 from support.simulated import host, on
-from support.slabs import SMALL, fill, no_slab_threads, state
+from support.slabs import SMALL, fill, state
 
 
 @pytest.mark.parametrize("faulty", [False, True])
@@ -25,4 +25,4 @@ def test_what_is_on_a_store_arrives_on_the_device(ckpt, sim, device, faulty):
         got = on(device, want)
         fill(index, got, SMALL)
         assert_state_equal(host(got), want)
-    assert no_slab_threads()
+    assert threads.none_of("dcp-rs-slab")

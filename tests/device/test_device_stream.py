@@ -7,9 +7,9 @@ import torch
 
 import dcp_rs
 from dcp_rs.errors import CorruptDataError
-from support import assert_state_equal
+from support import assert_state_equal, threads
 from support.simulated import host
-from support.slabs import damage, no_slab_threads, save_shards
+from support.slabs import damage, save_shards
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_a_stream_can_be_left_early(ckpt, sim, device):
         kept = dict([next(running), next(running)])
         running.close()
         sim.delay = 0
-    assert no_slab_threads()
+    assert threads.none_of("dcp-rs-slab")
     before = host(kept)
     del running
     again = [torch.zeros(100 + i, 300, device=device) for i in range(40)]  # in the memory that it let go
@@ -131,7 +131,7 @@ def test_damage_is_raised_where_it_is(ckpt, sim, device):
         with pytest.raises(CorruptDataError):
             for _ in source.stream():
                 pass
-    assert no_slab_threads()
+    assert threads.none_of("dcp-rs-slab")
 
 
 def test_a_checkpoint_of_shards_streams_whole_tensors(ckpt, sim, device):

@@ -1,7 +1,5 @@
 """What a load from a store takes: requests at a time, memory, time for a listing, threads, and only as long as it lasts."""
 
-from pathlib import Path
-
 import torch
 from safetensors.torch import save_file
 
@@ -11,6 +9,7 @@ from dcp_rs._url import StorageOptions
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.options import ReadOptions
 from dcp_rs.transfer.upload import SlabLoad
+from support import threads
 from support.object_server import Fault
 from support.slabs import batch_of
 
@@ -43,10 +42,6 @@ def test_each_page_of_a_listing_has_a_time_of_its_own(tmp_path, server):
     assert server.counts()["list"] == 12 + 1
 
 
-def threads() -> list[str]:
-    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-
-
 def test_the_threads_of_a_load_by_slabs_end_with_it_and_not_with_its_reader(saved, server):
     state, _ = saved
     options = StorageOptions.of(server.options())
@@ -61,5 +56,5 @@ def test_the_threads_of_a_load_by_slabs_end_with_it_and_not_with_its_reader(save
             got += sum(copy.nbytes for copy in copies)
             assert isinstance(copies[0], _core.Copy)
     assert got == sum(tensor.nbytes for tensor in [*state["model"].values(), *state["many"].values()])
-    assert not [name for name in threads() if name.startswith("dcp-rs")]
+    assert threads.none_of("dcp-rs")
     assert load.stats().wanted == got

@@ -1,6 +1,7 @@
 """Checkpoints on a store, read in place: what comes is what stock torch, or the local folder, says."""
 
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -19,7 +20,8 @@ from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError, Corr
 from dcp_rs.options import ReadOptions
 from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.target import Target
-from support import assert_state_equal, blank
+from support import assert_state_equal, blank, threads
+from support.places import TESTS
 
 MIB = 1 << 20
 
@@ -321,27 +323,25 @@ def test_large_indexes_come_in_several_parts(tmp_path, server, options):
 def test_nothing_of_it_runs_for_a_local_load(tmp_path):
     """No thread, and nothing imported, that a load from the file system did not need."""
     code = """
-import sys, threading, torch, dcp_rs
+import sys, torch, dcp_rs
+from support import threads
 dcp_rs.save({"a": torch.ones(4)}, sys.argv[1])
 dcp_rs.load({"a": torch.ones(4)}, sys.argv[1])
-names = [open(f"/proc/self/task/{t}/comm").read().strip() for t in __import__("os").listdir("/proc/self/task")]
-assert not [name for name in names if name.startswith("dcp-rs-store")], names
+assert not [name for name in threads.names() if name.startswith("dcp-rs-store")]
 """
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "x")], check=True)
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "x")], check=True, env=os.environ | {"PYTHONPATH": str(TESTS)}
+    )
 
 
 def test_nothing_is_left_running_after_a_remote_one(saved, server, url, options):
-    import os
 
     state, _ = saved
     dcp_rs.load(blank(state), url, storage_options=options)
-    names = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
-    assert not [name for name in names if name.startswith("dcp-rs")]
+    assert threads.none_of("dcp-rs")
 
 
 def test_a_fork_may_load_too(saved, server, url, options):
-    import os
-
     state, _ = saved
     dcp_rs.load(blank(state), url, storage_options=options)
     child = os.fork()

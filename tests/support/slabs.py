@@ -1,8 +1,5 @@
 """Loads and saves through slabs, as for an accelerator."""
 
-import contextlib
-from pathlib import Path
-
 import torch
 
 import dcp_rs
@@ -58,15 +55,6 @@ def damage(path, index):
         byte = file.read(1)
         file.seek(last.size - 3)
         file.write(bytes([byte[0] ^ 1]))
-
-
-def no_slab_threads():
-    """Whether no thread of the engine is left."""
-    names = []
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # one that has just ended
-            names.append((task / "comm").read_text().strip())
-    return not any(name.startswith("dcp-rs-slab") for name in names)
 
 
 def entries_of(state_dict):

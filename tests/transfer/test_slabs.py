@@ -10,7 +10,8 @@ from dcp_rs import _core
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.transfer import slabs, upload
-from support.slabs import batch_of, no_slab_threads, saved, state
+from support import threads
+from support.slabs import batch_of, saved, state
 
 # --- the engine ------------------------------------------------------------------------------------
 
@@ -83,7 +84,7 @@ def test_a_closed_load_gives_nothing(ckpt):
     with pytest.raises(KeyboardInterrupt):
         source.next()
     source.close()
-    assert no_slab_threads()
+    assert threads.none_of("dcp-rs-slab")
 
 
 def test_a_load_that_is_dropped_stops(ckpt):
@@ -92,7 +93,7 @@ def test_a_load_that_is_dropped_stops(ckpt):
     taken = slabs._SlabCache().take(2, 1 << 16, pinned=False)
     source.start([slab.data_ptr() for slab in taken], taken, 2)
     del source
-    assert no_slab_threads()
+    assert threads.none_of("dcp-rs-slab")
 
 
 def test_misplaced_slabs_are_refused(ckpt):
