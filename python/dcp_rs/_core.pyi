@@ -200,7 +200,10 @@ class Index:
     def from_data(path: str) -> Index:
         """An index made of what others wrote at `path`, whatever index lies there."""
     @property
-    def path(self) -> Path: ...
+    def path(self) -> Path:
+        """The file it comes from; of one in memory the path of what it was made of."""
+    @property
+    def is_in_memory(self) -> bool: ...
     @property
     def is_remote(self) -> bool: ...
     @property

@@ -67,11 +67,7 @@ class Contents:
         self.facts: dict[str, Any] = {}
         index = self._index = open_index(path, rank=rank, allow_external=allow_external)
         self.format = index.source
-        in_folder = index.path.name.endswith("index.dcprs") and (
-            index.is_remote or (path.is_dir() and index.path.exists())
-        )
-        # What others wrote on a store has an index in memory only.
-        self.indexed = in_folder and not (index.is_remote and index.source != "dcp-rs")
+        self.indexed = not index.is_in_memory
         self.files = [(file.name, file.size) for file in index.files()]
         if self.indexed:
             self.facts = {

@@ -36,7 +36,7 @@ class SavedMeta(StorageMeta):
         report: what the save took on the rank from whose process this came: how a rank learns of a save that another process did for it.
     """
 
-    report: Any = None
+    report: Any = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "report": getattr(_current, "report", None)}

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_rs import _core
 from dcp_rs._url import StorageOptions, location, options_for
-from dcp_rs.checkpoint.locate import INDEX_NAME
 from dcp_rs.errors import CheckpointNotFoundError, UnsupportedError
 from dcp_rs.tensors.dtypes import BY_NAME, REQUIRES_GRAD
 from dcp_rs.tensors.nesting import text_path
@@ -68,36 +67,34 @@ def tensor_properties(dtype: torch.dtype, flags: int) -> TensorProperties:
 class _Handle:
     """An index, or where to open it: what is pickled is the path alone, however much the index holds.
 
-    Options of a store go with it, without their secrets.
+    Options of a store go with it, without their secrets. With ``rank`` it is what that rank wrote for itself.
     """
 
-    def __init__(self, index: _core.Index, storage_options: StorageOptions | None) -> None:
+    def __init__(self, index: _core.Index, rank: int | None, storage_options: StorageOptions | None) -> None:
         self._index: _core.Index | None = index
-        self._path = os.fspath(index.path)
+        path = os.fspath(index.path)
+        self._path = path if index.is_in_memory else os.path.dirname(path)  # noqa: PTH120  # a URL is no Path
+        self._rank = rank
         self._save_id = index.save_id
         self._storage_options = storage_options
 
     @property
     def index(self) -> _core.Index:
         if self._index is None:
-            folder, name = os.path.split(self._path)
-            rank = None if name == INDEX_NAME else int(name.removeprefix("__").removesuffix("." + INDEX_NAME))
-            where = location(folder)
-            index = _core.Index.open(os.fspath(where), rank, False, options_for(where, self._storage_options))
+            where = location(self._path)
+            index = _core.Index.open(os.fspath(where), self._rank, False, options_for(where, self._storage_options))
             if index.save_id != self._save_id:
-                msg = f"the checkpoint at {folder} that this metadata describes has been replaced"
+                msg = f"the checkpoint at {self._path} that this metadata describes has been replaced"
                 raise CheckpointNotFoundError(msg, path=self._path)
             self._index = index
         return self._index
 
-    def __getstate__(self) -> tuple[str, str | None, bytes | None, StorageOptions | None]:
-        # Indexes over data of others were made in memory: there is no file to open again.
-        in_memory = self._index is not None and not self._path.endswith(INDEX_NAME)
-        return self._path, self._save_id, self.index.to_bytes() if in_memory else None, self._storage_options
+    def __getstate__(self) -> tuple[str, int | None, str | None, StorageOptions | None]:
+        return self._path, self._rank, self._save_id, self._storage_options
 
-    def __setstate__(self, state: tuple[str, str | None, bytes | None, StorageOptions | None]) -> None:
-        self._path, self._save_id, data, self._storage_options = state
-        self._index = None if data is None else _core.Index.from_bytes(data, self._path, False)
+    def __setstate__(self, state: tuple[str, int | None, str | None, StorageOptions | None]) -> None:
+        self._path, self._rank, self._save_id, self._storage_options = state
+        self._index = None
 
 
 class Entries(Mapping[str, Any]):
@@ -210,9 +207,16 @@ class StorageInfos(Mapping[MetadataIndex, StorageInfo]):
         return f"<{len(self):,} chunks of {self._handle.index.path}>"
 
 
-def describe_saved(metadata: Metadata, index: _core.Index, meta: StorageMeta) -> None:
-    """Makes ``metadata`` that of the checkpoint that was committed as ``index``. It pickles to a few bytes."""
-    lazy = make_metadata(index, checkpoint_id="", load_id="")
+def describe_saved(
+    metadata: Metadata,
+    index: _core.Index,
+    meta: StorageMeta,
+    *,
+    rank: int | None,
+    storage_options: StorageOptions | None,
+) -> None:
+    """Makes ``metadata`` that of the checkpoint that was committed as ``index``, with ``rank`` its own. It pickles to a few bytes."""
+    lazy = make_metadata(index, rank=rank, checkpoint_id="", load_id="", storage_options=storage_options)
     metadata.state_dict_metadata = lazy.state_dict_metadata
     metadata.planner_data = lazy.planner_data
     metadata.storage_data = lazy.storage_data
@@ -222,13 +226,18 @@ def describe_saved(metadata: Metadata, index: _core.Index, meta: StorageMeta) ->
 
 
 def make_metadata(
-    index: _core.Index, *, checkpoint_id: str, load_id: str, storage_options: StorageOptions | None = None
+    index: _core.Index,
+    *,
+    rank: int | None,
+    checkpoint_id: str,
+    load_id: str,
+    storage_options: StorageOptions | None = None,
 ) -> Metadata:
     """DCP's ``Metadata`` over ``index``. Costs the same whatever the index holds."""
     root = index.planner_root()
     if root is None and index.source == "safetensors":  # as a checkpoint of DCP of the same names has it
         root = {}
-    handle = _Handle(index, storage_options)
+    handle = _Handle(index, rank, storage_options)
     metadata = Metadata(
         state_dict_metadata=Entries(handle),  # type: ignore[arg-type]  # a mapping is all that planners use
         planner_data=PlannerPaths(handle, root, flat=index.source == "safetensors") if isinstance(root, dict) else root,

@@ -186,11 +186,16 @@ class RsReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Opens the index. With ``rank=r`` it is that rank's own index of a rank-local save (``use_collectives=False``)."""
         self._local.clock = Phases()
-        index = self._open(kwargs.get("rank"))
+        rank = kwargs.get("rank")
+        index = self._open(rank)
         self._local.index = index
         self._local.clock.end("metadata")
         return make_metadata(
-            index, checkpoint_id=os.fspath(self.path), load_id=self.load_id, storage_options=self.storage_options
+            index,
+            rank=rank,
+            checkpoint_id=os.fspath(self.path),
+            load_id=self.load_id,
+            storage_options=self.storage_options,
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -343,7 +343,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if any(metadata is cached for cached in SavePlanner._cached_metadata.values()):  # noqa: SLF001  # the cache of torch's planner
             metadata.storage_meta = meta
         else:
-            describe_saved(metadata, index, meta)
+            describe_saved(metadata, index, meta, rank=rank, storage_options=self.storage_options)
 
     def _tell(self) -> None:
         if self.report is not None:

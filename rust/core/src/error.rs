@@ -48,7 +48,7 @@ pub enum Error {
         path: PathBuf,
     },
     /// A pickle asks for something that is not on the list of what is taken from one. Nothing was executed.
-    #[error("unsafe pickle {}: it asks for {global}", path.display())]
+    #[error("unsafe pickle {}: it asks for {global}; only tensors and plain values are taken from one. If you trust it, load it with torch and save its state_dict() anew", path.display())]
     UnsafePickle {
         /// The file the pickle is in.
         path: PathBuf,

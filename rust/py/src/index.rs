@@ -90,6 +90,12 @@ impl Index {
         FsPath(self.inner.path().to_owned())
     }
 
+    /// Whether no file holds it: it was made of what others wrote at `path`.
+    #[getter]
+    fn is_in_memory(&self) -> bool {
+        self.inner.is_in_memory()
+    }
+
     /// Whether the data files are no files of this system.
     #[getter]
     fn is_remote(&self) -> bool {

@@ -34,7 +34,8 @@ pub fn file_ref(index: &Index, file: u32, allow_external: bool) -> Result<FileRe
         path,
         size: view.size,
         mtime_ns: view.mtime_ns,
-        links: if allow_external || index.follows_links() {
+        // Of an index in memory, links are those of whoever made the folder (a cache of downloads).
+        links: if allow_external || index.is_in_memory() {
             Links::Any
         } else {
             links(index, view.external)

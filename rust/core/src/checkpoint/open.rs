@@ -57,6 +57,5 @@ fn index_of(files: Files<'_>, path: &Path, kind: &Foreign, rank: Option<u32>, th
         }
         Foreign::Torch { dir, model } => (dir.as_path(), torch_file::index_model(dir, model, threads)?),
     };
-    // Its names were found by looking at the folder: links there are those of whoever made the folder (a cache of downloads).
-    Ok(Index::from_bytes(bytes, &dir.join(INDEX_NAME))?.following_links())
+    Ok(Index::from_bytes(bytes, &dir.join(INDEX_NAME))?.made_of(path))
 }

@@ -28,7 +28,7 @@ pub struct Index {
     bytes: IndexBytes,
     sections: [Range<usize>; 7],
     contents: Option<Range<usize>>,
-    follows_links: bool,
+    is_in_memory: bool,
     remote: Option<Arc<dyn Remote>>,
 }
 
@@ -111,18 +111,19 @@ impl Index {
             bytes: Box::new(bytes),
             sections,
             contents,
-            follows_links: false,
+            is_in_memory: false,
             remote: None,
         };
         validate::check(&index)?;
         Ok(index)
     }
 
-    /// The index of data that was found in a folder, and not through an index file: names that are symbolic links are followed.
+    /// The index of what others wrote at `path`, which has no index file. Data files were found by looking, so that those may be symbolic links.
     #[must_use]
-    pub(crate) fn following_links(self) -> Self {
+    pub(crate) fn made_of(self, path: &Path) -> Self {
         Self {
-            follows_links: true,
+            path: path.to_owned(),
+            is_in_memory: true,
             ..self
         }
     }
@@ -141,12 +142,12 @@ impl Index {
         self.remote.as_ref()
     }
 
-    /// Whether data files may be symbolic links that lead out of the folder.
-    pub(crate) fn follows_links(&self) -> bool {
-        self.follows_links
+    /// Whether it was made of what others wrote, and no file holds it.
+    pub fn is_in_memory(&self) -> bool {
+        self.is_in_memory
     }
 
-    /// The file the index comes from.
+    /// The file the index comes from; of one in memory the path of what it was made of.
     pub fn path(&self) -> &Path {
         &self.path
     }
