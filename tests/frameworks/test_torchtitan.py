@@ -217,8 +217,11 @@ def test_old_steps_are_purged_and_the_last_that_is_whole_never(make, tmp_path):
     wait_for_purge(manager)
     assert sorted(entry.name for entry in steps.iterdir()) == ["step-3", "step-4", "step-5"]
     assert dcp_rs.verify(steps / "step-3").ok
+    manager._saved_last = "step-6"  # begun, and nothing of it is there
+    manager._purge_stale_checkpoints()
     before = threading.active_count()
     manager.close()
+    assert sorted(entry.name for entry in steps.glob("step-*")) == ["step-3", "step-5"]
     assert threading.active_count() <= before
 
 

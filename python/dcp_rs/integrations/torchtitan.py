@@ -64,6 +64,7 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
         self._write_options: Any = {"threads": config.threads, "fsync": config.fsync}
         self._read_options: Any = {"threads": config.threads, "verify": config.verify}
         self._root = Root(self.folder)
+        self._saved_last = ""
         self.stager: Any
         if self.async_mode == _Mode.ASYNC_WITH_PINNED_MEM:
             self.stager = HostStager(cache=True, shared=True)
@@ -82,6 +83,7 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
         Raises:
             Exception: as :func:`dcp_rs.save` and :func:`dcp_rs.async_save`.
         """
+        self._saved_last = Path(checkpoint_id).name
         result: Any = None
         if to_hf:
             self._export(state_dict, checkpoint_id)
@@ -152,11 +154,15 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
         return -1
 
     def _purge_stale_checkpoints(self) -> None:
-        """Keeps the newest ``keep_latest_k``, and if none of these is whole yet, the newest that is."""
+        """Keeps the newest ``keep_latest_k``, and if none of these is whole yet, the newest that is.
+
+        The step that is being saved is one of them, whether or not its folder is there yet.
+        """
         if not self._should_purge():
             return
         found = list(self._root.newest())
-        keep, old = found[: self.keep_latest_k], found[self.keep_latest_k :]
+        kept = self.keep_latest_k - (self._saved_last not in {"", *(step.path.name for step in found)})
+        keep, old = found[:kept], found[kept:]
         if not any(isinstance(step, Step) for step in keep):
             last = next((step for step in old if isinstance(step, Step)), None)
             old = [step for step in old if step is not last]
