@@ -191,7 +191,7 @@ def hang_on_rank_one():
 
 
 def test_a_rank_that_hangs_is_killed_and_shows_where():
-    zero, one = rank_outcomes(2, hang_on_rank_one, timeout=3)
+    zero, one = rank_outcomes(2, hang_on_rank_one, timeout=10)
     assert zero.error is None
     assert isinstance(one.error, RankTimeoutError)
     assert "hang_on_rank_one" in str(one.error)

@@ -117,9 +117,13 @@ def test_cold_is_checked(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 20))
     page_cache.warm(tmp_path)
-    assert page_cache.resident_bytes(path) == 1 << 20
-    page_cache.drop(tmp_path)
-    assert page_cache.resident_bytes(path) == 0
+    share = 1 - page_cache.TOLERANCE
+    assert page_cache.resident_bytes(path) >= share * (1 << 20)
+    try:
+        page_cache.drop(tmp_path)
+    except RuntimeError:
+        pytest.skip("files here are memory")
+    assert page_cache.resident_bytes(path) <= page_cache.TOLERANCE * (1 << 20)
 
 
 def test_the_plot_leaves_out_what_has_no_ratio(tmp_path):

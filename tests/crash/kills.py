@@ -76,6 +76,10 @@ class Savers:
         """Returns when rank 0 is about to save."""
         self._read_until(b"begin", 60)
 
+    def wait_for_child(self) -> None:
+        """Returns when there is one that they forked."""
+        self._read_until(b"child", 60)
+
     def _read_until(self, word: bytes, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while word not in self._lines:
@@ -238,6 +242,8 @@ def run(folder: Path, *, kills: int, ranks: int, seed: int, log: Any = None) -> 
             savers.kill(list(range(ranks)))
             raise
         # Over the length of two saves, so that a later one of the same process is hit as well.
+        if savers.way == "forks" and round_ % 2 == 1:
+            savers.wait_for_child()
         time.sleep(rng.uniform(0, 2 * usual))
         one = ranks > 1 and round_ % 2 == 1
         victims = [rng.randrange(ranks)] if one else list(range(ranks))

@@ -42,13 +42,14 @@ def kills(*arguments):
         env=os.environ | {"PYTHONPATH": str(TESTS)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=850,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])  # Gloo of torch 2.8 prints whom it found
 
 
+@pytest.mark.timeout(900)
 def test_a_killed_save_leaves_the_old_checkpoint_or_the_new(tmp_path):
     one, four = kills("--kills", "30", "--kills-of-four", "8", "--folder", tmp_path)
     assert (one["kills"], four["kills"], four["one_rank_only"]) == (30, 8, 4)

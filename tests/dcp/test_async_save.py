@@ -204,7 +204,7 @@ def save_in_background(path, executor):
         future = dcp_rs.async_save(state, path, executor=executor, stager=stager)
         state["rows"].to_local().zero_()
         state["model"]["w3"].zero_()
-        metadata = future.result(90)
+        metadata = future.result(150)
         assert len(metadata.state_dict_metadata) == 43
         dist.barrier()
         got = sharded_state(9)
@@ -213,7 +213,7 @@ def save_in_background(path, executor):
         dist.barrier()
     state["bad"] = torch.empty(1, device="meta")
     try:
-        dcp_rs.async_save(state, path, executor=executor).result(90)
+        dcp_rs.async_save(state, path, executor=executor).result(150)
     except UnsupportedError as error:
         return str(error)
     return None
@@ -221,7 +221,7 @@ def save_in_background(path, executor):
 
 @pytest.mark.parametrize("executor", ["thread", "process"])
 def test_ranks_save_in_the_background(ckpt, executor):
-    for message in run_ranks(2, save_in_background, ckpt, executor, fresh=executor == "process"):
+    for message in run_ranks(2, save_in_background, ckpt, executor, fresh=executor == "process", timeout=200):
         assert "'bad' is on the meta device" in message
     assert len(data_files(ckpt)) == 2
 
@@ -277,7 +277,7 @@ def send_to_torchs_process(path):
                 writer = RsWriter(path, fsync=False)
             future = dcp.async_save(state, storage_writer=writer, async_checkpointer_type=process)
             future.add_done_callback(lambda _: time.sleep(0.5))  # the thread ends only then
-            metadata = future.result(90)
+            metadata = future.result(150)
             assert len(metadata.state_dict_metadata) == 86
         dist.barrier()
         got = {**sharded_state(9), "more": sharded_state(9)}
@@ -289,7 +289,7 @@ def send_to_torchs_process(path):
 
 def test_torchs_checkpoint_process_gets_what_is_staged(ckpt):
     """E5: it ended with SIGSEGV as soon as two DTensors lay in one block. E4: the next save was refused while the thread of the last one ended."""
-    assert run_ranks(2, send_to_torchs_process, ckpt, fresh=True) == [True, True]
+    assert run_ranks(2, send_to_torchs_process, ckpt, fresh=True, timeout=200) == [True, True]
 
 
 # --- failures leave nothing behind -----------------------------------------------------------------------

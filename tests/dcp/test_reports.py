@@ -172,7 +172,7 @@ def save_in_the_background(path, executor):
         state = {"all": torch.ones(10), f"of {dist.get_rank()}": torch.ones(size * (1 + dist.get_rank()))}
         future = dcp_rs.async_save(state, f"{path}/{size}", executor=executor)
         assert not future.cancel()
-        future.result(90)
+        future.result(150)
         report = future.report
         assert isinstance(report, SaveReport)
         assert report.path == f"{path}/{size}"
@@ -184,7 +184,7 @@ def save_in_the_background(path, executor):
 @pytest.mark.parametrize("executor", ["thread", "process"])
 def test_a_save_in_the_background_reports_too(ckpt, executor):
     """Of another process too, each rank its own bytes."""
-    first, second = run_ranks(2, save_in_the_background, ckpt, executor, fresh=executor == "process")
+    first, second = run_ranks(2, save_in_the_background, ckpt, executor, fresh=executor == "process", timeout=200)
     assert [phases for *_, phases in first] == [["plan", "write", "commit"]] * 2
     assert [phases for *_, phases in second] == [["plan", "write"]] * 2
     assert [entries for _, entries, _ in first] == [3, 3]

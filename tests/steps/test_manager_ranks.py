@@ -254,4 +254,4 @@ def save_in_another_process(root):
 
 @pytest.mark.slow
 def test_saves_in_another_process(tmp_path):
-    assert run_ranks(2, save_in_another_process, tmp_path / "run", fresh=True) == [[2], [2]]
+    assert run_ranks(2, save_in_another_process, tmp_path / "run", fresh=True, timeout=200) == [[2], [2]]

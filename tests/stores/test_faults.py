@@ -108,8 +108,8 @@ def test_what_gets_anywhere_is_not_counted_as_a_failure(saved, server, matches):
 
 def test_a_body_that_comes_slowly_is_waited_for(saved, server):
     """Each piece within the time for one, all of them not."""
-    server.faults.append(Fault(pause=0.5, matches=is_index))
-    options = server.options(read_timeout=2, max_retries=0)
+    server.faults.append(Fault(pause=0.9, matches=is_index))
+    options = server.options(read_timeout=5, max_retries=0)
     with dcp_rs.open(server.url("runs/ckpt"), storage_options=options) as ckpt:
         assert ckpt["step"] == 17
     assert len([request for request in server.requests if is_index(request)]) == 1
@@ -143,7 +143,9 @@ def test_an_endpoint_without_credentials_is_no_missing_object(saved, server):
 def test_what_stays_is_an_error_in_time(saved, server, limit):
     server.faults.append(Fault(status=503, times=None))
     begin = time.monotonic()
-    with pytest.raises(StorageError, match="503 SlowDown") as caught:
+    # The last time may begin as the time for all ends.
+    said = "503 SlowDown" if "max_retries" in limit else "503 SlowDown|no answer in time"
+    with pytest.raises(StorageError, match=said) as caught:
         dcp_rs.open(server.url("runs/ckpt"), storage_options=server.options(**limit))
     assert time.monotonic() - begin < 60  # the default is 120 s
     error = caught.value

@@ -192,8 +192,13 @@ class _Rank:
     def stack_dump(self) -> str:
         with contextlib.suppress(ProcessLookupError, TypeError):
             os.kill(self.process.pid, signal.SIGUSR1)  # type: ignore[arg-type]
+        found, end = "", time.monotonic() + 10
+        while time.monotonic() < end:  # until it is written, and no more comes
             time.sleep(0.3)
-        return self.stacks.read_text() if self.stacks.exists() else ""
+            before, found = found, self.stacks.read_text() if self.stacks.exists() else ""
+            if found and found == before:
+                break
+        return found
 
     def kill(self) -> None:
         self.process.kill()

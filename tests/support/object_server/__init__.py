@@ -7,6 +7,7 @@ without a copy. What it is asked is noted.
 from __future__ import annotations
 
 import contextlib
+import socketserver
 import ssl
 import threading
 from collections.abc import Iterator
@@ -23,6 +24,10 @@ class _Handler(Reading, Writing):
     """Everything that the server answers."""
 
 
+#: Ports that had a server: what a process learned of a store, it takes for true of whatever answers there.
+_had: set[int] = set()
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 512
@@ -31,6 +36,11 @@ class _Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.store = store
         self.context = context
+
+    def server_bind(self) -> None:
+        # Not HTTPServer's, which asks for the name of the address: where nobody knows it, that takes seconds.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address
 
     def finish_request(self, request, client_address):
         # In the thread of the connection: a handshake waits for the client.
@@ -42,11 +52,21 @@ class _Server(ThreadingHTTPServer):
         """A client that goes away in the midst of an answer is what tests do."""
 
 
+def _new_server(store: ObjectServer, context: ssl.SSLContext | None) -> _Server:
+    refused = []
+    while (server := _Server(store, context)).server_port in _had:
+        refused.append(server)  # closed later, so that its port is not given again
+    for other in refused:
+        other.server_close()
+    _had.add(server.server_port)
+    return server
+
+
 @contextlib.contextmanager
 def object_server(context: ssl.SSLContext | None = None) -> Iterator[ObjectServer]:
     """A server on a free port, for as long as the block runs; over TLS with a context."""
     store = ObjectServer()
-    server = _Server(store, context)
+    server = _new_server(store, context)
     store.endpoint = f"{'https' if context else 'http'}://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
