@@ -546,10 +546,13 @@ class Save:
         """Of what is written."""
     @property
     def bytes_reused(self) -> int:
-        """Of what a parent holds, and is linked."""
+        """Of what a parent holds, and is linked, or copied by a store."""
     @property
     def problems(self) -> list[str]:
-        """Why files of the parent could not be linked."""
+        """Why files of the parent could not be linked, or copied."""
+    @property
+    def requests(self) -> int:
+        """To a store: of parts, and for copies. 0 on a disk."""
     def reused(self) -> list[bool]:
         """For each item, whether it is reused: then it is not written."""
     def finish(self, nesting: list[tuple[int, tuple[Any, ...], str]] | None = None) -> builtins.bytes:

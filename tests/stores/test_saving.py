@@ -201,15 +201,6 @@ def test_async_save(server):
     assert_state_equal(loaded(server, expected), expected)
 
 
-def test_parent_and_reuse_are_for_folders(server, tmp_path):
-    dcp_rs.save({"a": torch.ones(3)}, tmp_path / "parent")
-    for more in ({"parent": tmp_path / "parent"}, {"reuse": "*"}):
-        with pytest.raises(UnsupportedError, match="parent= and reuse="):
-            dcp_rs.save({"a": torch.ones(3)}, server.url("ckpt"), storage_options=server.options(), **more)
-    with pytest.raises(UnsupportedError, match="s3://"):
-        dcp_rs.save({}, tmp_path / "ckpt", parent=server.url("ckpt"))
-
-
 def test_a_web_server_is_read_only(server):
     with pytest.raises(UnsupportedError, match="read only"):
         dcp_rs.save({"a": 1}, server.http_url("ckpt"), storage_options={"allow_http": True})

@@ -28,6 +28,7 @@ class Destination:
     Attributes:
         folder: the folder, for the engine.
         store: of a URL.
+        options: how to reach it.
 
     Raises:
         UnsupportedError: options that are not known, or for a folder of the file system.
@@ -35,6 +36,7 @@ class Destination:
 
     def __init__(self, path: Path, options: StorageOptions | None) -> None:
         self.path = path
+        self.options = options
         self.store: _core.Store | None = None
         if isinstance(path, Url):
             self.folder = os.fspath(path)
@@ -43,6 +45,14 @@ class Destination:
         else:
             options_for(path, options)
             self.folder = os.path.abspath(path)  # noqa: PTH100  # Path.resolve would follow links
+
+    def why_apart_from(self, other: Path) -> str | None:
+        """Why no file of a folder can be one of this as well: by a link, or by the store's copy. None where that may be."""
+        if isinstance(other, Url) != (self.store is not None):
+            return "a store and a file system have no files in common"
+        if isinstance(other, Url) and _bucket(other) != _bucket(self.path):
+            return "it is in another bucket, and stores copy within one"
+        return None
 
     def prepare(self, rank: int | None, *, overwrite: bool) -> None:
         """Creates the folder, and looks at what is in it; ``rank``: whose rank-local save it is.
@@ -111,3 +121,7 @@ class Destination:
                 warn_caller(f"files of a save that failed are still there, for dcp_rs.clean to remove: {error}")
                 if isinstance(error, SaveInProgressError):  # the folder is locked, for the next as well
                     break
+
+
+def _bucket(url: Path) -> list[str]:
+    return str(url).split("/")[:3]

@@ -112,6 +112,7 @@ class SaveReport(_Report):
         path: the folder.
         bytes_written: by this rank, of tensors and values.
         bytes_reused: of tensors and values of this rank that the parent holds, and that were not written again.
+        requests: to a store: parts that were sent, and files of the parent that it copied, each counted once however often it was tried. 0 on a disk.
         entries: of the whole checkpoint, on the rank that committed it; 0 on others.
         seconds: from the plan to the commit, or (on other ranks) to the last byte.
         phases: seconds by name, in their order: ``plan`` (with the ranks' agreement), ``compare`` (with a parent), ``write``, and, on the rank that commits, ``commit`` (with its wait for
@@ -120,6 +121,7 @@ class SaveReport(_Report):
 
     bytes_written: int = 0
     bytes_reused: int = 0
+    requests: int = 0
     entries: int = 0
 
     def __str__(self) -> str:

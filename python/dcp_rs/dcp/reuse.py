@@ -11,10 +11,11 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_rs import _core
 from dcp_rs._torch import PLAIN_TYPES
+from dcp_rs._url import location, options_for
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.blocks import BLOCK_BYTES
-from dcp_rs.checkpoint.locate import local_path
 from dcp_rs.checkpoint.names import globs
+from dcp_rs.dcp.destination import Destination
 from dcp_rs.dcp.write_items import Writes
 from dcp_rs.errors import DcpRsError
 from dcp_rs.options import WriteOptions
@@ -78,7 +79,7 @@ class Parent:
     """The checkpoint that a save may reuse, and what the caller says of it.
 
     Args:
-        path: where it is, if there is one.
+        path: where it is, if there is one: a folder, or a URL.
         reuse: what does not change: as for :class:`Frozen`, or that.
         verify: read what would be reused, and reuse only what is as its digests say.
     """
@@ -90,7 +91,7 @@ class Parent:
         *,
         verify: bool,
     ) -> None:
-        self.path = None if path is None else local_path(path)
+        self.path = None if path is None else location(path)
         self._frozen = reuse if isinstance(reuse, Frozen) else Frozen(reuse)
         self._verify = verify
         self._names: frozenset[str] | None = None  # of what was staged
@@ -103,7 +104,7 @@ class Parent:
         self._names = self._frozen.names_in(flatten(state_dict).values) if self._frozen else None
 
     def find_reuse(
-        self, writes: Writes, planner: SavePlanner, to: str, *, rank: int | None, options: WriteOptions
+        self, writes: Writes, planner: SavePlanner, to: Destination, *, rank: int | None, options: WriteOptions
     ) -> _core.Reuse | None:
         """What of a rank's writes is held by the parent, or known not to change. None where there is neither.
 
@@ -137,11 +138,14 @@ class Parent:
                 return writes.plan.reuse(writes.keep, lengths, None, told, self._frozen.trusted)
         return reuse
 
-    def _open(self, to: str, rank: int | None) -> _core.Index | None:
+    def _open(self, to: Destination, rank: int | None) -> _core.Index | None:
         if self.path is None:
             return None
+        if (reason := to.why_apart_from(self.path)) is not None:
+            self.warn(to, [reason])
+            return None
         try:
-            index = _core.Index.open(os.fspath(self.path), rank, False)
+            index = _core.Index.open(os.fspath(self.path), rank, False, options_for(self.path, to.options))
         except (DcpRsError, OSError) as error:
             self.warn(to, [str(error)])
             return None
@@ -150,7 +154,7 @@ class Parent:
             return None
         return index
 
-    def warn(self, to: str, problems: Iterable[str]) -> None:
+    def warn(self, to: Destination, problems: Iterable[str]) -> None:
         """Warns of what is written though it could be reused."""
         for problem in problems:
-            warn_caller(f"what could be reused of {self.path} is written to {to}: {problem}")
+            warn_caller(f"what could be reused of {self.path} is written to {to.folder}: {problem}")

@@ -22,7 +22,7 @@ from torch.futures import Future
 from dcp_rs import _torch
 from dcp_rs._progress import Progress, watching
 from dcp_rs._shown import call
-from dcp_rs._url import StorageOptions, Url, location
+from dcp_rs._url import StorageOptions, location
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.locate import rank_index_name, warn_of_a_foreign_model
 from dcp_rs.dcp import commits
@@ -36,7 +36,7 @@ from dcp_rs.dcp.save_planner import local_writes, nesting_of
 from dcp_rs.dcp.stock_arguments import STOCK_COPY_AHEAD, judge_writer, one_of
 from dcp_rs.dcp.write_items import collect
 from dcp_rs.dcp.written import Written, packed, unpacked
-from dcp_rs.errors import PlanError, SaveInProgressError, UnsupportedError
+from dcp_rs.errors import PlanError, SaveInProgressError
 from dcp_rs.options import WriteOptions
 from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.transfer.save import turns, write_entries
@@ -60,7 +60,8 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         progress: ``True`` draws a bar for the first rank, on a terminal and in notebooks; a callable hears on its rank, now and then and at the end, of the bytes
             that it has written, and of all that it is to write. Not where another process saves (``executor="process"``).
         parent: a checkpoint, of an earlier step, say. What it holds with the same name, place, shape, dtype and content is not written again: its data files
-            are linked, so that either checkpoint is whole without the other. Where that cannot be, and why is a warning, all is written.
+            are linked, so that either checkpoint is whole without the other. On a store, where it is in the same bucket and ``storage_options`` reach both, the
+            store copies them, and no byte of them is sent. Where that cannot be, and why is a warning, all is written.
         reuse: globs over names of what does not change from save to save; or a module: its parameters that need no gradient. It is written apart, and where the
             parent's save was told the same, only the first MiB of each tensor is compared.
         verify_reuse: read what would be reused of ``parent``, and write what is not as its digests say.
@@ -76,7 +77,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     Raises:
         ValueError: an option that is none, one option under two names, or a ``save_id`` of another form.
-        UnsupportedError: ``_extensions``: they change what is stored; ``parent`` or ``reuse`` with a URL.
+        UnsupportedError: ``_extensions``: they change what is stored; a ``path`` or ``parent`` of a scheme that is not known.
 
     Raises (from a save, on every rank):
         CheckpointExistsError: with ``overwrite=False``.
@@ -145,9 +146,6 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     def _go_to(self, path: str | os.PathLike[str]) -> None:
         self.path = location(path)
-        if isinstance(self.path, Url) and self._parent:
-            msg = f"{self.path}: parent= and reuse= are for folders of the file system: on a store nothing is linked"
-            raise UnsupportedError(msg, path=self.path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, to another path where one is given."""
@@ -274,12 +272,12 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if writes.nesting is not None:
             writes.nesting.judge(strict=strict)
         entries = writes.entries
-        reuse = self._parent.find_reuse(writes, planner, to.folder, rank=self._own_rank(), options=self.options)
+        reuse = self._parent.find_reuse(writes, planner, to, rank=self._own_rank(), options=self.options)
         if reuse is not None:
             self._clock.end("compare")
         how |= {"turns": turns(entries), "reuse": reuse, "store": to.store}
         save = writes.plan.create(to.folder, writes.keep, [entry.nbytes for entry in entries], **how)
-        self._parent.warn(to.folder, save.problems)
+        self._parent.warn(to, save.problems)
         try:
             with watching(self.progress, "saving") as watch:
                 if watch is not None:
@@ -302,7 +300,9 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             storage_data=packed(index, place.world_size),
         )
         self._clock.end("write")
-        self.report = SaveReport(os.fspath(self.path), bytes_written=save.bytes, bytes_reused=save.bytes_reused)
+        self.report = SaveReport(
+            os.fspath(self.path), bytes_written=save.bytes, bytes_reused=save.bytes_reused, requests=save.requests
+        )
         if not self._commits:
             self._tell()
         (future := Future[list[WriteResult]]()).set_result([result])

@@ -26,19 +26,20 @@ pub struct Reuse {
 
 impl Reuse {
     pub fn new(
+        py: Python<'_>,
         parent: Option<Arc<format::Index>>,
         items: &[SaveItem],
         planned: Planned,
         frozen: &[bool],
         trusted: bool,
-    ) -> Self {
-        let inner = write::Reuse::new(parent, items, frozen, trusted);
+    ) -> PyResult<Self> {
+        let inner = interrupt::run(py, |control| write::Reuse::new(parent, items, frozen, trusted, control))?;
         let wants: Vec<bool> = (0..items.len()).map(|item| inner.wants(item)).collect();
-        Self {
+        Ok(Self {
             planned: planned.only(|item| wants[item as usize]),
             inner: Arc::new(inner),
             wants,
-        }
+        })
     }
 
     fn compare(&self, py: Python<'_>, parts: &[Part<'_>]) -> PyResult<()> {

@@ -207,6 +207,7 @@ impl SavePlan {
     /// did not since the parent was saved.
     fn reuse(
         &self,
+        py: Python<'_>,
         keep: Option<PyBackedBytes>,
         lengths: Vec<u64>,
         parent: Option<&Bound<'_, Index>>,
@@ -215,7 +216,7 @@ impl SavePlan {
     ) -> PyResult<Reuse> {
         let (items, planned) = self.kept(keep, lengths)?;
         let parent = parent.map(|parent| Arc::clone(&parent.get().inner));
-        Ok(Reuse::new(parent, &items, planned, &frozen, trusted))
+        Reuse::new(py, parent, &items, planned, &frozen, trusted)
     }
 
     /// The names of the items that `keep` gives to this rank.

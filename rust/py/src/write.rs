@@ -31,10 +31,13 @@ pub struct Save {
     /// Of all items that are written, in bytes.
     #[pyo3(get)]
     bytes: u64,
-    /// Of those that a parent holds, and that are linked.
+    /// Of those that a parent holds, and that are linked, or copied by a store.
     #[pyo3(get)]
     bytes_reused: u64,
-    /// Why files of the parent could not be linked.
+    /// Requests to a store that have the bytes in them, or have it copy some.
+    #[pyo3(get)]
+    requests: u64,
+    /// Why files of the parent could not be linked, or copied.
     #[pyo3(get)]
     problems: Vec<String>,
     process: u32,
@@ -199,20 +202,14 @@ impl Save {
     ) -> PyResult<Self> {
         let turns = planned.turns.clone();
         let lengths: Vec<u64> = items.iter().map(|item| item.length).collect();
-        let (save, problems) = interrupt::run(py, |control| {
-            let save = match (to, reuse) {
-                (To::Folder(folder), Some(reuse)) => {
-                    return write::Save::create_reusing(folder, items, info, options, reuse, control);
-                }
-                (To::Folder(folder), None) => write::Save::create(folder, items, info, options, control)?,
-                (To::Store(..), Some(_)) => {
-                    return Err(Error::Unsupported("a save to a store reuses nothing".into()));
-                }
-                (To::Store(folder, store), None) => {
-                    write::Save::create_remote(Arc::clone(store), folder, items, turns, info, options, control)?
-                }
-            };
-            Ok((save, Vec::new()))
+        let (save, problems) = interrupt::run(py, |control| match (to, reuse) {
+            (To::Folder(folder), Some(reuse)) => {
+                write::Save::create_reusing(folder, items, info, options, reuse, control)
+            }
+            (To::Folder(folder), None) => Ok((write::Save::create(folder, items, info, options, control)?, Vec::new())),
+            (To::Store(folder, store), reuse) => {
+                write::Save::create_remote(Arc::clone(store), folder, items, turns, info, options, reuse, control)
+            }
         })?;
         let reused = save.is_reused();
         let of = |which: bool| {
@@ -237,6 +234,7 @@ impl Save {
 
     fn new(save: write::Save, planned: Planned, bytes: u64) -> Self {
         Self {
+            requests: save.requests(),
             inner: Mutex::new(State {
                 save: Some(save),
                 claim: None,

@@ -2,13 +2,13 @@
 
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::Path;
-use std::sync::{Arc, Once};
+use std::sync::{Arc, Once, OnceLock};
 use std::time::Duration;
 
 use dcp_rs_core::Result;
-use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, S3CopyIfNotExists};
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
-use object_store::client::ClientConfigKey;
+use object_store::client::{ClientConfigKey, HttpClient, HttpConnector, ReqwestConnector};
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use object_store::http::HttpBuilder;
 use object_store::list::PaginatedListStore;
@@ -67,6 +67,8 @@ pub struct Client {
     pub parts: Option<Arc<dyn MultipartStore>>,
     /// What says page by page which objects there are. A server of plain files has no way to say it.
     pub pages: Option<Arc<dyn PaginatedListStore>>,
+    /// What copies an object on a condition. Other clients than that for S3 have no way to say one.
+    pub copying: Option<Arc<Copying>>,
 }
 
 impl Client {
@@ -76,7 +78,50 @@ impl Client {
             objects: Arc::clone(&store) as _,
             parts: Some(Arc::clone(&store) as _),
             pages: Some(store),
+            copying: None,
         }
+    }
+
+    fn on_s3(builder: AmazonS3Builder) -> object_store::Result<Self> {
+        let store = builder.clone().build()?;
+        let copying = Copying {
+            builder: builder
+                .with_credentials(Arc::clone(store.credentials()))
+                .with_http_connector(OneClient::default()),
+        };
+        Ok(Self {
+            copying: Some(Arc::new(copying)),
+            ..Self::storing(store)
+        })
+    }
+}
+
+/// What makes clients of S3 for copies, each of which names the tag that the source has to have: where the client would ask that nothing is of
+/// the new name, which is nobody else's here, it asks for that.
+pub struct Copying {
+    builder: AmazonS3Builder,
+}
+
+impl Copying {
+    /// What copies only an object with this tag ([`CopyMode::Create`](object_store::CopyMode::Create)).
+    pub fn only(&self, tag: &str) -> object_store::Result<Arc<dyn ObjectStore>> {
+        let asks = S3CopyIfNotExists::Header("x-amz-copy-source-if-match".into(), tag.into());
+        let store = self.builder.clone().with_copy_if_not_exists(asks).build()?;
+        Ok(Arc::new(store))
+    }
+}
+
+/// Their connections are of one pool: that of the first.
+#[derive(Clone, Debug, Default)]
+struct OneClient(Arc<OnceLock<HttpClient>>);
+
+impl HttpConnector for OneClient {
+    fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
+        if let Some(client) = self.0.get() {
+            return Ok(client.clone());
+        }
+        let client = ReqwestConnector::default().connect(options)?;
+        Ok(self.0.get_or_init(|| client).clone())
     }
 }
 
@@ -202,8 +247,7 @@ impl Config {
                     .with_client_options(client)
                     .with_config(AmazonS3ConfigKey::DisableBulkDelete, "true");
                 let builder = self.apply(builder, AmazonS3Builder::with_config);
-                let builder = builder.with_bucket_name(&self.place).with_retry(once);
-                builder.build().map(Client::storing)
+                Client::on_s3(builder.with_bucket_name(&self.place).with_retry(once))
             }
             Kind::Google => {
                 let builder = GoogleCloudStorageBuilder::from_env().with_client_options(client);
@@ -230,6 +274,7 @@ impl Config {
                     objects: Arc::new(store),
                     parts: None,
                     pages: None,
+                    copying: None,
                 })
             }
         };

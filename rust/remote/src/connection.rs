@@ -16,7 +16,7 @@ use futures_util::stream::FuturesUnordered;
 use object_store::list::{PaginatedListOptions, PaginatedListStore};
 use object_store::{ObjectMeta, ObjectStoreExt as _};
 
-use crate::config::Config;
+use crate::config::{Config, Kind};
 use crate::fetch::{self, File};
 use crate::lend::lend;
 use crate::link::{LAST_WAIT, Link, Outcome, Shared, as_seen};
@@ -25,6 +25,8 @@ use crate::{Seen, see};
 
 /// Threads that receive, at most: what a fast network card needs.
 const MOST_THREADS: usize = 32;
+/// Bytes of an object that S3 copies, at most.
+const MOST_COPIED: u64 = 5 << 30;
 
 /// A connection. Dropped, it ends its threads.
 pub struct Connected {
@@ -297,6 +299,28 @@ impl StoringConnection for Connected {
         self.send(&upload.path, &[], control, |shared, _| {
             let (upload, name, parts) = (upload.clone(), name.clone(), parts.clone());
             async move { store::complete(&shared, &upload, &name, parts, size).await }
+        })
+    }
+
+    fn copy(&self, from: &Path, to: &Path, size: u64, control: &Control) -> Result<()> {
+        let names = (self.config.name(from)?, self.config.name(to)?);
+        if self.config.kind == Kind::S3 && size > MOST_COPIED {
+            return Err(Error::Unsupported(format!(
+                "{} is {size} bytes long, and stores copy {MOST_COPIED} in one go",
+                from.display()
+            )));
+        }
+        match self.look(from, control)? {
+            Some(found) if found == size => {}
+            Some(found) => {
+                let reason = format!("it is {found} bytes long, expected {size}");
+                return Err(Error::corrupt_file(from, reason));
+            }
+            None => return Err(Error::corrupt_file(from, "it is missing")),
+        }
+        self.send(from, &[], control, |shared, _| {
+            let (from, names) = (from.to_owned(), names.clone());
+            async move { store::copy(&shared, &from, &names.0, &names.1, size).await }
         })
     }
 

@@ -12,15 +12,20 @@ use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path as Name;
-use object_store::{ObjectStoreExt as _, PutMode, PutOptions, PutPayload, UpdateVersion};
+use object_store::{
+    CopyMode, CopyOptions, ObjectStore as _, ObjectStoreExt as _, PutMode, PutOptions, PutPayload, UpdateVersion,
+};
 use tokio::time::{Instant, timeout, timeout_at};
 
 use crate::answers::Failure;
+use crate::config::Kind;
 use crate::link::Shared;
 use crate::patience::Patience;
 
 /// How long a store takes to make a part one with the others, at most.
 const JOINING: Duration = Duration::from_millis(50);
+/// Bytes that a store copies in a second, at least.
+const COPYING: u64 = 16 << 20;
 /// Removals in flight.
 const REMOVALS: usize = 64;
 /// A tag, and a version, that nothing has.
@@ -140,6 +145,47 @@ pub async fn complete(shared: &Shared, upload: &Upload, name: &Name, answers: Ve
         }
         if !patience.endures(&failure).await {
             return Err(failure.into_error("write", &upload.path, patience.attempts(), &shared.config.secrets));
+        }
+    }
+}
+
+/// How long it takes a store to copy so many bytes, at most; it says nothing meanwhile.
+const fn copying(bytes: u64) -> Duration {
+    Duration::from_millis(bytes.saturating_mul(1000) / COPYING)
+}
+
+/// Has the store copy an object of this length: the one that was seen.
+pub async fn copy(shared: &Shared, path: &Path, from: &Name, to: &Name, size: u64) -> Result<()> {
+    let refused = |failure: Failure, attempts| failure.into_error("copy", path, attempts, &shared.config.secrets);
+    let (objects, mode) = match (&shared.client.copying, shared.tag(path)) {
+        (Some(copying), Some(tag)) => {
+            let objects = copying.only(&tag);
+            let objects = objects.map_err(|error| refused(Failure::of(&error), 1))?;
+            // What it asks for then is what `only` says.
+            (objects, CopyMode::Create)
+        }
+        _ => (Arc::clone(&shared.client.objects), CopyMode::Overwrite),
+    };
+    let work = copying(size);
+    let mut patience = Patience::new(shared.config.limits);
+    let mut may_be_done = false;
+    loop {
+        let attempt = objects.copy_opts(from, to, CopyOptions::new().with_mode(mode));
+        let failure = match answered(&patience, work, attempt).await {
+            // Azure may only have begun.
+            Ok(()) if shared.config.kind != Kind::Azure => return Ok(()),
+            Ok(()) => {
+                may_be_done = true;
+                Failure::passing("the store has not done it yet")
+            }
+            Err(failure) => failure,
+        };
+        may_be_done |= failure.may_be_done();
+        if may_be_done && is_stored(shared, path, to, size).await? {
+            return Ok(());
+        }
+        if !patience.endures(&failure).await {
+            return Err(refused(failure, patience.attempts()));
         }
     }
 }

@@ -94,3 +94,110 @@ fn many_parts_take_longer() {
     let patience = Patience::new(limits);
     assert!(patience.answer(JOINING * 10_000) > limits.silence * 10);
 }
+
+/// Copies an object of this length on a store that answers the n-th attempt, and the n-th look at the copy, so. Returns also how many of both there were.
+fn copied(
+    scheme: &str,
+    size: u64,
+    attempts: impl Fn(usize) -> Reply + Send + Sync + 'static,
+    looks: impl Fn(usize) -> Reply + Send + Sync + 'static,
+) -> (Result<()>, usize, usize) {
+    let (url, asked) = serve(move |question, before| match question.split_once(' ').unwrap().0 {
+        "HEAD" if question.contains("/to") => looks(before),
+        "HEAD" => Reply::head(usize::try_from(size).unwrap()),
+        _ => attempts(before),
+    });
+    let root = format!("{scheme}://bucket");
+    let store = Store::new(&root, options(scheme, &url, &[("max_retries", "3")])).unwrap();
+    let connection = store.connect_to_store(1).unwrap();
+    let at = |name: &str| format!("{root}/{name}");
+    let done = connection.copy(at("from").as_ref(), at("to").as_ref(), size, &Control::new());
+    let asked = asked.lock().unwrap();
+    let of = |method: &str, name: &str| {
+        let is_it = |question: &&String| question.starts_with(method) && question.contains(name);
+        asked.iter().filter(is_it).count()
+    };
+    (done, of("PUT", "/to"), of("HEAD", "/to"))
+}
+
+#[test]
+fn a_lost_copy_is_found_or_made_again() {
+    let copied_at = |before| {
+        if before == 0 {
+            Reply::of(500, "InternalError")
+        } else {
+            Reply::ok("")
+        }
+    };
+    for scheme in ["s3", "gs", "az"] {
+        let (done, attempts, looks) = copied(scheme, 77, copied_at, |_| Reply::head(77));
+        assert!(done.is_ok(), "{scheme}: {done:?}");
+        assert_eq!((attempts, looks), (1, 1), "{scheme}");
+        let gone = |before| {
+            if before == 0 {
+                Reply::of(404, "")
+            } else {
+                Reply::head(77)
+            }
+        };
+        let (done, attempts, looks) = copied(scheme, 77, copied_at, gone);
+        assert!(done.is_ok(), "{scheme}: {done:?}");
+        // Azure may only have begun with it.
+        assert_eq!((attempts, looks), (2, if scheme == "az" { 2 } else { 1 }), "{scheme}");
+    }
+}
+
+#[test]
+fn a_copy_that_only_began_is_waited_for() {
+    let looks = |before| Reply::head(if before < 2 { 0 } else { 77 });
+    let (done, attempts, looks) = copied("az", 77, |_| Reply::ok(""), looks);
+    assert!(done.is_ok(), "{done:?}");
+    assert_eq!((attempts, looks), (3, 3));
+    let (done, attempts, _) = copied("az", 77, |_| Reply::ok(""), |_| Reply::head(0));
+    assert!(matches!(done, Err(Error::Storage { .. })), "{done:?}");
+    assert_eq!(attempts, 4);
+}
+
+#[test]
+fn what_is_not_copied_is_refused_at_once() {
+    let refused = |_| Reply::of(403, "AccessDenied");
+    for scheme in ["s3", "gs", "az"] {
+        let (done, attempts, looks) = copied(scheme, 77, refused, |_| Reply::head(77));
+        let Err(Error::Storage { kind, action, .. }) = done else {
+            panic!("{scheme}: {done:?}")
+        };
+        assert_eq!((kind, action, attempts, looks), (StorageFault::Denied, "copy", 1, 0));
+    }
+    // S3 copies no more at a time.
+    let (done, attempts, _) = copied("s3", (5 << 30) + 1, |_| Reply::ok(""), |_| Reply::head(0));
+    assert!(matches!(done, Err(Error::Unsupported(_))), "{done:?}");
+    assert_eq!(attempts, 0);
+    assert!(copied("s3", 5 << 30, |_| Reply::ok(""), |_| Reply::head(0)).0.is_ok());
+    assert!(copied("gs", 6 << 30, |_| Reply::ok(""), |_| Reply::head(0)).0.is_ok());
+}
+
+#[test]
+fn what_is_to_be_copied_has_its_length_and_its_place() {
+    let (url, asked) = serve(|_, _| Reply::head(77));
+    let store = Store::new("s3://bucket", options("s3", &url, &[])).unwrap();
+    let connection = store.connect_to_store(1).unwrap();
+    let copy = |from: &str, to: &str, size| connection.copy(from.as_ref(), to.as_ref(), size, &Control::new());
+    let shorter = copy("s3://bucket/from", "s3://bucket/to", 78);
+    assert!(matches!(shorter, Err(Error::CorruptData { .. })), "{shorter:?}");
+    for (from, to) in [
+        ("s3://bucket/from", "s3://other/to"),
+        ("s3://other/from", "s3://bucket/to"),
+    ] {
+        assert!(matches!(copy(from, to, 77), Err(Error::Unsupported(_))));
+    }
+    assert_eq!(asked.lock().unwrap().len(), 1);
+}
+
+#[test]
+fn a_large_copy_takes_longer() {
+    // A gigabyte a minute, and longer yet where that was not long enough.
+    let work = copying(1 << 30);
+    assert!(work >= Duration::from_secs(60));
+    let patience = Patience::new(crate::config::Limits::default());
+    assert!(patience.answer(work) > work);
+}

@@ -1,6 +1,6 @@
 """A small S3-like server on loopback, in threads of this process, that can be told to misbehave.
 
-It knows GET with ranges and conditions, HEAD, PUT with conditions, multipart uploads, LIST, DELETE; no signatures. Objects live in memory, and are sent from there
+It knows GET with ranges and conditions, HEAD, PUT with conditions, copies, multipart uploads, LIST, DELETE; no signatures. Objects live in memory, and are sent from there
 without a copy. What it is asked is noted.
 """
 

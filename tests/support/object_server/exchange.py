@@ -58,7 +58,7 @@ class Exchange(BaseHTTPRequestHandler):
 
     def condition(self) -> str | None:
         """The condition of this request, as its header reads."""
-        for name in ("If-None-Match", "If-Match"):
+        for name in ("If-None-Match", "If-Match", "x-amz-copy-source-if-match"):
             if (value := self.headers.get(name)) is not None:
                 return f"{name}: {value}"
         return None
@@ -68,7 +68,8 @@ class Exchange(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         bucket, _, key = unquote(parts.path).lstrip("/").partition("/")
         length = int(self.headers.get("Content-Length") or 0)
-        request = Request(self.command, key, parts.query, self.headers.get("Range"), self.condition(), length)
+        asked = self.headers.get("Range"), self.condition(), length, self.headers.get("x-amz-copy-source")
+        request = Request(self.command, key, parts.query, *asked)
         self.fault = fault = store.fault_for(request)
         if fault is not None and (fault.reset or fault.broken is not None):
             self.rfile.read(min(fault.broken or 0, length))

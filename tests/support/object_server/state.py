@@ -15,7 +15,7 @@ __all__ = ["Fault", "ObjectServer", "Request", "Stored", "Upload"]
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked: method, key (without the bucket), query, range, the condition of a write, the length of its body."""
+    """What was asked: method, key (without the bucket), query, range, the condition of a write, the length of its body, what is to be copied."""
 
     method: str
     key: str
@@ -23,15 +23,18 @@ class Request:
     range: str | None
     condition: str | None = None
     length: int = 0
+    source: str | None = None
 
     @property
     def kind(self) -> str:
-        """``get``, ``head``, ``list``, ``put``, ``delete``, ``bulk delete``; of multipart uploads ``create``, ``part``, ``complete``, ``abort``."""
+        """``get``, ``head``, ``list``, ``put``, ``copy``, ``delete``, ``bulk delete``; of multipart uploads ``create``, ``part``, ``complete``, ``abort``."""
         asked = {piece.partition("=")[0] for piece in self.query.split("&")}
         if self.method == "GET" and (not self.key or "list-type" in asked):
             return "list"
         if "uploadId" in asked:
             return {"PUT": "part", "POST": "complete", "DELETE": "abort"}.get(self.method, self.method.lower())
+        if self.source is not None:
+            return "copy"
         if self.method == "POST":
             return "create" if "uploads" in asked else "bulk delete" if "delete" in asked else "post"
         return self.method.lower()

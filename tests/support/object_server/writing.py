@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from urllib.parse import unquote
 from xml.sax.saxutils import escape, unescape
 
 from .exchange import XML, Exchange
@@ -13,11 +14,14 @@ __all__ = ["Writing"]
 
 
 class Writing(Exchange):
-    """PUT with conditions, multipart uploads, DELETE of one or of many."""
+    """PUT with conditions, copies, multipart uploads, DELETE of one or of many."""
 
     def on_put(self, key, query, body):
         if "uploadId" in query:
             self.put_part(query, body)
+            return
+        if "x-amz-copy-source" in self.headers:
+            self.copy(key)
             return
         tag = tag_of(body)
         with self.store.lock:
@@ -28,6 +32,25 @@ class Writing(Exchange):
             self.answer(200, b"", {"ETag": tag})
         else:
             self.refuse(*refusal)
+
+    def copy(self, key: str):
+        bucket, _, source = unquote(self.headers["x-amz-copy-source"]).lstrip("/").partition("/")
+        wanted = None if self.store.ignores_conditions else self.headers.get("x-amz-copy-source-if-match")
+        with self.store.lock:
+            there = self.store.objects.get(source)
+            if bucket != self.store.bucket or there is None:
+                refusal = 404, "NoSuchKey"
+            elif wanted not in (None, "*", there.tag):
+                refusal = 412, "PreconditionFailed"
+            else:
+                # One that was stored in parts is in one piece then: its tag is another.
+                refusal = None
+                self.store.put(key, there.data)
+        if refusal is not None:
+            self.refuse(*refusal)
+            return
+        text = f"<CopyObjectResult><ETag>{escape(tag_of(there.data))}</ETag></CopyObjectResult>"
+        self.answer(200, text.encode(), XML)
 
     def refusal(self, key: str) -> tuple[int, str] | None:
         """Status and code, where the conditions of this request do not hold; asked with the lock held."""

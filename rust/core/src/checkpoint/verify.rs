@@ -107,6 +107,11 @@ pub fn verify(index: &Index, allow_external: bool, threads: usize, control: &Con
 /// As [`verify`]; and [`Error::CorruptData`] where a file is not there, or ends too early.
 pub fn damaged_chunks(index: &Index, chunks: &[u64], threads: usize, control: &Control) -> Result<Vec<(u64, Problem)>> {
     let (mut files, mut blocks) = (BTreeMap::new(), Vec::new());
+    let connection = index.remote().map(|remote| remote.connect(threads)).transpose()?;
+    let there = match &connection {
+        Some(connection) => Files::Remote(&**connection, control),
+        None => Files::Local,
+    };
     for &number in chunks {
         let chunk = index.chunk(number);
         if let Entry::Vacant(entry) = files.entry(chunk.file) {
@@ -118,13 +123,13 @@ pub fn damaged_chunks(index: &Index, chunks: &[u64], threads: usize, control: &C
     let mut problems = BTreeMap::new();
     for (&number, file_ref) in &files {
         // With a header that is damaged, no chunk of the file is of use.
-        if let Some(problem) = check_head(index, number, &open(Files::Local, file_ref)?, file_ref)? {
+        if let Some(problem) = check_head(index, number, &open(there, file_ref)?, file_ref)? {
             let inside = chunks.iter().filter(|&&chunk| index.chunk_file(chunk) == number);
             problems.extend(inside.map(|&chunk| (chunk, problem.clone())));
         }
     }
     let problems = Mutex::new(problems);
-    each_block(index, Files::Local, &files, &blocks, threads, control, |block, got| {
+    each_block(index, there, &files, &blocks, threads, control, |block, got| {
         if let Some(problem) = compare(index, &files, block, got) {
             let mut problems = problems.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
             problems.entry(block.chunk).or_insert(problem);

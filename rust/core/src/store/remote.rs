@@ -142,6 +142,13 @@ pub trait StoringConnection: Connection {
     /// Makes the parts, whose answers are given in their order, a file of `size` bytes.
     fn complete(&self, upload: &Upload, parts: Vec<String>, size: u64, control: &Control) -> Result<()>;
 
+    /// Has the store copy the file `from`, of `size` bytes, to another name: no byte of it comes here. It is copied as it was when it was first seen, as far as the store
+    /// looks at that; whether it did is for the caller to find out. `to` is of a name that is nobody else's. If this fails, a file may yet appear there.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where the store does not hold both, or does not copy so much at a time; [`Error::CorruptData`] for a file of another length.
+    fn copy(&self, from: &Path, to: &Path, size: u64, control: &Control) -> Result<()>;
+
     /// Removes files, and what was begun and not completed. One that is not there is as good as removed. Returns what could not be removed, and why;
     /// what is not done `within` that time is not done.
     fn remove(&self, files: &[PathBuf], uploads: &[Upload], within: Duration, control: &Control) -> Vec<Error>;

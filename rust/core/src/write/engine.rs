@@ -61,6 +61,12 @@ impl Save {
         reused(&self.links, self.items.len())
     }
 
+    /// How many requests to a store have the bytes in them, or have it copy some; 0 on a disk.
+    #[must_use]
+    pub fn requests(&self) -> u64 {
+        self.sink.requests()
+    }
+
     /// Writes parts of items, in parallel. The parts of one item come in order, over all calls, and each but its last
     /// is a multiple of [`BLOCK_SIZE`] long. One call for many parts is much faster than many calls.
     ///

@@ -66,6 +66,8 @@ pub(super) struct Beside {
     pub links: u32,
     /// What the header of that file says of them, as JSON.
     pub note: Vec<u8>,
+    /// The most bytes of items in a file that has several; `None`: any number.
+    pub most_bytes: Option<u64>,
 }
 
 impl Beside {
@@ -138,6 +140,7 @@ struct Draft {
     items: Vec<u32>,
     text: FileText,
     text_bound: u64,
+    bytes: u64,
     full: bool,
     /// Whether it is for items that are likely to stay as they are; not known while it has none.
     stays: Option<bool>,
@@ -187,11 +190,14 @@ fn assign(items: &[SaveItem], beside: &Beside, header_limit: u64) -> Result<Vec<
                 file += 1;
                 continue;
             }
-            if !draft.full && draft.text_bound + bound <= room {
+            let bytes = draft.bytes.saturating_add(item.length);
+            let has_room = draft.items.is_empty() || beside.most_bytes.is_none_or(|most| bytes <= most);
+            if !draft.full && has_room && draft.text_bound + bound <= room {
                 draft.stays = Some(item_stays);
                 draft.items.push(id);
                 draft.text.push(&text);
                 draft.text_bound += bound;
+                draft.bytes = bytes;
                 break;
             }
             draft.full = true;

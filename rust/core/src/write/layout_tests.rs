@@ -169,6 +169,30 @@ fn chunks_of_one_tensor_go_to_files_of_their_own() {
 }
 
 #[test]
+fn a_file_may_have_a_bound() {
+    let sizes = [700_u64, 200, 5000, 100, 900, 1];
+    let items: Vec<SaveItem> = (0..)
+        .zip(sizes)
+        .map(|(number, size)| whole(&format!("t{number}"), "uint8", &[size]))
+        .collect();
+    let bound = |most_bytes| {
+        let beside = Beside {
+            most_bytes,
+            ..Beside::default()
+        };
+        plan_files_within(&items, &INFO, &beside, HEADER_LIMIT).unwrap()
+    };
+    assert_eq!(bound(None).files.len(), 1);
+    let layout = bound(Some(1000));
+    assert_well_formed(&items, &layout, HEADER_LIMIT);
+    // What is larger is alone.
+    let lengths: Vec<u64> = (layout.files.iter())
+        .map(|file| file.size - file.header.len() as u64)
+        .collect();
+    assert_eq!(lengths, [900, 5000, 100 + 900, 1]);
+}
+
+#[test]
 fn a_full_header_starts_the_next_file() {
     let items: Vec<_> = (0..200)
         .map(|i| whole(&format!("layers.{i}.weight"), "bfloat16", &[i + 1]))

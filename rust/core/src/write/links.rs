@@ -1,12 +1,12 @@
-//! Files of another save that get a name in this one, for what is reused of them.
+//! Files of another save that get a name in this one, for what is reused of them: by a hard link here, on a store by a copy (`copies.rs`).
 
 use std::io::Write as _;
 use std::path::Path;
 
 use super::files::DataFiles;
 use super::item::SaveInfo;
-use super::reuse::Reuse;
-use crate::format::{DataFileName, FileEntry};
+use super::reuse::{Reuse, Source};
+use crate::format::{DataFileName, FileEntry, Index};
 use crate::{Control, Error, Result};
 
 /// What the header of a rank's first file may say of its links, in bytes; what does not fit is written.
@@ -44,40 +44,61 @@ impl Links {
         };
         for source in reuse.sources() {
             control.check()?;
-            let view = parent.file(source.file);
-            let number =
-                u32::try_from(made.files.len() + 1).map_err(|_| Error::Plan("too many files to link".into()))?;
-            let name = DataFileName {
-                generation: info.generation,
-                token: info.token,
-                rank: info.rank,
-                file: number,
+            let Some(draft) = made.draft(parent, info, &source)? else {
+                continue;
             };
-            let mut note = made.note.clone();
-            let ranges = Reuse::ranges(parent, &source);
-            if !push_note(&mut note, number, view.size, view.head_digest, &ranges) {
-                continue;
+            let (from, to) = (parent.file_path(source.file), dir.join(&draft.name));
+            match files.link(&from, &to, parent.file(source.file).size)? {
+                Ok(()) => made.take(parent, draft, source),
+                Err(problem) => made.problems.push(problem),
             }
-            let name = name.to_string();
-            if let Err(problem) = files.link(&parent.file_path(source.file), &dir.join(&name), view.size)? {
-                made.problems.push(problem);
-                continue;
-            }
-            made.note = note;
-            made.files.push(Link {
-                entry: FileEntry {
-                    name,
-                    linked: true,
-                    ..view.into()
-                },
-                chunks: source.chunks,
-            });
         }
-        if !made.note.is_empty() {
-            made.note.push(b']');
-        }
-        Ok(made)
+        Ok(made.finished())
     }
+
+    /// The name that the next file gets, and what is said of it; `None` where that would be too much.
+    pub(super) fn draft(&self, parent: &Index, info: &SaveInfo, source: &Source) -> Result<Option<Draft>> {
+        let number = u32::try_from(self.files.len() + 1).map_err(|_| Error::Plan("too many files to link".into()))?;
+        let view = parent.file(source.file);
+        let mut note = self.note.clone();
+        let ranges = Reuse::ranges(parent, source);
+        let fits = push_note(&mut note, number, view.size, view.head_digest, &ranges);
+        let name = DataFileName {
+            generation: info.generation,
+            token: info.token,
+            rank: info.rank,
+            file: number,
+        };
+        let name = name.to_string();
+        Ok(fits.then_some(Draft { name, note }))
+    }
+
+    /// The file has the name.
+    pub(super) fn take(&mut self, parent: &Index, draft: Draft, source: Source) {
+        self.note = draft.note;
+        self.files.push(Link {
+            entry: FileEntry {
+                name: draft.name,
+                linked: true,
+                ..parent.file(source.file).into()
+            },
+            chunks: source.chunks,
+        });
+    }
+
+    /// These are all.
+    pub(super) fn finished(mut self) -> Self {
+        if !self.note.is_empty() {
+            self.note.push(b']');
+        }
+        self
+    }
+}
+
+/// What a file that is linked next would be called, and what would be said of all.
+pub(super) struct Draft {
+    pub name: String,
+    note: Vec<u8>,
 }
 
 /// Adds a link; false where that would be too much, or there is no digest to know the file again by.

@@ -1,5 +1,6 @@
 //! Saving: where every chunk goes, and getting it there; or where it is already.
 
+mod copies;
 mod engine;
 mod files;
 mod header;

@@ -1,7 +1,8 @@
 //! What a save need not write, since another checkpoint, its *parent*, holds it: found by digests, or by the caller's word.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -10,10 +11,13 @@ use super::item::SaveItem;
 use crate::format::{
     BLOCK_SIZE, BlockCell, BlockDigests, ChunkView, DataFileName, Index, Kind, SourceKind, block_count, content_digest,
 };
+use crate::store::Connection;
 use crate::{Control, Error, Result, parallel};
 
 /// Blocks that a thread hashes before it looks whether the rest of the chunk is worth it.
 const BLOCKS_AT_A_TIME: u64 = 4;
+/// Looks that wait for a store at a time.
+const LOOKS: usize = 32;
 
 /// The items of a save, and which of them a parent holds.
 pub struct Reuse {
@@ -53,17 +57,34 @@ impl Reuse {
     /// first block is compared: whatever trains or loads a tensor after all changes that as well.
     ///
     /// Without a parent it only notes what is frozen. Nothing of a parent that others wrote, or of files that are not there as its index says, is reused: see [`problems`](Self::problems).
-    pub fn new(parent: Option<Arc<Index>>, items: &[SaveItem], frozen: &[bool], trusted: bool) -> Self {
-        let mut files = Files::default();
+    ///
+    /// # Errors
+    /// [`Error::Interrupted`].
+    pub fn new(
+        parent: Option<Arc<Index>>,
+        items: &[SaveItem],
+        frozen: &[bool],
+        trusted: bool,
+        control: &Control,
+    ) -> Result<Self> {
+        let found: Vec<Option<u64>> = (items.iter()).map(|item| find(parent.as_ref()?, item)).collect();
+        let files = match &parent {
+            Some(parent) => Files::look(
+                parent,
+                found.iter().flatten().map(|&chunk| parent.chunk_file(chunk)),
+                control,
+            )?,
+            None => Files::default(),
+        };
         let mut first_block = Vec::with_capacity(items.len() + 1);
         let mut blocks = 0;
         let items: Vec<Candidate> = (0..)
-            .zip(items)
-            .map(|(number, item): (usize, _)| {
+            .zip(items.iter().zip(found))
+            .map(|(number, (item, found)): (usize, _)| {
                 let frozen = frozen.get(number).copied().unwrap_or(false);
                 let found = parent.as_ref().and_then(|parent| {
-                    let chunk = find(parent, item)?;
-                    Some((chunk, parent.chunk(chunk))).filter(|(_, view)| files.is_usable(parent, view.file))
+                    let chunk = found?;
+                    Some((chunk, parent.chunk(chunk))).filter(|(_, view)| files.usable.contains(&view.file))
                 });
                 let trusted = trusted && frozen && found.as_ref().is_some_and(|(_, view)| view.frozen);
                 let found = found.filter(|(_, view)| trusted || view.content.is_some());
@@ -81,14 +102,14 @@ impl Reuse {
             })
             .collect();
         first_block.push(blocks);
-        Self {
+        Ok(Self {
             parent,
             first_block,
             blocks: std::iter::repeat_with(BlockCell::default).take(blocks).collect(),
             compared: Mutex::new(vec![0; items.len()]),
             items,
             problems: files.problems,
-        }
+        })
     }
 
     /// The checkpoint that is reused from, if there is one.
@@ -269,41 +290,69 @@ impl Reuse {
 /// What is known of files of the parent.
 #[derive(Default)]
 struct Files {
-    usable: HashMap<u32, bool>,
+    /// Those that may be linked.
+    usable: BTreeSet<u32>,
     /// Why some are not usable, but for those of which that is no wonder.
     problems: Vec<Error>,
 }
 
 impl Files {
-    /// Whether a file may be linked. It is looked at once.
-    fn is_usable(&mut self, parent: &Index, file: u32) -> bool {
-        if let Some(&known) = self.usable.get(&file) {
-            return known;
-        }
-        let usable = is_usable(parent, file).unwrap_or_else(|error| {
-            self.problems.push(error);
-            false
+    /// Looks at files, each once: on a store, at many at a time.
+    fn look(parent: &Index, files: impl Iterator<Item = u32>, control: &Control) -> Result<Self> {
+        let mut usable: BTreeSet<u32> = files.collect();
+        usable.retain(|&file| {
+            let view = parent.file(file);
+            parent.source() == SourceKind::Native && !view.external && DataFileName::parse(view.name).is_some()
         });
-        self.usable.insert(file, usable);
-        usable
+        let files: Vec<u32> = usable.iter().copied().collect();
+        let looked = match parent.remote().filter(|_| !files.is_empty()) {
+            None => files.iter().map(|&file| check(parent, file)).collect(),
+            Some(remote) => {
+                let connection = remote.connect(0)?;
+                let look = |i: usize| match check_remote(parent, files[i], &*connection, control) {
+                    Err(Error::Interrupted) => Err(Error::Interrupted),
+                    looked => Ok(looked),
+                };
+                parallel::map(files.len(), LOOKS, look)?
+            }
+        };
+        let mut problems = Vec::new();
+        for (file, looked) in files.into_iter().zip(looked) {
+            if let Err(problem) = looked {
+                usable.remove(&file);
+                problems.push(problem);
+            }
+        }
+        Ok(Self { usable, problems })
     }
 }
 
-fn is_usable(parent: &Index, file: u32) -> Result<bool> {
-    let view = parent.file(file);
-    if parent.source() != SourceKind::Native || view.external || DataFileName::parse(view.name).is_none() {
-        return Ok(false);
-    }
+/// Whether a file is as its index says.
+fn check(parent: &Index, file: u32) -> Result<()> {
     let path = parent.file_path(file);
     match fs::symlink_metadata(&path) {
         Ok(found) if !found.is_file() => Err(Error::corrupt_file(&path, "it is no regular file")),
-        Ok(found) if found.len() != view.size => {
-            let reason = format!("it is {} bytes long, expected {}", found.len(), view.size);
-            Err(Error::corrupt_file(&path, reason))
-        }
-        Ok(_) => Ok(true),
+        Ok(found) => check_length(&path, found.len(), parent.file(file).size),
         Err(error) => Err(Error::io("look at", &path, error)),
     }
+}
+
+fn check_remote(parent: &Index, file: u32, connection: &dyn Connection, control: &Control) -> Result<()> {
+    let path = parent.file_path(file);
+    match connection.look(&path, control)? {
+        Some(size) => check_length(&path, size, parent.file(file).size),
+        None => Err(Error::corrupt_file(&path, "it is missing")),
+    }
+}
+
+fn check_length(path: &Path, found: u64, expected: u64) -> Result<()> {
+    if found == expected {
+        return Ok(());
+    }
+    Err(Error::corrupt_file(
+        path,
+        format!("it is {found} bytes long, expected {expected}"),
+    ))
 }
 
 /// The chunk of the parent that is the same in all but, perhaps, its bytes.

@@ -85,11 +85,16 @@ fn save(dir: &Path, number: u64, contents: &[Vec<u8>], reuse: Reuse) -> Done {
 }
 
 fn first(dir: &Path) {
-    save(dir, 1, &bytes(1), Reuse::new(None, &items(), &[], false));
+    save(
+        dir,
+        1,
+        &bytes(1),
+        Reuse::new(None, &items(), &[], false, &Control::new()).unwrap(),
+    );
 }
 
 fn after(parent: &Path) -> Reuse {
-    Reuse::new(Some(open(parent)), &items(), &[], false)
+    Reuse::new(Some(open(parent)), &items(), &[], false, &Control::new()).unwrap()
 }
 
 #[track_caller]
@@ -172,8 +177,16 @@ fn of_what_the_caller_vouches_for_twice_the_first_block_is_compared() {
     let root = tempdir().unwrap();
     let dir = |number: u64| root.path().join(number.to_string());
     let frozen = [true, false, false, false, false];
-    let told =
-        |parent: Option<u64>, trusted| Reuse::new(parent.map(|parent| open(&dir(parent))), &items(), &frozen, trusted);
+    let told = |parent: Option<u64>, trusted| {
+        Reuse::new(
+            parent.map(|parent| open(&dir(parent))),
+            &items(),
+            &frozen,
+            trusted,
+            &Control::new(),
+        )
+        .unwrap()
+    };
     save(&dir(1), 1, &bytes(1), told(None, true));
     assert!(of(&open(&dir(1)), "large").frozen);
     assert_ne!(of(&open(&dir(1)), "large").file, of(&open(&dir(1)), "small").file); // what stays lies apart
@@ -201,7 +214,12 @@ fn files_of_which_little_is_reused_are_written_apart_and_linked_the_next_time() 
         contents[0] = content(usize::try_from(number).unwrap() * 57, contents[0].len() as u64); // the large one changes
         contents
     };
-    save(&dir(1), 1, &with(1), Reuse::new(None, &items(), &[], false));
+    save(
+        &dir(1),
+        1,
+        &with(1),
+        Reuse::new(None, &items(), &[], false, &Control::new()).unwrap(),
+    );
     let second = save(&dir(2), 2, &with(2), after(&dir(1)));
     assert_eq!(second.reused, [false; 5]);
     let index = open(&dir(2));
@@ -224,9 +242,17 @@ fn other_shapes_flags_and_paths_are_other_items() {
     ];
     for change in differs {
         let mut items = items();
-        assert!(Reuse::new(Some(Arc::clone(&parent)), &items, &[], false).wants(2));
+        assert!(
+            Reuse::new(Some(Arc::clone(&parent)), &items, &[], false, &Control::new())
+                .unwrap()
+                .wants(2)
+        );
         change(&mut items);
-        assert!(!Reuse::new(Some(Arc::clone(&parent)), &items, &[], false).wants(2));
+        assert!(
+            !Reuse::new(Some(Arc::clone(&parent)), &items, &[], false, &Control::new())
+                .unwrap()
+                .wants(2)
+        );
     }
 }
 

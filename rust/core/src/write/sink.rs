@@ -33,6 +33,11 @@ pub(super) trait Sink: Send + Sync {
     /// Whether this is the process that began it: a forked child has neither its threads nor its files.
     fn is_own(&self) -> bool;
 
+    /// How many requests to a store have the bytes in them, or have it copy some.
+    fn requests(&self) -> u64 {
+        0
+    }
+
     /// How many buffers there are between calls.
     #[cfg(test)]
     fn buffers(&self) -> usize;

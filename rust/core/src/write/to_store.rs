@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
+use super::copies::Copies;
 use super::item::SaveItem;
 use super::jobs::{Job, Span};
 use super::layout::Layout;
@@ -37,6 +38,8 @@ pub(super) struct ToStore {
     connection: Arc<dyn StoringConnection>,
     layout: Arc<Layout>,
     objects: Vec<Object>,
+    /// What the store copied for it.
+    copies: Copies,
     part_bytes: u64,
     threads: usize,
     room: Arc<Room>,
@@ -68,15 +71,17 @@ struct Part {
 }
 
 impl ToStore {
-    /// Begins the objects in `dir`. If that fails, none is left.
+    /// Begins the objects in `dir`, beside `copies`; those of the items that are `reused` lie in these. If that fails, nothing is left.
     pub(super) fn begin(
-        remote: Arc<dyn Remote>,
+        copies: Copies,
         dir: &Path,
         layout: Arc<Layout>,
         items: &[SaveItem],
+        reused: &[bool],
         options: &WriteOptions,
         control: &Control,
     ) -> Result<Self> {
+        let remote = Arc::clone(copies.remote());
         let largest = layout.files.iter().map(|file| file.size).max().unwrap_or(0);
         let part_bytes = part_bytes(largest, options.max_inflight_bytes);
         let objects = layout.files.iter().map(|file| Object {
@@ -92,18 +97,15 @@ impl ToStore {
             connection: remote.connect_to_store(0)?,
             remote,
             objects: objects.collect(),
+            copies,
             layout,
             part_bytes,
-            threads: if options.threads == 0 {
-                IN_FLIGHT
-            } else {
-                options.threads
-            },
+            threads: in_flight(options),
             room: Arc::new(Room::new(options.max_inflight_bytes)),
             interrupted: AtomicBool::new(false),
             owner: std::process::id(),
         };
-        begun.expect(items);
+        begun.expect(items, reused);
         let large: Vec<usize> = (0..begun.objects.len())
             .filter(|&file| begun.objects[file].parts.len() > 1)
             .collect();
@@ -118,8 +120,10 @@ impl ToStore {
     }
 
     /// Counts the bytes of items that go to each part.
-    fn expect(&mut self, items: &[SaveItem]) {
-        for (item, place) in items.iter().zip(&self.layout.places) {
+    fn expect(&mut self, items: &[SaveItem], reused: &[bool]) {
+        let written = |number: &usize| !reused.get(*number).copied().unwrap_or(false);
+        for number in (0..items.len()).filter(written) {
+            let (item, place) = (&items[number], self.layout.places[number]);
             let mut at = place.offset;
             let end = place.offset + item.length;
             while at < end {
@@ -295,6 +299,11 @@ impl Sink for ToStore {
         self.owner == std::process::id()
     }
 
+    fn requests(&self) -> u64 {
+        let parts: usize = self.objects.iter().map(|object| object.parts.len()).sum();
+        (parts + self.copies.len()) as u64
+    }
+
     #[cfg(test)]
     fn buffers(&self) -> usize {
         to_usize(self.room.taken().bytes / self.part_bytes)
@@ -302,6 +311,7 @@ impl Sink for ToStore {
 
     fn keep(mut self: Box<Self>) -> Option<FileLock> {
         self.objects.clear();
+        self.copies.take();
         None
     }
 }
@@ -319,19 +329,29 @@ impl Drop for ToStore {
         let files: Vec<PathBuf> = of(&|object| object.stored.load(Ordering::Relaxed))
             .iter()
             .map(|object| object.path.clone())
+            .chain(self.copies.take())
             .collect();
-        if files.is_empty() && uploads.is_empty() {
-            return;
-        }
-        let within = if self.interrupted.load(Ordering::Relaxed) {
-            LEAVING
-        } else {
-            CLEANING
-        };
-        // What led here is the error worth reporting, no index names these files, and what failed may have broken the connection.
-        if let Ok(connection) = self.remote.connect_to_store(1) {
-            let _ = connection.remove(&files, &uploads, within, &Control::new());
-        }
+        give_up(&self.remote, &files, &uploads, self.interrupted.load(Ordering::Relaxed));
+    }
+}
+
+/// Removes what a save stored that failed.
+pub(super) fn give_up(remote: &Arc<dyn Remote>, files: &[PathBuf], uploads: &[Upload], interrupted: bool) {
+    if files.is_empty() && uploads.is_empty() {
+        return;
+    }
+    let within = if interrupted { LEAVING } else { CLEANING };
+    // What led here is the error worth reporting, no index names these files, and what failed may have broken the connection.
+    if let Ok(connection) = remote.connect_to_store(1) {
+        let _ = connection.remove(files, uploads, within, &Control::new());
+    }
+}
+
+/// Requests at a time.
+pub(super) fn in_flight(options: &WriteOptions) -> usize {
+    match options.threads {
+        0 => IN_FLIGHT,
+        threads => threads,
     }
 }
 

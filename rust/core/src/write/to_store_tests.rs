@@ -115,6 +115,10 @@ impl StoringConnection for Store {
         Ok(())
     }
 
+    fn copy(&self, _: &Path, _: &Path, _: u64, _: &Control) -> Result<()> {
+        Err(Error::Unsupported("not here".into()))
+    }
+
     fn remove(&self, files: &[PathBuf], uploads: &[Upload], _: Duration, _: &Control) -> Vec<Error> {
         for path in files {
             self.0.files.lock().unwrap().remove(path);
@@ -139,9 +143,11 @@ fn begin(store: &Store, items: &[SaveItem], options: &WriteOptions) -> Save {
         Vec::new(),
         INFO,
         options,
+        None,
         &Control::new(),
     )
     .unwrap()
+    .0
 }
 
 /// What is stored, as files; checked against the index.
@@ -290,7 +296,8 @@ fn what_comes_in_turns_shares_few_parts() {
     let turns: Vec<u32> = (0..items.len()).map(turn_of).collect();
     let (store, options, control) = (Store::default(), WriteOptions::default(), Control::new());
     let remote = Arc::new(store.clone());
-    let save = Save::create_remote(remote, Path::new(DIR), items.clone(), turns, INFO, &options, &control).unwrap();
+    let dir = Path::new(DIR);
+    let (save, _) = Save::create_remote(remote, dir, items.clone(), turns, INFO, &options, None, &control).unwrap();
     let data = contents(&items);
     for turn in [0, 1] {
         let all = parts(&data);

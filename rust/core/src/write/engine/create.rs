@@ -8,6 +8,7 @@ use crate::format::Kind;
 use crate::geometry::Dims;
 use crate::store::disk::Disk;
 use crate::store::{FolderLock, Mode, Remote};
+use crate::write::copies::Copies;
 use crate::write::files::DataFiles;
 use crate::write::item::{SaveInfo, SaveItem};
 use crate::write::layout::{Beside, FilePlan, HEADER_LIMIT, Layout, Place, plan_files, plan_files_within};
@@ -16,8 +17,11 @@ use crate::write::options::WriteOptions;
 use crate::write::reuse::Reuse;
 use crate::write::sink::{Digests, Sink};
 use crate::write::to_files::ToFiles;
-use crate::write::to_store::ToStore;
+use crate::write::to_store::{ToStore, in_flight};
 use crate::{Control, Error, Result};
+
+/// The most bytes of items in a file of a store that holds several: the next save may have it copied, and stores copy 5 GiB in one go.
+const MOST_COPIED: u64 = 4 << 30;
 
 /// What there is of a save before its files are laid out.
 struct Begun {
@@ -77,24 +81,53 @@ impl Save {
     /// [`create`](Self::create) on a store; `dir` is a URL. `turns`, for each item: those of a lower one are written before those of a higher. Where
     /// it is empty, all come at a time, or in their order.
     ///
+    /// Of what `reuse` found in a parent on that store, the store copies what is worth it: those items [are not written](Self::is_reused). Returns also why
+    /// files of the parent could not be copied.
+    ///
     /// # Errors
     /// [`Error::Plan`] for items that cannot be saved, [`Error::Storage`] where the store refuses. Nothing is left then.
+    #[expect(clippy::too_many_arguments, reason = "as `create`, and what only a store asks")]
     pub fn create_remote(
         remote: Arc<dyn Remote>,
         dir: &Path,
         items: Vec<SaveItem>,
         turns: Vec<u32>,
-        info: SaveInfo,
+        mut info: SaveInfo,
         options: &WriteOptions,
+        reuse: Option<Arc<Reuse>>,
         control: &Control,
-    ) -> Result<Self> {
+    ) -> Result<(Self, Vec<Error>)> {
+        let copies = Copies::new(remote);
+        let Links {
+            files: links,
+            note,
+            problems,
+        } = match &reuse {
+            Some(reuse) => copies.make(dir, &mut info, reuse, in_flight(options), control)?,
+            None => Links::default(),
+        };
         let beside = Beside {
             turns,
-            ..Beside::default()
+            most_bytes: Some(MOST_COPIED),
+            ..beside(&links, note, reuse.as_deref(), items.len())?
         };
         let layout = Arc::new(plan_files_within(&items, &info, &beside, HEADER_LIMIT)?);
-        let sink = ToStore::begin(remote, dir, Arc::clone(&layout), &items, options, control)?;
-        Ok(Self::to(Box::new(sink), items, layout, info))
+        let sink = ToStore::begin(
+            copies,
+            dir,
+            Arc::clone(&layout),
+            &items,
+            &beside.reused,
+            options,
+            control,
+        )?;
+        let save = Self {
+            reuse,
+            links,
+            ..Self::to(Box::new(sink), items, layout, info)
+        };
+        save.skip(&beside.reused);
+        Ok((save, problems))
     }
 
     pub(in crate::write) fn create_reusing_on(
@@ -114,23 +147,21 @@ impl Save {
             note,
             problems,
         } = Links::make(&mut begun.files, dir, &info, &reuse, control)?;
-        let beside = Beside {
-            reused: reused(&links, items.len()),
-            stays: reuse.stays(),
-            links: u32::try_from(links.len()).map_err(|_| Error::Plan("too many files to link".into()))?,
-            note,
-            turns: Vec::new(),
-        };
+        let beside = beside(&links, note, Some(&reuse), items.len())?;
         let layout = plan_files_within(&items, &info, &beside, HEADER_LIMIT)?;
         begun.links = links;
         begun.reuse = Some(reuse);
         let save = Self::create_laid_out(disk.clone(), dir, items, layout, info, options, begun, true, control)?;
-        let mut progress = save.progress();
-        for (number, _) in beside.reused.iter().enumerate().filter(|(_, reused)| **reused) {
-            progress.written[number] = save.items[number].length;
-        }
-        drop(progress);
+        save.skip(&beside.reused);
         Ok((save, problems))
+    }
+
+    /// Takes items that are `reused` for written.
+    fn skip(&self, reused: &[bool]) {
+        let mut progress = self.progress();
+        for (number, _) in reused.iter().enumerate().filter(|(_, reused)| **reused) {
+            progress.written[number] = self.items[number].length;
+        }
     }
 
     /// Creates files of the caller's own layout: a header each, and a place for each value. They need not be of this
@@ -213,6 +244,17 @@ impl Save {
             items,
         }
     }
+}
+
+/// What a save of so many items is laid out beside.
+fn beside(links: &[Link], note: Vec<u8>, reuse: Option<&Reuse>, items: usize) -> Result<Beside> {
+    Ok(Beside {
+        reused: reused(links, items),
+        stays: reuse.map(Reuse::stays).unwrap_or_default(),
+        links: u32::try_from(links.len()).map_err(|_| Error::Plan("too many files to link".into()))?,
+        note,
+        ..Beside::default()
+    })
 }
 
 /// Files of the caller's own layout are of no checkpoint of this crate.

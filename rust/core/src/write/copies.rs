@@ -1,0 +1,193 @@
+//! Files of another save that a store copies to names of this one: what a hard link is on a disk (`links.rs`). No byte of them comes here.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::item::SaveInfo;
+use super::layout::HEADER_LIMIT;
+use super::links::Links;
+use super::reuse::{Reuse, Source};
+use super::to_store::give_up;
+use crate::format::{Index, block_digest};
+use crate::store::{Remote, StoringConnection, random_token};
+use crate::{Control, Error, Result, parallel};
+
+/// The copies of one rank. Dropped before they are [taken](Self::take), it removes them.
+pub(super) struct Copies {
+    remote: Arc<dyn Remote>,
+    /// What may be there.
+    paths: Mutex<Vec<PathBuf>>,
+    interrupted: AtomicBool,
+    /// The process that began it.
+    owner: u32,
+}
+
+impl Copies {
+    /// None yet, where `remote` leads.
+    pub(super) fn new(remote: Arc<dyn Remote>) -> Self {
+        Self {
+            remote,
+            paths: Mutex::default(),
+            interrupted: AtomicBool::new(false),
+            owner: std::process::id(),
+        }
+    }
+
+    pub(super) fn remote(&self) -> &Arc<dyn Remote> {
+        &self.remote
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.paths().len()
+    }
+
+    /// What may be there, for others to keep or to remove.
+    pub(super) fn take(&self) -> Vec<PathBuf> {
+        std::mem::take(&mut *self.paths())
+    }
+
+    fn paths(&self) -> MutexGuard<'_, Vec<PathBuf>> {
+        self.paths.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Copies what is worth it to `dir`. What was refused may yet be done, so its name is never used: where anything was, the rank gets another token.
+    pub(super) fn make(
+        &self,
+        dir: &Path,
+        info: &mut SaveInfo,
+        reuse: &Reuse,
+        threads: usize,
+        control: &Control,
+    ) -> Result<Links> {
+        let made = self.copy_all(dir, info, reuse, threads, control);
+        if matches!(made, Err(Error::Interrupted)) {
+            self.interrupted.store(true, Ordering::Relaxed);
+        }
+        made
+    }
+
+    fn copy_all(
+        &self,
+        dir: &Path,
+        info: &mut SaveInfo,
+        reuse: &Reuse,
+        threads: usize,
+        control: &Control,
+    ) -> Result<Links> {
+        let mut made = Links::default();
+        let mut sources = reuse.sources();
+        let (Some(parent), false) = (reuse.parent(), sources.is_empty()) else {
+            return Ok(made);
+        };
+        let Some(connection) = parent.remote().map(|remote| remote.connect_to_store(0)) else {
+            made.problems.push(Error::Unsupported(
+                "a store cannot copy what is on a file system".into(),
+            ));
+            return Ok(made);
+        };
+        let connection = match connection {
+            Ok(connection) => connection,
+            Err(problem) => {
+                made.problems.push(tolerable(problem)?);
+                return Ok(made);
+            }
+        };
+        let mut problems = Vec::new();
+        loop {
+            let (mut files, mut kept) = (Vec::new(), Vec::new());
+            for source in sources {
+                if let Some(draft) = made.draft(parent, info, &source)? {
+                    files.push((source.file, dir.join(&draft.name)));
+                    kept.push(Source {
+                        file: source.file,
+                        chunks: source.chunks.clone(),
+                    });
+                    made.take(parent, draft, source);
+                }
+            }
+            self.paths().extend(files.iter().map(|(_, to)| to.clone()));
+            let copied = parallel::map(files.len(), threads, |i| {
+                let (file, to) = &files[i];
+                match copy(parent, *file, to, &*connection, control) {
+                    Ok(()) => Ok(None),
+                    Err(problem) => tolerable(problem).map(Some),
+                }
+            })?;
+            let failed = copied.iter().any(Option::is_some);
+            if !failed {
+                made.problems = problems;
+                return Ok(made.finished());
+            }
+            give_up(&self.remote, &self.take(), &[], false);
+            info.token = random_token()?;
+            made = Links::default();
+            sources = Vec::new();
+            for (source, problem) in kept.into_iter().zip(copied) {
+                match problem {
+                    None => sources.push(source),
+                    Some(problem) => problems.push(problem),
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Copies {
+    fn drop(&mut self) {
+        if self.owner == std::process::id() {
+            give_up(
+                &self.remote,
+                &self.take(),
+                &[],
+                self.interrupted.load(Ordering::Relaxed),
+            );
+        }
+    }
+}
+
+/// Has one file copied, and looks what came of it: the copy has the length and the first bytes that the index knows, and what it was made of is still what
+/// was there before, for not every store looks at that.
+fn copy(parent: &Index, file: u32, to: &Path, connection: &dyn StoringConnection, control: &Control) -> Result<()> {
+    let (view, from) = (parent.file(file), parent.file_path(file));
+    if view.data_start > HEADER_LIMIT {
+        return Err(Error::corrupt_file(&from, "a header of more bytes than any has"));
+    }
+    connection.copy(&from, to, view.size, control)?;
+    let wrong = |reason: String| {
+        Err(Error::corrupt_file(
+            to,
+            format!("the store's copy of {}: {reason}", from.display()),
+        ))
+    };
+    match connection.start(to, view.data_start, true, control)? {
+        None => return wrong("it is missing".into()),
+        Some((_, size)) if size != view.size => {
+            return wrong(format!("it is {size} bytes long, expected {}", view.size));
+        }
+        Some((head, _)) if Some(block_digest(&head)) != view.head_digest => {
+            return wrong("its first bytes are others than the index says".into());
+        }
+        Some(_) => {}
+    }
+    match connection.start(&from, 1, false, control)? {
+        Some((_, size)) if size == view.size => Ok(()),
+        Some((_, size)) => Err(Error::corrupt_file(
+            &from,
+            format!("it is {size} bytes long, expected {}", view.size),
+        )),
+        None => Err(Error::corrupt_file(&from, "it is missing")),
+    }
+}
+
+/// What keeps a file from being copied, and the save from nothing: it writes what the file would have held.
+fn tolerable(error: Error) -> Result<Error> {
+    match error {
+        Error::Storage { .. } | Error::Unsupported(_) | Error::CorruptData { .. } => Ok(error),
+        fatal => Err(fatal),
+    }
+}
+
+#[cfg(test)]
+#[path = "copies_tests.rs"]
+mod tests;

@@ -1,0 +1,414 @@
+//! What a store copies is the parent's file or nothing, and a name that a copy was refused under is never used.
+
+use std::collections::{HashMap, HashSet};
+use std::fs;
+use std::time::Duration;
+
+use tempfile::tempdir;
+
+use super::super::testing::{content, whole};
+use super::super::{Part as Piece, Save, SaveItem, WriteOptions};
+use super::*;
+use crate::StorageFault;
+use crate::checkpoint::{self, RecoverOptions};
+use crate::format::INDEX_NAME;
+use crate::store::{self, Condition, Connection, Upload};
+
+const ONE: &str = "s3://bucket/1";
+const TWO: &str = "s3://bucket/2";
+const LENGTH: u64 = 1 << 16;
+
+/// What a store does to a copy: of which it is told what is copied, and how many were asked for before.
+type Copier = dyn Fn(&Memory, &Path, &Path, usize) -> Result<()> + Send + Sync;
+
+struct Memory {
+    files: Mutex<HashMap<PathBuf, Vec<u8>>>,
+    asked: Mutex<Vec<PathBuf>>,
+    copier: Mutex<Box<Copier>>,
+}
+
+impl std::fmt::Debug for Memory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Memory")
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Store(Arc<Memory>);
+
+impl Store {
+    fn new() -> Self {
+        Self(Arc::new(Memory {
+            files: Mutex::default(),
+            asked: Mutex::default(),
+            copier: Mutex::new(Box::new(copied)),
+        }))
+    }
+
+    fn copying(&self, copier: impl Fn(&Memory, &Path, &Path, usize) -> Result<()> + Send + Sync + 'static) {
+        *self.0.copier.lock().unwrap() = Box::new(copier);
+    }
+
+    fn names(&self, dir: &str) -> Vec<PathBuf> {
+        let files = self.0.files.lock().unwrap();
+        let mut names: Vec<_> = files.keys().filter(|path| path.starts_with(dir)).cloned().collect();
+        names.sort();
+        names
+    }
+}
+
+impl Memory {
+    fn copy(&self, from: &Path, to: &Path) {
+        let mut files = self.files.lock().unwrap();
+        let bytes = files[from].clone();
+        files.insert(to.to_owned(), bytes);
+    }
+}
+
+#[expect(clippy::unnecessary_wraps, reason = "other stores fail")]
+fn copied(memory: &Memory, from: &Path, to: &Path, _: usize) -> Result<()> {
+    memory.copy(from, to);
+    Ok(())
+}
+
+fn refused(path: &Path) -> Error {
+    Error::Storage {
+        kind: StorageFault::Denied,
+        action: "copy",
+        path: path.to_owned(),
+        attempts: 1,
+        reason: "no".into(),
+    }
+}
+
+impl Remote for Store {
+    fn connect(&self, _: usize) -> Result<Arc<dyn Connection>> {
+        Ok(Arc::new(self.clone()))
+    }
+
+    fn connect_to_store(&self, _: usize) -> Result<Arc<dyn StoringConnection>> {
+        Ok(Arc::new(self.clone()))
+    }
+}
+
+impl Connection for Store {
+    fn look(&self, path: &Path, _: &Control) -> Result<Option<u64>> {
+        Ok(self.0.files.lock().unwrap().get(path).map(|bytes| bytes.len() as u64))
+    }
+
+    fn list(&self, _: &Path, _: &Control) -> Result<Option<Vec<store::Listed>>> {
+        Ok(None)
+    }
+
+    fn start(&self, path: &Path, most: u64, _: bool, _: &Control) -> Result<Option<(Vec<u8>, u64)>> {
+        let files = self.0.files.lock().unwrap();
+        let most = usize::try_from(most).unwrap();
+        Ok((files.get(path)).map(|bytes| (bytes[..most.min(bytes.len())].to_vec(), bytes.len() as u64)))
+    }
+
+    #[allow(unsafe_code)] // the trait has it so
+    unsafe fn fetch(&self, _: &Path, _: u64, _: Vec<store::Part>, _: &Control) -> Result<()> {
+        Err(Error::Interrupted)
+    }
+}
+
+impl StoringConnection for Store {
+    fn put(&self, path: &Path, pieces: &[&[u8]], _: Condition, _: &Control) -> Result<()> {
+        let before = self.0.files.lock().unwrap().insert(path.to_owned(), pieces.concat());
+        assert!(before.is_none(), "{} was there", path.display());
+        let asked = self.0.asked.lock().unwrap();
+        assert!(
+            !asked.contains(&path.to_owned()),
+            "{} may yet be a copy",
+            path.display()
+        );
+        Ok(())
+    }
+
+    fn begin(&self, path: &Path, _: &Control) -> Result<Upload> {
+        Err(refused(path))
+    }
+
+    fn put_part(&self, upload: &Upload, _: usize, _: &[&[u8]], _: &Control) -> Result<String> {
+        Err(refused(&upload.path))
+    }
+
+    fn complete(&self, upload: &Upload, _: Vec<String>, _: u64, _: &Control) -> Result<()> {
+        Err(refused(&upload.path))
+    }
+
+    fn copy(&self, from: &Path, to: &Path, size: u64, control: &Control) -> Result<()> {
+        control.check()?;
+        let before = {
+            let mut asked = self.0.asked.lock().unwrap();
+            assert!(!asked.contains(&to.to_owned()), "{} is used twice", to.display());
+            asked.push(to.to_owned());
+            asked.len() - 1
+        };
+        assert_eq!(self.0.files.lock().unwrap()[from].len() as u64, size);
+        self.0.copier.lock().unwrap()(&self.0, from, to, before)
+    }
+
+    fn remove(&self, files: &[PathBuf], _: &[Upload], _: Duration, _: &Control) -> Vec<Error> {
+        for path in files {
+            self.0.files.lock().unwrap().remove(path);
+        }
+        Vec::new()
+    }
+
+    fn keeps_conditions(&self, _: &Path, _: &Control) -> Result<bool> {
+        Ok(true)
+    }
+}
+
+/// Each is a file of its own.
+fn items() -> Vec<SaveItem> {
+    (0..4)
+        .map(|number| whole(&format!("t{number}"), "uint8", &[LENGTH + number]))
+        .chain([whole("changes", "uint8", &[100])])
+        .collect()
+}
+
+fn bytes(save: u64) -> Vec<Vec<u8>> {
+    let of = |number: usize, item: &SaveItem| content(number, item.length);
+    let mut all: Vec<_> = items()
+        .iter()
+        .enumerate()
+        .map(|(number, item)| of(number, item))
+        .collect();
+    all[4][0] = u8::try_from(save).unwrap();
+    all
+}
+
+fn info(number: u64) -> SaveInfo {
+    SaveInfo {
+        save_id: [u8::try_from(number).unwrap(); 16],
+        generation: 1,
+        token: number,
+        rank: 0,
+        world_size: 1,
+    }
+}
+
+fn pieces(data: &[Vec<u8>], of: impl Fn(usize) -> bool) -> Vec<Piece<'_>> {
+    let all = (0..).zip(data).filter(|(item, _)| of(*item as usize));
+    all.map(|(item, data)| Piece { item, at: 0, data }).collect()
+}
+
+/// A parent whose files hold one item each: rows of a local save, that is uploaded.
+fn parent(store: &Store) -> Arc<Index> {
+    let control = Control::new();
+    let dir = Path::new(ONE);
+    let mut builder = crate::format::IndexBuilder::new(crate::format::SourceKind::Native);
+    builder.save_id = [1; 16];
+    builder.generation = 1;
+    builder.root = crate::format::Value::Dict(vec![]);
+    for (number, item) in items().into_iter().enumerate() {
+        let info = SaveInfo {
+            token: 1000 + number as u64,
+            ..info(1)
+        };
+        let (save, _) = Save::create_remote(
+            Arc::new(store.clone()),
+            dir,
+            vec![item],
+            Vec::new(),
+            info,
+            &WriteOptions::default(),
+            None,
+            &control,
+        )
+        .unwrap();
+        let data = bytes(1);
+        save.write(
+            &[Piece {
+                item: 0,
+                at: 0,
+                data: &data[number],
+            }],
+            &control,
+        )
+        .unwrap();
+        let (part, _) = save.finish_with(crate::format::Value::None, &control).unwrap().keep();
+        builder
+            .merge(&Index::from_bytes(part, &dir.join(INDEX_NAME)).unwrap())
+            .unwrap();
+    }
+    let index = Index::from_bytes(builder.build().unwrap(), &dir.join(INDEX_NAME)).unwrap();
+    Arc::new(index.on(Arc::new(store.clone())))
+}
+
+struct Done {
+    reused: Vec<bool>,
+    problems: Vec<String>,
+}
+
+/// Saves beside the parent; what is stored is checked, with its index and with one that was recovered.
+fn save(store: &Store, parent: Arc<Index>) -> Done {
+    let control = Control::new();
+    let data = bytes(2);
+    let reuse = Reuse::new(Some(parent), &items(), &[], false, &control).unwrap();
+    reuse
+        .compare(&pieces(&data, |item| reuse.wants(item)), &control)
+        .unwrap();
+    let to = Arc::new(store.clone());
+    let dir = Path::new(TWO);
+    let options = WriteOptions::default();
+    let (save, problems) = Save::create_remote(
+        to,
+        dir,
+        items(),
+        Vec::new(),
+        info(2),
+        &options,
+        Some(Arc::new(reuse)),
+        &control,
+    )
+    .unwrap();
+    let reused = save.is_reused();
+    let written = reused.iter().filter(|reused| !**reused).count();
+    save.write(&pieces(&data, |item| !reused[item]), &control).unwrap();
+    let requests = reused.len() - written + store_files(written);
+    assert_eq!(save.requests(), requests as u64);
+    let (index, _) = save.finish_with(crate::format::Value::None, &control).unwrap().keep();
+    let folder = tempdir().unwrap();
+    for path in store.names(TWO) {
+        fs::write(
+            folder.path().join(path.file_name().unwrap()),
+            &store.0.files.lock().unwrap()[&path],
+        )
+        .unwrap();
+    }
+    check(&Index::from_bytes(index, &folder.path().join(INDEX_NAME)).unwrap());
+    let recovered = checkpoint::recover(folder.path(), &RecoverOptions::default(), &control).unwrap();
+    check(&Index::from_bytes(recovered, &folder.path().join(INDEX_NAME)).unwrap());
+    Done {
+        reused,
+        problems: problems.iter().map(ToString::to_string).collect(),
+    }
+}
+
+/// How many files so many items are written to: what stays, and what changed, apart.
+fn store_files(written: usize) -> usize {
+    if written > 1 { 2 } else { 1 }
+}
+
+fn check(index: &Index) {
+    for (item, data) in items().iter().zip(bytes(2)) {
+        let chunk = index.chunk(index.tensor(index.find(&item.name).unwrap()).chunks.start);
+        let file = fs::read(index.file_path(chunk.file)).unwrap();
+        let at = usize::try_from(chunk.offset).unwrap();
+        assert!(file[at..at + data.len()] == data, "{}", item.name);
+    }
+}
+
+#[test]
+fn what_did_not_change_is_copied_by_the_store() {
+    let store = Store::new();
+    let parent = parent(&store);
+    let done = save(&store, parent);
+    assert_eq!(done.reused, [true, true, true, true, false]);
+    assert!(done.problems.is_empty(), "{:?}", done.problems);
+    let before: HashSet<_> = store.names(ONE).into_iter().collect();
+    assert_eq!((before.len(), store.names(TWO).len()), (5, 5));
+}
+
+#[test]
+fn what_is_refused_is_written_under_other_names() {
+    // Any of the four, or several, or all; also where what was refused is done later.
+    for refuses in [0b0001_u8, 0b0010, 0b1000, 0b0110, 0b1111] {
+        for is_late in [false, true] {
+            let store = Store::new();
+            let parent = parent(&store);
+            store.copying(move |memory, from, to, _| {
+                // The token in its name says which one it is.
+                let which = |item: &u64| from.to_str().unwrap().contains(&format!("{:016x}", 1000 + item));
+                let which = (0..4).find(which).unwrap();
+                if refuses >> which & 1 == 0 {
+                    return copied(memory, from, to, 0);
+                }
+                if is_late {
+                    memory.files.lock().unwrap().insert(to.to_owned(), b"late".to_vec());
+                }
+                Err(refused(from))
+            });
+            let done = save(&store, parent);
+            let reused = (0..4).map(|item| refuses >> item & 1 == 0);
+            assert_eq!(done.reused[..4], reused.collect::<Vec<_>>());
+            assert_eq!(done.problems.len(), refuses.count_ones() as usize);
+        }
+    }
+}
+
+#[test]
+fn a_copy_of_something_else_is_not_taken() {
+    type Harm = fn(&mut Vec<u8>);
+    let harms: [Harm; 3] = [
+        |bytes| bytes.truncate(bytes.len() - 1),
+        |bytes| bytes[20] ^= 1,
+        Vec::clear,
+    ];
+    for harm in harms {
+        let store = Store::new();
+        let parent = parent(&store);
+        store.copying(move |memory, from, to, _| {
+            memory.copy(from, to);
+            harm(memory.files.lock().unwrap().get_mut(to).unwrap());
+            Ok(())
+        });
+        let done = save(&store, parent);
+        assert_eq!(done.reused, [false; 5]);
+        assert_eq!(done.problems.len(), 4);
+        assert!(done.problems[0].contains("the store's copy of"), "{}", done.problems[0]);
+    }
+}
+
+#[test]
+fn nothing_is_left_of_what_is_stopped() {
+    let store = Store::new();
+    let parent = parent(&store);
+    let control = Control::new();
+    let data = bytes(2);
+    let reuse = Reuse::new(Some(parent), &items(), &[], false, &control).unwrap();
+    reuse
+        .compare(&pieces(&data, |item| reuse.wants(item)), &control)
+        .unwrap();
+    store.copying(|memory, from, to, before| {
+        memory.copy(from, to);
+        if before == 2 { Err(Error::Interrupted) } else { Ok(()) }
+    });
+    let to = Arc::new(store.clone());
+    let options = WriteOptions::default();
+    let reuse = Some(Arc::new(reuse));
+    let stopped = Save::create_remote(
+        to,
+        Path::new(TWO),
+        items(),
+        Vec::new(),
+        info(2),
+        &options,
+        reuse.clone(),
+        &control,
+    );
+    assert!(matches!(stopped, Err(Error::Interrupted)));
+    assert_eq!(store.names(TWO), Vec::<PathBuf>::new());
+    // So it is with a save that is given up after it.
+    store.copying(copied);
+    let again = SaveInfo { token: 3, ..info(2) };
+    let to = Arc::new(store.clone());
+    let (save, _) = Save::create_remote(
+        to,
+        Path::new(TWO),
+        items(),
+        Vec::new(),
+        again,
+        &options,
+        reuse,
+        &control,
+    )
+    .unwrap();
+    assert_eq!(store.names(TWO).len(), 4);
+    drop(save);
+    assert_eq!(store.names(TWO), Vec::<PathBuf>::new());
+    assert_eq!(store.names(ONE).len(), 5);
+}
