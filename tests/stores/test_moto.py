@@ -122,6 +122,46 @@ def test_saves(tmp_path, store, state):
     assert store.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", []) == []
 
 
+def test_what_did_not_change_is_copied(tmp_path, store, state):
+    options = store.options()
+    dcp_rs.save(state, store.url("step 1"), storage_options=options)
+    later = {**state, "step": 4}
+    saved = dcp_rs.save(later, store.url("step 2"), parent=store.url("step 1"), storage_options=options)
+    assert saved.report.bytes_reused > state["model"]["w"].nbytes
+    for key in store.keys("step 1/"):
+        store.client.delete_object(Bucket=BUCKET, Key=key)
+    into = blank(state)
+    dcp_rs.load(into, store.url("step 2"), storage_options=options, verify=True)
+    assert_state_equal(into, later)
+    for key in store.keys("step 2/"):
+        store.client.download_file(BUCKET, key, str(tmp_path / key.split("/")[1]))
+    (tmp_path / "index.dcprs").unlink()
+    dcp_rs.index(tmp_path)
+    assert_state_equal(dcp_rs.open(tmp_path).state_dict()["model"], state["model"])
+
+
+def test_what_is_replaced_before_it_is_copied_is_written(store, state, monkeypatch):
+    """Its condition, as moto understands it; and a look at the object where moto does not."""
+    options = store.options()
+    dcp_rs.save(state, store.url("one"), storage_options=options)
+    (key,) = (key for key in store.keys("one") if key.endswith(".safetensors"))
+    data = store.client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
+    # After the parent was looked at, and before it is copied: what is compared is compared in between.
+    compare = dcp_rs.dcp.reuse.write_entries
+
+    def swap(*args, **more):
+        store.client.put_object(Bucket=BUCKET, Key=key, Body=data[:9000] + bytes([data[9000] ^ 1]) + data[9001:])
+        return compare(*args, **more)
+
+    monkeypatch.setattr(dcp_rs.dcp.reuse, "write_entries", swap)
+    with pytest.warns(UserWarning, match=r"what could be reused of .*(: copy|replaced)"):
+        saved = dcp_rs.save(state, store.url("two"), parent=store.url("one"), storage_options=options)
+    assert saved.report.bytes_reused == 0
+    into = blank(state)
+    dcp_rs.load(into, store.url("two"), storage_options=options, verify=True)
+    assert_state_equal(into, state)
+
+
 def test_of_two_savers_one_wins_whole(store):
     """Both look at the same index, then commit: all that is there afterwards is of one of them."""
     options = store.options()

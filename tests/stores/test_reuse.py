@@ -363,6 +363,28 @@ def test_a_file_that_is_replaced_before_it_is_copied(server, ignores):
     assert len(names(server, "step-2")) == 3  # what stays and what does not, and the index
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_store_with_weak_tags(server, swapped):
+    """They are good for no condition: the source is looked at before and after."""
+    save(server, 1)
+    key = data_file(server, "step-1")
+    weak = server.objects[key].tag = 'W/"1"'
+
+    def swap(request):
+        if swapped and request.kind == "copy":
+            replace(server, key, flip)
+        return False
+
+    server.faults.append(Fault(matches=swap, times=None))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        report = save(server, 2, parent=1)
+    assert any(weak in str(each.message) for each in said) == swapped
+    assert (report.bytes_reused == 0) == swapped
+    server.faults.clear()
+    assert_holds(server, 2)
+
+
 def test_damage_is_found_where_it_is_looked_for(server):
     save(server, 1)
     replace(server, data_file(server, "step-1"), flip)
