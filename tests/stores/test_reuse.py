@@ -179,6 +179,23 @@ def test_any_history(tmp_path_factory, changes, rng, reuse):
                 del server.objects[key]
 
 
+def test_files_are_copied_at_a_time(server):
+    def begins(request):
+        if copies(request):
+            server.most_at_once = 0
+        return copies(request)
+
+    # What is said to stay is in a file of its own.
+    save(server, 1, reuse="backbone")
+    server.faults += [Fault(delay=1.0, matches=begins), Fault(delay=1.0, matches=copies, times=None)]
+    save(server, 1, parent=1, to=server.url("step-2"), reuse="backbone")
+    assert server.counts()["copy"] == 2
+    assert server.most_at_once >= 2
+    server.faults.clear()
+    remove(server, 1)
+    assert_state_equal(loaded(server, state(1), "step-2"), state(1))
+
+
 class Adapted(torch.nn.Module):
     def __init__(self):
         super().__init__()
