@@ -5,6 +5,7 @@
 mod batch;
 mod clean;
 mod convert;
+mod dlpack;
 mod error;
 mod faults;
 mod index;

@@ -15,6 +15,7 @@ use pyo3::types::{PyDict, PyList, PyTuple, PyType};
 
 use crate::batch::Batch;
 use crate::convert::{Extent, dtype};
+use crate::dlpack::Exchange;
 use crate::index::Index;
 use crate::panics::guarded;
 use crate::read;
@@ -24,6 +25,8 @@ pub struct Plain<'py> {
     types: Vec<Bound<'py, PyType>>,
     dtypes: HashMap<usize, Dtype>,
     strided: Bound<'py, PyAny>,
+    /// Where torch has it.
+    exchange: Option<Exchange>,
 }
 
 /// A tensor in host memory.
@@ -62,6 +65,7 @@ impl Layout {
 
 impl<'py> Plain<'py> {
     pub fn new(py: Python<'py>, types: &Bound<'py, PyTuple>, dtypes: &Bound<'py, PyDict>) -> PyResult<Self> {
+        let torch = py.import(intern!(py, "torch"))?;
         Ok(Self {
             types: types
                 .iter()
@@ -72,7 +76,8 @@ impl<'py> Plain<'py> {
                 .iter()
                 .map(|(object, name)| Ok((object.as_ptr() as usize, dtype(name.extract()?)?)))
                 .collect::<PyResult<_>>()?,
-            strided: py.import(intern!(py, "torch"))?.getattr(intern!(py, "strided"))?,
+            strided: torch.getattr(intern!(py, "strided"))?,
+            exchange: Exchange::of(&torch.getattr(intern!(py, "Tensor"))?),
         })
     }
 
@@ -94,17 +99,18 @@ impl<'py> Plain<'py> {
         else {
             return Ok(None);
         };
-        if !tensor.getattr(intern!(py, "layout"))?.is(&self.strided)
-            || tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()?
-            || (dtype.name().contains("complex") && tensor.call_method0(intern!(py, "is_conj"))?.is_truthy()?)
-        {
+        let is = |name| tensor.call_method0(name)?.is_truthy();
+        if is(intern!(py, "is_neg"))? || (dtype.name().contains("complex") && is(intern!(py, "is_conj"))?) {
             return Ok(None);
         }
-        let Layout {
+        let Some(Layout {
             shape,
             strides,
             address,
-        } = Layout::of(tensor)?;
+        }) = self.layout(tensor)?
+        else {
+            return Ok(None);
+        };
         let freed = address == 0 && !shape.contains(&0);
         Ok((!freed).then_some(HostTensor {
             dtype,
@@ -112,6 +118,15 @@ impl<'py> Plain<'py> {
             strides,
             address,
         }))
+    }
+
+    /// Where the elements lie; `None` of what is not strided.
+    fn layout(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Option<Layout>> {
+        if let Some(exchange) = &self.exchange {
+            return Ok(exchange.layout(tensor));
+        }
+        let layout = tensor.getattr(intern!(tensor.py(), "layout"))?;
+        layout.is(&self.strided).then(|| Layout::of(tensor)).transpose()
     }
 }
 

@@ -1,0 +1,97 @@
+"""Which tensors are plain, so that bytes in host memory are all there is to them: told by torch in one call (DLPack's C exchange API), and attribute by attribute."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import dcp_rs
+from dcp_rs import _core
+from dcp_rs._torch import PLAIN_TYPES
+from dcp_rs.tensors.dtypes import NAMES
+
+API = "__dlpack_c_exchange_api__"
+
+
+class Own(torch.Tensor):
+    """A class of a user's."""
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(8)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def marked() -> torch.Tensor:
+    tensor = torch.ones(2)
+    tensor.global_shape = (4,)
+    return tensor
+
+
+PLAIN: dict[str, Callable[[], torch.Tensor]] = {
+    "row-major": lambda: torch.arange(6.0).reshape(2, 3),
+    "without dimensions": lambda: torch.tensor(7),
+    "without elements": lambda: torch.ones(0, 3),
+    "from the middle": lambda: torch.arange(10)[3:7],
+    "of one row, which lies apart": lambda: torch.arange(12.0).as_strided((1, 3), (7, 1), 2),
+    "a parameter": lambda: torch.nn.Parameter(torch.ones(3)),
+    "of bytes": lambda: torch.ones(3, dtype=torch.float8_e4m3fn),
+    "complex": lambda: torch.ones(3, dtype=torch.complex64),
+}
+STRIDED: dict[str, Callable[[], torch.Tensor]] = {
+    "transposed": lambda: torch.arange(6.0).reshape(2, 3).T,
+    "every second": lambda: torch.arange(10.0)[::2],
+    "one element many times": lambda: torch.ones(1).expand(4),
+}
+OTHERS: dict[str, Callable[[], torch.Tensor]] = {
+    "conjugated": lambda: torch.ones(3, dtype=torch.complex64).conj(),
+    "negated": lambda: torch.ones(3, dtype=torch.complex64).conj().imag[:1],
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "compressed": lambda: torch.eye(3).to_sparse_csr(),
+    "on meta": lambda: torch.ones(3, device="meta"),
+    "freed": freed,
+    "of a class of its own": lambda: torch.ones(3).as_subclass(Own),
+    "marked": marked,
+    "of bits": lambda: torch.empty(3, dtype=torch.bits8),
+}
+
+
+@pytest.fixture(params=["in one call", "attribute by attribute"])
+def told(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How torch tells."""
+    if request.param == "attribute by attribute":
+        monkeypatch.delattr(torch.Tensor, API, raising=False)
+    elif not hasattr(torch.Tensor, API):
+        pytest.skip("this torch has no exchange API")
+
+
+def left_out(tensors: list[torch.Tensor]) -> list[int]:
+    plan = _core.SavePlan()
+    names = [str(i) for i in range(len(tensors))]
+    return plan.add_plain(names, None, tensors, PLAIN_TYPES, NAMES)
+
+
+@pytest.mark.usefixtures("told")
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize(("tensors", "is_plain"), [(PLAIN, True), (STRIDED, False), (OTHERS, False)])
+def test_what_is_saved_from_where_it_lies(tensors: dict[str, Callable[[], torch.Tensor]], is_plain: bool) -> None:
+    made = [make() for make in tensors.values()]
+    expected = [] if is_plain else list(tensors)
+    assert [list(tensors)[i] for i in left_out(made)] == expected
+
+
+@pytest.mark.usefixtures("told")
+@pytest.mark.parametrize("kind", [*PLAIN, *(set(STRIDED) - {"one element many times"})])
+def test_what_is_loaded_to_where_it_lies(kind: str, tmp_path) -> None:
+    tensor = (PLAIN | STRIDED)[kind]()
+    values = torch.arange(tensor.numel()).reshape(tensor.shape).to(tensor.dtype)
+    dcp_rs.save({"x": values}, tmp_path, no_dist=True)
+    dcp_rs.load({"x": tensor.detach()}, tmp_path, no_dist=True)
+    assert torch.equal(tensor.detach().to(torch.complex128), values.to(torch.complex128))
+
+
+@pytest.mark.usefixtures("told")
+def test_a_table_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, API, "no capsule", raising=False)
+    assert left_out([torch.ones(3), torch.ones(4).to_sparse()]) == [1]
