@@ -116,12 +116,12 @@ def load(
     values: dict[str, Any] = {}
 
     def begin() -> tuple[dict[str, Any], StorageReader, LoadPlanner]:
-        nonlocal reader
+        nonlocal reader, values
         if reader is None:
             check_state_dict(state_dict, path)
             check_options("load", read_options, RsReader)
             # In one order on all ranks, for what is stateful may talk to the others.
-            values.update({key: state_dict[key] for key in sorted(state_dict, key=str)})
+            values = {key: state_dict[key] for key in sorted(state_dict, key=str)}
             stateful.update(stateful_values(values))
             values.update({key: holder.state_dict() for key, holder in stateful.items()})
             reader = RsReader(path, **read_options)

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from dcp_rs import _core, _torch
 from dcp_rs._shown import call
-from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs.checkpoint.frameworks import open as open_checkpoint
 from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.checkpoint.renaming import Rename
@@ -30,7 +29,6 @@ from dcp_rs.dcp.reports import LoadReport
 from dcp_rs.dcp.stored import Stored, index_of
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
-from dcp_rs.tensors.dtypes import NAMES as DTYPE_NAMES
 from dcp_rs.tensors.nesting import TreePath
 from dcp_rs.tensors.replacements import Replacements
 from dcp_rs.tensors.shards import Layouts, local_pieces
@@ -259,16 +257,13 @@ class RsLoadPlanner(DefaultLoadPlanner):
         """What to read, over the index: plain tensors, which are most, without looking at each here."""
         reads = LocalReads(index)
         stored: dict[str, Stored] | None = None
-        if self._new.apply_to_any(map(self.state_dict.__getitem__, wanted)):
+        left = reads.plan_plain(wanted, self.state_dict)
+        if self._new.apply_to_any(map(self.state_dict.__getitem__, wanted if self._new.reaches_plain else left)):
             stored = self._match(wanted)
             self._replace(_tensors(stored))
             wanted = {fqn: found.name for fqn, found in stored.items()}
-        fqns, names = list(wanted), list(wanted.values())
-        tensors = [self.state_dict[fqn] for fqn in fqns]
-        reads.whole, others = index.plan_plain(names, tensors, PLAIN_TYPES, DTYPE_NAMES)
-        reads.plain = (names, tensors, others)
-        rest = {fqns[i]: names[i] for i in others}
-        places = dict(zip(rest, others, strict=True))
+            left = reads.plan_plain(wanted, self.state_dict)
+        rest = {fqn: wanted[fqn] for fqn in left}
         stored = self._match(rest) if stored is None else {fqn: stored[fqn] for fqn in rest}
         self._planned = wanted
         if rest.keys() != stored.keys():
@@ -280,7 +275,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
             if found.is_bytes:
                 reads.values.append((found.index, fqn))
             elif found.dtype is not None:
-                place = places.get(fqn, len(tensors))
+                place = left.get(fqn, len(wanted))
                 targets += [
                     (fqn, Target(found.index, piece.offsets, piece.tensor, found.name, found.dtype, place))
                     for piece in local_pieces(fqn, self.state_dict[fqn], layouts)

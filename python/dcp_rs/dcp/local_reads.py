@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from dcp_rs import _core
+from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs.tensors.boxes import narrow
+from dcp_rs.tensors.dtypes import NAMES as DTYPE_NAMES
 from dcp_rs.transfer.target import Target
 
 __all__ = ["LocalReads"]
@@ -26,6 +29,22 @@ class LocalReads:
     plain: tuple[list[str], list[torch.Tensor], list[int]] = field(default_factory=lambda: ([], [], []))
     targets: list[Target] = field(default_factory=list)
     values: list[tuple[int, str]] = field(default_factory=list)
+
+    def plan_plain(self, wanted: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, int]:
+        """Plans the tensors that are plain and fit what is stored, in one call for all.
+
+        Args:
+            wanted: stored names, by names in the state dict.
+            values: the state dict.
+
+        Returns:
+            The others, with their places among all that is wanted.
+        """
+        names, tensors = list(wanted.values()), [values[fqn] for fqn in wanted]
+        self.whole, others = self.index.plan_plain(names, tensors, PLAIN_TYPES, DTYPE_NAMES)
+        self.plain = (names, tensors, others)
+        fqns = list(wanted) if others else []
+        return {fqns[i]: i for i in others}
 
     def tensors(self) -> list[torch.Tensor]:
         """All that is filled."""

@@ -57,9 +57,14 @@ class Replacements:
         is_at, device = tensor.device, self._device_of(tensor)
         return is_at is not device and not (is_at.type == device.type and device.index in (None, is_at.index))
 
+    @property
+    def reaches_plain(self) -> bool:
+        """Whether tensors in host memory are among those that may not stay as they are; else it is those on ``meta`` alone."""
+        return self._dtype is not None or self._device is not None
+
     def apply_to_any(self, values: Iterable[Any]) -> bool:
         """Whether any of the tensors among the values cannot stay as it is."""
-        if self._dtype is not None or self._device is not None:
+        if self.reaches_plain:
             return any(isinstance(value, torch.Tensor) and self.applies_to(value) for value in values)
         values = list(values)
         kinds = set(map(type, values))

@@ -93,9 +93,18 @@ pub fn cover(index: &Index, tensor: u32, region: &Region) -> Result<Vec<Overlap>
     if region.sizes.contains(&0) {
         return Ok(Vec::new());
     }
+    let view = index.tensor(tensor);
+    // Most tensors are one chunk.
+    if view.chunks.end - view.chunks.start == 1 && index.chunk(view.chunks.start).sizes == view.shape {
+        return Ok(vec![Overlap {
+            chunk: view.chunks.start,
+            chunk_offsets: region.offsets.clone(),
+            region_offsets: Dims::from_elem(0, region.sizes.len()),
+            sizes: region.sizes.clone(),
+        }]);
+    }
     let parts = intersections(index, tensor, region);
     let held: u128 = parts.iter().map(|(_, part)| part.volume()).sum();
-    let view = index.tensor(tensor);
     if view.split_dim.is_some() && held == region.volume() {
         return Ok(overlaps(index, region, &parts));
     }
