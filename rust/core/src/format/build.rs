@@ -45,6 +45,13 @@ impl IndexBuilder {
         }
     }
 
+    /// Makes room for as many tensors, of a chunk each.
+    pub fn reserve(&mut self, tensors: usize) {
+        self.tensors.reserve(tensors);
+        self.tensor_ids.reserve(tensors);
+        self.chunks.reserve(tensors);
+    }
+
     /// Adds a data file. A name may be added once.
     pub fn add_file(&mut self, file: FileEntry) -> Result<u32> {
         let id = next_id(self.files.len(), "files")?;
@@ -143,6 +150,7 @@ impl IndexBuilder {
         digests: impl Fn(u64) -> Option<Vec<u64>>,
     ) -> Result<()> {
         let mut files = Vec::with_capacity(other.file_count() as usize);
+        self.reserve(other.tensor_count() as usize);
         for i in 0..other.file_count() {
             files.push(self.add_file(file(other.file(i))?)?);
         }

@@ -10,7 +10,7 @@ use crate::format::{ChunkEntry, FileEntry, Index, IndexBuilder, SourceKind, Tens
 /// What the parts of an index are made from.
 pub(super) struct Saved<'a> {
     pub info: &'a SaveInfo,
-    pub items: &'a [SaveItem],
+    pub items: Vec<SaveItem>,
     pub layout: &'a Layout,
     /// For each item, whether the caller says that it does not change.
     pub frozen: &'a dyn Fn(usize) -> bool,
@@ -22,12 +22,13 @@ pub(super) struct Saved<'a> {
 }
 
 /// The bytes of the index.
-pub(super) fn build(saved: &Saved<'_>, nesting: Value) -> Result<Vec<u8>> {
+pub(super) fn build(saved: Saved<'_>, nesting: Value) -> Result<Vec<u8>> {
     let mut builder = IndexBuilder::new(SourceKind::Native);
     builder.save_id = saved.info.save_id;
     builder.generation = saved.info.generation;
     builder.root = Value::Dict(vec![]);
     builder.nesting = nesting;
+    builder.reserve(saved.items.len());
     for plan in &saved.layout.files {
         builder.add_file(FileEntry {
             name: plan.name.clone(),
@@ -46,14 +47,14 @@ pub(super) fn build(saved: &Saved<'_>, nesting: Value) -> Result<Vec<u8>> {
             reused[item] = Some((file, chunk));
         }
     }
-    for (number, (item, place)) in saved.items.iter().zip(&saved.layout.places).enumerate() {
+    for (number, (item, place)) in saved.items.into_iter().zip(&saved.layout.places).enumerate() {
         let tensor = builder.add_tensor(TensorEntry {
-            name: item.name.clone(),
+            name: item.name,
             kind: item.kind,
             dtype: item.dtype,
-            shape: item.shape.clone(),
+            shape: item.shape,
             flags: item.flags,
-            path: item.path.clone(),
+            path: item.path,
             position: item.position,
         })?;
         let (file, offset, digests, content) =
@@ -72,8 +73,8 @@ pub(super) fn build(saved: &Saved<'_>, nesting: Value) -> Result<Vec<u8>> {
             file,
             offset,
             length: item.length,
-            offsets: item.offsets.clone(),
-            sizes: item.sizes.clone(),
+            offsets: item.offsets,
+            sizes: item.sizes,
             strides: None,
             signs: Signs::default(),
             digests,

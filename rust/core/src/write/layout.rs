@@ -97,7 +97,7 @@ pub(super) fn plan_files_within(
         let mut order: Vec<usize> = (0..draft.items.len()).collect();
         let length = |position: usize| items[draft.items[position] as usize].length;
         let turn = |position: usize| beside.turns.get(draft.items[position] as usize);
-        order.sort_by_key(|&position| (std::cmp::Reverse(alignment(length(position))), turn(position)));
+        order.sort_by_cached_key(|&position| (std::cmp::Reverse(alignment(length(position))), turn(position)));
 
         let mut spans = Vec::with_capacity(order.len());
         let mut end = 0_u64;
