@@ -1,0 +1,75 @@
+"""What a conversion may take of memory, of time."""
+
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import dcp_rs
+from support import assert_state_equal
+from support.formats import load_hf, make
+
+GROWTH = """
+import sys, threading, time, torch, warnings
+warnings.simplefilter("ignore")
+import dcp_rs
+import dcp_rs.conversion
+import torch.distributed.checkpoint
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) * 1024
+
+src, dst, dtype = sys.argv[1:]
+for to in ("dcp-rs", "dcp", "torch", "safetensors"):
+    dcp_rs.convert(src + "-small", f"{dst}-{to}", to=to)  # what is loaded once is not the conversion's
+    before, peak, done = anonymous(), 0, False
+
+    def watch():
+        global peak
+        while not done:
+            peak = max(peak, anonymous())
+            time.sleep(0.002)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    dcp_rs.convert(src, f"{dst}-{to}", to=to, dtype=dtype or None, fsync=False, overwrite=True)
+    done = True
+    watcher.join()
+    print(to, peak - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """400 MB: tensors of 2, 32 and 200 MB."""
+    folder = tmp_path_factory.mktemp("large")
+    state = {f"small.{i}": torch.full((512, 1024), i, dtype=torch.float32) for i in range(35)}
+    state |= {f"middle.{i}": torch.full((2048, 4096), i, dtype=torch.float32) for i in range(4)}
+    state["large"] = torch.full((50_000_000,), 3.0)
+    make("dcp-rs", state, folder / "src")
+    make("dcp-rs", {"w": torch.ones(4)}, folder / "src-small")
+    yield folder / "src"
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("dtype", ["", "bf16"])
+def test_memory_is_bounded(dtype: str, large: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", GROWTH, str(large), str(tmp_path / "dst"), dtype]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=250)
+    grown = {to: int(nbytes) for to, nbytes in map(str.split, done.stdout.splitlines())}
+    assert len(grown) == 4
+    assert max(grown.values()) < 120e6, grown
+
+
+def test_many_small_tensors_are_quick(tmp_path: Path) -> None:
+    state = {f"layers.{i}.weight": torch.full((16,), i) for i in range(5000)}
+    make("dcp-rs", state, tmp_path / "src")
+    begin = time.perf_counter()
+    dcp_rs.convert(tmp_path / "src", tmp_path / "hf", to="safetensors")
+    assert time.perf_counter() - begin < 20
+    assert_state_equal(load_hf(tmp_path / "hf"), state)

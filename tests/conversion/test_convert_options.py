@@ -1,0 +1,96 @@
+"""What a conversion is told: which entries, their names, their type, whom to show its progress."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import dcp_rs
+from dcp_rs.errors import PlanError
+from support import assert_state_equal, nested_state, random_tensor
+from support.formats import judge, load_hf, make
+
+
+@pytest.mark.parametrize("to", ["dcp-rs", "dcp", "torch", "safetensors"])
+@pytest.mark.parametrize("dtype", [torch.float16, "fp64", "float8_e4m3fn"])
+def test_casts_are_torchs(to: str, dtype: object, tmp_path: Path) -> None:
+    state = {
+        "w": torch.randn(700, 1500),
+        "half": torch.randn(9, 9).bfloat16(),
+        "ids": torch.arange(10),
+        "scaled": random_tensor((8,), torch.float8_e5m2),
+    }
+    make("dcp", state, tmp_path / "src")
+    dcp_rs.convert(tmp_path / "src", tmp_path / "dst", to=to, dtype=dtype)
+    target = {"fp64": torch.float64, "float8_e4m3fn": torch.float8_e4m3fn}.get(str(dtype), dtype)
+    want = state | {"w": state["w"].to(target), "half": state["half"].to(target)}
+    judge(to, tmp_path / "dst", want)
+
+
+def test_choosing_and_renaming(tmp_path: Path) -> None:
+    make("dcp-rs", nested_state(), tmp_path / "src")
+    dcp_rs.convert(
+        tmp_path / "src", tmp_path / "hf", to="safetensors", include="model.*", exclude="*.0.*", rename={"model": ""}
+    )
+    assert set(load_hf(tmp_path / "hf")) == {"embedding.weight"}
+    renames = {"model": "module.net", "model.layers": "blocks", "": "all"}
+    dcp_rs.convert(tmp_path / "src", tmp_path / "new", include=["model.*", "step", "modelx*"], rename=renames)
+    with dcp_rs.open(tmp_path / "new") as made:
+        assert set(made) == {"module.net.embedding.weight", "blocks.0.weight", "all.step"}
+    dcp_rs.convert(tmp_path / "src", tmp_path / "x.pt", to="torch", include="model.*", rename=str.upper)
+    assert set(torch.load(tmp_path / "x.pt")) == {"MODEL.EMBEDDING.WEIGHT", "MODEL.LAYERS.0.WEIGHT"}
+    with pytest.raises(PlanError, match=r"both be named 'x'"):
+        dcp_rs.convert(tmp_path / "src", tmp_path / "clash", rename=lambda _: "x")
+    with pytest.raises(PlanError, match="none of the 15 entries"):
+        dcp_rs.convert(tmp_path / "src", tmp_path / "none", include="absent*")
+    assert {entry.name for entry in tmp_path.iterdir()} == {"src", "hf", "new", "x.pt"}
+
+
+@pytest.mark.parametrize("source", ["torch", "dcp-rs", "dcp"])
+def test_what_is_taken_out_of_its_container_stays_nested(tmp_path: Path, source: str) -> None:
+    inner = {
+        "state": {"w": {"step": torch.tensor(2.0), "exp_avg": torch.ones(3)}},
+        "param_groups": [{"lr": 0.1, "params": ["w"]}],
+    }
+    make(source, {"optimizer": inner, "model": {"w": torch.ones(2)}}, tmp_path / "src")
+    dcp_rs.convert(tmp_path / "src", tmp_path / "out.pt", to="torch", include="optimizer.*", rename={"optimizer": ""})
+    assert_state_equal(torch.load(tmp_path / "out.pt"), inner)
+    dcp_rs.convert(tmp_path / "src", tmp_path / "out", include="optimizer.*", rename={"optimizer": ""})
+    assert_state_equal(dcp_rs.open(tmp_path / "out").state_dict(), inner)
+    # Where names come from several places they are names, and no nesting.
+    dcp_rs.convert(
+        tmp_path / "src", tmp_path / "all.pt", to="torch", rename={"optimizer": ""}, include=["model.w", "*.step"]
+    )
+    assert_state_equal(
+        torch.load(tmp_path / "all.pt"), {"state.w.step": torch.tensor(2.0), "model": {"w": torch.ones(2)}}
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"to": "zarr"}, "to='zarr'"),
+        ({"dtype": "int8"}, "dtype='int8'"),
+        ({"dtype": "bf17"}, "dtype='bf17'"),
+        ({"dtype": torch.int32}, "dtype=torch.int32"),
+        ({"shards": 0}, "shards=0"),
+        ({"to": "torch", "shards": 2}, "is one file"),
+    ],
+)
+def test_options_are_checked_first(options: dict, match: str, tmp_path: Path) -> None:
+    make("dcp-rs", {"w": torch.ones(3)}, tmp_path / "src")
+    with pytest.raises(ValueError, match=match):
+        dcp_rs.convert(tmp_path / "src", tmp_path / "dst", **options)
+    assert not (tmp_path / "dst").exists()
+
+
+def test_progress_ends_at_the_total(tmp_path: Path) -> None:
+    make("dcp-rs", nested_state(), tmp_path / "src")
+    for to in ("dcp-rs", "dcp", "torch"):
+        seen = []
+        report = dcp_rs.convert(
+            tmp_path / "src", tmp_path / to, to=to, dtype="fp64", progress=lambda *now, seen=seen: seen.append(now)
+        )
+        assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+        assert {total for _, total in seen} == {report.bytes}
+        assert seen[-1] == (report.bytes, report.bytes)

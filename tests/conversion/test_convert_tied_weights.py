@@ -1,0 +1,63 @@
+"""Tied weights, which a folder of safetensors holds once."""
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+import dcp_rs
+from support import assert_state_equal, random_tensor
+from support.formats import load_hf
+
+
+def test_tied_weights(tmp_path: Path) -> None:
+    weight = random_tensor((6, 4), seed=1)
+    fused = random_tensor((8, 2), seed=2)
+    state = {"lm_head": weight, "embed": weight, "q": fused[:4], "k": fused[4:], "both": fused}
+    torch.save(state, tmp_path / "x.pt")
+    report = dcp_rs.convert(tmp_path / "x.pt", tmp_path / "hf", to="safetensors")
+    assert report.tied == {"lm_head": "embed"}
+    assert_state_equal(load_hf(tmp_path / "hf"), {k: v for k, v in state.items() if k != "lm_head"})
+    with safe_open(tmp_path / "hf" / "model.safetensors", framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt", "lm_head": "embed"}
+    # As safetensors.torch itself writes and reads a model with them.
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(6, 4), "lm_head": torch.nn.Linear(4, 6, bias=False)})
+    model["lm_head"].weight = model["embed"].weight
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    dcp_rs.convert(tmp_path / "model.pt", tmp_path / "one.safetensors", to="safetensors")
+    from safetensors.torch import load_model
+
+    fresh = torch.nn.ModuleDict({"embed": torch.nn.Embedding(6, 4), "lm_head": torch.nn.Linear(4, 6, bias=False)})
+    fresh["lm_head"].weight = fresh["embed"].weight
+    load_model(fresh, tmp_path / "one.safetensors")
+    assert torch.equal(fresh["embed"].weight, model["embed"].weight)
+    # Everyone else has both names, and torch still one memory.
+    dcp_rs.convert(tmp_path / "x.pt", tmp_path / "y.pt", to="torch")
+    again = torch.load(tmp_path / "y.pt")
+    assert again["lm_head"].data_ptr() == again["embed"].data_ptr()
+
+
+def test_of_tied_weights_the_one_stays_that_transformers_keeps(tmp_path: Path) -> None:
+    weight, bias = random_tensor((6, 4), seed=1), random_tensor((6,), seed=2)
+    models = {
+        # (names of one tensor, in the order of the state dict) and the one that `save_pretrained` keeps
+        "llama": (("model.embed_tokens.weight", "lm_head.weight"), "model.embed_tokens.weight"),
+        "sorted": (("lm_head.weight", "model.embed_tokens.weight"), "model.embed_tokens.weight"),
+        "t5": (
+            ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"),
+            "shared.weight",
+        ),
+        "bert": (
+            ("embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"),
+            "embeddings.word_embeddings.weight",
+        ),
+    }
+    for model, (names, kept) in models.items():
+        state = {"lm_head.bias": bias} | dict.fromkeys(names, weight) | {"lm_head.decoder.bias": bias}
+        torch.save(state, tmp_path / f"{model}.pt")
+        report = dcp_rs.convert(tmp_path / f"{model}.pt", tmp_path / model, to="safetensors")
+        dropped = dict.fromkeys(set(names) - {kept}, kept) | {"lm_head.decoder.bias": "lm_head.bias"}
+        assert report.tied == dropped
+        assert set(load_hf(tmp_path / model)) == {kept, "lm_head.bias"}
+        with safe_open(tmp_path / model / "model.safetensors", framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"} | dropped
