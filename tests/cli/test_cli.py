@@ -1,4 +1,4 @@
-"""The command line: what it prints, its exit status, and that it is plain text where nobody watches."""
+"""The command line: what each command does, its exit status."""
 
 import json
 import os
@@ -7,35 +7,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 
 import dcp_rs
-from dcp_rs.cli import cutmap, output
-from support import nested_state, random_tensor, run_ranks
-from support.both import save_rs, save_stock
-from support.terminal import shown_on_a_terminal
-
-COMMAND = [sys.executable, "-m", "dcp_rs"]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """A checkpoint of each kind, never changed."""
-    folder = tmp_path_factory.mktemp("world")
-    state = nested_state()
-    save_rs(state, folder / "ckpt")
-    save_stock(state, folder / "stock")
-    torch.save(state, folder / "x.pt")
-    dcp_rs.convert(folder / "ckpt", folder / "hf", to="safetensors", include="model.*")
-    return folder
-
-
-def in_a_process(*arguments: Any, **more: Any) -> subprocess.CompletedProcess[str]:
-    command = [*COMMAND, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **more)
+from dcp_rs.cli import output
+from support.both import save_rs
+from support.commands import in_a_process
 
 
 def test_ls(dcp_rs_cli, world: Path) -> None:
@@ -209,169 +187,9 @@ def test_convert_takes_all_options(dcp_rs_cli, world: Path, tmp_path: Path) -> N
     assert (status, "OLD=NEW" in err) == (2, True)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["ls", "nowhere"],
-        ["ls"],
-        ["ls", "nowhere", "--frob"],
-        ["frob"],
-        ["inspect", "{world}/ckpt", "model.embeding.weight"],
-        ["inspect", "{world}/ckpt", "step", "--html", "x.html"],
-        ["verify", "{world}/empty"],
-        ["diff", "{world}/ckpt", "nowhere"],
-        ["convert", "{world}/ckpt", "{world}/ckpt"],
-        ["convert", "{world}/ckpt", "x", "--dtype", "bf17"],
-        ["convert", "{world}/ckpt", "x", "--shards", "0"],
-        ["bench", "{world}/x.pt"],
-        ["bench", "{world}/ckpt", "--include", "nothing.*"],
-        ["index", "nowhere"],
-        ["ls", "ftp://host/ckpt"],
-        ["ls", "s3://bucket/ckpt", "--storage-option", "aws_region"],
-        ["convert", "{world}/ckpt", "s3://bucket/ckpt", "--to", "dcp"],
-    ],
-    ids=" ".join,
-)
-def test_errors_are_one_line(dcp_rs_cli, arguments: list[str], world: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (world / "empty").mkdir(exist_ok=True)
-    status, out, err = dcp_rs_cli(*[argument.format(world=world) for argument in arguments])
-    assert (status, out) == (2, "")
-    assert err.startswith("dcp-rs: ")
-    assert len(err.splitlines()) == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_path_with_a_scheme_is_named_as_it_was_given(dcp_rs_cli) -> None:
-    assert "ftp://host/ckpt: ftp:// is not supported" in dcp_rs_cli("verify", "ftp://host/ckpt")[2]
-    assert "s3://bucket/ckpt: here paths of the file system" in dcp_rs_cli("index", "s3://bucket/ckpt")[2]
-
-
 def test_the_help_says_which_commands_read_files_of_torch_save(dcp_rs_cli) -> None:
     for command in ("ls", "tree", "inspect", "stats", "convert", "verify", "index", "bench"):
         assert ("torch.save" in dcp_rs_cli(command, "--help")[1]) == (command != "bench")
-
-
-def test_a_copy_of_an_indexed_folder_says_what_to_do(dcp_rs_cli, world: Path, tmp_path: Path) -> None:
-    shutil.copytree(world / "stock", tmp_path / "stock")
-    dcp_rs.index(tmp_path / "stock")
-    shutil.copytree(tmp_path / "stock", tmp_path / "copy", copy_function=shutil.copy)
-    status, out, _ = dcp_rs_cli("verify", tmp_path / "copy")
-    assert status == 1
-    assert "expected the file that was indexed, got another: the file was modified after it was indexed" in out
-    assert "dcp-rs index --overwrite" in out
-    assert dcp_rs_cli("index", tmp_path / "copy", "--overwrite")[0] == 0
-    assert dcp_rs_cli("verify", tmp_path / "copy")[0] == 0
-
-
-def test_a_file_that_was_cut_short_is_described_once(dcp_rs_cli, world: Path, tmp_path: Path) -> None:
-    shutil.copytree(world / "ckpt", tmp_path / "ckpt")
-    (file,) = (tmp_path / "ckpt").glob("*.safetensors")
-    size = file.stat().st_size
-    os.truncate(file, size - 10)
-    out = dcp_rs_cli("verify", tmp_path / "ckpt")[1]
-    assert out.splitlines()[0] == f"damaged  {file}: expected a file of {size} bytes, got one of {size - 10} bytes"
-    file.unlink()
-    out = dcp_rs_cli("verify", tmp_path / "ckpt")[1]
-    assert out.splitlines()[0] == f"damaged  {file}: expected a file of {size} bytes, got none"
-
-
-def test_two_checkpoints_in_one_folder_are_warned_of_in_one_line(dcp_rs_cli, world: Path, tmp_path: Path) -> None:
-    shutil.copytree(world / "ckpt", tmp_path / "both")
-    shutil.copy(world / "stock" / ".metadata", tmp_path / "both")
-    status, out, err = dcp_rs_cli("ls", tmp_path / "both")
-    assert (status, out) == (0, dcp_rs_cli("ls", world / "ckpt")[1])
-    assert err.startswith(f"dcp-rs: warning: {tmp_path / 'both'} holds two checkpoints")
-    assert len(err.splitlines()) == 1
-
-
-def test_a_near_miss_is_suggested(dcp_rs_cli, world: Path) -> None:
-    _, _, err = dcp_rs_cli("inspect", world / "ckpt", "model.embeding.weight")
-    assert "did you mean 'model.embedding.weight'?" in err
-
-
-def test_debug_shows_the_traceback(world: Path) -> None:
-    for arguments in (["--debug", "ls", "nowhere"], ["ls", "nowhere", "--debug"]):
-        done = in_a_process(*arguments)
-        assert done.returncode != 0
-        assert "Traceback" in done.stderr
-        assert "CheckpointNotFoundError" in done.stderr
-
-
-def test_no_escapes_when_piped(world: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k not in ("FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS")}
-    for arguments in (
-        ["--help"],
-        ["convert", "--help"],
-        ["ls", world / "ckpt"],
-        ["inspect", world / "ckpt"],
-        ["inspect", world / "ckpt", "model.embedding.weight"],
-        ["verify", world / "ckpt"],
-        ["ls", "nowhere"],
-    ):
-        done = in_a_process(*arguments, env=environment)
-        assert "\x1b" not in done.stdout + done.stderr, arguments
-        assert "\r" not in done.stdout + done.stderr, arguments
-
-
-def test_a_terminal_gets_colours_and_names_no_commands(world: Path, tmp_path: Path) -> None:
-    save_rs({"evil\x1b[31mred\x07": torch.ones(3), "line\nbreak": torch.ones(3)}, tmp_path / "ckpt")
-    for path, name in ((world / "ckpt", "model.embedding.weight"), (tmp_path / "ckpt", "evil\x1b[31mred\x07")):
-        shown = on_a_terminal("ls", path)
-        assert "\x1b[" in shown
-        assert "\x1b[31mred" not in shown
-        assert "\x07" not in shown
-        assert r"evil\x1b[31mred\x07" in shown or path != tmp_path / "ckpt"
-        shown = on_a_terminal("inspect", path, name)
-        assert "┌" in shown
-        assert "\x1b[31mred" not in shown
-
-
-def on_a_terminal(*arguments: Any) -> str:
-    return shown_on_a_terminal([*COMMAND, *map(str, arguments)], TERM="xterm-256color", NO_COLOR="")
-
-
-def test_80_columns(world: Path, dcp_rs_cli) -> None:
-    for arguments in (["inspect", world / "ckpt"], ["ls", world / "ckpt"], ["inspect", world / "ckpt", "buffers.0"]):
-        _, out, _ = dcp_rs_cli(*arguments)
-        long = [
-            line
-            for line in out.splitlines()
-            if len(line) > 80 and ".safetensors" not in line and str(world) not in line
-        ]
-        assert not long
-
-
-def status_into_true(*arguments: Any) -> tuple[int, str]:
-    """The status of a command whose reader has had enough at once, and its errors."""
-    line = " ".join(map(str, [*COMMAND, *arguments]))
-    script = f"{line} | true; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    return done.returncode, done.stderr
-
-
-def test_head_changes_no_status(world: Path, tmp_path: Path) -> None:
-    shutil.copytree(world / "ckpt", tmp_path / "damaged")
-    next((tmp_path / "damaged").glob("*.safetensors")).unlink()
-    for command, status in (
-        (["ls", world / "ckpt"], 0),
-        (["ls", world / "ckpt", "--json"], 0),
-        (["--help"], 0),
-        (["verify", tmp_path / "damaged"], 1),
-    ):
-        assert status_into_true(*command) == (status, ""), command
-
-
-def test_errors_under_json_are_json(dcp_rs_cli, world: Path) -> None:
-    status, out, err = dcp_rs_cli("inspect", world / "ckpt", "model.embeding.weight", "--json")
-    assert status == 2
-    error = json.loads(out)["error"]
-    assert (error["type"], error["tensor"]) == ("EntryNotFoundError", "model.embeding.weight")
-    assert "did you mean 'model.embedding.weight'?" in error["message"]
-    assert err == f"dcp-rs: {error['message']}\n"
-    status, out, _ = dcp_rs_cli("ls", "--json", world / "ckpt", "--frob")
-    assert (status, "--frob" in json.loads(out)["error"]["message"]) == (2, True)
-    assert dcp_rs_cli("ls", world / "nowhere")[1] == ""
 
 
 def test_ls_shows_values_and_chooses_by_globs(dcp_rs_cli, world: Path) -> None:
@@ -442,60 +260,6 @@ def test_sigterm_leaves_nothing(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, timeout=120, check=False)
     assert done.returncode == 128 + signal.SIGTERM
     assert [entry.name for entry in tmp_path.iterdir()] == ["src"]
-
-
-def _save_grid(path: str) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    from dcp_rs import save
-
-    mesh = init_device_mesh("cpu", (2, 2))
-    save({"w": distribute_tensor(random_tensor((8, 6)), mesh, [Shard(0), Shard(1)])}, path)
-
-
-def test_a_cut_is_drawn(dcp_rs_cli, tmp_path: Path) -> None:
-    run_ranks(4, _save_grid, str(tmp_path / "ckpt"))
-    status, out, _ = dcp_rs_cli("inspect", tmp_path / "ckpt", "w")
-    assert status == 0
-    assert out.count("│000111│") == 4
-    assert out.count("│222333│") == 4
-    assert "-r00003-f00000.safetensors" in out
-
-
-def test_maps_of_any_shape() -> None:
-    drawn = cutmap.draw((100,), [(0, (0,), (60,)), (5, (70,), (30,))], width=10)
-    assert drawn.rows == ["000000·111"]
-    assert (drawn.row_dim, drawn.column_dim, drawn.files) == (None, 0, {"0": 0, "1": 5})
-    drawn = cutmap.draw((), [(3, (), ())])
-    assert drawn.rows == ["0"]
-    drawn = cutmap.draw((4, 2, 6, 2), [(i, (0, 0, i, 0), (4, 2, 1, 2)) for i in range(6)], width=8, height=8)
-    assert (drawn.row_dim, drawn.column_dim, drawn.hidden) == (2, 3, [])
-    assert drawn.rows == ["00", "11", "22", "33", "44", "55"]
-    eight = [(4 * i + 2 * j + k, (i, j, k), (1, 1, 1)) for i in range(2) for j in range(2) for k in range(2)]
-    drawn = cutmap.draw((2, 2, 2), eight)
-    assert (drawn.rows, drawn.hidden) == (["02", "46"], [2])
-    many = cutmap.draw((1000, 8), [(i, (i, 0), (1, 8)) for i in range(1000)], height=16)
-    assert len(many.rows) == 16
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.00 kB"),
-        (9994, "9.99 kB"),
-        (9995, "10.0 kB"),
-        (99949, "99.9 kB"),
-        (999499, "999 kB"),
-        (999500, "1.00 MB"),
-        (2280000000, "2.28 GB"),
-        (10**16, "10000 TB"),
-    ],
-)
-def test_sizes(nbytes: int, text: str) -> None:
-    assert output.size(nbytes) == text
 
 
 def test_convert_leaves_the_folder_only_when_told(dcp_rs_cli, world: Path, tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""Errors of the command line: one line each, that says what to do."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+import dcp_rs
+from support.commands import in_a_process
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["ls", "nowhere"],
+        ["ls"],
+        ["ls", "nowhere", "--frob"],
+        ["frob"],
+        ["inspect", "{world}/ckpt", "model.embeding.weight"],
+        ["inspect", "{world}/ckpt", "step", "--html", "x.html"],
+        ["verify", "{world}/empty"],
+        ["diff", "{world}/ckpt", "nowhere"],
+        ["convert", "{world}/ckpt", "{world}/ckpt"],
+        ["convert", "{world}/ckpt", "x", "--dtype", "bf17"],
+        ["convert", "{world}/ckpt", "x", "--shards", "0"],
+        ["bench", "{world}/x.pt"],
+        ["bench", "{world}/ckpt", "--include", "nothing.*"],
+        ["index", "nowhere"],
+        ["ls", "ftp://host/ckpt"],
+        ["ls", "s3://bucket/ckpt", "--storage-option", "aws_region"],
+        ["convert", "{world}/ckpt", "s3://bucket/ckpt", "--to", "dcp"],
+    ],
+    ids=" ".join,
+)
+def test_errors_are_one_line(dcp_rs_cli, arguments: list[str], world: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (world / "empty").mkdir(exist_ok=True)
+    status, out, err = dcp_rs_cli(*[argument.format(world=world) for argument in arguments])
+    assert (status, out) == (2, "")
+    assert err.startswith("dcp-rs: ")
+    assert len(err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_with_a_scheme_is_named_as_it_was_given(dcp_rs_cli) -> None:
+    assert "ftp://host/ckpt: ftp:// is not supported" in dcp_rs_cli("verify", "ftp://host/ckpt")[2]
+    assert "s3://bucket/ckpt: here paths of the file system" in dcp_rs_cli("index", "s3://bucket/ckpt")[2]
+
+
+def test_a_copy_of_an_indexed_folder_says_what_to_do(dcp_rs_cli, world: Path, tmp_path: Path) -> None:
+    shutil.copytree(world / "stock", tmp_path / "stock")
+    dcp_rs.index(tmp_path / "stock")
+    shutil.copytree(tmp_path / "stock", tmp_path / "copy", copy_function=shutil.copy)
+    status, out, _ = dcp_rs_cli("verify", tmp_path / "copy")
+    assert status == 1
+    assert "expected the file that was indexed, got another: the file was modified after it was indexed" in out
+    assert "dcp-rs index --overwrite" in out
+    assert dcp_rs_cli("index", tmp_path / "copy", "--overwrite")[0] == 0
+    assert dcp_rs_cli("verify", tmp_path / "copy")[0] == 0
+
+
+def test_a_file_that_was_cut_short_is_described_once(dcp_rs_cli, world: Path, tmp_path: Path) -> None:
+    shutil.copytree(world / "ckpt", tmp_path / "ckpt")
+    (file,) = (tmp_path / "ckpt").glob("*.safetensors")
+    size = file.stat().st_size
+    os.truncate(file, size - 10)
+    out = dcp_rs_cli("verify", tmp_path / "ckpt")[1]
+    assert out.splitlines()[0] == f"damaged  {file}: expected a file of {size} bytes, got one of {size - 10} bytes"
+    file.unlink()
+    out = dcp_rs_cli("verify", tmp_path / "ckpt")[1]
+    assert out.splitlines()[0] == f"damaged  {file}: expected a file of {size} bytes, got none"
+
+
+def test_two_checkpoints_in_one_folder_are_warned_of_in_one_line(dcp_rs_cli, world: Path, tmp_path: Path) -> None:
+    shutil.copytree(world / "ckpt", tmp_path / "both")
+    shutil.copy(world / "stock" / ".metadata", tmp_path / "both")
+    status, out, err = dcp_rs_cli("ls", tmp_path / "both")
+    assert (status, out) == (0, dcp_rs_cli("ls", world / "ckpt")[1])
+    assert err.startswith(f"dcp-rs: warning: {tmp_path / 'both'} holds two checkpoints")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_near_miss_is_suggested(dcp_rs_cli, world: Path) -> None:
+    _, _, err = dcp_rs_cli("inspect", world / "ckpt", "model.embeding.weight")
+    assert "did you mean 'model.embedding.weight'?" in err
+
+
+def test_debug_shows_the_traceback(world: Path) -> None:
+    for arguments in (["--debug", "ls", "nowhere"], ["ls", "nowhere", "--debug"]):
+        done = in_a_process(*arguments)
+        assert done.returncode != 0
+        assert "Traceback" in done.stderr
+        assert "CheckpointNotFoundError" in done.stderr
+
+
+def test_errors_under_json_are_json(dcp_rs_cli, world: Path) -> None:
+    status, out, err = dcp_rs_cli("inspect", world / "ckpt", "model.embeding.weight", "--json")
+    assert status == 2
+    error = json.loads(out)["error"]
+    assert (error["type"], error["tensor"]) == ("EntryNotFoundError", "model.embeding.weight")
+    assert "did you mean 'model.embedding.weight'?" in error["message"]
+    assert err == f"dcp-rs: {error['message']}\n"
+    status, out, _ = dcp_rs_cli("ls", "--json", world / "ckpt", "--frob")
+    assert (status, "--frob" in json.loads(out)["error"]["message"]) == (2, True)
+    assert dcp_rs_cli("ls", world / "nowhere")[1] == ""
