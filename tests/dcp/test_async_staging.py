@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 import dcp_rs
-from dcp_rs import CheckpointManager, HostStager, RsSavePlanner, RsWriter
+from dcp_rs import CheckpointManager, HostStager, RsWriter
 from dcp_rs.dcp import background
 from dcp_rs.errors import StateChangedError, UnsupportedError
 from support import run_ranks
+from support.slow import Slow
 
 
 @contextlib.contextmanager
@@ -33,18 +34,6 @@ def copies_held_up():
 def saved(path):
     with dcp_rs.open(path, verify=True) as checkpoint:
         return dict(checkpoint)
-
-
-class Slow(RsSavePlanner):
-    """Waits for a word before it plans."""
-
-    def __init__(self):
-        super().__init__()
-        self.go = threading.Event()
-
-    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
-        self.go.wait(60)
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
 
 # --- what is saved -------------------------------------------------------------------------------------

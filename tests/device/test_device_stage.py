@@ -9,12 +9,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import dcp_rs
-from dcp_rs import RsSavePlanner, RsWriter
+from dcp_rs import RsWriter
 from dcp_rs.transfer import blocks
 from dcp_rs.transfer.lanes import lane_for
 from dcp_rs.transfer.stage import HostStager
 from support import assert_state_equal, run_ranks
 from support.simulated import install, on
+from support.slow import Slow
 
 MIB = 1 << 20
 
@@ -195,18 +196,6 @@ def test_a_failed_staging_gives_its_memory_back_when_no_copy_is_under_way(sim, d
 
 
 # --- saves -------------------------------------------------------------------------------------------
-
-
-class Slow(RsSavePlanner):
-    """Waits for a word before it plans."""
-
-    def __init__(self):
-        super().__init__()
-        self.go = threading.Event()
-
-    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
-        self.go.wait(60)
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
 
 def test_async_saves_that_queue(tmp_path, sim, device):

@@ -1,0 +1,122 @@
+"""Plans of saves that are remembered, so that they need not be sent again."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import dcp_rs
+from dcp_rs import RsSavePlanner, RsWriter
+from dcp_rs.errors import PlanError
+from support import assert_state_equal, run_ranks
+from support.layouts import layouts
+
+
+def save_with_cached_plans(path):
+    sent = []
+    for step in range(4):
+        state = layouts(seed=step) | ({"late": torch.ones(3)} if step == 3 and dist.get_rank() == 1 else {})
+        planner = RsSavePlanner(enable_plan_caching=True)
+        dcp_rs.save(state, path, planner=planner)
+        got = layouts(seed=9)
+        dcp_rs.load(got, path)
+        assert_state_equal(got, layouts(seed=step))
+        dist.barrier()
+        sent.append(planner._request_bytes)
+    return sent
+
+
+def test_a_plan_that_did_not_change_is_not_sent_again(ckpt):
+    first, second = run_ranks(2, save_with_cached_plans, ckpt)
+    assert first[0] > 100
+    assert first[1:] == [0, 0, 0]
+    assert second[1:3] == [0, 0]
+    assert second[3] > 100
+    assert "late" in dcp_rs.open(ckpt)
+
+
+def save_and_compare(path, group, seed, **options):
+    """A save of the ranks of a group; what each of them sent of its plan."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    planner = RsSavePlanner(enable_plan_caching=True)
+    state = {"all": torch.full((4,), float(seed)), f"of{rank}": torch.full((3,), float(10 * seed + rank))}
+    dcp_rs.save(state, path, planner=planner, process_group=group, **options)
+    with dcp_rs.open(path) as checkpoint:
+        assert checkpoint["all"].tolist() == [seed] * 4
+        for other in range(size):
+            assert checkpoint[f"of{other}"].tolist() == [10 * seed + other] * 3
+    dist.barrier(group)
+    return planner._request_bytes
+
+
+def save_in_many_groups(path):
+    """Rank 1 is in both groups, and is the coordinator of the second."""
+    rank = dist.get_rank()
+    first, second = dist.new_group([0, 1]), dist.new_group([1, 2])
+    sent = {"first": [], "second": []}
+    save_alone = {"alone": torch.ones(2)}
+    dcp_rs.save(save_alone, path / f"alone{rank}", planner=RsSavePlanner(enable_plan_caching=True), no_dist=True)
+    for seed in range(3):
+        if rank in (0, 1):
+            sent["first"].append(save_and_compare(path / "first", first, seed))
+        if rank in (1, 2):
+            sent["second"].append(save_and_compare(path / "second", second, seed))
+        dcp_rs.save(save_alone, path / f"alone{rank}", planner=RsSavePlanner(enable_plan_caching=True), no_dist=True)
+        # torch's own function does not tell through which group.
+        state = {"all": torch.ones(4), f"of{rank}": torch.ones(3)}
+        for group in (first, second) if rank == 1 else (first,) if rank == 0 else (second,):
+            planner = RsSavePlanner(enable_plan_caching=True)
+            name = path / ("a" if group is first else "b")
+            dcp.save(state, storage_writer=RsWriter(name), planner=planner, process_group=group)
+    third = dist.new_group([2, 0])
+    if rank in (0, 2):
+        sent["third"] = [save_and_compare(path / "third", third, seed) for seed in range(2)]
+    # Another group of the same ranks, and one that is made anew, begin with nothing.
+    again = dist.new_group([0, 1])
+    if rank == 2:
+        return sent, True
+    sent["again"] = [save_and_compare(path / "again", again, seed) for seed in range(2)]
+    gone = weakref.ref(again)
+    dist.destroy_process_group(again)
+    del again
+    gc.collect()
+    return sent, gone() is None
+
+
+def test_plans_are_remembered_for_each_group(tmp_path):
+    for sent, gone in run_ranks(3, save_in_many_groups, tmp_path):
+        for name, sizes in sent.items():
+            assert all(size > 0 for size in sizes[:1]), name
+            assert all(size == 0 for size in sizes[1:]), name
+        assert gone
+
+
+def fail(writer, plans):
+    raise PlanError("after planning")
+
+
+def save_after_a_failure(path):
+    rank = dist.get_rank()
+
+    def planner():
+        return RsSavePlanner(enable_plan_caching=True)
+
+    one, two = {"w": torch.ones(2)}, {"w": torch.ones(2), f"more{rank}": torch.ones(3)}
+    dcp_rs.save(one, path, planner=planner())
+    with pytest.MonkeyPatch.context() as patch:  # the coordinator plans, and the save fails after that
+        patch.setattr(RsWriter, "prepare_global_plan", fail)
+        with pytest.raises(PlanError, match="after planning"):
+            dcp_rs.save(two, path, planner=planner())
+    for state in (one, two, one, one):
+        dcp_rs.save(state, path, planner=planner())
+        dist.barrier()
+        with dcp_rs.open(path) as checkpoint:
+            assert sorted(checkpoint) == sorted(["w", "more0", "more1"] if state is two else ["w"])
+        dist.barrier()
+
+
+def test_a_save_that_failed_is_not_remembered(ckpt):
+    run_ranks(2, save_after_a_failure, ckpt)

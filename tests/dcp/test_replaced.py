@@ -1,0 +1,176 @@
+"""A checkpoint that another save replaces while it is read."""
+
+import contextlib
+import os
+import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import dcp_rs
+from crash.states import found_number
+from dcp_rs import RsReader, _core
+from dcp_rs.errors import CheckpointReplacedError
+from support import run_ranks
+from support.numbered import check_loaded, save, template
+
+
+def test_a_reader_whose_files_are_gone_says_so(ckpt):
+    save(ckpt, 2)
+    checkpoint = dcp_rs.open(ckpt)
+    reader = RsReader(ckpt)
+    metadata = reader.read_metadata()
+    save(ckpt, 4)
+    with pytest.raises(CheckpointReplacedError, match="replaced by another save") as raised:
+        checkpoint["common"]
+    assert raised.value.path == str(ckpt / "index.dcprs")
+    assert type(pickle.loads(pickle.dumps(raised.value))) is CheckpointReplacedError
+    with pytest.raises(CheckpointReplacedError):
+        checkpoint.get_slice("common")[:3]
+    with pytest.raises(CheckpointReplacedError):
+        metadata.state_dict_metadata.index.verify(threads=1)
+    assert found_number(ckpt, 1) == 4  # opened again
+
+
+class Replacing(dcp_rs.RsLoadPlanner):
+    """Lets another save be committed at some step of a load, ``times`` times."""
+
+    def __init__(self, path, step, times):
+        super().__init__()
+        self.path, self.step, self.times, self.number = path, step, times, 4
+
+    def maybe(self, step):
+        if step == self.step and self.times:
+            self.times -= 1
+            save(self.path, self.number)
+            self.number += 2
+
+    def create_local_plan(self):
+        self.maybe("before the plan")
+        plan = super().create_local_plan()
+        self.maybe("after the plan")
+        return plan
+
+    def set_up_planner(self, *args, **kwargs):
+        super().set_up_planner(*args, **kwargs)
+        self.maybe("before the plan")
+
+
+@pytest.mark.parametrize("step", ["before the plan", "after the plan"])
+def test_a_load_that_is_overtaken_begins_again(ckpt, step):
+    save(ckpt, 2)
+    planner = Replacing(ckpt, step, 3)
+    got = template()
+    dcp_rs.load_state_dict(got, RsReader(ckpt), no_dist=True, planner=planner)
+    assert check_loaded(got) == planner.number - 2
+    assert planner.times == 0
+    got = template()
+    dcp_rs.load(got, ckpt, no_dist=True, planner=Replacing(ckpt, step, 1))
+    check_loaded(got)
+
+
+def test_a_load_that_is_always_overtaken_gives_up(ckpt):
+    save(ckpt, 2)
+    with pytest.raises(CheckpointReplacedError):
+        dcp_rs.load(template(), ckpt, no_dist=True, planner=Replacing(ckpt, "after the plan", 1000))
+
+
+def test_the_protocol_of_torch_reports_it(ckpt):
+    save(ckpt, 2)
+    with pytest.raises(CheckpointException) as raised:
+        dcp.load(template(), storage_reader=RsReader(ckpt), no_dist=True, planner=Replacing(ckpt, "after the plan", 1))
+    assert type(raised.value.failures[0][0]) is CheckpointReplacedError
+
+
+class OpenedBefore(RsReader):
+    """On rank 1, opens what there was before another save was committed."""
+
+    def read_metadata(self, *args, **kwargs):
+        metadata = super().read_metadata(*args, **kwargs)
+        if dist.get_rank() == 0 and not getattr(self, "late", False):
+            self.late = True
+            dist.barrier()  # rank 1 has opened the old one
+            save(self.path, 4)
+            metadata = super().read_metadata(*args, **kwargs)
+        elif not getattr(self, "late", False):
+            self.late = True
+            dist.barrier()
+        return metadata
+
+
+def load_across(path):
+    got = template()
+    # The files of the old one stay: nothing but the ids says that there are two.
+    kept = [os.open(file, os.O_RDONLY) for file in path.glob("g*")] if dist.get_rank() == 0 else []
+    dist.barrier()
+    reader = OpenedBefore(path)
+    dcp_rs.load_state_dict(got, reader)
+    for fd in kept:
+        os.close(fd)
+    return check_loaded(got)
+
+
+def test_ranks_that_opened_two_saves_are_noticed(ckpt):
+    save(ckpt, 2)
+    assert run_ranks(2, load_across, ckpt) == [4, 4]
+
+
+def test_plans_of_two_saves_are_refused(tmp_path):
+    plans = []
+    for name in ("a", "b"):
+        save(tmp_path / name, 2)
+        reader = RsReader(tmp_path / name)
+        reader.read_metadata()
+        plans.append(reader.prepare_local_plan(dcp.LoadPlan([])))
+    joined = reader.prepare_global_plan(plans[:1] * 3)
+    assert [plan.storage_data.save_id for plan in joined] == [plans[0].storage_data.save_id] * 3
+    assert [plan.storage_data.ranks for plan in joined] == [3, 3, 3]
+    with pytest.raises(CheckpointReplacedError):
+        reader.prepare_global_plan(plans)
+
+
+def test_rank_local_saves_replaced_by_a_whole_one(ckpt):
+    save(ckpt, 2)
+    (ckpt / "index.dcprs").rename(ckpt / "__0.index.dcprs")
+    index = _core.Index.open(str(ckpt), 0, False)
+    save(ckpt, 4)
+    with pytest.raises(CheckpointReplacedError):
+        index.check_files([0])
+
+
+def read_or_write(path, seconds):
+    """Rank 0 saves; the others load, in two threads each. Returns how many loads each saw of how many saves."""
+    end = time.monotonic() + seconds
+    if dist.get_rank() == 0:
+        number = 2
+        while time.monotonic() < end:
+            save(path, number := number + 1)
+        return number
+    seen = []
+
+    def load_on():
+        while time.monotonic() < end:
+            got = template()
+            # Every save has another shape than the one before it, of which a template has one.
+            with contextlib.suppress(dcp_rs.errors.PlanError, CheckpointReplacedError):
+                dcp_rs.load(got, path, no_dist=True)
+                seen.append(check_loaded(got))
+            with contextlib.suppress(CheckpointReplacedError):
+                seen.append(found_number(path, 1))
+
+    with ThreadPoolExecutor(2) as threads:
+        for future in [threads.submit(load_on) for _ in range(2)]:
+            future.result()
+    assert seen
+    return len(set(seen))
+
+
+def test_processes_and_threads_read_while_another_overwrites(ckpt):
+    save(ckpt, 2)
+    saves, *readers = run_ranks(4, read_or_write, ckpt, 3)
+    assert saves > 3
+    assert all(readers)

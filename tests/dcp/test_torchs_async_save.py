@@ -1,0 +1,79 @@
+"""torch's async_save with our writer."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import dcp_rs
+from dcp_rs import RsWriter
+from dcp_rs.errors import SaveInProgressError
+from support import assert_state_equal, run_ranks
+from support.layouts import sharded_state
+from support.slow import Slow
+
+
+def test_torchs_async_save_is_refused_while_another_one_is_under_way(ckpt):
+    planner = Slow()
+    writer = RsWriter(ckpt, cache_staged_state_dict=True)
+    state = {"w": torch.ones(100)}
+    future = dcp.async_save(state, storage_writer=writer, planner=planner)
+    state["w"].zero_()
+    with pytest.raises(SaveInProgressError):
+        dcp.async_save(state, storage_writer=writer)
+    with pytest.raises(SaveInProgressError):
+        dcp.async_save(state, storage_writer=RsWriter(ckpt))
+    planner.go.set()
+    future.result(60)
+    assert dcp_rs.open(ckpt)["w"].all()
+    for value in (3.0, 4.0):  # right after each other, through the same writer and a new one
+        dcp.async_save({"w": torch.full((100,), value)}, storage_writer=writer).result(60)
+    dcp.async_save({"w": torch.full((100,), 5.0)}, storage_writer=RsWriter(ckpt)).result(60)
+    assert dcp_rs.open(ckpt)["w"][0] == 5
+
+
+def test_a_writer_that_still_saves_is_not_sent_elsewhere(tmp_path):
+    """W7: torch names the next path to the writer when the save begins, in the midst of the one before; that one's memory was written over."""
+    planner = Slow()
+    writer = RsWriter(tmp_path, cache_staged_state_dict=True)
+    state = {"w": torch.ones(1000)}
+    first = dcp.async_save(state, checkpoint_id=tmp_path / "first", storage_writer=writer, planner=planner)
+    assert planner.begun.wait(60)
+    state["w"].fill_(2)
+    with pytest.raises(SaveInProgressError, match="still saves"):
+        dcp.async_save(state, checkpoint_id=tmp_path / "second", storage_writer=writer)
+    planner.go.set()
+    first.result(60)
+    dcp.async_save(state, checkpoint_id=tmp_path / "second", storage_writer=writer).result(60)
+    assert dcp_rs.open(tmp_path / "first")["w"].eq(1).all()
+    assert dcp_rs.open(tmp_path / "second")["w"].eq(2).all()
+
+
+def send_to_torchs_process(path):
+    """Sharded tensors, two of which lie in one block, and save after save, each right after the one before."""
+    process = AsyncCheckpointerType.PROCESS
+    for cache in (True, False):
+        writer = RsWriter(path, cache_staged_state_dict=cache, fsync=False)
+        for seed in range(3):
+            state = sharded_state(seed)
+            state["more"] = sharded_state(seed)
+            if not cache:
+                writer = RsWriter(path, fsync=False)
+            future = dcp.async_save(state, storage_writer=writer, async_checkpointer_type=process)
+            future.add_done_callback(lambda _: time.sleep(0.5))  # the thread ends only then
+            metadata = future.result(150)
+            assert len(metadata.state_dict_metadata) == 86
+        dist.barrier()
+        got = {**sharded_state(9), "more": sharded_state(9)}
+        dcp_rs.load(got, path, verify=True)
+        assert_state_equal(got, {**sharded_state(2), "more": sharded_state(2)})
+        dist.barrier()
+    return True
+
+
+def test_torchs_checkpoint_process_gets_what_is_staged(ckpt):
+    """E5: it ended with SIGSEGV as soon as two DTensors lay in one block. E4: the next save was refused while the thread of the last one ended."""
+    assert run_ranks(2, send_to_torchs_process, ckpt, fresh=True, timeout=200) == [True, True]
