@@ -1,0 +1,260 @@
+"""Forged indexes: no record of theirs is believed unchecked, whatever it would cost in time or memory."""
+
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import dcp_rs
+from dcp_rs.errors import PlanError, UnsupportedError
+from support.forged import INDEX, NOTHING, rebuild, refused_at_once, sealed, section, sections_of, tensor_record
+from support.judged import read_all
+
+
+def test_names_that_share_bytes_are_refused(saved):
+    """10,000 names that are each half of a megabyte would be 5 GB."""
+    header = (saved / INDEX).read_bytes()
+    strings = b"a" * (1 << 19)
+    count = 10_000
+    tensors = b"".join(tensor_record((0, len(strings) - count + i)) for i in range(count))
+    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", b"", b"", strings, NOTHING]))
+    refused_at_once(saved, "share bytes")
+
+
+def test_paths_that_share_bytes_are_refused(saved):
+    header = (saved / INDEX).read_bytes()
+    long = 1 << 17
+    planner = NOTHING + b"\7" + struct.pack("<I", long) + b"\5\0\0\0\0" * long
+    names = b"".join(b"%08d" % i for i in range(4000))
+    tensors = b"".join(tensor_record((8 * i, 8), path=(2, len(planner) - 2)) for i in range(4000))
+    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", b"", b"", names, planner]))
+    refused_at_once(saved, "share bytes")
+
+
+def test_chunks_that_share_bytes_are_refused(saved):
+    """One megabyte of a file, a thousand times over, would be a tensor of a gigabyte."""
+    header = (saved / INDEX).read_bytes()
+    files, *_ = sections_of(header)
+    file = bytearray(files[:64])
+    struct.pack_into("<QIIQQQ", file, 0, 1, 4, 0, (1 << 20) + 4096, 4096, 0)
+    count, each = 1000, 1 << 20
+    dims = struct.pack("<Q", count * each) + b"".join(struct.pack("<QQ", i * each, each) for i in range(count))
+    chunks = b"".join(struct.pack("<IIQQQQII", 0, 0, 4096, each, 1 + 2 * i, 0, 0, 0) for i in range(count))
+    tensors = tensor_record((0, 1), shape=0, chunks=(0, count), dtype=2, ndim=1)
+    (saved / INDEX).write_bytes(rebuild(header, [bytes(file), tensors, chunks, dims, b"", b"wfile", NOTHING]))
+    (saved / "file").write_bytes(bytes((1 << 20) + 4096))
+    refused_at_once(saved, "share bytes")
+
+
+def test_elements_that_share_bytes_stay_views(saved):
+    """Strides of zero, as torch's own files have them: one element that claims to be 2**40."""
+    header = (saved / INDEX).read_bytes()
+    files, *_ = sections_of(header)
+    file = bytearray(files[:64])
+    struct.pack_into("<QIIQQQ", file, 0, 1, 4, 0, 4097, 4096, 0)
+    dims = struct.pack("<QQQQ", 1 << 40, 0, 1 << 40, 0)
+    chunks = struct.pack("<IIQQQQII", 0, 0, 4096, 1, 1, 0, 1, 0)
+    tensors = tensor_record((0, 1), shape=0, chunks=(0, 1), dtype=2, ndim=1)
+    sections = [bytes(file), tensors, chunks, dims, b"", b"wfile", NOTHING]
+    for source in (1, 2):
+        (saved / INDEX).write_bytes(rebuild(header, sections, patch=[(80, source)]))
+        (saved / "file").write_bytes(bytes(4096) + b"\7")
+        with dcp_rs.open(saved) as checkpoint:
+            assert checkpoint["w"].stride() == (0,)
+            assert checkpoint["w"][1 << 39] == checkpoint.get_slice("w")[-1] == 7
+        with dcp_rs.open(saved, framework="np") as checkpoint:
+            assert checkpoint["w"].strides == (0,)
+        into = {"w": torch.zeros(5, dtype=torch.uint8)}
+        with pytest.raises(PlanError, match="shape"):
+            dcp_rs.load(into, saved)
+    (saved / INDEX).write_bytes(rebuild(header, sections))
+    refused_at_once(saved, "no adopted tensor")
+
+
+@pytest.mark.parametrize("shape", [(1 << 62, 1 << 62, 0), (0, 1 << 62, 1 << 62), (1 << 61, 0), (1 << 63, 0)])
+def test_a_shape_that_torch_cannot_multiply_is_refused(saved, shape):
+    header = (saved / INDEX).read_bytes()
+    dims = struct.pack(f"<{len(shape)}Q", *shape)
+    tensors = tensor_record((0, 1), ndim=len(shape))
+    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", dims, b"", b"w", NOTHING]))
+    refused_at_once(saved, "shape is too large")
+
+
+def test_the_largest_shape_that_holds_nothing_is_read(saved):
+    header = (saved / INDEX).read_bytes()
+    tensors = tensor_record((0, 1), ndim=2)
+    dims = struct.pack("<QQ", (1 << 61) - 1, 0)
+    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", dims, b"", b"w", NOTHING]))
+    assert read_all(saved)["w"].shape == ((1 << 61) - 1, 0)
+
+
+def test_a_memory_format_without_a_meaning_is_refused(saved):
+    header = (saved / INDEX).read_bytes()
+    tensors = bytearray(tensor_record((0, 1)))
+    for flags in (0b1100, 0b1111):
+        tensors[15] = flags
+        (saved / INDEX).write_bytes(rebuild(header, [b"", bytes(tensors), b"", b"", b"", b"w", NOTHING]))
+        refused_at_once(saved, "memory format")
+    tensors[15] = 0b11111011
+    (saved / INDEX).write_bytes(rebuild(header, [b"", bytes(tensors), b"", b"", b"", b"w", NOTHING]))
+    assert dcp_rs.open(saved).info("w").shape == ()
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "stride", "match"),
+    [
+        (0, 0, 1, "no adopted tensor"),
+        (1, 1, 1, "no adopted tensor"),
+        (1, 0, 1 << 63, "stride is too large"),
+        (1, 0, (1 << 63) - 1, None),
+    ],
+)
+def test_strides_are_those_of_adopted_tensors(saved, source, kind, stride, match):
+    header = (saved / INDEX).read_bytes()
+    files, *_ = sections_of(header)
+    file = bytearray(files[:64])
+    struct.pack_into("<QIIQQQ", file, 0, 1, 4, 0, 4097, 4096, 0)
+    dims = struct.pack("<QQQQ", 1, 0, 1, stride)
+    chunks = struct.pack("<IIQQQQII", 0, 0, 4096, 1, 1, 0, 1, 0)
+    tensors = tensor_record((0, 1), chunks=(0, 1), kind=kind, dtype=0 if kind else 2, ndim=0 if kind else 1)
+    sections = [bytes(file), tensors, chunks, dims, b"", b"wfile", NOTHING]
+    (saved / INDEX).write_bytes(rebuild(header, sections, patch=[(80, source)]))
+    (saved / "file").write_bytes(bytes(4097))
+    if match is None:
+        assert read_all(saved)["w"].tolist() == [0]
+    else:
+        refused_at_once(saved, match)
+
+
+@pytest.mark.parametrize(
+    ("source", "incompat", "code", "flags", "match"),
+    [
+        (2, 1, 15, 8, None),  # complex64, conjugate
+        (2, 1, 15, 24, None),
+        (1, 1, 12, 16, None),  # float32, negative
+        (0, 1, 15, 8, "no adopted tensor"),
+        (2, 0, 15, 8, "no adopted tensor of an index that says so"),
+        (2, 1, 12, 8, "which have none"),
+        (2, 1, 6, 16, "which have none"),
+    ],
+)
+def test_signs_are_those_of_adopted_tensors(saved, source, incompat, code, flags, match):
+    header = (saved / INDEX).read_bytes()
+    files, *_ = sections_of(header)
+    file = bytearray(files[:64])
+    struct.pack_into("<QIIQQQ", file, 0, 1, 4, 0, 4104, 4096, 0)
+    length = 4 if code == 12 else 8
+    chunks = struct.pack("<IIQQQQII", 0, 0, 4096, length, 0, 0, flags, 0)
+    tensors = tensor_record((0, 1), chunks=(0, 1), dtype=code)
+    sections = [bytes(file), tensors, chunks, b"", b"", b"wfile", NOTHING]
+    (saved / INDEX).write_bytes(rebuild(header, sections, patch=[(80, source), (24, incompat)]))
+    (saved / "file").write_bytes(bytes(4096) + struct.pack("<ff", 1, 2))
+    want = {8: 1 - 2j, 24: -1 + 2j, 16: -1}
+    if match is None:
+        assert read_all(saved)["w"] == want[flags]
+    else:
+        refused_at_once(saved, match)
+
+
+@pytest.mark.parametrize(
+    ("source", "incompat", "flags", "match"),
+    [(0, 2, 4, None), (0, 0, 4, "does not say so"), (2, 2, 4, "what others wrote"), (0, 2, 5, "what others wrote")],
+)
+def test_links_are_of_native_data_in_an_index_that_says_so(saved, source, incompat, flags, match):
+    header = (saved / INDEX).read_bytes()
+    files, *_ = sections_of(header)
+    file = bytearray(files[:64])
+    struct.pack_into("<QIIQQQ", file, 0, 1, 4, flags, 4100, 4096, 0)
+    chunks = struct.pack("<IIQQQQII", 0, 0, 4096, 4, 0, 0, 0, 0)
+    sections = [bytes(file), tensor_record((0, 1), chunks=(0, 1)), chunks, b"", b"", b"wfile", NOTHING]
+    (saved / INDEX).write_bytes(rebuild(header, sections, patch=[(80, source), (24, incompat)]))
+    (saved / "file").write_bytes(bytes(4096) + struct.pack("<f", 1))
+    if match is None:
+        assert read_all(saved)["w"] == 1
+    else:
+        refused_at_once(saved, match)
+
+
+@pytest.mark.parametrize(("at", "length"), [(4, 16), (1 << 40, 16), (256, 8), (256, 32), (256, 1 << 63)])
+def test_contents_are_sixteen_bytes_a_chunk_within_the_index(saved, at, length):
+    header = bytearray((saved / INDEX).read_bytes())
+    struct.pack_into("<QQ", header, 208, at, length)
+    (saved / INDEX).write_bytes(sealed(header))
+    refused_at_once(saved, "contents")
+
+
+def test_an_index_of_the_future_is_refused(saved):
+    header = (saved / INDEX).read_bytes()
+    sections = [b""] * 6 + [NOTHING]
+    (saved / INDEX).write_bytes(rebuild(header, sections, patch=[(24, 12)]))
+    with pytest.raises(UnsupportedError, match="0xc"):
+        dcp_rs.open(saved)
+
+
+def test_a_shape_that_no_chunk_holds_takes_no_memory(saved):
+    """The shape is the index's word alone; chunks are bounded by their files."""
+    header = (saved / INDEX).read_bytes()
+    dims = struct.pack("<Q", 1 << 60)
+    tensors = tensor_record((0, 1), shape=0, chunks=(0, 0), dtype=2, ndim=1)
+    (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", dims, b"", b"w", NOTHING]))
+    checkpoint = dcp_rs.open(saved)
+    assert checkpoint.info("w").shape == (1 << 60,)
+    with pytest.raises(PlanError, match="does not hold"):
+        checkpoint["w"]
+
+
+BOUNDED = """
+import resource, sys
+import torch, dcp_rs
+base = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+limit = base + (96 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+from dcp_rs.errors import DcpRsError
+for path in sys.argv[1:]:
+    try:
+        with dcp_rs.open(path, threads=1) as checkpoint:
+            for name in checkpoint:
+                checkpoint[name]
+        print("right")
+    except DcpRsError as error:
+        print(type(error).__name__)
+"""
+
+
+def test_forged_lengths_allocate_nothing(saved, tmp_path):
+    """96 MiB of address space have to be enough to refuse whatever the numbers of a small file claim."""
+    good = (saved / INDEX).read_bytes()
+    (data,) = saved.glob("g*.safetensors")
+    folders = [
+        forge(tmp_path / f"section-{at}-{value}", data, good, at, value)
+        for at in range(96, 96 + 16 * 7, 8)
+        for value in (1 << 31, (1 << 64) - 1)
+    ]
+    for start, length in (section(good, number) for number in range(7)):
+        folders += [
+            forge(tmp_path / f"record-{at}-{value}", data, good, at, value)
+            for at in range(start, start + min(length, 64), 8)
+            for value in (1 << 31, (1 << 63) - 1)
+        ]
+    for length in (1 << 31, 99_999_999, 1 << 60):
+        path = tmp_path / f"header-{length}.safetensors"
+        path.write_bytes(struct.pack("<Q", length) + b"{}" * 50)
+        folders.append(path)
+    done = subprocess.run(
+        [sys.executable, "-c", BOUNDED, *folders], capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = done.stdout.split()
+    assert len(said) == len(folders)
+    assert said.count("CorruptIndexError") > len(folders) // 2
+
+
+def forge(folder, data, good, at, value):
+    folder.mkdir()
+    (folder / data.name).hardlink_to(data)
+    bad = bytearray(good)
+    struct.pack_into("<Q", bad, at, value)
+    (folder / INDEX).write_bytes(sealed(bad))
+    return folder

@@ -1,0 +1,112 @@
+"""Paths where no checkpoint is, or something that is none."""
+
+import os
+import resource
+import shutil
+
+import pytest
+import torch
+
+import dcp_rs
+from dcp_rs import RsReader
+from dcp_rs.errors import CheckpointNotFoundError, CorruptIndexError, DcpRsError, UnsupportedError
+from support import blank
+from support.both import load_rs, save_rs
+from support.failures import STATE, WAYS, failure
+from support.forged import INDEX
+from support.judged import read_all
+from support.places import STOCK
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_checkpoint_at_the_path(tmp_path, way):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "notes.txt").write_text("nothing to see")
+    for path in (tmp_path / "nowhere", tmp_path / "empty", tmp_path / "others"):
+        error = failure(CheckpointNotFoundError, way, path)
+        assert str(path) in str(error)
+        assert isinstance(error, FileNotFoundError)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        dcp_rs.index,
+        lambda url: dcp_rs.index("src", out=url),
+    ],
+)
+def test_a_url_where_there_has_to_be_a_path(tmp_path, monkeypatch, use):
+    monkeypatch.chdir(tmp_path)
+    save_rs({"w": torch.ones(1)}, tmp_path / "src")
+    error = failure(UnsupportedError, use, "s3://bucket/ckpt")
+    assert error.path == "s3://bucket/ckpt"
+    assert "s3://bucket/ckpt" in str(error)
+    assert "paths of the file system are supported" in str(error)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["src"]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        dcp_rs.open,
+        dcp_rs.verify,
+        RsReader,
+        lambda url: RsReader("ckpt").reset(url),
+        lambda url: dcp_rs.load({}, url, no_dist=True),
+        lambda url: dcp_rs.convert(url, "dst"),
+    ],
+)
+def test_a_scheme_of_no_store(tmp_path, monkeypatch, use):
+    monkeypatch.chdir(tmp_path)
+    error = failure(UnsupportedError, use, "hdfs://host/ckpt")
+    assert error.path == "hdfs://host/ckpt"
+    assert "hdfs:// is not supported" in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_file_that_is_no_checkpoint(tmp_path, way):
+    path = tmp_path / "file.txt"
+    path.write_text("not a folder, and not a checkpoint")
+    error = failure(DcpRsError, way, path)
+    assert str(path) in str(error)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo], ids=["folder", "pipe"])
+def test_an_index_that_is_no_file(ckpt, way, make):
+    ckpt.mkdir()
+    make(ckpt / "index.dcprs")
+    error = failure(CorruptIndexError, way, ckpt)
+    assert error.path == str(ckpt / "index.dcprs")
+
+
+def test_torch_s_load_says_why_too(tmp_path):
+    with pytest.raises(BaseException, match=r"nowhere|metadata is None\n$") as raised:
+        load_rs(blank(STATE), tmp_path / "nowhere")
+    assert not isinstance(raised.value, TypeError | AttributeError)
+    if "nowhere" not in str(raised.value):
+        pytest.skip("this torch (2.11) says 'metadata is None', whatever the reason")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("which", ["index", "data", "safetensors", "metadata"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(saved, tmp_path, which):
+    (data,) = saved.glob("g*.safetensors")
+    path = saved
+    if which == "index":
+        target = saved / INDEX
+    elif which == "data":
+        target = data
+    elif which == "safetensors":
+        path = target = tmp_path / "model.safetensors"
+    else:
+        stock = STOCK / "torch-2.15.0" / "plain"
+        path = shutil.copytree(stock, tmp_path / "stock")
+        target = path / ".metadata"
+    target.unlink(missing_ok=True)
+    os.mkfifo(target)
+    with pytest.raises((DcpRsError, OSError)):
+        read_all(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0

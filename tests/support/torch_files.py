@@ -1,0 +1,73 @@
+"""What files of torch.save may hold, compared as torch.load gives it."""
+
+import collections
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+from dcp_rs.testing.states import dtypes_state, shapes_state
+from support import same_bits
+
+
+def rich_state():
+    """Everything that weights_only=True allows."""
+    shapes = shapes_state()
+    del shapes["negative"], shapes["two_blocks"]  # torch does not save one memory as two types
+    base = torch.arange(100.0)
+    weight = torch.nn.Parameter(torch.randn(3, 4))
+    return {
+        "model": collections.OrderedDict(w=weight, rows=base[10:20], turned=base.view(10, 10).t()),
+        "expanded": torch.ones(1, 2).expand(5, 2),
+        "tied": weight,
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(1.0), "m": torch.zeros(3)}, 7: {"step": torch.tensor(2.0)}},
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0, 7]}],
+        },
+        "lists": [1, [torch.ones(2)], {"a": -1}],
+        "tuple": (torch.ones(2), 3),
+        "sparse": torch.eye(3).to_sparse(),
+        "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        "values": [
+            None,
+            True,
+            2**70,
+            -(2**40),
+            1.5,
+            "text \U0001f600 \ud800",
+            b"\x00\xff",
+            {1, 2},
+            1 + 2j,
+            bytearray(b"x"),
+        ],
+        "counter": collections.Counter("aab"),
+        "size": torch.Size([1, 2]),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "empty": [],
+        "none": None,
+        5: "five",
+    } | {"shapes": shapes, "dtypes": dtypes_state()}
+
+
+def same(got, want):
+    """Equal to the last bit and type."""
+    if isinstance(want, torch.Tensor) and not isinstance(want, torch.nn.Parameter) and type(got) is not type(want):
+        return False
+    if isinstance(want, torch.Tensor):
+        if want.is_quantized:
+            return torch.equal(got.int_repr(), want.int_repr())
+        if want.layout != torch.strided:
+            return torch.equal(got.to_dense(), want.to_dense())
+        return same_bits(got, want)
+    if type(got) is not type(want):
+        return False
+    if isinstance(want, dict):
+        return list(got) == list(want) and all(same(got[key], want[key]) for key in want)
+    if isinstance(want, list | tuple):
+        return len(got) == len(want) and all(map(same, got, want))
+    return got == want or repr(got) == repr(want) == "nan"
+
+
+def flat(state):
+    """What DCP makes of it."""
+    return flatten_state_dict(state)[0]
