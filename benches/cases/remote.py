@@ -14,7 +14,7 @@ from harness.memory import extra_anonymous_bytes
 from harness.pairs import measure
 from harness.rows import Row, figure, versus
 from harness.states import Pattern, model_shapes, shard, size_of, small_shapes, square_shapes
-from harness.stores import FSSPEC, OBSTORE, OURS, SAVES, SAVES_FSSPEC
+from harness.stores import CONNECTOR, FSSPEC, OBSTORE, OURS, SAVES, SAVES_FSSPEC
 
 import dcp_rs
 from dcp_rs import _core
@@ -32,8 +32,8 @@ def run(context: Context) -> list[Row]:
     model = Pattern(model_shapes(context.sizes), torch.bfloat16)
     small = Pattern(small_shapes(context.sizes.small), torch.float32)
     return [
-        *_loads(context, "model", model, 0.0, {OBSTORE: (0.8, 0.95), FSSPEC: (8, 13)}),
-        *_loads(context, "model", model, LATENCY, {OBSTORE: (0.8, 0.95), FSSPEC: (5, 6)}),
+        *_loads(context, "model", model, 0.0, {OBSTORE: (0.8, 0.95), FSSPEC: (8, 13), CONNECTOR: (2.5, 3.8)}),
+        *_loads(context, "model", model, LATENCY, {OBSTORE: (0.8, 0.95), FSSPEC: (5, 6), CONNECTOR: (3, 3.8)}),
         *_loads(context, "small", small, LATENCY, {FSSPEC: (40, 150)}),
         *_columns(context),
         *_opening(context, model),
@@ -56,6 +56,8 @@ def _loads(
         contenders = [stores.ours(store, native, state, pattern)]
         if stores.is_there(FSSPEC):
             contenders.append(stores.fsspec(store, stock, state, pattern))
+        if CONNECTOR in bounds and stores.is_there(CONNECTOR):
+            contenders.append(stores.connector(store, stock, state, pattern))
         if OBSTORE in bounds and stores.is_there(OBSTORE):
             contenders.append(stores.raw(store, native))
         times = measure(contenders, **context.pairs)

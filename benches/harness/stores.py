@@ -17,8 +17,9 @@ from harness.pairs import Contender
 from harness.states import Pattern
 
 OURS, OBSTORE, FSSPEC = "dcp_rs.load, s3://", "obstore, ranges of 8 MiB, 64 at a time", "FsspecReader, s3fs"
+CONNECTOR = "S3StorageReader, s3torchconnector"
 SAVES, SAVES_FSSPEC = "dcp_rs.save, s3://", "FsspecWriter, s3fs"
-PACKAGES = {OBSTORE: "obstore", FSSPEC: "s3fs", SAVES_FSSPEC: "s3fs"}
+PACKAGES = {OBSTORE: "obstore", FSSPEC: "s3fs", SAVES_FSSPEC: "s3fs", CONNECTOR: "s3torchconnector"}
 KEYS = {"aws_access_key_id": "key", "aws_secret_access_key": "secret", "aws_region": "us-east-1"}
 PART = 8 << 20
 
@@ -105,6 +106,21 @@ def fsspec(store: Store, folder: Path, state: State, pattern: Pattern) -> Conten
         dcp.load(into, storage_reader=FsspecReader(url(path), **store.fsspec_options()), no_dist=True)
 
     return loaders.loads(FSSPEC, load, folder, state, pattern, warm_up=False)
+
+
+def connector(store: Store, folder: Path, state: State, pattern: Pattern) -> Contender:
+    def load(path: Path, into: State) -> None:
+        from s3torchconnector import S3ClientConfig
+        from s3torchconnector._s3client import S3Client
+        from s3torchconnector.dcp import S3StorageReader
+
+        region, config = KEYS["aws_region"], S3ClientConfig(force_path_style=True, unsigned=True)
+        reader = S3StorageReader(region, url(path), config)
+        # It takes no endpoint; its client does.
+        reader.fs._client = S3Client(region, endpoint=store.endpoint, s3client_config=config)  # noqa: SLF001
+        dcp.load(into, storage_reader=reader, no_dist=True)
+
+    return loaders.loads(CONNECTOR, load, folder, state, pattern, warm_up=False)
 
 
 def _saves(name: str, save: Callable[[State, str], None], store: Store, state: State, pattern: Pattern) -> Contender:
