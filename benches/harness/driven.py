@@ -40,6 +40,8 @@ class Driven:
             self._process.stdin.write("\t".join(map(str, words)) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
+            while line.startswith("[Gloo]"):  # of torch 2.8 it tells whom it found
+                line = self._process.stdout.readline()
         except BrokenPipeError:
             line = ""
         if not line:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from torch.distributed.checkpoint import staging
 
 from support.places import ROOT
 
@@ -28,6 +29,8 @@ def context(tmp_path_factory):
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "peers"])
 def test_a_family_measures_all_its_rows(context, family):
+    if family == "stall" and not hasattr(staging, "DefaultStager"):
+        pytest.skip("this torch has no stager of its own")
     rows = importlib.import_module(f"cases.{family}").run(context)
     assert rows
     for row in rows:
