@@ -95,6 +95,8 @@ class Saving:
 
     Attributes:
         path: where to, resolved.
+        begun_by: the thread that staged it, or that saves.
+        taken_up_by: the one that was given what was staged, once it has said so.
         thread: the one that saves, once that has begun.
         written: this rank's bytes are on their way; what is left is the commit.
         committed: it is the checkpoint now.
@@ -103,6 +105,8 @@ class Saving:
 
     path: str
     writer: weakref.ref[Any]
+    begun_by: threading.Thread = field(default_factory=threading.current_thread)
+    taken_up_by: threading.Thread | None = None
     thread: threading.Thread | None = None
     begun: float = field(default_factory=time.monotonic)
     queued: bool = False  # its end will be told
@@ -121,9 +125,10 @@ class Saving:
         """Whether another save to the path may begin."""
         if self.ended or self.committed or self.writer() is None:
             return True
-        if self.thread is None:
+        thread = self.thread or self.taken_up_by
+        if thread is None:
             return not self.queued and time.monotonic() - self.begun > _TAKEN_UP
-        return self.thread is threading.current_thread() or not self.thread.is_alive()
+        return thread is threading.current_thread() or not thread.is_alive()
 
     def is_under_way(self) -> bool:
         """The contrary."""
@@ -148,6 +153,27 @@ def begin(path: Any, writer: Any, *, queued: bool = False) -> Saving:
             raise SaveInProgressError(msg, path=path)
         _active[saving.path] = saving
     return saving
+
+
+def still_saving(saving: Saving) -> SaveInProgressError:
+    """What a writer says that is asked for another save before this one is over."""
+    msg = f"this writer still saves to {saving.path}: wait for its future, or save with another one"
+    return SaveInProgressError(msg, path=saving.path)
+
+
+def take_up(saving: Saving) -> None:
+    """Notes that this thread saves what another one staged.
+
+    Raises:
+        SaveInProgressError: a third one does, which is not over. torch 2.8 names the next path to a writer as soon as it is asked for the next save.
+    """
+    current = threading.current_thread()
+    if saving.is_over():
+        return
+    if saving.taken_up_by is not None:
+        raise still_saving(saving)
+    if current is not saving.begun_by:
+        saving.taken_up_by = current
 
 
 def sent(saving: Saving) -> None:

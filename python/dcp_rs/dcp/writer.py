@@ -36,7 +36,7 @@ from dcp_rs.dcp.save_planner import local_writes, nesting_of
 from dcp_rs.dcp.stock_arguments import STOCK_COPY_AHEAD, judge_writer, one_of
 from dcp_rs.dcp.write_items import collect
 from dcp_rs.dcp.written import Written, packed, unpacked
-from dcp_rs.errors import PlanError, SaveInProgressError
+from dcp_rs.errors import PlanError
 from dcp_rs.options import WriteOptions
 from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.transfer.save import turns, write_entries
@@ -120,7 +120,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._stager = HostStager(cache=cache_staged_state_dict)
         self.storage_options = StorageOptions.of(storage_options)
         self._parent = Parent(parent, reuse, verify=verify_reuse)
-        self._go_to(path)
+        self.path = location(path)
         self.options = WriteOptions(
             threads=threads, fsync=True if fsync is None else fsync, io=io, max_inflight_bytes=max_inflight_bytes
         )
@@ -144,15 +144,18 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         given = {"path": os.fspath(self.path), **self.options.given(), "storage_options": self.storage_options}
         return call("RsWriter", given)
 
-    def _go_to(self, path: str | os.PathLike[str]) -> None:
-        self.path = location(path)
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins a new save, to another path where one is given."""
+        """Begins a new save, to another path where one is given.
+
+        Raises:
+            SaveInProgressError: what another thread saves through this writer is not over.
+        """
+        if checkpoint_id and self._saving is not None:
+            commits.take_up(self._saving)
         if self._written is not None and self._written.is_over:
             self._forget()
         if checkpoint_id:
-            self._go_to(checkpoint_id)
+            self.path = location(checkpoint_id)
         self._take_new_id()
 
     def _take_new_id(self) -> None:
@@ -178,8 +181,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     def begin_staging(self, state_dict: dict[str, Any], *, queued: bool = False, watched: bool = False) -> Staging:
         """Such a copy. With ``queued``, the caller finishes it, and the save may begin much later: :meth:`close` will tell when it is over."""
         if self._saving is not None and self._saving.is_under_way():
-            msg = f"this writer still saves to {self._saving.path}: wait for its future, or save with another one"
-            raise SaveInProgressError(msg, path=self._saving.path)
+            raise commits.still_saving(self._saving)
         self._saving = commits.begin(self.path, self, queued=queued)
         if not (dist.is_available() and dist.is_initialized() and dist.get_rank() != 0):
             self._look_at_folder()
