@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import dcp_rs
 from dcp_rs import CheckpointManager
-from dcp_rs.steps.root import Root
+from dcp_rs.steps.folder_root import FolderRoot
 
 KEEP_LAST, KEEP_BEST = 2, 1
 #: In the stacks of a rank whose process group is being made.
@@ -176,7 +176,7 @@ class Run:
                 assert step == (newest or -1), f"resumed from {step}, {newest} was the newest"
             elif word == "saved":
                 self.durable.add(step)
-        listing = Root(self.root).look()
+        listing = FolderRoot(self.root).look()
         assert all(passed.kind == "unfinished" for passed in listing.passed_over), listing.passed_over
         there = {step.number for step in listing.steps}
         # Of a save that was killed after its commit, nobody was told.

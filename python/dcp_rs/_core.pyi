@@ -197,8 +197,8 @@ class Index:
     @staticmethod
     def from_bytes(data: bytes, path: str, allow_external: bool) -> Index: ...
     @staticmethod
-    def from_data(path: str) -> Index:
-        """An index made of what others wrote at `path`, whatever index lies there."""
+    def from_data(path: str, storage_options: Mapping[str, str] | None = None) -> Index:
+        """An index made of what others wrote at `path`, whatever index lies there; a URL where `storage_options` are given."""
     @property
     def path(self) -> Path:
         """The file it comes from; of one in memory the path of what it was made of."""
@@ -490,6 +490,28 @@ class Store:
     def leftovers(self, folder: str, older_than: float | None) -> list[Leftover]:
         """As the function of this name, on the store."""
     def clean(self, folder: str, older_than: float | None) -> tuple[list[Leftover], list[Leftover], list[str]]:
+        """As the function of this name, on the store."""
+    def list(
+        self, folders: Sequence[str | Path]
+    ) -> builtins.list[tuple[builtins.list[tuple[str, int, float, str | None]], builtins.list[str]]]:
+        """What is right in each: files (name, length, seconds since it was stored, tag), and names of folders."""
+    def read(self, paths: Sequence[str | Path]) -> builtins.list[bytes | None]:
+        """All bytes of each file; None of those that are not there."""
+    def put(self, path: str | Path, data: bytes) -> None:
+        """Stores a file, in place of one that has the name."""
+    def remove(self, paths: Sequence[str | Path]) -> None:
+        """Removes files, where they are there; raises for the first that could not be, after all were tried."""
+    def replace_index(self, folder: str, index: bytes) -> None:
+        """Stores an index over data that is there, in place of what there was when this was begun; removes nothing."""
+    def recover(
+        self,
+        folder: str,
+        *,
+        generation: int | None,
+        save_id: bytes | None,
+        threads: int,
+        progress: Callable[[int], object] | None = None,
+    ) -> bytes:
         """As the function of this name, on the store."""
     @property
     def keeps_conditions(self) -> bool:

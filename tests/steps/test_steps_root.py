@@ -11,14 +11,15 @@ import torch.distributed.checkpoint as dcp
 import dcp_rs
 from dcp_rs import RsWriter
 from dcp_rs.errors import UnsupportedError
+from dcp_rs.steps.folder_root import FolderRoot
 from dcp_rs.steps.policies import Policies
 from dcp_rs.steps.pruning import prune
-from dcp_rs.steps.root import PassedOver, Root, Step
+from dcp_rs.steps.root import PassedOver, Step
 
 
 @pytest.fixture
 def root(tmp_path):
-    return Root(tmp_path / "run")
+    return FolderRoot(tmp_path / "run")
 
 
 def save(root, number, metrics=None, *, settle=True):
@@ -338,4 +339,4 @@ def test_what_cannot_be_removed_is_said(root):
 
 def test_a_root_with_a_scheme_is_refused():
     with pytest.raises(UnsupportedError, match="s3://"):
-        Root("s3://bucket/run")
+        FolderRoot("s3://bucket/run")

@@ -14,6 +14,7 @@ from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, Unsupported
 
 __all__ = [
     "INDEX_NAME",
+    "STOCK_NAME",
     "is_data_file",
     "is_rank_local",
     "local_path",

@@ -13,13 +13,14 @@ from dcp_rs.steps.policies import Policies, used
 from dcp_rs.steps.pruning import Pruned, unneeded
 from dcp_rs.steps.pruning import prune as remove
 from dcp_rs.steps.root import Listing, PassedOver, Root, Step
+from dcp_rs.steps.roots import root_at
 
 __all__ = ["prune", "steps"]
 
 
 def steps(path: Path, *, as_json: bool) -> None:
     """One line a step, and what is passed over."""
-    found = _look(Root(path))
+    found = _look(root_at(path))
     if as_json:
         latest = found.steps[-1].number if found.steps else None
         print_json(
@@ -53,7 +54,7 @@ def steps(path: Path, *, as_json: bool) -> None:
 
 def prune(path: Path, policies: Policies, *, verify: bool, yes: bool, as_json: bool) -> int:
     """Lists what is not kept, and removes it if that was asked for. 1 where that did not work."""
-    root = Root(path)
+    root = root_at(path)
     found = _look(root)
     done = remove(root, policies, verify=verify) if yes else Pruned(unneeded(found.steps, policies), found.left)
     gone = {step.number for step in done.removed}

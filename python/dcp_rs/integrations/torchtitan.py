@@ -17,7 +17,8 @@ from dcp_rs.api import async_save, load, save
 from dcp_rs.conversion import convert
 from dcp_rs.dcp.together import Ranks
 from dcp_rs.integrations._needs import framework
-from dcp_rs.steps.root import Root, Step
+from dcp_rs.steps.folder_root import FolderRoot
+from dcp_rs.steps.root import Step
 from dcp_rs.transfer.stage import HostStager
 
 __all__ = ["DcpRsCheckpointManager"]
@@ -63,7 +64,7 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
             return
         self._write_options: Any = {"threads": config.threads, "fsync": config.fsync}
         self._read_options: Any = {"threads": config.threads, "verify": config.verify}
-        self._root = Root(self.folder)
+        self._root = FolderRoot(self.folder)
         self._saved_last = ""
         self.stager: Any
         if self.async_mode == _Mode.ASYNC_WITH_PINNED_MEM:
@@ -146,7 +147,7 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
 
     def _find_load_step(self, folder: str = "") -> int:
         """The newest step that can be loaded, of this package or of torchtitan's own manager; -1 where there is none."""
-        root = Root(folder) if folder else self._root
+        root = FolderRoot(folder) if folder else self._root
         for found in root.newest():
             if isinstance(found, Step) or _is_of_others(found.path):
                 return found.number

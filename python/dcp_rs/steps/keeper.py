@@ -28,10 +28,12 @@ class Prepared:
     Attributes:
         save_id: the id that it is to have.
         parent: the step that it may take over from, if there is one.
+        overwrite: whether it may replace a step that is there by then.
     """
 
     save_id: str
     parent: Step | None
+    overwrite: bool
 
 
 class Keeper:
@@ -80,7 +82,7 @@ class Keeper:
         save_id = uuid.uuid4().hex
         self._root.begin(step, save_id, numbers)
         self._begun.add(save_id)
-        return Prepared(save_id, self._parent() if reuse else None)
+        return Prepared(save_id, self._parent() if reuse else None, overwrite=force)
 
     def _parent(self) -> Step | None:
         """The newest step that nobody found damaged."""
@@ -97,6 +99,8 @@ class Keeper:
                 msg = f"there is a step {step} in {self._root.path} already: force=True replaces it"
                 raise CheckpointExistsError(msg, path=found.path)
             return
+        if found.kind == "in use" and self._root.goes_beside:
+            return  # the first that commits wins, and the other hears of it
         if not force and found.kind in ("in use", "foreign", "no index"):
             msg = f"step {step} cannot be saved to {found.path}: {found.why} (force=True removes what is there)"
             raise (SaveInProgressError if found.kind == "in use" else CheckpointExistsError)(msg, path=found.path)

@@ -27,7 +27,8 @@ from dcp_rs.steps.policies import Policies, check_positive
 from dcp_rs.steps.preemption import Preemption
 from dcp_rs.steps.resuming import resume
 from dcp_rs.steps.reusing import Reusing
-from dcp_rs.steps.root import PassedOver, Root, Step
+from dcp_rs.steps.root import PassedOver, Step
+from dcp_rs.steps.roots import root_at
 from dcp_rs.steps.team import Team
 
 __all__ = ["CheckpointManager"]
@@ -52,7 +53,7 @@ class CheckpointManager:
     once a newer step is durable; never the latest, the best, the one this run resumed from, or one that is being saved.
 
     Args:
-        root: the folder; it is created by the first save.
+        root: the folder, which the first save creates; or its URL on a store, as ``s3://bucket/run``.
         save_every: :meth:`should_save` wants the multiples of this.
         keep_last: keep so many of the newest steps.
         keep_every: keep the first step at or after each multiple of this.
@@ -71,6 +72,7 @@ class CheckpointManager:
         verify_reuse: read what would be reused, and write what is not as its digests say.
         process_group: of the ranks that save and load together; default: all. The manager makes gloo groups of its own of these ranks.
         no_dist: this process saves and loads by itself.
+        storage_options: for a URL, see :class:`dcp_rs.RsReader`.
         write_options: see :class:`dcp_rs.options.WriteOptions`.
 
     Attributes:
@@ -80,7 +82,7 @@ class CheckpointManager:
 
     Raises:
         ValueError: an argument that does not make sense.
-        UnsupportedError: a root with a scheme: it is a path of the file system.
+        UnsupportedError: a URL of no store that is known; ``storage_options`` for a path of the file system; ``reuse`` for a URL.
     """
 
     def __init__(
@@ -101,10 +103,11 @@ class CheckpointManager:
         verify_reuse: bool = False,
         process_group: dist.ProcessGroup | None = None,
         no_dist: bool = False,
+        storage_options: Mapping[str, Any] | Any | None = None,
         **write_options: Any,
     ) -> None:
         check_positive("save_every", save_every)
-        self._root = Root(root)
+        self._root = root_at(root, storage_options)
         self._policies = Policies(
             keep_last=keep_last,
             keep_every=keep_every,
@@ -117,7 +120,7 @@ class CheckpointManager:
         self._keeper = Keeper(self._root, self._policies, verify=verify_before_prune)
         WriteOptions(**write_options)  # a bad one is an error here, and not at the first save
         self._write_options = write_options
-        self._reusing = Reusing(reuse, verify=verify_reuse)
+        self._reusing = Reusing(self._root, reuse, verify=verify_reuse)
         self._save_every = save_every
         self.resumed: int | None = None
         self.preempted = False
@@ -135,11 +138,11 @@ class CheckpointManager:
 
     @property
     def root(self) -> Path:
-        """The folder of the run."""
+        """The folder of the run, or its URL."""
         return self._root.path
 
     def path(self, step: int) -> Path:
-        """The folder of a step, whether it is there or not."""
+        """The folder of a step, or its URL, whether it is there or not."""
         return self._root.folder(step)
 
     def steps(self) -> list[Step]:
@@ -291,10 +294,8 @@ class CheckpointManager:
             CheckpointNotFoundError: the root has no such step; or, without ``step``, it has steps, and none can be loaded.
             As :func:`dcp_rs.load`.
         """
-        return self._load(
-            step,
-            lambda path: api.load(state_dict, path, planner=planner, **self._team.options, **read_options),
-        )
+        options = {**self._root.access, **self._team.options, **read_options}
+        return self._load(step, lambda path: api.load(state_dict, path, planner=planner, **options))
 
     def load_training_state(
         self,
@@ -311,10 +312,8 @@ class CheckpointManager:
             step: as for :meth:`load`.
         """
         optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
-        return self._load(
-            step,
-            lambda path: optim.load_training_state(path, model, optimizers, extra, **self._team.options, **options),
-        )
+        options = {**self._root.access, **self._team.options, **options}
+        return self._load(step, lambda path: optim.load_training_state(path, model, optimizers, extra, **options))
 
     def _load(self, step: int | None, load: Callable[[Path], object]) -> int | None:
         self._settle()
@@ -350,10 +349,8 @@ class CheckpointManager:
             self.close()
         elif not self._closed:
             # The other ranks may not come here: nothing that they would have a part in.
-            if self._team.pending is not None:
-                failure = self._team.pending.exception()
-                if failure is not None:
-                    error.add_note(f"besides, the save in the background failed: {failure}")
+            if self._team.pending is not None and (failure := self._team.pending.exception()) is not None:
+                error.add_note(f"besides, the save in the background failed: {failure}")
             self._let_go()
 
     def _let_go(self) -> None:
@@ -378,8 +375,8 @@ class CheckpointManager:
 
     def _options(self, prepared: Prepared) -> dict[str, Any]:
         """How a step is saved."""
-        reuse = self._reusing.options(prepared)
-        return {**self._write_options, **self._team.options, **reuse, "save_id": prepared.save_id}
+        one = {"save_id": prepared.save_id, "overwrite": prepared.overwrite, **self._reusing.options(prepared)}
+        return {**self._write_options, **self._root.access, **self._team.options, **one}
 
     def _settle(self) -> None:
         """Waits for the save in the background, and raises on every rank where it failed on one."""

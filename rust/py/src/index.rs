@@ -63,10 +63,17 @@ impl Index {
         })
     }
 
-    /// Indexes what others wrote at `path`, whatever index lies there.
+    /// Indexes what others wrote at `path`, whatever index lies there. With `storage_options`, `path` is a URL.
     #[staticmethod]
-    fn from_data(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
-        let inner = py.detach(|| checkpoint::open_data(&path, 0)).into_py(py)?;
+    #[pyo3(signature = (path, storage_options = None))]
+    fn from_data(py: Python<'_>, path: PathBuf, storage_options: Option<HashMap<String, String>>) -> PyResult<Self> {
+        let inner = match storage_options {
+            None => py.detach(|| checkpoint::open_data(&path, 0)).into_py(py)?,
+            Some(options) => {
+                let store: Arc<dyn Remote> = Arc::new(Store::new(&path.to_string_lossy(), options).into_py(py)?);
+                interrupt::run(py, |control| checkpoint::open_remote_data(&path, store, control))?
+            }
+        };
         Ok(Self {
             inner: Arc::new(inner),
             allow_external: true,

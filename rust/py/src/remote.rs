@@ -5,18 +5,25 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use dcp_rs_core::checkpoint::{self, Begun, Committed};
+use dcp_rs_core::checkpoint::{self, Begun, Committed, RecoverOptions};
 use dcp_rs_core::format::Index;
-use dcp_rs_core::store::{Remote, StoringConnection};
+use dcp_rs_core::store::{self, Condition, Folder, Listed, Remote, StoringConnection};
 use dcp_rs_core::{Control, Error, Result};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::PyBytes;
 
 use crate::clean::{CleanedRows, to_rows};
 use crate::error::IntoPy;
 use crate::interrupt;
 use crate::panics::guarded;
 use crate::rows::Leftover;
+
+/// For the removal of all that is asked for.
+const REMOVING: Duration = Duration::from_secs(60 * 60);
+
+/// Files (name, length, seconds since it was stored, tag), and the names of folders.
+type FolderRows = (Vec<(String, u64, f64, Option<String>)>, Vec<String>);
 
 /// A store, for one save: its commit replaces what was there when it began.
 #[pyclass(frozen, module = "dcp_rs._core")]
@@ -79,6 +86,68 @@ impl Store {
         Ok(to_rows(cleaned))
     }
 
+    /// What is right in each of some folders: its files (name, length, seconds since it was stored, tag), and the names of its folders.
+    fn list(&self, py: Python<'_>, folders: Vec<PathBuf>) -> PyResult<Vec<FolderRows>> {
+        let found = self.ask(py, |connection, control| {
+            store::list_folders(&folders, connection, control)
+        })?;
+        let row = |file: Listed| (file.name, file.size, file.age.as_secs_f64(), file.tag);
+        let rows = |folder: Folder| (folder.files.into_iter().map(row).collect(), folder.folders);
+        Ok(found.into_iter().map(rows).collect())
+    }
+
+    /// All bytes of each of some files; None of those that are not there.
+    fn read<'py>(&self, py: Python<'py>, paths: Vec<PathBuf>) -> PyResult<Vec<Option<Bound<'py, PyBytes>>>> {
+        let found = self.ask(py, |connection, control| store::read_files(&paths, connection, control))?;
+        let bytes = |bytes: Option<Vec<u8>>| bytes.map(|bytes| PyBytes::new(py, &bytes));
+        Ok(found.into_iter().map(bytes).collect())
+    }
+
+    /// Stores a file, in place of one that has the name.
+    fn put(&self, py: Python<'_>, path: PathBuf, data: Vec<u8>) -> PyResult<()> {
+        self.ask(py, |connection, control| {
+            connection.put(&path, &[&data], Condition::Always, control)
+        })
+    }
+
+    /// Removes files. Those that are not there are as good as removed; what could not be removed is an error, once all were tried.
+    fn remove(&self, py: Python<'_>, paths: Vec<PathBuf>) -> PyResult<()> {
+        self.ask(py, |connection, control| {
+            let left = connection.remove(&paths, &[], REMOVING, control);
+            left.into_iter().next().map_or(Ok(()), Err)
+        })
+    }
+
+    /// Stores an index over data that is there already, in place of the one that was there when this was begun. Removes nothing.
+    fn replace_index(&self, py: Python<'_>, folder: PathBuf, index: Vec<u8>) -> PyResult<()> {
+        let begun = self.has_begun().into_py(py)?;
+        self.ask(py, |connection, control| {
+            checkpoint::replace_index_remote(&folder, &index, begun, connection, control)
+        })
+    }
+
+    /// As `recover` of folders.
+    #[pyo3(signature = (folder, *, generation, save_id, threads, progress = None))]
+    fn recover<'py>(
+        &self,
+        py: Python<'py>,
+        folder: PathBuf,
+        generation: Option<u64>,
+        save_id: Option<[u8; 16]>,
+        threads: usize,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let options = RecoverOptions {
+            generation,
+            save_id,
+            threads,
+        };
+        let bytes = interrupt::run_with(py, progress.as_ref(), 0, |control| {
+            checkpoint::recover_remote(&folder, &options, &*self.inner, control)
+        })?;
+        Ok(PyBytes::new(py, &bytes))
+    }
+
     /// Whether the store refuses to replace what is not what it was; true as long as that is not known.
     #[getter]
     fn keeps_conditions(&self) -> bool {
@@ -97,6 +166,11 @@ impl Store {
         self.begun.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn has_begun(&self) -> Result<Begun> {
+        let begun = *self.begun();
+        begun.ok_or_else(|| Error::Plan("this save was not begun".into()))
+    }
+
     fn ask<T: Send>(
         &self,
         py: Python<'_>,
@@ -107,8 +181,7 @@ impl Store {
 
     /// Commits over what was there when the save began.
     pub fn commit(&self, folder: &Path, rank: Option<u32>, index: &Index, control: &Control) -> Result<Committed> {
-        let begun = *self.begun();
-        let begun = begun.ok_or_else(|| Error::Plan("this save was not begun".into()))?;
+        let begun = self.has_begun()?;
         checkpoint::commit_remote(folder, rank, index, begun, &*self.inner.connect_to_store(0)?, control)
     }
 }

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
-use dcp_rs_core::store::{Condition, Connection, Listed, Part, StoringConnection, Upload, random_token};
+use dcp_rs_core::store::{Condition, Connection, Folder, Listed, Part, StoringConnection, Upload, random_token};
 use dcp_rs_core::{Control, Error, Result, StorageFault};
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
@@ -131,15 +131,15 @@ impl Connected {
     }
 }
 
-/// The objects right in a folder. Each page is a request with time and retries of its own.
+/// The objects right in a folder, and the prefixes of others. Each page is a request with time and retries of its own.
 async fn list(
     shared: &Shared,
     pages: &dyn PaginatedListStore,
     path: &Path,
     folder: &object_store::path::Path,
-) -> Result<Vec<ObjectMeta>> {
+) -> Result<(Vec<ObjectMeta>, Vec<object_store::path::Path>)> {
     let prefix = (!folder.as_ref().is_empty()).then(|| format!("{folder}/"));
-    let mut found = Vec::new();
+    let (mut objects, mut prefixes) = (Vec::new(), Vec::new());
     let mut token = None;
     loop {
         let next = || {
@@ -151,10 +151,11 @@ async fn list(
             pages.list_paginated(prefix.as_deref(), options)
         };
         let page = shared.persist("list", path, 0, next).await?;
-        found.extend(page.result.objects);
+        objects.extend(page.result.objects);
+        prefixes.extend(page.result.common_prefixes);
         token = page.page_token;
         if token.is_none() {
-            return Ok(found);
+            return Ok((objects, prefixes));
         }
     }
 }
@@ -204,8 +205,9 @@ impl Connection for Connected {
         Ok(Some(size))
     }
 
-    fn list(&self, folder: &Path, control: &Control) -> Result<Option<Vec<Listed>>> {
+    fn list(&self, folder: &Path, control: &Control) -> Result<Option<Folder>> {
         let prefix = self.config.name(folder)?;
+        let own = prefix.clone();
         let at = folder.to_owned();
         let listed = self.ask(folder, control, |shared| async move {
             match &shared.client.pages {
@@ -215,13 +217,20 @@ impl Connection for Connected {
         })?;
         let now = SystemTime::now();
         let told = |object: ObjectMeta| {
+            // Some tools store an object for the folder itself.
+            (object.location != own).then_some(())?;
             Some(Listed {
                 name: object.location.filename()?.to_owned(),
                 size: object.size,
                 age: now.duration_since(object.last_modified.into()).unwrap_or_default(),
+                tag: object.e_tag,
             })
         };
-        Ok(listed.map(|listed| listed.into_iter().filter_map(told).collect()))
+        let named = |prefix: object_store::path::Path| Some(prefix.filename()?.to_owned());
+        Ok(listed.map(|(objects, prefixes)| Folder {
+            files: objects.into_iter().filter_map(told).collect(),
+            folders: prefixes.into_iter().filter_map(named).collect(),
+        }))
     }
 
     fn start(&self, path: &Path, most: u64, anew: bool, control: &Control) -> Result<Option<(Vec<u8>, u64)>> {

@@ -15,12 +15,9 @@ from dcp_rs.cli.output import text_argument
 
 def _is_run(path: Path) -> bool:
     """Whether a folder is that of a run, and no checkpoint itself."""
-    if not path.is_dir() or any((path / name).exists() for name in ("index.dcprs", ".metadata")):
-        return False
-    from dcp_rs.steps.root import Root
+    from dcp_rs.steps.roots import root_at
 
-    found = Root(path).look()
-    return bool(found.steps or found.passed_over)
+    return root_at(path).is_run()
 
 
 def _steps(path: Path, *, as_json: bool) -> None:

@@ -36,7 +36,7 @@ def _bytes(text: str) -> int:
     return int(_amount(text, _BYTES, "size: 500000, 500GB, 2TiB"))
 
 
-_root = options.path_argument("root")
+_root = options.location_argument("root")
 _number = click.IntRange(min=1)
 
 
@@ -46,7 +46,7 @@ _number = click.IntRange(min=1)
 def _steps(root: Path, as_json: bool) -> None:
     """List the steps that a run can resume from, and what is passed over and why.
 
-    ROOT is the folder of a run, with a folder step-N for each.
+    ROOT is the folder of a run, with a folder step-N for each, or its URL.
     """
     from dcp_rs.cli.steps import steps
 
@@ -95,7 +95,7 @@ def _prune(
 ) -> int:
     """List the steps that no --keep option keeps, and what killed saves left; with --yes, remove them.
 
-    ROOT is the folder of a run. Its latest step is never removed. Exit status 1: something could not be removed.
+    ROOT is the folder of a run, or its URL. Its latest step is never removed. Exit status 1: something could not be removed.
     """
     from dcp_rs.cli.steps import prune
     from dcp_rs.steps.policies import Policies

@@ -61,7 +61,7 @@ pub(super) fn open<'a>(there: Files<'a>, file: &FileRef) -> Result<Opened<'a>> {
 const REQUEST: (u64, u64) = (BLOCK_SIZE, 8 * BLOCK_SIZE);
 
 /// Numbers of blocks that are read together: from a store, what lies near each other.
-fn groups(there: Files<'_>, blocks: &[Block]) -> Vec<Range<usize>> {
+pub(super) fn groups(there: Files<'_>, blocks: &[Block]) -> Vec<Range<usize>> {
     let mut groups: Vec<Range<usize>> = Vec::with_capacity(blocks.len());
     // Of the group: blocks of two chunks may overlap, and then the last is not the one that ends last.
     let mut end = 0;
@@ -82,7 +82,7 @@ fn groups(there: Files<'_>, blocks: &[Block]) -> Vec<Range<usize>> {
 }
 
 /// Bytes from the first block of a group to the end of whichever ends last.
-fn length(group: &[Block]) -> u64 {
+pub(super) fn length(group: &[Block]) -> u64 {
     let end = group.iter().map(|block| block.offset + block.len).max();
     end.zip(group.first()).map_or(0, |(end, first)| end - first.offset)
 }
@@ -153,7 +153,7 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::store::{Connection, Listed, Part};
+    use crate::store::{Connection, Folder, Part};
 
     /// A store of which nothing is asked.
     struct Unasked;
@@ -163,7 +163,7 @@ mod tests {
             Ok(None)
         }
 
-        fn list(&self, _: &Path, _: &Control) -> Result<Option<Vec<Listed>>> {
+        fn list(&self, _: &Path, _: &Control) -> Result<Option<Folder>> {
             Ok(None)
         }
 

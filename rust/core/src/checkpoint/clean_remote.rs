@@ -31,6 +31,7 @@ pub fn leftovers_remote(
     // Before any index is read: what is committed in between is named by then.
     let listed = connection.list(dir, control)?;
     let listed = listed.ok_or_else(|| Error::Unsupported(format!("{} cannot be listed", dir.display())))?;
+    let listed = listed.files;
     if listed.is_empty() {
         return Err(Error::NotFound {
             path: dir.to_owned(),

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::commit::{Committed, index_name, own_files};
+use super::locate::check_no_rank_names;
 use crate::format::{DataFileName, Identity, Index, parse_rank_index_name};
 use crate::store::{Condition, Files, StoringConnection};
 use crate::{Control, Error, Result, StorageFault, parallel};
@@ -102,16 +103,7 @@ pub fn commit_remote(
         let bytes = files.read(&path)?;
         old.extend(bytes.and_then(|bytes| Index::from_bytes(bytes, &path).ok()));
     }
-    // Some stores look at the one condition and not at the other.
-    if !begun.replaces && connection.start(&path, 1, true, control)?.is_some() {
-        return Err(another(&path));
-    }
-    let condition = match (begun.keeps_conditions, begun.replaces) {
-        (true, true) => Condition::Unchanged,
-        (true, false) => Condition::New,
-        (false, _) => Condition::Unguarded,
-    };
-    publish(&path, index.bytes(), condition, connection, control)?;
+    publish_over(&path, index.bytes(), begun, connection, control)?;
     match check_written(dir, index, true, connection, control) {
         Ok(()) => {}
         Err(lost @ Error::CorruptData { .. }) => {
@@ -137,6 +129,43 @@ pub fn commit_remote(
     let paths: Vec<PathBuf> = removed.iter().map(|name| dir.join(name)).collect();
     let left = connection.remove(&paths, &[], CLEANING, control);
     Ok(Committed { removed, left })
+}
+
+/// [`replace_index`](super::replace_index) on a store: makes `bytes` the index of the folder `dir`, over data that is there, if what is there was there when
+/// it was `begun`. Removes nothing.
+///
+/// # Errors
+/// [`Error::Unsupported`] where ranks have indexes of their own there; [`Error::Storage`] as of [`commit_remote`]; [`Error::Interrupted`].
+pub fn replace_index_remote(
+    dir: &Path,
+    bytes: &[u8],
+    begun: Begun,
+    connection: &dyn StoringConnection,
+    control: &Control,
+) -> Result<()> {
+    let path = dir.join(index_name(None));
+    check_no_rank_names(dir, &connection.names(dir, control)?.unwrap_or_default())?;
+    publish_over(&path, bytes, begun, connection, control)
+}
+
+/// Stores an index over what there was when its save began.
+fn publish_over(
+    path: &Path,
+    bytes: &[u8],
+    begun: Begun,
+    connection: &dyn StoringConnection,
+    control: &Control,
+) -> Result<()> {
+    // Some stores look at the one condition and not at the other.
+    if !begun.replaces && connection.start(path, 1, true, control)?.is_some() {
+        return Err(another(path));
+    }
+    let condition = match (begun.keeps_conditions, begun.replaces) {
+        (true, true) => Condition::Unchanged,
+        (true, false) => Condition::New,
+        (false, _) => Condition::Unguarded,
+    };
+    publish(path, bytes, condition, connection, control)
 }
 
 /// Stores an index, and looks what is there where the answer does not say it.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::blocks::{each_block, push_blocks};
+use super::blocks::{each_block, open, push_blocks};
 use super::data_files::file_ref;
 use crate::format::{FileEntry, FileView, Index, IndexBuilder, block_count};
 use crate::store::Files;
@@ -59,16 +59,15 @@ pub fn copy_index(index: &Index, options: &CopyOptions, control: &Control) -> Re
 
 /// The digests of every chunk that has none.
 fn hash_all(index: &Index, threads: usize, control: &Control) -> Result<BTreeMap<u64, Vec<u64>>> {
-    if index.remote().is_some() {
-        return Err(Error::Unsupported(format!(
-            "{}: digests are added to checkpoints on a file system",
-            index.path().display()
-        )));
-    }
+    let connection = index.remote().map(|remote| remote.connect(threads)).transpose()?;
+    let there = match &connection {
+        Some(connection) => Files::Remote(&**connection, control),
+        None => Files::Local,
+    };
     let mut files = BTreeMap::new();
     for number in 0..index.file_count() {
         let file_ref = file_ref(index, number, true)?;
-        file_ref.open(false)?;
+        open(there, &file_ref)?;
         files.insert(number, file_ref);
     }
     let mut blocks = Vec::new();
@@ -84,18 +83,10 @@ fn hash_all(index: &Index, threads: usize, control: &Control) -> Result<BTreeMap
         }
     }
     blocks.sort_unstable_by_key(|block| (block.file, block.offset));
-    each_block(
-        index,
-        Files::Local,
-        &files,
-        &blocks,
-        threads,
-        control,
-        |block, digest| {
-            let number = usize::try_from(block.number).expect("as many as fit memory");
-            digests[&block.chunk][number].store(digest, Ordering::Relaxed);
-        },
-    )?;
+    each_block(index, there, &files, &blocks, threads, control, |block, digest| {
+        let number = usize::try_from(block.number).expect("as many as fit memory");
+        digests[&block.chunk][number].store(digest, Ordering::Relaxed);
+    })?;
     Ok(digests
         .into_iter()
         .map(|(chunk, digests)| (chunk, digests.into_iter().map(AtomicU64::into_inner).collect()))

@@ -128,15 +128,10 @@ pub(super) fn find_remote(
     control: &Control,
 ) -> Result<FoundRemote> {
     let files = Files::Remote(connection, control);
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let dir = path.parent().unwrap_or(Path::new("")).to_owned();
-    if rank.is_none() {
-        if let Some(model) = Model::at(files, &dir, &name, &models::SAFETENSORS)? {
-            return Ok(FoundRemote::Foreign(Foreign::Safetensors { dir, model }));
-        }
-        if torch_file::is_torch_file(&name, &[]) || Model::at(files, &dir, &name, &models::TORCH)?.is_some() {
-            return Err(only_locally(path));
-        }
+    if rank.is_none()
+        && let Some(model) = remote_file(files, path)?
+    {
+        return Ok(FoundRemote::Foreign(model));
     }
     let index = path.join(rank.map_or_else(|| INDEX_NAME.to_owned(), rank_index_name));
     if let Some(bytes) = files.read(&index)? {
@@ -149,6 +144,35 @@ pub(super) fn find_remote(
     if let Some(rank) = rank {
         return no(path, format!("rank {rank} wrote no index of its own"));
     }
+    remote_model(connection, path, control).map(FoundRemote::Foreign)
+}
+
+/// What others wrote at a path that is a URL, whatever index lies there.
+pub(super) fn find_remote_data(connection: &dyn Connection, path: &Path, control: &Control) -> Result<Foreign> {
+    if let Some(model) = remote_file(Files::Remote(connection, control), path)? {
+        return Ok(model);
+    }
+    if connection.look(&path.join(METADATA_NAME), control)?.is_some() {
+        return Ok(Foreign::Dcp);
+    }
+    remote_model(connection, path, control)
+}
+
+/// What a single file is, by its name; nothing where that is no name of one.
+fn remote_file(files: Files<'_>, path: &Path) -> Result<Option<Foreign>> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let dir = path.parent().unwrap_or(Path::new("")).to_owned();
+    if let Some(model) = Model::at(files, &dir, &name, &models::SAFETENSORS)? {
+        return Ok(Some(Foreign::Safetensors { dir, model }));
+    }
+    if torch_file::is_torch_file(&name, &[]) || Model::at(files, &dir, &name, &models::TORCH)?.is_some() {
+        return Err(only_locally(path));
+    }
+    Ok(None)
+}
+
+fn remote_model(connection: &dyn Connection, path: &Path, control: &Control) -> Result<Foreign> {
+    let files = Files::Remote(connection, control);
     let names = connection.names(path, control)?;
     let can_list = names.is_some();
     let names = match names {
@@ -158,7 +182,7 @@ pub(super) fn find_remote(
     };
     match model_of(files, path, &names)? {
         Some(Foreign::Torch { .. }) => Err(only_locally(path)),
-        Some(model) => Ok(FoundRemote::Foreign(model)),
+        Some(model) => Ok(model),
         None if !can_list => no(
             path,
             "no index.dcprs, no .metadata and no model.safetensors is there, and this server lists no files",
@@ -202,7 +226,11 @@ pub fn has_native_data(dir: &Path) -> Result<bool> {
 /// # Errors
 /// [`Error::Unsupported`], which names one of them.
 pub fn check_no_rank_indexes(dir: &Path) -> Result<()> {
-    let names = names(dir)?;
+    check_no_rank_names(dir, &names(dir)?)
+}
+
+/// The same of a folder whose files have these names.
+pub(super) fn check_no_rank_names(dir: &Path, names: &[String]) -> Result<()> {
     match names.iter().filter(|name| parse_rank_index_name(name).is_some()).min() {
         None => Ok(()),
         Some(name) => Err(Error::Unsupported(format!(
@@ -212,7 +240,8 @@ pub fn check_no_rank_indexes(dir: &Path) -> Result<()> {
     }
 }
 
-fn names(dir: &Path) -> Result<Vec<String>> {
+/// The names in a folder, but for that of its lock.
+pub(super) fn names(dir: &Path) -> Result<Vec<String>> {
     let failed = |e| Error::io("list", dir, e);
     let mut names = Vec::new();
     for entry in std::fs::read_dir(dir).map_err(failed)? {

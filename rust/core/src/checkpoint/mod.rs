@@ -21,12 +21,14 @@ pub use check::{check_files, check_regions, verify_chunks};
 pub use clean::{Cleaned, Kind as LeftoverKind, Leftover, Verdict, clean, leftovers};
 pub use clean_remote::{clean_remote, leftovers_remote};
 pub use commit::{Committed, commit, commit_index, discard, next_generation, replace_index};
-pub use commit_remote::{Begun, begin_remote, commit_remote, discard_remote, is_there_remote, may_be_stored};
+pub use commit_remote::{
+    Begun, begin_remote, commit_remote, discard_remote, is_there_remote, may_be_stored, replace_index_remote,
+};
 pub use copy_index::{CopyOptions, copy_index};
 pub(crate) use data_files::explain;
 pub use data_files::{file_ref, find_link_outside, map_data_file};
 pub(crate) use data_header::part_of;
 pub use gather::{Gather, Memory};
 pub use locate::{Found, check_no_rank_indexes, find, find_data, has_native_data};
-pub use open::{index, open, open_data, open_remote};
-pub use recover::{RecoverOptions, recover};
+pub use open::{index, open, open_data, open_remote, open_remote_data};
+pub use recover::{RecoverOptions, recover, recover_remote};

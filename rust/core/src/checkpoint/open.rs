@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::index_file::open_index;
-use super::locate::{Found, FoundRemote, find, find_data, find_remote, only_locally};
+use super::locate::{Found, FoundRemote, find, find_data, find_remote, find_remote_data, only_locally};
 use crate::foreign::{Foreign, distcp, safetensors, torch_file};
 use crate::format::{INDEX_NAME, Index, SourceKind, rank_index_name};
 use crate::store::{Files, Remote};
@@ -40,6 +40,14 @@ pub fn open_remote(path: &Path, rank: Option<u32>, remote: Arc<dyn Remote>, cont
 /// Indexes what others wrote at `path`, whatever index lies there.
 pub fn open_data(path: &Path, threads: usize) -> Result<Index> {
     index(path, &find_data(path)?, None, threads)
+}
+
+/// The same of a URL, by way of `remote`.
+pub fn open_remote_data(path: &Path, remote: Arc<dyn Remote>, control: &Control) -> Result<Index> {
+    let connection = remote.connect(0)?;
+    let kind = find_remote_data(&*connection, path, control)?;
+    let files = Files::Remote(&*connection, control);
+    Ok(index_of(files, path, &kind, None, 0)?.on(Arc::clone(&remote)))
 }
 
 /// Indexes a checkpoint that [`find`] found: in memory, over its own files, nothing is written. With `rank`, what that rank wrote for

@@ -1,10 +1,10 @@
-//! Reading payloads once, front to back: past the page cache where they are not in it.
+//! Reading payloads once, front to back: from the disk past the page cache where they are not in it.
 
 use std::fs::File;
 
 use super::data_header::DataHeader;
 use crate::paths::Links;
-use crate::store::{Buffer, FileRef, direct_align, read_at, read_direct_at, resident_bytes};
+use crate::store::{Buffer, FileRef, Files, direct_align, read_at, read_direct_at, resident_bytes};
 use crate::{Error, Result};
 
 /// What direct reads are aligned to here; a file that needs more is read through the page cache.
@@ -14,6 +14,8 @@ const DIRECT_MIN: u64 = 64 << 10;
 
 /// One thread's view of the files; keeps the last one open.
 pub(super) struct PayloadReader<'a> {
+    files: Files<'a>,
+    fetched: Vec<u8>,
     buffer: Buffer,
     open: Option<Open<'a>>,
 }
@@ -25,15 +27,22 @@ struct Open<'a> {
 }
 
 impl<'a> PayloadReader<'a> {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(files: Files<'a>) -> Self {
         Self {
+            files,
+            fetched: Vec::new(),
             buffer: Buffer::default(),
             open: None,
         }
     }
 
-    /// The bytes of a block: at most [`BLOCK_SIZE`] bytes at `offset` of the file.
-    pub(super) fn block(&mut self, header: &'a DataHeader, offset: u64, length: u64) -> Result<&[u8]> {
+    /// `length` bytes at `offset` of the file: of one on the file system, a block at most.
+    pub(super) fn read(&mut self, header: &'a DataHeader, offset: u64, length: u64) -> Result<&[u8]> {
+        if self.files.is_remote() {
+            let file = self.files.open(&header.path)?;
+            self.fetched = file.fetch(&header.path, header.entry.size, offset, length)?;
+            return Ok(&self.fetched);
+        }
         let open = match self.open.take() {
             Some(open) if std::ptr::eq(open.header, header) => open,
             _ => Open::new(header)?,

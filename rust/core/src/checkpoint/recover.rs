@@ -2,18 +2,18 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
-use std::fs;
 use std::path::Path;
 
+use super::blocks::{Block, groups, length};
 use super::data_header::DataHeader;
-use super::locate::check_no_rank_indexes;
+use super::locate::{check_no_rank_names, names};
 use super::payload::PayloadReader;
 use crate::copy::Signs;
 use crate::format::{
     BLOCK_SIZE, BlockCell, BlockDigests, ChunkEntry, DataFileName, IndexBuilder, SourceKind, Value, block_count,
     content_digest,
 };
-use crate::store::Files;
+use crate::store::{Files, Remote};
 use crate::{Control, Error, Result, parallel};
 
 /// Which save to recover, and how.
@@ -36,28 +36,47 @@ pub struct RecoverOptions {
 /// each one lacks; [`Error::Plan`] where there are two complete saves to choose from; [`Error::CorruptIndex`] where headers contradict
 /// each other.
 pub fn recover(dir: &Path, options: &RecoverOptions, control: &Control) -> Result<Vec<u8>> {
-    check_no_rank_indexes(dir)?;
+    recover_from(Files::Local, dir, &names(dir)?, options, control)
+}
+
+/// [`recover`] of the folder `dir` on a store.
+///
+/// # Errors
+/// As there, [`Error::Unsupported`] of a store that cannot be listed, and those of a [`Connection`](crate::store::Connection).
+pub fn recover_remote(dir: &Path, options: &RecoverOptions, remote: &dyn Remote, control: &Control) -> Result<Vec<u8>> {
+    let connection = remote.connect(options.threads)?;
+    let names = connection.names(dir, control)?;
+    let names = names.ok_or_else(|| Error::Unsupported(format!("{} cannot be listed", dir.display())))?;
+    recover_from(Files::Remote(&*connection, control), dir, &names, options, control)
+}
+
+fn recover_from(
+    files: Files<'_>,
+    dir: &Path,
+    names: &[String],
+    options: &RecoverOptions,
+    control: &Control,
+) -> Result<Vec<u8>> {
+    check_no_rank_names(dir, names)?;
+    let mut generations = by_generation(names.iter().map(String::as_str));
+    generations.retain(|found, _| options.generation.is_none_or(|wanted| wanted == *found));
     let mut reasons = String::new();
-    for (generation, names) in data_files(dir, options.generation)?.into_iter().rev() {
-        let (headers, refused): (Vec<_>, Vec<_>) = names
-            .into_iter()
-            .map(|name| DataHeader::read(Files::Local, dir, name))
-            .partition(Result::is_ok);
+    for (generation, names) in generations.into_iter().rev() {
+        let (headers, refused) = read_headers(files, dir, names)?;
         let (alone, headers): (Vec<_>, Vec<_>) = headers
             .into_iter()
-            .flatten()
             .flat_map(with_linked)
             .filter(|header: &DataHeader| options.save_id.is_none_or(|id| id == header.save_id))
             .partition(|header| header.world_size == 0);
         let headers = complete_set(generation, headers)?;
         if !headers.is_empty() {
-            return build(generation, &headers, options, control);
+            return build(files, generation, &headers, options, control);
         }
         write!(reasons, "; generation {generation} is not complete").expect("a String takes all");
         if let Some(DataHeader { name, .. }) = alone.first() {
             write!(reasons, " ({name} is of a rank-local save)").expect("a String takes all");
         }
-        if let Some(error) = refused.into_iter().find_map(Result::err) {
+        if let Some(error) = refused.first() {
             write!(reasons, " ({error})").expect("a String takes all");
         }
     }
@@ -75,16 +94,8 @@ pub(super) fn recoverable<'a>(
 ) -> Result<BTreeSet<DataFileName>> {
     let mut found = BTreeSet::new();
     for (generation, names) in by_generation(names) {
-        let mut headers = Vec::new();
-        for &name in &names {
-            match DataHeader::read(files, dir, name) {
-                Ok(header) => headers.push(header),
-                // A store that does not answer says nothing of the file.
-                Err(error @ (Error::Storage { .. } | Error::Interrupted)) => return Err(error),
-                Err(_) => {}
-            }
-        }
-        let headers = headers
+        let headers = read_headers(files, dir, names.iter().copied())?
+            .0
             .into_iter()
             .filter(|header| header.world_size != 0)
             .flat_map(with_linked)
@@ -104,18 +115,33 @@ fn with_linked(mut header: DataHeader) -> impl Iterator<Item = DataHeader> {
     std::iter::once(header).chain(linked)
 }
 
-/// The names of data files in a folder, by generation.
-fn data_files(dir: &Path, generation: Option<u64>) -> Result<BTreeMap<u64, BTreeSet<DataFileName>>> {
-    let io = |error| Error::io("list", dir, error);
-    let mut names = Vec::new();
-    for entry in fs::read_dir(dir).map_err(io)? {
-        names.extend(entry.map_err(io)?.file_name().into_string().ok());
+/// The headers of data files, as far as they can be read, and why others cannot.
+fn read_headers(
+    files: Files<'_>,
+    dir: &Path,
+    names: impl IntoIterator<Item = DataFileName>,
+) -> Result<(Vec<DataHeader>, Vec<Error>)> {
+    let names: Vec<DataFileName> = names.into_iter().collect();
+    // One after another on a file system: it is no wait.
+    let looks = if files.is_remote() { files.threads(1) } else { 1 };
+    let read = parallel::map(names.len(), looks, |number| {
+        match DataHeader::read(files, dir, names[number]) {
+            // A store that does not answer says nothing of the file.
+            Err(error @ (Error::Storage { .. } | Error::Interrupted)) => Err(error),
+            read => Ok(read),
+        }
+    })?;
+    let (mut headers, mut refused) = (Vec::new(), Vec::new());
+    for each in read {
+        match each {
+            Ok(header) => headers.push(header),
+            Err(error) => refused.push(error),
+        }
     }
-    let mut found = by_generation(names.iter().map(String::as_str));
-    found.retain(|found, _| generation.is_none_or(|wanted| wanted == *found));
-    Ok(found)
+    Ok((headers, refused))
 }
 
+/// The names of data files, by generation.
 fn by_generation<'a>(names: impl Iterator<Item = &'a str>) -> BTreeMap<u64, BTreeSet<DataFileName>> {
     let mut found: BTreeMap<u64, BTreeSet<DataFileName>> = BTreeMap::new();
     for name in names.filter_map(DataFileName::parse) {
@@ -167,8 +193,14 @@ fn is_complete(save: &[DataHeader]) -> bool {
     save.chunk_by(|a, b| a.name.rank == b.name.rank).all(&mut agrees) && ranks.is_empty()
 }
 
-fn build(generation: u64, headers: &[DataHeader], options: &RecoverOptions, control: &Control) -> Result<Vec<u8>> {
-    let mut hashed = hash(headers, options.threads, control)?.into_iter();
+fn build(
+    files: Files<'_>,
+    generation: u64,
+    headers: &[DataHeader],
+    options: &RecoverOptions,
+    control: &Control,
+) -> Result<Vec<u8>> {
+    let mut hashed = hash(files, headers, options.threads, control)?.into_iter();
     let mut builder = IndexBuilder::new(SourceKind::Native);
     builder.save_id = headers[0].save_id;
     builder.generation = generation;
@@ -197,44 +229,48 @@ fn build(generation: u64, headers: &[DataHeader], options: &RecoverOptions, cont
 }
 
 /// The digests of all chunks, of their blocks and of their content, in the order of the headers.
-fn hash(headers: &[DataHeader], threads: usize, control: &Control) -> Result<Vec<(Vec<u64>, u128)>> {
-    struct Block<'a> {
-        header: &'a DataHeader,
-        offset: u64,
-        length: u64,
-    }
-    let chunks = || {
-        headers
-            .iter()
-            .flat_map(|header| header.chunks.iter().map(move |chunk| (header, chunk)))
-    };
+fn hash(files: Files<'_>, headers: &[DataHeader], threads: usize, control: &Control) -> Result<Vec<(Vec<u64>, u128)>> {
+    let chunks = || headers.iter().flat_map(|header| &header.chunks);
     let mut blocks = Vec::new();
-    for (header, chunk) in chunks() {
-        for begin in (0..block_count(chunk.length)).map(|block| block * BLOCK_SIZE) {
-            let length = BLOCK_SIZE.min(chunk.length - begin);
-            blocks.push(Block {
-                header,
-                offset: chunk.offset + begin,
-                length,
-            });
+    for (file, header) in (0..).zip(headers) {
+        for (chunk, at) in (0..).zip(&header.chunks) {
+            for begin in (0..block_count(at.length)).map(|block| block * BLOCK_SIZE) {
+                blocks.push(Block {
+                    file,
+                    offset: at.offset + begin,
+                    len: BLOCK_SIZE.min(at.length - begin),
+                    chunk,
+                    number: blocks.len() as u64,
+                });
+            }
         }
     }
     let digests: Vec<BlockCell> = blocks.iter().map(|_| BlockCell::default()).collect();
+    blocks.sort_unstable_by_key(|block| (block.file, block.offset));
     let threads = if threads == 0 {
         parallel::available().max(8)
     } else {
         threads
     };
-    parallel::for_each(blocks.len(), threads, PayloadReader::new, |reader, number| {
+    let groups = groups(files, &blocks);
+    let reader = || PayloadReader::new(files);
+    parallel::for_each(groups.len(), files.threads(threads), reader, |reader, job| {
         control.check()?;
-        let Block { header, offset, length } = blocks[number];
-        digests[number].set(BlockDigests::of(reader.block(header, offset, length)?));
-        control.add(length);
+        let group = &blocks[groups[job].clone()];
+        let first = group[0].offset;
+        let bytes = reader.read(&headers[group[0].file as usize], first, length(group))?;
+        for block in group {
+            let at = usize::try_from(block.offset - first).expect("in memory");
+            let len = usize::try_from(block.len).expect("at most 1 MiB");
+            let number = usize::try_from(block.number).expect("their blocks are in memory");
+            digests[number].set(BlockDigests::of(&bytes[at..at + len]));
+            control.add(block.len);
+        }
         Ok(())
     })?;
     let mut rest = digests.as_slice();
     Ok(chunks()
-        .map(|(_, chunk)| {
+        .map(|chunk| {
             let count = usize::try_from(block_count(chunk.length)).expect("their blocks are in memory");
             let (own, others) = rest.split_at(count);
             rest = others;

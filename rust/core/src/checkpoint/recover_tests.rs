@@ -1,5 +1,7 @@
 //! What is recovered is what was saved.
 
+use std::fs;
+
 use proptest::prelude::*;
 use tempfile::tempdir;
 

@@ -8,7 +8,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::{Control, Error, Result};
+use super::files::Files;
+use crate::{Control, Error, Result, parallel};
+
+/// Questions that wait for a store at a time.
+const QUESTIONS: usize = 32;
 
 /// Where bytes go: an address that the caller keeps valid for the length of the call.
 #[derive(Clone, Copy, Debug)]
@@ -72,6 +76,17 @@ pub struct Listed {
     pub size: u64,
     /// Since it was stored, by the clocks of the store and of this machine.
     pub age: Duration,
+    /// What tells it from others of its name, where the store says so.
+    pub tag: Option<String>,
+}
+
+/// What is right in a folder of a store.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Folder {
+    /// The files.
+    pub files: Vec<Listed>,
+    /// The names of the folders: each holds something, or there would be none.
+    pub folders: Vec<String>,
 }
 
 /// A store, and how to speak to it. Nothing is open, and no thread runs, but while there is a [`Connection`].
@@ -97,13 +112,13 @@ pub trait Connection: Send + Sync {
     /// The length of a file, if it is there.
     fn look(&self, path: &Path, control: &Control) -> Result<Option<u64>>;
 
-    /// The files right in a folder; `None` where the store cannot list.
-    fn list(&self, folder: &Path, control: &Control) -> Result<Option<Vec<Listed>>>;
+    /// What is right in a folder; `None` where the store cannot list.
+    fn list(&self, folder: &Path, control: &Control) -> Result<Option<Folder>>;
 
-    /// Their names.
+    /// The names of the files.
     fn names(&self, folder: &Path, control: &Control) -> Result<Option<Vec<String>>> {
         let listed = self.list(folder, control)?;
-        Ok(listed.map(|files| files.into_iter().map(|file| file.name).collect()))
+        Ok(listed.map(|found| found.files.into_iter().map(|file| file.name).collect()))
     }
 
     /// The first `most` bytes of a file, or all of a shorter one, and its length; `None` if it is not there. With `anew` the file may be another one
@@ -160,4 +175,25 @@ pub trait StoringConnection: Connection {
 
     /// Whether the store refuses to store a file in `folder` whose condition does not hold. Some ignore conditions, and say nothing.
     fn keeps_conditions(&self, folder: &Path, control: &Control) -> Result<bool>;
+}
+
+/// What is right in each of several folders of a store.
+///
+/// # Errors
+/// [`Error::Unsupported`] of a store that cannot list; those of [`Connection`].
+pub fn list_folders(folders: &[PathBuf], connection: &dyn Connection, control: &Control) -> Result<Vec<Folder>> {
+    parallel::map(folders.len(), QUESTIONS, |number| {
+        let folder = &folders[number];
+        let found = connection.list(folder, control)?;
+        found.ok_or_else(|| Error::Unsupported(format!("{} cannot be listed", folder.display())))
+    })
+}
+
+/// All bytes of each of several files of a store; `None` of those that are not there.
+///
+/// # Errors
+/// Those of [`Connection`].
+pub fn read_files(paths: &[PathBuf], connection: &dyn Connection, control: &Control) -> Result<Vec<Option<Vec<u8>>>> {
+    let files = Files::Remote(connection, control);
+    parallel::map(paths.len(), QUESTIONS, |number| files.read(&paths[number]))
 }

@@ -1,0 +1,325 @@
+"""The steps of a run on a store, where nothing can be renamed or locked: the index of a step is there, or is not, and that is all that counts."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dcp_rs import _core
+from dcp_rs._url import StorageOptions, Url, options_for
+from dcp_rs.checkpoint.locate import INDEX_NAME, STOCK_NAME, is_data_file
+from dcp_rs.checkpoint.verify import VerifyReport, verify
+from dcp_rs.errors import CheckpointNotFoundError, CorruptIndexError, StoragePreconditionError, UnsupportedError
+from dcp_rs.steps import notes
+from dcp_rs.steps.notes import saved_name, saving_name, verified_name
+from dcp_rs.steps.objects import Objects, Removal, is_own, is_removal, walk
+from dcp_rs.steps.root import Listing, PassedOver, Root, Step, Why, is_step
+
+__all__ = ["StoreRoot"]
+
+#: Steps that are looked at together: so many indexes are in memory.
+_AT_ONCE = 16
+#: How often a step is looked at that seems damaged, and changes between two looks.
+_LOOKS = 5
+
+
+class StoreRoot(Root):
+    """The prefix of a run on a store.
+
+    A step is listed before its index is read: an index names what was stored before it. One listing tells of all data files whether they are there, and have their
+    lengths. What is the same in two listings is the same, and is not read again.
+
+    Args:
+        path: its URL.
+        options: how to reach the store.
+    """
+
+    can_reuse = False
+    goes_beside = True
+
+    def __init__(self, path: Url, options: StorageOptions | None) -> None:
+        self.path = path
+        self.access: Mapping[str, Any] = {"storage_options": options}
+        self._known: dict[int, tuple[object, Step]] = {}
+        self._listed: dict[int, Objects] = {}  # when a step was last looked at
+
+    def _store(self) -> _core.Store:
+        """The store, for one look: what is seen in it has to stay the same."""
+        # What is secret gets no name here: tools show the variables of a traceback.
+        return _core.Store(os.fspath(self.path), options_for(self.path, self.access["storage_options"]) or {})
+
+    # --- looking ---------------------------------------------------------------------------------------
+
+    def is_run(self) -> bool:
+        """Whether it has steps, and is no checkpoint itself."""
+        try:
+            store = self._store()
+            if store.has_index(os.fspath(self.path), None):
+                return False
+            ((files, folders),) = store.list([self.path])
+        except UnsupportedError:  # a server of files, which lists nothing
+            return False
+        return STOCK_NAME not in Objects.of(files, ()).files and any(map(is_step, folders))
+
+    def _names(self) -> list[str]:
+        ((_, folders),) = self._store().list([self.path])
+        return sorted(folders)
+
+    def _look_at(self, numbers: Sequence[int]) -> list[Step | PassedOver | None]:
+        found: list[Step | PassedOver | None] = []
+        for begin in range(0, len(numbers), _AT_ONCE):
+            found += self._look_at_some(numbers[begin : begin + _AT_ONCE])
+        return found
+
+    def _look_at_some(self, numbers: Sequence[int]) -> list[Step | PassedOver | None]:
+        found: dict[int, Step | PassedOver | None] = {}
+        waiting = {number: Objects() for number in numbers}
+        for _ in range(_LOOKS):
+            store = self._store()
+            listed = store.list([self.folder(number) for number in waiting])
+            now = {number: Objects.of(*each) for number, each in zip(waiting, listed, strict=True)}
+            # What is damaged, and was so when it looked the same, is.
+            before = waiting if found else {}
+            waiting = {
+                number: each for number, each in now.items() if number not in before or each.key != before[number].key
+            }
+            found |= self._judge(store, waiting) if waiting else {}
+            waiting = {number: objects for number, objects in waiting.items() if _is_damaged(found[number])}
+            if not waiting:
+                break
+        return [found[number] for number in numbers]
+
+    def _judge(self, store: _core.Store, listed: Mapping[int, Objects]) -> dict[int, Step | PassedOver | None]:
+        self._listed |= listed
+        found: dict[int, Step | PassedOver | None] = {}
+        unread = []
+        for number, objects in listed.items():
+            known = self._known.get(number)
+            if INDEX_NAME not in objects.files:
+                found[number] = self._without_index(store, number, objects)
+            elif known is not None and known[0] == objects.key:
+                found[number] = known[1]
+            else:
+                unread.append(number)
+        indexes = _read(store, [self.folder(number) / INDEX_NAME for number in unread])
+        for number, data in zip(unread, indexes, strict=True):
+            found[number] = self._with_index(store, number, listed[number], data)
+        noted = {number: name for number in unread if (name := _note_of(found[number], listed[number]))}
+        read = _read(store, [self.folder(number) / name for number, name in noted.items()])
+        told = {number: notes.of(data or b"") for number, data in zip(noted, read, strict=True)}
+        for number in unread:
+            step = found[number]
+            if isinstance(step, Step):
+                step = found[number] = replace(step, **told.get(number, {}))
+                self._known[number] = listed[number].key, step
+        return found
+
+    def _with_index(self, store: _core.Store, number: int, objects: Objects, data: bytes | None) -> Step | PassedOver:
+        """A step, but for what is noted of it."""
+        path = self.folder(number)
+
+        def damaged(why: str) -> PassedOver:
+            return PassedOver(number=number, path=path, why=why, kind="damaged")
+
+        if data is None:
+            return damaged(f"its {INDEX_NAME} went while it was looked at")
+        try:
+            index = _core.Index.from_bytes(data, os.fspath(path / INDEX_NAME), False)
+        except CorruptIndexError as error:
+            return damaged(str(error))
+        files = index.files()
+        there = walk(store, path) if any("/" in file.name for file in files) else objects
+        for file in files:
+            found = there.files.get(file.name)
+            if file.external:
+                return damaged(f"its index names data outside of its folder, as {file.name}")
+            if found is None:
+                return damaged(f"its data file {file.name} is gone")
+            if found.nbytes != file.size:
+                return damaged(f"its data file {file.name} has {found.nbytes:,} bytes, and should have {file.size:,}")
+        save_id = (index.save_id or "").replace("-", "")
+        return Step(
+            number=number,
+            path=path,
+            save_id=save_id,
+            saved=time.time() - objects.files[INDEX_NAME].age,
+            nbytes=len(data) + sum(file.size for file in files),
+            reused=sum(used for used, linked in index.use_of_files() if linked),
+            files={os.fspath(path / file.name): file.size for file in files},
+            verified=verified_name(save_id) in objects.files,
+        )
+
+    def _without_index(self, store: _core.Store, number: int, objects: Objects) -> PassedOver | None:
+        path = self.folder(number)
+        left, strange = set(objects.files), [name for name in (*objects.files, *objects.folders) if not is_own(name)]
+        if objects.removals:
+            left = set(walk(store, path).files) - self._doomed(store, path, objects)
+            strange = [name for name in left if not is_own(name)]
+        if not left and not strange:
+            return None
+        kind: Why
+        if strange:
+            kind, why = "foreign", f"it has no {INDEX_NAME}, and holds {min(strange)}: dcp_rs.index(path) may adopt it"
+        elif not objects.unsettled and self._is_whole(store, path, left):
+            kind, why = "no index", f"it is complete, but its {INDEX_NAME} is gone: dcp_rs.index(path) makes it"
+        elif any(objects.files[name].is_young for name in left):
+            kind, why = "in use", "its save did not finish, or goes on: a store does not tell"
+        else:
+            kind, why = "unfinished", "its save did not finish"
+        return PassedOver(number=number, path=path, why=why, kind=kind)
+
+    def _is_whole(self, store: _core.Store, path: Path, left: set[str]) -> bool:
+        if not any(map(is_data_file, left)):
+            return False
+        try:
+            found = store.leftovers(os.fspath(path), None)
+        except CheckpointNotFoundError:  # removed meanwhile
+            return False
+        return any(leftover.verdict == "whole" and leftover.path.name in left for leftover in found)
+
+    # --- a save ----------------------------------------------------------------------------------------
+
+    def begin(self, number: int, save_id: str, metrics: Mapping[str, float]) -> None:
+        """Notes what is being saved."""
+        self._store().put(self.folder(number) / saving_name(save_id), notes.of_save(number, metrics))
+
+    def settle(self, number: int, save_id: str) -> None:
+        """Notes that a save is committed, and forgets what was noted of others that it replaced."""
+        store, path = self._store(), self.folder(number)
+        (noted,) = store.read([path / saving_name(save_id)])
+        if noted is not None:
+            store.put(path / saved_name(save_id), noted)
+        ((files, _),) = store.list([path])
+        objects = Objects.of(files, ())
+        # Of another save that may go on it stays: it is what tells of it.
+        going_on = {saving_name(other) for other in objects.unsettled if objects.files[saving_name(other)].is_young}
+        replaced = {name for name in objects.files if notes.id_of(name) not in (None, save_id)} - going_on
+        store.remove([path / name for name in sorted({*replaced, saving_name(save_id)} & set(objects.files))])
+
+    def verify(self, step: Step) -> VerifyReport:
+        """Reads all of a step, and notes it where it is as its digests say."""
+        report = verify(step.path, **self.access)
+        if report.ok and not report.bytes_without_digest:
+            self._store().put(step.path / verified_name(step.save_id), b"{}")
+        return report
+
+    # --- removal ---------------------------------------------------------------------------------------
+
+    def remove(self, number: int) -> None:
+        """Removes a step: its index, with which it ends, then data, then notes. What a save that goes on there may have stored stays, if the step was whole.
+
+        Raises:
+            StoragePreconditionError: the step is another one than it was a moment ago.
+            StorageError: the first object that could not be removed; the others were tried. What is left is no step, and is for :meth:`sweep`.
+        """
+        store, path = self._store(), self.folder(number)
+        objects = walk(store, path)
+        doomed = set(objects.files)
+        if INDEX_NAME not in doomed:
+            _delete(store, path, doomed)
+            return
+        (data,) = store.read([path / INDEX_NAME])
+        save_id = ""
+        with suppress(CorruptIndexError):  # it names nothing: all that is there goes
+            index = _core.Index.from_bytes(data or b"", os.fspath(path / INDEX_NAME), False)
+            save_id = (index.save_id or "").replace("-", "")
+            others = objects.of_others({file.name for file in index.files()}, save_id)
+            doomed -= {name for name in others if objects.files[name].is_young}
+        removal = Removal.new_name()
+        store.put(path / removal, Removal(save_id, frozenset(doomed - {INDEX_NAME})).to_bytes())
+        ((files, _),) = store.list([path])
+        now = Objects.of(files, ()).files.get(INDEX_NAME)
+        if now is not None and _tag(now) != _tag(objects.files[INDEX_NAME]):
+            store.remove([path / removal])
+            msg = f"step {number} was saved anew while it was to be removed; it was not touched"
+            raise StoragePreconditionError(msg, path=path, operation="remove", attempts=1)
+        self._known.pop(number, None)
+        store.remove([path / INDEX_NAME])
+        _delete(store, path, doomed - {INDEX_NAME})
+        store.remove([path / removal])
+
+    def sweep(self) -> Listing:
+        """Goes on with removals that were cut short, removes what killed saves left a day ago and earlier, beside a step that is whole too."""
+        self._listed = {}
+        found = self.look()
+        whole = {step.number: step for step in found.steps}
+        for number in [*whole, *(set(self._listed) - set(whole))]:
+            objects = self._listed.pop(number)
+            if objects.removals:
+                self._finish(number, objects)
+            if number in whole:
+                self._tidy(whole[number], objects)
+        for left in found.left:
+            self.remove(left.number)
+        return found
+
+    def _doomed(self, store: _core.Store, path: Path, objects: Objects) -> set[str]:
+        """What removals that were begun have still to remove, with their own notes."""
+        names = objects.removals
+        noted = map(Removal.of, store.read([path / name for name in names]))
+        return {*names}.union(*(removal.files for removal in noted if removal is not None))
+
+    def _finish(self, number: int, objects: Objects) -> None:
+        """Goes on with the removals that were begun of what was at a step."""
+        store, path = self._store(), self.folder(number)
+        (data,) = store.read([path / INDEX_NAME])
+        kept: set[str] = set()
+        if data is not None:
+            try:
+                index = _core.Index.from_bytes(data, os.fspath(path / INDEX_NAME), False)
+            except CorruptIndexError:  # nobody knows what it names
+                return
+            kept = {file.name for file in index.files()}
+            save_id = (index.save_id or "").replace("-", "")
+        for name, noted in zip(objects.removals, store.read([path / name for name in objects.removals]), strict=True):
+            removal = Removal.of(noted)
+            if data is not None and (removal is None or removal.save_id == save_id):
+                # It did not come as far as the index, or is about to.
+                if not objects.files[name].is_young:
+                    store.remove([path / name])
+                continue
+            if removal is not None:
+                _delete(store, path, removal.files - kept)
+            store.remove([path / name])
+
+    def _tidy(self, step: Step, objects: Objects) -> None:
+        """Removes what other saves left beside a step, a day ago and earlier."""
+        own = {name for name in objects.files if os.fspath(step.path / name) in step.files}
+        left = {name for name in objects.of_others(own, step.save_id) if not objects.files[name].is_young}
+        if saved_name(step.save_id) in objects.files:  # a kill came before this was removed
+            left |= {saving_name(step.save_id)} & set(objects.files)
+        if left:
+            _delete(self._store(), step.path, left)
+
+
+def _is_damaged(found: Step | PassedOver | None) -> bool:
+    return isinstance(found, PassedOver) and found.kind == "damaged"
+
+
+def _note_of(found: Step | PassedOver | None, objects: Objects) -> str | None:
+    """The name of what is noted of a step."""
+    if not isinstance(found, Step):
+        return None
+    names = (saved_name(found.save_id), saving_name(found.save_id))
+    return next((name for name in names if name in objects.files), None)
+
+
+def _read(store: _core.Store, paths: list[Path]) -> list[bytes | None]:
+    return store.read(paths) if paths else []
+
+
+def _tag(found: Any) -> tuple[object, ...]:
+    return found.nbytes, found.tag
+
+
+def _delete(store: _core.Store, folder: Path, names: set[str] | frozenset[str]) -> None:
+    """Data first: what is noted of it tells for longest what it was."""
+    noted = {name for name in names if notes.is_note(name) or is_removal(name)}
+    for some in (names - noted, noted):
+        if some:
+            store.remove([folder / name for name in sorted(some)])
