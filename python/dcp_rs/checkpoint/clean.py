@@ -21,7 +21,7 @@ Verdict = Literal["left", "in use", "young", "whole"]
 _WHY_KEPT = {
     "in use": "a process is at work on it",
     "young": "it was written to not long ago, and here nothing else says whether a process is at work on it",
-    "whole": "it is complete and only lacks its index, which dcp_rs.index(path) makes, of a copy in a folder where this is a store",
+    "whole": "it is complete and only lacks its index, which dcp_rs.index(path) makes",
 }
 _WHY_ASIDE = "the checkpoint that was being replaced is in it, and there is no other: rename that"
 

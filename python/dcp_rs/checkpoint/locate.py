@@ -19,6 +19,7 @@ __all__ = [
     "is_rank_local",
     "local_path",
     "open_index",
+    "payload",
     "rank_index_name",
     "warn_of_a_foreign_model",
 ]
@@ -46,7 +47,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     """
     found = location(path)
     if isinstance(found, Url):
-        msg = f"{found}: here paths of the file system are supported, a store is not; stores are saved to by save, async_save and RsWriter, and read by load, open, RsReader, verify, diff and the commands that look"
+        msg = f"{found}: here paths of the file system are supported, a store is not; stores are saved to by save, async_save, RsWriter and CheckpointManager, and read by load, open, RsReader, verify, diff and the commands that look"
         raise UnsupportedError(msg, path=found)
     return found
 
@@ -84,6 +85,11 @@ def open_index(
     if rank is None and not is_remote and index.source == "dcp-rs":
         _warn_of_two(index.path.parent)
     return index
+
+
+def payload(index: _core.Index) -> int:
+    """Bytes of all chunks."""
+    return sum(chunk.length for number in range(index.tensor_count) for chunk in index.chunks(number))
 
 
 def _warn_of_two(folder: Path) -> None:

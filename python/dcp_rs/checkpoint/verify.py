@@ -12,11 +12,12 @@ from typing import Any
 from dcp_rs import _core
 from dcp_rs._progress import Progress, watching
 from dcp_rs._shown import Shown
-from dcp_rs._url import StorageOptions
+from dcp_rs._url import StorageOptions, Url, location, options_for
 from dcp_rs._warnings import formerly, warn_caller
 from dcp_rs.checkpoint.clean import Leftover, seen_beside
-from dcp_rs.checkpoint.locate import INDEX_NAME, local_path, open_index
-from dcp_rs.errors import CheckpointExistsError, CheckpointNotFoundError
+from dcp_rs.checkpoint.locate import INDEX_NAME, local_path, open_index, payload
+from dcp_rs.checkpoint.remote_index import index_on_store
+from dcp_rs.errors import CheckpointExistsError, CheckpointNotFoundError, UnsupportedError
 
 __all__ = ["Problem", "VerifyReport", "index", "verify"]
 
@@ -99,15 +100,11 @@ def verify(
     options = StorageOptions.of(storage_options)
     opened = open_index(path, rank=None, allow_external=allow_external, storage_options=options)
     with watching(progress, "verifying") as watch:
-        total = 0 if watch is None else _payload(opened)
+        total = 0 if watch is None else payload(opened)
         tell = None if watch is None else lambda done: watch(done, total)
         found, hashed, without = opened.verify(threads=threads or 0, progress=tell)
     problems = [Problem(str(at.path), at.tensor, at.block, at.offset, at.expected, at.got) for at in found]
     return VerifyReport(problems, hashed, without, seen_beside(path), _lost(opened, problems))
-
-
-def _payload(index: _core.Index) -> int:
-    return sum(chunk.length for number in range(index.tensor_count) for chunk in index.chunks(number))
 
 
 def _lost(index: _core.Index, problems: Sequence[Problem]) -> list[str]:
@@ -134,6 +131,7 @@ def index(
     save_id: str | None = None,
     overwrite: bool = False,
     threads: int | None = None,
+    storage_options: Mapping[str, Any] | Any | None = None,
     progress: Progress = None,
 ) -> Path:
     """Writes an index over data that is there already, and touches none of it. Returns the path of the index.
@@ -142,15 +140,16 @@ def index(
     it rebuilds that, and hashes all data for it; planner data other than paths is not recovered: empty dicts, and what kinds of dicts there were.
 
     Args:
-        path: a checkpoint folder, a ``.safetensors`` file, a ``.safetensors.index.json``, or a native folder without its index. Of a folder with
-            several models it is the file that says which of them its folder opens as from then on.
+        path: a checkpoint folder, a ``.safetensors`` file, a ``.safetensors.index.json``, or a native folder without its index; or the URL of one on a
+            store. Of a folder with several models it is the file that says which of them its folder opens as from then on.
         out: a folder to put the index in; default: beside the data. An index elsewhere names its data by absolute paths, and is opened with
-            ``allow_external=True``.
+            ``allow_external=True``. For data on a store it is beside it.
         digests: hash the data of others too, so that it can be verified later.
         generation, save_id: which save to recover, where there are several: the generation is in the names of its data files, the id in their
             headers, and in the error that asks for it.
         overwrite: replace an index that is there.
         threads: that hash; default: the cores of this process.
+        storage_options: for a URL, see :class:`dcp_rs.RsReader`.
         progress: as for :func:`verify`; what is to be hashed of a folder that lost its index is not known before (None).
 
     Warns where a file is a link that leads out of the folder, but for those of Hugging Face's cache to the same repository: through an
@@ -160,9 +159,26 @@ def index(
         CheckpointExistsError: there is an index already, and ``overwrite`` is not set.
         CheckpointNotFoundError: there is no data to index.
         UnsupportedError: the folder holds a rank-local save (``use_collectives=False``): an index of all ranks would hide it; or several
-            models, none of which transformers or diffusers would choose.
+            models, none of which transformers or diffusers would choose; or ``out`` where one of the two is on a store.
+        StoragePreconditionError: on a store, a save was committed there meanwhile; it was not touched.
+        StorageError: see :mod:`dcp_rs.errors`.
     """
-    source = local_path(path)
+    source, options = location(path), StorageOptions.of(storage_options)
+    if isinstance(source, Url):
+        if out is not None:
+            msg = f"{source}: the index of data on a store lies beside it: out= is for folders of the file system"
+            raise UnsupportedError(msg, path=source)
+        return index_on_store(
+            source,
+            options,
+            digests=digests,
+            generation=generation,
+            save_id=save_id,
+            overwrite=overwrite,
+            threads=threads,
+            progress=progress,
+        )
+    options_for(source, options)
     folder = source if source.is_dir() else source.parent
     target = folder if out is None else local_path(out)
     if target.is_dir():
@@ -187,7 +203,7 @@ def index(
     # The id of the save that wrote the data, where it has one.
     own = uuid.uuid4() if found.save_id is None else uuid.UUID(found.save_id)
     with watching(progress, "indexing") as watch:
-        total = 0 if watch is None else _payload(found)
+        total = 0 if watch is None else payload(found)
         tell = None if watch is None else lambda done: watch(done, total)
         data = found.copy(prefix=prefix, digests=digests, save_id=own.bytes, threads=count, progress=tell)
     _core.create_folder(os.fspath(target))

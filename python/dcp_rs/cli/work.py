@@ -92,7 +92,7 @@ def index(
     )
     seconds = time.perf_counter() - begin
     opened = open_index(made.parent, rank=None, allow_external=True)
-    nbytes = made.stat().st_size
+    nbytes = len(opened.to_bytes())
     if as_json:
         print_json(
             {
