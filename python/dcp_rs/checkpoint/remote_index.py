@@ -38,7 +38,7 @@ def index_on_store(
     is_lost = any(is_data_file(name) for name, *_ in files)
     # An index that is being replaced is no source: the data is.
     found = None if is_lost else _core.Index.from_data(os.fspath(url), options_for(url, options))
-    folder = url if found is None else Url(found.path).parent
+    folder = url if files else url.parent  # of a single file
     store.begin(os.fspath(folder), None)
     if store.replaces and not overwrite:
         msg = f"there is an index at {folder / INDEX_NAME}; pass overwrite=True to replace it"

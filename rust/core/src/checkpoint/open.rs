@@ -47,7 +47,7 @@ pub fn open_remote_data(path: &Path, remote: Arc<dyn Remote>, control: &Control)
     let connection = remote.connect(0)?;
     let kind = find_remote_data(&*connection, path, control)?;
     let files = Files::Remote(&*connection, control);
-    Ok(index_of(files, path, &kind, None, 0)?.on(Arc::clone(&remote)))
+    Ok(index_of(files, path, &kind, None, 0)?.on(remote))
 }
 
 /// Indexes a checkpoint that [`find`] found: in memory, over its own files, nothing is written. With `rank`, what that rank wrote for
