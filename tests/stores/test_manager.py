@@ -172,9 +172,35 @@ def test_a_damaged_step_is_passed_over(make, server):
         assert [(found.number, found.kind) for found in manager.passed_over] == [(3, "damaged"), (2, "damaged")]
 
 
+@pytest.mark.parametrize("reuse", [True, "frozen"])
+@pytest.mark.parametrize("background", [False, True])
+def test_what_stays_the_same_is_not_sent_again(make, server, reuse, background):
+    frozen = torch.randn(500_000)
+    with make(keep_last=2, reuse=reuse) as manager:
+        for step in (1, 2, 3, 4):
+            mark = len(server.requests)
+            state = {"frozen": frozen.clone(), **state_of(step)}
+            if background:
+                manager.async_save(step, state)
+                manager.wait()
+            else:
+                manager.save(step, state)
+            sent = sum(request.length for request in server.requests[mark:])
+            assert sent > frozen.nbytes if step == 1 else sent < frozen.nbytes // 20
+        # Each that is left is whole, though those are gone that it came from.
+        assert numbers(manager) == [3, 4]
+        for found in manager.steps():
+            assert found.reused >= frozen.nbytes
+            assert found.written == found.nbytes  # on a store none shares what it takes
+            assert dcp_rs.verify(found.path, storage_options=server.options()).ok
+    with make(reuse=reuse) as manager:
+        state = {"frozen": torch.zeros_like(frozen), **state_of(0)}
+        assert manager.load(state) == 4
+    assert state["frozen"].equal(frozen)
+    assert state["w"].eq(4).all()
+
+
 def test_what_makes_no_sense_is_refused_at_once(server, tmp_path):
-    with pytest.raises(UnsupportedError, match="reuse= is for folders of the file system"):
-        CheckpointManager(server.url("run"), reuse=True, storage_options=server.options())
     with pytest.raises(UnsupportedError, match="no storage_options"):
         CheckpointManager(tmp_path, storage_options=server.options())
     with (

@@ -145,11 +145,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         return call("RsWriter", given)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins a new save, to another path where one is given.
-
-        Raises:
-            SaveInProgressError: what another thread saves through this writer is not over.
-        """
+        """Begins a new save, to another path where one is given. While another thread saves through this writer, that is a ``SaveInProgressError``."""
         if checkpoint_id and self._saving is not None:
             commits.take_up(self._saving)
         if self._written is not None and self._written.is_over:

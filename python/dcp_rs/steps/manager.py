@@ -66,7 +66,7 @@ class CheckpointManager:
         preemption: a signal (its handler is replaced until :meth:`close`), or a function without arguments: whether this process is to stop. Ranks agree
             on it in :meth:`should_save`.
         verify_before_prune: remove nothing unless a step that stays was read and matched its digests; where none was, one is read for it.
-        reuse: a save does not write again what the step before it holds: tensors and values that are the same to the bit. The files that hold them are linked, so that
+        reuse: a save does not write again what the step before it holds: tensors and values that are the same to the bit. The files that hold them are linked, on a store copied by it, so that
             each step stays whole when others are removed. ``True``: what is the same is found by digests. A module, whose parameters without gradient are
             frozen, or globs over names: of those that the manager has saved before, and loaded nothing since, only the first MiB of each is compared.
         verify_reuse: read what would be reused, and write what is not as its digests say.
@@ -82,7 +82,7 @@ class CheckpointManager:
 
     Raises:
         ValueError: an argument that does not make sense.
-        UnsupportedError: a URL of no store that is known; ``storage_options`` for a path of the file system; ``reuse`` for a URL.
+        UnsupportedError: a URL of no store that is known; ``storage_options`` for a path of the file system.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class CheckpointManager:
         self._keeper = Keeper(self._root, self._policies, verify=verify_before_prune)
         WriteOptions(**write_options)  # a bad one is an error here, and not at the first save
         self._write_options = write_options
-        self._reusing = Reusing(self._root, reuse, verify=verify_reuse)
+        self._reusing = Reusing(reuse, verify=verify_reuse)
         self._save_every = save_every
         self.resumed: int | None = None
         self.preempted = False

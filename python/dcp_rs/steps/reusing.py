@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 from dcp_rs.dcp.reuse import Frozen
-from dcp_rs.errors import UnsupportedError
 from dcp_rs.steps.keeper import Prepared
-from dcp_rs.steps.root import Root
 
 __all__ = ["Reusing"]
 
@@ -20,23 +18,18 @@ class Reusing:
     """How the saves of a run reuse earlier ones.
 
     Args:
-        root: where they are.
         reuse: whether they do; or also what does not change: a module, or globs over names.
         verify: read what would be reused.
 
     Raises:
         TypeError: ``reuse`` is something else.
-        UnsupportedError: it is wanted of a root that cannot do it.
     """
 
-    def __init__(self, root: Root, reuse: bool | str | Iterable[str] | torch.nn.Module, *, verify: bool) -> None:
+    def __init__(self, reuse: bool | str | Iterable[str] | torch.nn.Module, *, verify: bool) -> None:
         self._what = None if isinstance(reuse, bool) else reuse
         self._verify = verify
         self._own: set[str] = set()  # ids of the saves that were begun here
         self.wanted = reuse is not False
-        if self.wanted and not root.can_reuse:
-            msg = f"{root.path}: reuse= is for folders of the file system: on a store nothing is linked"
-            raise UnsupportedError(msg, path=root.path)
         Frozen(self._what)  # what it cannot take is an error here, and not at the first save
 
     def distrusting(self, load: Callable[[Path], object]) -> Callable[[Path], object]:

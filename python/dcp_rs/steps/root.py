@@ -95,13 +95,11 @@ class Root(ABC):
     Attributes:
         path: a folder, which need not be there yet, or a URL.
         access: the arguments of whoever saves to a step, or reads it.
-        can_reuse: whether a step can take over data of another.
         goes_beside: whether a save may begin where another may be under way: nothing can be locked, and the first that commits wins.
     """
 
     path: Path
     access: Mapping[str, Any]
-    can_reuse: ClassVar[bool] = True
     goes_beside: ClassVar[bool] = False
 
     def folder(self, number: int) -> Path:

@@ -39,7 +39,6 @@ class StoreRoot(Root):
         options: how to reach the store.
     """
 
-    can_reuse = False
     goes_beside = True
 
     def __init__(self, path: Url, options: StorageOptions | None) -> None:
