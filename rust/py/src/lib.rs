@@ -4,6 +4,7 @@
 
 mod batch;
 mod clean;
+mod commit;
 mod convert;
 mod dlpack;
 mod error;
@@ -34,6 +35,10 @@ mod _core {
     #[pymodule_export]
     use crate::clean::{FolderLock, clean, leftovers};
     #[pymodule_export]
+    use crate::commit::{
+        commit_indexes, create_folder, discard, next_generation, publish, put_in_place, replace_index,
+    };
+    #[pymodule_export]
     use crate::faults::{arm_fault, disarm_fault};
     #[pymodule_export]
     use crate::index::{FileMapping, Index};
@@ -58,9 +63,7 @@ mod _core {
     #[pymodule_export]
     use crate::verify::{block_digest, check_no_rank_indexes, has_native_data, recover, seal_archives};
     #[pymodule_export]
-    use crate::write::{
-        Save, commit_indexes, create_folder, discard, next_generation, publish, put_in_place, replace_index,
-    };
+    use crate::write::Save;
 
     #[pymodule_init]
     #[expect(clippy::unnecessary_wraps, reason = "what PyO3 calls")]

@@ -3,25 +3,23 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use dcp_rs_core::foreign::torch_file::ValueReader;
-use dcp_rs_core::format::{INDEX_NAME, Index, IndexBuilder, SourceKind, Value, rank_index_name};
-use dcp_rs_core::store::{self, FileLock, Remote};
+use dcp_rs_core::format::Value;
+use dcp_rs_core::store::{FileLock, Remote};
 use dcp_rs_core::write::{self, FilePlan, Part, SaveInfo, WriteIo, WriteOptions};
-use dcp_rs_core::{Error, checkpoint};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::sync::MutexExt as _;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 use crate::convert::to_value;
-use crate::error::{IntoPy, PlanError, StorageUnclearError, plan_error, to_py};
+use crate::error::PlanError;
+use crate::interrupt;
 use crate::panics::guarded;
 use crate::plain::Plain;
 use crate::remote::Store;
 use crate::rows::{self, PlacedValue};
-use crate::save_item::{SaveItem, items_of, name_of};
+use crate::save_item::{SaveItem, items_of};
 use crate::save_plan::Planned;
-use crate::{index, interrupt};
 
 /// One rank's data files of one save. Dropped before `finish`, it removes what it created.
 #[pyclass(frozen, module = "dcp_rs._core")]
@@ -326,181 +324,4 @@ fn io_mode(name: &str) -> PyResult<WriteIo> {
             "io is {name:?}: one of auto, direct, buffered"
         ))),
     }
-}
-
-/// Merges the indexes of all ranks and commits them as the index of `folder` (or of one rank in it). Returns that index, and why files of the checkpoint it
-/// replaces are still there, if some are.
-///
-/// `planner_data` as DCP's `Metadata` has it: a mapping of FQN to path is spread over the tensors; what names no tensor, and any
-/// other value, goes to the root. `items`: how many chunks and values there must be, where that is known; or names that must be there.
-#[guarded]
-#[pyfunction]
-#[pyo3(signature = (folder, rank, indexes, *, save_id, generation, planner_data, items, names, fsync, store=None))]
-#[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
-pub fn commit_indexes(
-    py: Python<'_>,
-    folder: PathBuf,
-    rank: Option<u32>,
-    indexes: Vec<PyBackedBytes>,
-    save_id: [u8; 16],
-    generation: u64,
-    planner_data: &Bound<'_, PyAny>,
-    items: Option<u64>,
-    names: &Bound<'_, PyAny>,
-    fsync: bool,
-    store: Option<&Bound<'_, Store>>,
-) -> PyResult<(index::Index, Vec<String>)> {
-    let store = store.map(Bound::get);
-    let path = folder.join(rank.map_or(INDEX_NAME.to_owned(), rank_index_name));
-    if let [index] = indexes.as_slice()
-        && planner_data
-            .cast::<PyDict>()
-            .is_ok_and(pyo3::types::PyDictMethods::is_empty)
-        && names.len()? == 0
-    {
-        // Nothing to merge: the index of one rank says it all.
-        let bytes = index.to_vec();
-        let index = move || Index::from_bytes(bytes, &path);
-        return commit_one(py, &folder, rank, index, items, fsync, store);
-    }
-    let mut builder = py
-        .detach(|| {
-            let mut builder = IndexBuilder::new(SourceKind::Native);
-            builder.save_id = save_id;
-            builder.generation = generation;
-            for (rank, bytes) in indexes.into_iter().enumerate() {
-                let part = Index::from_bytes(bytes, Path::new(&format!("(index of rank {rank})")))?;
-                builder.merge(&part)?;
-            }
-            Ok(builder)
-        })
-        .into_py(py)?;
-    for fqn in names.try_iter()? {
-        let fqn = name_of(&fqn?)?;
-        if !builder.has_tensor(&fqn) {
-            return Err(plan_error(&path, Some(&fqn), format!("no rank wrote {fqn:?}")));
-        }
-    }
-    builder.root = spread(&mut builder, planner_data)?;
-    commit_one(
-        py,
-        &folder,
-        rank,
-        || Index::from_bytes(builder.build()?, &path),
-        items,
-        fsync,
-        store,
-    )
-}
-
-fn commit_one(
-    py: Python<'_>,
-    folder: &Path,
-    rank: Option<u32>,
-    index: impl FnOnce() -> dcp_rs_core::Result<Index> + Send,
-    items: Option<u64>,
-    fsync: bool,
-    store: Option<&Store>,
-) -> PyResult<(index::Index, Vec<String>)> {
-    let mut stored = None;
-    let committed = interrupt::run(py, |control| {
-        let index = index()?;
-        if items.is_some_and(|items| items != index.chunk_count()) {
-            return Err(Error::Plan(format!(
-                "ranks wrote {} chunks and values, of {} that were planned",
-                index.chunk_count(),
-                items.unwrap_or_default()
-            )));
-        }
-        let committed = match store {
-            Some(store) => {
-                let committed = store.commit(folder, rank, &index, control);
-                stored = checkpoint::may_be_stored(folder, rank, &committed);
-                committed?
-            }
-            None => checkpoint::commit_index(folder, rank, &index, fsync, control)?,
-        };
-        Ok((index, committed.left))
-    });
-    let (index, left) = committed.map_err(|raised| match stored {
-        // What a signal raised stands for what came of the commit, and says no more than that.
-        Some(stored) if !raised.is_instance_of::<StorageUnclearError>(py) => {
-            let unclear = to_py(py, &stored);
-            unclear.set_cause(py, raised.cause(py));
-            raised.set_cause(py, Some(unclear));
-            raised
-        }
-        _ => raised,
-    })?;
-    let index = index::Index {
-        inner: Arc::new(index),
-        allow_external: false,
-        values: ValueReader::default(),
-    };
-    Ok((index, left.iter().map(ToString::to_string).collect()))
-}
-
-fn spread(builder: &mut IndexBuilder, planner_data: &Bound<'_, PyAny>) -> PyResult<Value> {
-    let Ok(mapping) = planner_data.cast::<PyDict>() else {
-        return to_value(planner_data, 0);
-    };
-    let mut rest = Vec::new();
-    for (key, value) in mapping {
-        let tensor = key.extract::<String>().ok();
-        let tensor = tensor.filter(|fqn| value.is_instance_of::<PyTuple>() && builder.has_tensor(fqn));
-        if tensor.as_deref().is_some_and(|fqn| builder.has_path(fqn)) {
-            continue;
-        }
-        let value = to_value(&value, 1)?;
-        match tensor {
-            Some(fqn) if value.is_path() => {
-                builder.set_path(&fqn, value);
-            }
-            _ => rest.push((to_value(&key, 1)?, value)),
-        }
-    }
-    Ok(Value::Dict(rest))
-}
-
-/// The generation of the next save into `folder`.
-#[guarded]
-#[pyfunction]
-pub fn next_generation(py: Python<'_>, folder: PathBuf) -> PyResult<u64> {
-    py.detach(|| checkpoint::next_generation(&folder)).into_py(py)
-}
-
-/// Creates a folder and those it is in, where they are missing; durably.
-#[guarded]
-#[pyfunction]
-pub fn create_folder(py: Python<'_>, folder: PathBuf) -> PyResult<()> {
-    py.detach(|| store::create_folder(&folder)).into_py(py)
-}
-
-/// Gives `data` the name `name` in `folder`, atomically.
-#[guarded]
-#[pyfunction]
-pub fn publish(py: Python<'_>, folder: PathBuf, name: &str, data: Vec<u8>, fsync: bool) -> PyResult<()> {
-    interrupt::run(py, |control| store::publish(&folder, name, &data, fsync, control))
-}
-
-/// Makes `index` the index of `folder`, atomically, and removes nothing.
-#[guarded]
-#[pyfunction]
-pub fn replace_index(py: Python<'_>, folder: PathBuf, index: Vec<u8>, fsync: bool) -> PyResult<()> {
-    interrupt::run(py, |control| checkpoint::replace_index(&folder, &index, fsync, control))
-}
-
-/// Removes the data files that an index names, but for those that the published index (with `rank`, of that rank) names too: those of a save that was not
-/// committed.
-#[guarded]
-#[pyfunction]
-pub fn discard(py: Python<'_>, folder: PathBuf, rank: Option<u32>, index: PyBackedBytes) -> PyResult<()> {
-    interrupt::run(py, |control| checkpoint::discard(&folder, rank, index, control))
-}
-
-/// Gives a finished file or folder its name; with `replace`, a folder that had it before is at `from` then.
-#[guarded]
-#[pyfunction]
-pub fn put_in_place(py: Python<'_>, from: PathBuf, to: PathBuf, replace: bool) -> PyResult<()> {
-    interrupt::run(py, |control| store::put_in_place(&from, &to, replace, control))
 }
