@@ -107,9 +107,15 @@ def storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+#: No storage lies below it; what a freed one leaves of the address of a view is the offset.
+_LOWEST = 1 << 32
+
+
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether there is anything behind the tensor's address: not so for some subclasses, nor after ``storage.resize_(0)``."""
-    return tensor.numel() == 0 or tensor.data_ptr() != 0
+    if tensor.numel() == 0 or (address := tensor.data_ptr()) >= _LOWEST:
+        return True
+    return address != 0 and tensor.untyped_storage().data_ptr() != 0
 
 
 def is_gloo(group: dist.ProcessGroup | None) -> bool:

@@ -1,6 +1,8 @@
 """torch's async_save with our writer."""
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_rs
-from dcp_rs import RsWriter
+from dcp_rs import RsSavePlanner, RsWriter
 from dcp_rs.errors import SaveInProgressError
 from support import assert_state_equal, run_ranks
 from support.layouts import sharded_state
@@ -77,3 +79,32 @@ def send_to_torchs_process(path):
 def test_torchs_checkpoint_process_gets_what_is_staged(ckpt):
     """E5: it ended with SIGSEGV as soon as two DTensors lay in one block. E4: the next save was refused while the thread of the last one ended."""
     assert run_ranks(2, send_to_torchs_process, ckpt, fresh=True, timeout=200) == [True, True]
+
+
+class Late(RsSavePlanner):
+    """Waits for a word once the writer has begun."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def create_local_plan(self):
+        self.begun.set()
+        self.go.wait(60)
+        return super().create_local_plan()
+
+
+def test_a_save_of_another_thread_stays_at_its_path(tmp_path):
+    """The writer once took it along to the path of the next, in silence."""
+    planner, writer = Late(), RsWriter(tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        how = {"storage_writer": writer, "no_dist": True}
+        first = pool.submit(dcp.save, {"w": torch.ones(2)}, checkpoint_id=tmp_path / "first", planner=planner, **how)
+        assert planner.begun.wait(60)
+        with pytest.raises(SaveInProgressError, match="still saves"):
+            dcp.save({"w": torch.zeros(2)}, checkpoint_id=tmp_path / "second", **how)
+        planner.go.set()
+        first.result(60)
+    assert dcp_rs.open(tmp_path / "first")["w"].eq(1).all()
+    dcp.save({"w": torch.zeros(2)}, checkpoint_id=tmp_path / "second", **how)
+    assert dcp_rs.open(tmp_path / "second")["w"].eq(0).all()

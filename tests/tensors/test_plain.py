@@ -95,3 +95,15 @@ def test_what_is_loaded_to_where_it_lies(kind: str, tmp_path) -> None:
 def test_a_table_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, API, "no capsule", raising=False)
     assert left_out([torch.ones(3), torch.ones(4).to_sparse()]) == [1]
+
+
+def test_a_view_of_a_freed_storage_is_no_memory(tmp_path):
+    """What is left of its address is the offset."""
+    view = torch.ones(8)[4:]
+    view.untyped_storage().resize_(0)
+    assert view.data_ptr() == 16
+    with pytest.raises(dcp_rs.errors.DcpRsError, match="w"):
+        dcp_rs.save({"w": view}, tmp_path / "new", no_dist=True)
+    dcp_rs.save({"w": torch.ones(4)}, tmp_path / "ckpt", no_dist=True)
+    with pytest.raises(dcp_rs.errors.DcpRsError, match="w"):
+        dcp_rs.load({"w": view}, tmp_path / "ckpt", no_dist=True)

@@ -35,14 +35,15 @@ def index_on_store(
     # What is secret gets no name here: tools show the variables of a traceback.
     store = _core.Store(os.fspath(url), options_for(url, options) or {})
     ((files, _),) = store.list([url])
-    is_lost = any(is_data_file(name) for name, *_ in files)
-    # An index that is being replaced is no source: the data is.
-    found = None if is_lost else _core.Index.from_data(os.fspath(url), options_for(url, options))
     folder = url if files else url.parent  # of a single file
     store.begin(os.fspath(folder), None)
     if store.replaces and not overwrite:
         msg = f"there is an index at {folder / INDEX_NAME}; pass overwrite=True to replace it"
         raise CheckpointExistsError(msg, path=folder / INDEX_NAME)
+    ((files, _),) = store.list([url])
+    is_lost = any(is_data_file(name) for name, *_ in files)
+    # An index that is being replaced is no source: the data is.
+    found = None if is_lost else _core.Index.from_data(os.fspath(url), options_for(url, options))
     with watching(progress, "indexing") as watch:
         if found is None:
             tell = None if watch is None else lambda done: watch(done, None)

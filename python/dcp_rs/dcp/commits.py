@@ -18,6 +18,7 @@ __all__ = ["Place", "SavedMeta", "Saving", "arrived", "await_place", "begin", "r
 
 #: A save whose bytes are written, and which only waits for the other ranks, is waited for this long.
 _PATIENCE = 5.0  # seconds
+_MOMENT = 1.0  # seconds
 #: A staged save that no thread took up by then never will be: ``async_save`` failed after staging.
 _TAKEN_UP = 60.0  # seconds
 
@@ -155,10 +156,18 @@ def begin(path: Any, writer: Any, *, queued: bool = False) -> Saving:
     return saving
 
 
-def still_saving(saving: Saving) -> SaveInProgressError:
-    """What a writer says that is asked for another save before this one is over."""
-    msg = f"this writer still saves to {saving.path}: wait for its future, or save with another one"
-    return SaveInProgressError(msg, path=saving.path)
+def await_end(saving: Saving) -> None:
+    """Returns when a save is over, or nearly: the thread of one that failed lives on for a moment.
+
+    Raises:
+        SaveInProgressError: it goes on.
+    """
+    thread = saving.thread or saving.taken_up_by
+    if thread is not None and not saving.is_over():
+        thread.join(_PATIENCE if saving.written else _MOMENT)
+    if not saving.is_over():
+        msg = f"this writer still saves to {saving.path}: wait for its future, or save with another one"
+        raise SaveInProgressError(msg, path=saving.path)
 
 
 def take_up(saving: Saving) -> None:
@@ -167,13 +176,10 @@ def take_up(saving: Saving) -> None:
     Raises:
         SaveInProgressError: a third one does, which is not over. torch 2.8 names the next path to a writer as soon as it is asked for the next save.
     """
-    current = threading.current_thread()
-    if saving.is_over():
-        return
-    if saving.taken_up_by is not None:
-        raise still_saving(saving)
-    if current is not saving.begun_by:
-        saving.taken_up_by = current
+    if saving.thread is not None or saving.taken_up_by is not None:
+        await_end(saving)
+    elif threading.current_thread() is not saving.begun_by:
+        saving.taken_up_by = threading.current_thread()
 
 
 def sent(saving: Saving) -> None:

@@ -176,8 +176,8 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     def begin_staging(self, state_dict: dict[str, Any], *, queued: bool = False, watched: bool = False) -> Staging:
         """Such a copy. With ``queued``, the caller finishes it, and the save may begin much later: :meth:`close` will tell when it is over."""
-        if self._saving is not None and self._saving.is_under_way():
-            raise commits.still_saving(self._saving)
+        if self._saving is not None:
+            commits.await_end(self._saving)
         self._saving = commits.begin(self.path, self, queued=queued)
         if not (dist.is_available() and dist.is_initialized() and dist.get_rank() != 0):
             self._look_at_folder()

@@ -64,6 +64,11 @@ class Objects:
         saved = {save_id for name, save_id in ids.items() if name.startswith("saved-")}
         return {save_id for name, save_id in ids.items() if save_id and name.startswith("saving-")} - saved
 
+    @property
+    def settled(self) -> bool:
+        """Whether a save is noted to be committed."""
+        return any(name.startswith("saved-") for name in self.files)
+
     def of_others(self, own: Collection[str], save_id: str) -> set[str]:
         """What other saves than the committed one, of which the data files are ``own``, have here: data, and notes."""
         return {
@@ -121,6 +126,6 @@ class Removal:
         return cls(save_id, frozenset(map(str, files)) - {INDEX_NAME})
 
     @staticmethod
-    def new_name() -> str:
-        """A name for it."""
-        return f"removing-{uuid.uuid4().hex}.json"
+    def name_of(save_id: str) -> str:
+        """A name for it: the same each time that a step is tried to be removed."""
+        return f"removing-{save_id or uuid.uuid4().hex}.json"

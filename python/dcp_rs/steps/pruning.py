@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from dcp_rs.errors import DcpRsError
+from dcp_rs.errors import DcpRsError, StorageError, StoragePreconditionError
 from dcp_rs.steps.policies import Policies
 from dcp_rs.steps.root import PassedOver, Root, Step
 
@@ -85,6 +85,8 @@ def prune(
             root.remove(step.number)
         except OSError as error:
             done.problems.append(f"step {step.number} could not be removed: {error}")
+            if isinstance(error, StorageError) and not isinstance(error, StoragePreconditionError):
+                break  # nor could the next: each would be waited for
         else:
             done.removed.append(step)
     return done

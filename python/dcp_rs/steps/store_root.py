@@ -14,7 +14,13 @@ from dcp_rs import _core
 from dcp_rs._url import StorageOptions, Url, options_for
 from dcp_rs.checkpoint.locate import INDEX_NAME, STOCK_NAME, is_data_file
 from dcp_rs.checkpoint.verify import VerifyReport, verify
-from dcp_rs.errors import CheckpointNotFoundError, CorruptIndexError, StoragePreconditionError, UnsupportedError
+from dcp_rs.errors import (
+    CheckpointNotFoundError,
+    CorruptDataError,
+    CorruptIndexError,
+    StoragePreconditionError,
+    UnsupportedError,
+)
 from dcp_rs.steps import notes
 from dcp_rs.steps.notes import saved_name, saving_name, verified_name
 from dcp_rs.steps.objects import Objects, Removal, is_own, is_removal, walk
@@ -78,7 +84,7 @@ class StoreRoot(Root):
     def _look_at_some(self, numbers: Sequence[int]) -> list[Step | PassedOver | None]:
         found: dict[int, Step | PassedOver | None] = {}
         waiting = {number: Objects() for number in numbers}
-        for _ in range(_LOOKS):
+        for look in range(_LOOKS):
             store = self._store()
             listed = store.list([self.folder(number) for number in waiting])
             now = {number: Objects.of(*each) for number, each in zip(waiting, listed, strict=True)}
@@ -87,7 +93,13 @@ class StoreRoot(Root):
             waiting = {
                 number: each for number, each in now.items() if number not in before or each.key != before[number].key
             }
-            found |= self._judge(store, waiting) if waiting else {}
+            try:
+                found |= self._judge(store, waiting) if waiting else {}
+            except (CorruptDataError, StoragePreconditionError):  # something went, or was replaced, as it was read
+                if look == _LOOKS - 1:
+                    raise
+                waiting = {number: Objects() for number in waiting}
+                continue
             waiting = {number: objects for number, objects in waiting.items() if _is_damaged(found[number])}
             if not waiting:
                 break
@@ -131,6 +143,8 @@ class StoreRoot(Root):
             index = _core.Index.from_bytes(data, os.fspath(path / INDEX_NAME), False)
         except CorruptIndexError as error:
             return damaged(str(error))
+        except UnsupportedError as error:  # of a later version
+            return PassedOver(number=number, path=path, why=str(error), kind="foreign")
         files = index.files()
         there = walk(store, path) if any("/" in file.name for file in files) else objects
         for file in files:
@@ -154,19 +168,20 @@ class StoreRoot(Root):
         )
 
     def _without_index(self, store: _core.Store, number: int, objects: Objects) -> PassedOver | None:
-        path = self.folder(number)
+        path, there = self.folder(number), objects
         left, strange = set(objects.files), [name for name in (*objects.files, *objects.folders) if not is_own(name)]
         if objects.removals:
-            left = set(walk(store, path).files) - self._doomed(store, path, objects)
+            there = walk(store, path)
+            left = set(there.files) - self._doomed(store, path, there)
             strange = [name for name in left if not is_own(name)]
         if not left and not strange:
             return None
         kind: Why
         if strange:
             kind, why = "foreign", f"it has no {INDEX_NAME}, and holds {min(strange)}: dcp_rs.index(path) may adopt it"
-        elif not objects.unsettled and self._is_whole(store, path, left):
+        elif (there.settled or not there.unsettled) and self._is_whole(store, path, left):
             kind, why = "no index", f"it is complete, but its {INDEX_NAME} is gone: dcp_rs.index(path) makes it"
-        elif any(objects.files[name].is_young for name in left):
+        elif any(there.files[name].is_young for name in left):
             kind, why = "in use", "its save did not finish, or goes on: a store does not tell"
         else:
             kind, why = "unfinished", "its save did not finish"
@@ -220,7 +235,10 @@ class StoreRoot(Root):
         objects = walk(store, path)
         doomed = set(objects.files)
         if INDEX_NAME not in doomed:
-            _delete(store, path, doomed)
+            if store.has_index(os.fspath(path), None):
+                raise _saved_anew(number, path)
+            # What is young may be of a save that goes on there now.
+            _delete(store, path, {name for name in doomed if not objects.files[name].is_young})
             return
         (data,) = store.read([path / INDEX_NAME])
         save_id = ""
@@ -229,16 +247,16 @@ class StoreRoot(Root):
             save_id = (index.save_id or "").replace("-", "")
             others = objects.of_others({file.name for file in index.files()}, save_id)
             doomed -= {name for name in others if objects.files[name].is_young}
-        removal = Removal.new_name()
+        removal = Removal.name_of(save_id)
         store.put(path / removal, Removal(save_id, frozenset(doomed - {INDEX_NAME})).to_bytes())
         ((files, _),) = store.list([path])
         now = Objects.of(files, ()).files.get(INDEX_NAME)
         if now is not None and _tag(now) != _tag(objects.files[INDEX_NAME]):
             store.remove([path / removal])
-            msg = f"step {number} was saved anew while it was to be removed; it was not touched"
-            raise StoragePreconditionError(msg, path=path, operation="remove", attempts=1)
+            raise _saved_anew(number, path)
         self._known.pop(number, None)
-        store.remove([path / INDEX_NAME])
+        if now is not None:
+            store.remove([path / INDEX_NAME])
         _delete(store, path, doomed - {INDEX_NAME})
         store.remove([path / removal])
 
@@ -271,7 +289,7 @@ class StoreRoot(Root):
         if data is not None:
             try:
                 index = _core.Index.from_bytes(data, os.fspath(path / INDEX_NAME), False)
-            except CorruptIndexError:  # nobody knows what it names
+            except (CorruptIndexError, UnsupportedError):  # nobody knows what it names
                 return
             kept = {file.name for file in index.files()}
             save_id = (index.save_id or "").replace("-", "")
@@ -294,6 +312,11 @@ class StoreRoot(Root):
             left |= {saving_name(step.save_id)} & set(objects.files)
         if left:
             _delete(self._store(), step.path, left)
+
+
+def _saved_anew(number: int, path: Path) -> StoragePreconditionError:
+    msg = f"step {number} was saved anew while it was to be removed; it was not touched"
+    return StoragePreconditionError(msg, path=path, operation="remove", attempts=1)
 
 
 def _is_damaged(found: Step | PassedOver | None) -> bool:

@@ -55,12 +55,32 @@ impl Layout {
         } else {
             tensor.call_method0(intern!(py, "stride"))?.extract::<Extent>()?.0
         };
-        Ok(Self {
+        let address = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        let layout = Self {
             shape,
             strides,
-            address: tensor.call_method0(intern!(py, "data_ptr"))?.extract()?,
-        })
+            address,
+        };
+        layout.if_there(tensor)
     }
+
+    /// The same, with the address 0 where nothing is behind it.
+    fn if_there(mut self, tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
+        if (1..LOWEST).contains(&self.address) && is_freed(tensor)? {
+            self.address = 0;
+        }
+        Ok(self)
+    }
+}
+
+/// No storage lies below it; what a freed one leaves of the address of a view is the offset.
+const LOWEST: usize = 1 << 32;
+
+/// Whether nothing is behind the address of a tensor.
+fn is_freed(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let py = tensor.py();
+    let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
+    Ok(storage.call_method0(intern!(py, "data_ptr"))?.extract::<usize>()? == 0)
 }
 
 impl<'py> Plain<'py> {
@@ -123,7 +143,10 @@ impl<'py> Plain<'py> {
     /// Where the elements lie; `None` of what is not strided.
     fn layout(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Option<Layout>> {
         if let Some(exchange) = &self.exchange {
-            return Ok(exchange.layout(tensor));
+            return exchange
+                .layout(tensor)
+                .map(|layout| layout.if_there(tensor))
+                .transpose();
         }
         let layout = tensor.getattr(intern!(tensor.py(), "layout"))?;
         layout.is(&self.strided).then(|| Layout::of(tensor)).transpose()

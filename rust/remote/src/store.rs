@@ -25,7 +25,7 @@ use crate::patience::Patience;
 /// How long a store takes to make a part one with the others, at most.
 const JOINING: Duration = Duration::from_millis(50);
 /// Bytes that a store copies in a second, at least.
-const COPYING: u64 = 16 << 20;
+const COPYING: u64 = 4 << 20;
 /// Removals in flight.
 const REMOVALS: usize = 64;
 /// A tag, and a version, that nothing has.

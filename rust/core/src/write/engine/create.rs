@@ -23,6 +23,9 @@ use crate::{Control, Error, Result};
 /// The most bytes of items in a file of a store that holds several: the next save may have it copied, and stores copy 5 GiB in one go.
 const MOST_COPIED: u64 = 4 << 30;
 
+/// Files that a store is asked to copy at a time: each has the time that it takes beside the others.
+const COPIES: usize = 8;
+
 /// What there is of a save before its files are laid out.
 struct Begun {
     folders: Vec<PathBuf>,
@@ -103,7 +106,7 @@ impl Save {
             note,
             problems,
         } = match &reuse {
-            Some(reuse) => copies.make(dir, &mut info, reuse, in_flight(options), control)?,
+            Some(reuse) => copies.make(dir, &mut info, reuse, in_flight(options).min(COPIES), control)?,
             None => Links::default(),
         };
         let beside = Beside {
