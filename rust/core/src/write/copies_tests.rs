@@ -96,7 +96,7 @@ impl Connection for Store {
         Ok(self.0.files.lock().unwrap().get(path).map(|bytes| bytes.len() as u64))
     }
 
-    fn list(&self, _: &Path, _: &Control) -> Result<Option<Vec<store::Listed>>> {
+    fn list(&self, _: &Path, _: &Control) -> Result<Option<store::Folder>> {
         Ok(None)
     }
 
