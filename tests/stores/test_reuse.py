@@ -449,7 +449,7 @@ def test_another_bucket_or_store(server, parent):
         {"status": 200, "code": "InternalError"},
         {"lose": True},
         {"reset": True},
-        {"delay": 3.0},
+        {"delay": 8.0},
     ],
     ids=str,
 )
