@@ -176,6 +176,8 @@ def take_up(saving: Saving) -> None:
     Raises:
         SaveInProgressError: a third one does, which is not over. torch 2.8 names the next path to a writer as soon as it is asked for the next save.
     """
+    if saving.written:  # it is committed where it was written, whatever the writer's next path is
+        return
     if saving.thread is not None or saving.taken_up_by is not None:
         await_end(saving)
     elif threading.current_thread() is not saving.begun_by:
