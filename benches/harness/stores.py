@@ -124,7 +124,7 @@ def connector(store: Store, folder: Path, state: State, pattern: Pattern) -> Con
 
 
 def _saves(name: str, save: Callable[[State, str], None], store: Store, state: State, pattern: Pattern) -> Contender:
-    """A contender that saves to a prefix of its own for each run, which is loaded and compared after it."""
+    """A contender that saves to a prefix of its own for each run, which is loaded and compared after it, and removed."""
     runs = iter(range(1_000_000))
     at = [""]
 
@@ -135,6 +135,7 @@ def _saves(name: str, save: Callable[[State, str], None], store: Store, state: S
         loaded = pattern.blank()
         dcp_rs.load(loaded, at[0], storage_options=store.options(), no_dist=True)
         pattern.check(loaded)
+        store.process.ask("forget", at[0].removeprefix("s3://bucket/"))
 
     return Contender(name, lambda: save(state, at[0]), before=before, verify=verify, warm_up=False)
 

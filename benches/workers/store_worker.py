@@ -1,4 +1,4 @@
-"""A server of objects with the files of some folders: `store_worker.py LATENCY_S FOLDER...`; answers `endpoint`, and `counts`: what was asked since the last time."""
+"""A server of objects with the files of some folders: `store_worker.py LATENCY_S FOLDER...`; answers `endpoint`, `counts`: what was asked since the last time, and `forget PREFIX`."""
 
 import sys
 from pathlib import Path
@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from support.object_server import object_server
 
 with object_server() as server:
+    server.trusts = True
     for folder in sys.argv[2:]:
         server.put_folder(Path(folder), Path(folder).name)
     server.latency = float(sys.argv[1])
@@ -21,4 +22,8 @@ with object_server() as server:
         server.most_at_once = server.at_once
         return {**asked, "most at once": most, "all": sum(asked.values())}
 
-    serve({"endpoint": lambda: {"endpoint": server.endpoint}, "counts": counts})
+    def forget(prefix: str) -> None:
+        for key in server.keys(prefix):
+            del server.objects[key]
+
+    serve({"endpoint": lambda: {"endpoint": server.endpoint}, "counts": counts, "forget": forget})

@@ -40,6 +40,12 @@ class Exchange(BaseHTTPRequestHandler):
         super().setup()
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
+    def handle_expect_100(self):
+        """Says at once that the body may come: what is written here waits in a buffer, and some clients wait for it without end."""
+        going_on = super().handle_expect_100()
+        self.wfile.flush()
+        return going_on
+
     def handle(self):
         with contextlib.suppress(ConnectionError, TimeoutError, ValueError, OSError):
             super().handle()
@@ -117,6 +123,8 @@ class Exchange(BaseHTTPRequestHandler):
 
     def is_what_was_sent(self, body: bytes) -> bool:
         """Whether the digests that the client sent are those of the body."""
+        if self.store.trusts:
+            return True
         sha = self.headers.get("x-amz-content-sha256", "")
         if len(sha) == 64 and body and hashlib.sha256(body).hexdigest() != sha:
             return False

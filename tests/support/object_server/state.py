@@ -93,11 +93,6 @@ class Upload:
     parts: dict[int, tuple[bytes, str]] = field(default_factory=dict)
 
 
-def tag_of(data: bytes) -> str:
-    """The tag of an object that was put in one piece."""
-    return f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
-
-
 @dataclass
 class ObjectServer:
     """What the server has, what it is to do wrong, and what it was asked."""
@@ -120,6 +115,8 @@ class ObjectServer:
     least_part: int = 5 << 20
     #: Objects, or prefixes, a page of a listing.
     page: int = 2
+    #: Bodies are taken for what was sent, and tags are numbers: of what a server does with a body, digests take the longest.
+    trusts: bool = False
     #: Of requests without this in their Authorization header are refused.
     access_key: str | None = None
     #: Keys that may not be deleted.
@@ -144,9 +141,16 @@ class ObjectServer:
             **more,
         }
 
+    def tag_of(self, data: bytes) -> str:
+        """The tag of an object, or part, that is put in one piece."""
+        if self.trusts:
+            with self.lock:
+                return f'"{self.rng.getrandbits(128):032x}"'
+        return f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
+
     def put(self, key: str, data: bytes, tag: str | None = None) -> None:
         """Stores an object."""
-        stored = Stored(data, tag or tag_of(data), time.time())
+        stored = Stored(data, tag or self.tag_of(data), time.time())
         with self.lock:
             self.objects[key] = stored
 

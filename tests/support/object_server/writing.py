@@ -8,7 +8,7 @@ from urllib.parse import unquote
 from xml.sax.saxutils import escape, unescape
 
 from .exchange import XML, Exchange
-from .state import Upload, tag_of
+from .state import Upload
 
 __all__ = ["Writing"]
 
@@ -23,7 +23,7 @@ class Writing(Exchange):
         if "x-amz-copy-source" in self.headers:
             self.copy(key)
             return
-        tag = tag_of(body)
+        tag = self.store.tag_of(body)
         with self.store.lock:
             refusal = self.refusal(key)
             if refusal is None:
@@ -46,10 +46,11 @@ class Writing(Exchange):
                 # One that was stored in parts is in one piece then: its tag is another.
                 refusal = None
                 self.store.put(key, there.data)
+                tag = self.store.objects[key].tag
         if refusal is not None:
             self.refuse(*refusal)
             return
-        text = f"<CopyObjectResult><ETag>{escape(tag_of(there.data))}</ETag></CopyObjectResult>"
+        text = f"<CopyObjectResult><ETag>{escape(tag)}</ETag></CopyObjectResult>"
         self.answer(200, text.encode(), XML)
 
     def refusal(self, key: str) -> tuple[int, str] | None:
@@ -71,7 +72,7 @@ class Writing(Exchange):
         return None
 
     def put_part(self, query, body):
-        number, tag = int(query["partNumber"]), tag_of(body)
+        number, tag = int(query["partNumber"]), self.store.tag_of(body)
         with self.store.lock:
             upload = self.store.uploads.get(query["uploadId"])
             if upload is not None:
