@@ -7,13 +7,15 @@ alive until the call returns. The GIL is released during all I/O, and Ctrl-C sto
 import builtins
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypedDict, Unpack, final
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, final
 
 from typing_extensions import Buffer
 
 __version__: str
 
 _Extent: TypeAlias = Sequence[int]
+_Size = TypeVar("_Size", bound=_Extent)
+_Made = TypeVar("_Made")
 
 class _ReadOptions(TypedDict, total=False):
     """The keyword arguments of whatever reads; ``io`` and ``threads`` are always given."""
@@ -228,6 +230,13 @@ class Index:
     def tensor(self, tensor: int) -> TensorEntry: ...
     def chunks(self, tensor: int) -> list[ChunkEntry]:
         """Sorted by offsets."""
+    def make_chunks(
+        self,
+        tensor: int,
+        make: Callable[[_Size, _Size], _Made],
+        extent: Callable[[tuple[int, ...]], _Size],
+    ) -> list[_Made]:
+        """``make(extent(offsets), extent(sizes))`` for each chunk, sorted by offsets."""
     def first_chunk(self, tensor: int) -> int: ...
     def chunk_strides(self, chunk: int) -> tuple[int, ...] | None: ...
     def has_signs(self, chunk: int) -> bool:

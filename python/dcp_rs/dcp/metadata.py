@@ -121,10 +121,7 @@ class Entries(Mapping[str, Any]):
         return TensorStorageMetadata(
             properties=tensor_properties(BY_NAME[entry.dtype], entry.flags),
             size=torch.Size(entry.shape),
-            chunks=[
-                ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))
-                for chunk in self.index.chunks(tensor)
-            ],
+            chunks=self.index.make_chunks(tensor, ChunkStorageMetadata, torch.Size),
         )
 
     def __contains__(self, fqn: object) -> bool:

@@ -203,6 +203,33 @@ impl Index {
             .collect()
     }
 
+    /// `make(extent(offsets), extent(sizes))` for each chunk of a tensor, in the order of their offsets. Equal sizes one after the other are one object.
+    fn make_chunks<'py>(
+        &self,
+        tensor: u32,
+        make: &Bound<'py, PyAny>,
+        extent: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyList>> {
+        self.check_tensor(tensor)?;
+        let py = make.py();
+        let made = PyList::empty(py);
+        let mut last: Option<(Dims, Bound<'py, PyAny>)> = None;
+        for chunk in self.inner.tensor(tensor).chunks {
+            let chunk = self.inner.chunk(chunk);
+            let sizes = match last.take() {
+                Some(last) if last.0 == chunk.sizes => last,
+                _ => {
+                    let sizes = extent.call1((extent_to_py(py, &chunk.sizes)?,))?;
+                    (chunk.sizes, sizes)
+                }
+            };
+            let offsets = extent.call1((extent_to_py(py, &chunk.offsets)?,))?;
+            made.append(make.call1((offsets, &sizes.1))?)?;
+            last = Some(sizes);
+        }
+        Ok(made)
+    }
+
     /// Index of the first chunk of a tensor, for the methods that read chunks.
     fn first_chunk(&self, tensor: u32) -> PyResult<u64> {
         self.check_tensor(tensor)?;
