@@ -6,6 +6,7 @@ FAMILIES = {
     "small": "many small tensors",
     "metadata": "very many chunks: the metadata and the plan of one rank",
     "reshard": "saved by rows, loaded by columns",
+    "serial": "what of a load more cores do not make shorter",
     "ranks": "several ranks of a machine at once, from a cold disk",
     "save": "saving, with fsync",
     "steps": "steps of a run that trains adapters of a frozen backbone",
@@ -16,6 +17,7 @@ FAMILIES = {
     "foreign": "checkpoints of others, in place",
     "torch_file": "files of torch.save",
     "remote": "from a store, on this machine",
+    "places": "folders of many files, files that open late, overlayfs, and processes that only look",
     "looking": "reports, logs, statistics, NumPy: what it costs to look",
     "peers": "other loaders",
 }
