@@ -54,6 +54,20 @@ def test_a_writer_that_still_saves_is_not_sent_elsewhere(tmp_path):
     assert dcp_rs.open(tmp_path / "second")["w"].eq(2).all()
 
 
+def test_a_staged_save_is_known_by_the_path_that_it_goes_to(tmp_path):
+    """It is named only when the save begins: until then the writer had another one."""
+    planner, state = Slow(), {"w": torch.ones(1000)}
+    first = dcp.async_save(state, checkpoint_id=tmp_path / "to", storage_writer=RsWriter(tmp_path), planner=planner)
+    assert planner.begun.wait(60)
+    with pytest.raises(SaveInProgressError, match="still under way"):
+        dcp_rs.save({"w": torch.zeros(2)}, tmp_path / "to", no_dist=True)
+    dcp.save({"w": torch.zeros(2)}, storage_writer=RsWriter(tmp_path), no_dist=True)  # where it does not go
+    planner.go.set()
+    first.result(60)
+    assert dcp_rs.open(tmp_path / "to")["w"].eq(1).all()
+    assert dcp_rs.open(tmp_path)["w"].eq(0).all()
+
+
 def send_to_torchs_process(path):
     """Sharded tensors, two of which lie in one block, and save after save, each right after the one before."""
     process = AsyncCheckpointerType.PROCESS

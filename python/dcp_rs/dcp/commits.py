@@ -122,6 +122,11 @@ class Saving:
         if claim is not None:
             claim.let_go()
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether it has not begun yet."""
+        return self.thread is None and not self.ended
+
     def is_over(self) -> bool:
         """Whether another save to the path may begin."""
         if self.ended or self.committed or self.writer() is None:
@@ -147,13 +152,20 @@ def begin(path: Any, writer: Any, *, queued: bool = False) -> Saving:
         other = _active.get(saving.path)
     if other is not None and not other.is_over() and other.written and other.thread is not None:
         other.thread.join(_PATIENCE)
+    _enter(saving, saving.path, path)
+    return saving
+
+
+def _enter(saving: Saving, key: str, path: Any) -> None:
     with _lock:
-        other = _active.get(saving.path)
-        if other is not None and not other.is_over():
+        other = _active.get(key)
+        if other is not None and other is not saving and not other.is_over():
             msg = f"a save to {path} is still under way in this process: wait for its future before saving there again"
             raise SaveInProgressError(msg, path=path)
-        _active[saving.path] = saving
-    return saving
+        if _active.get(saving.path) is saving:
+            del _active[saving.path]
+        saving.path = key
+        _active[key] = saving
 
 
 def await_end(saving: Saving) -> None:
@@ -170,11 +182,12 @@ def await_end(saving: Saving) -> None:
         raise SaveInProgressError(msg, path=saving.path)
 
 
-def take_up(saving: Saving) -> None:
-    """Notes that this thread saves what another one staged.
+def take_up(saving: Saving, path: Any) -> None:
+    """Notes that this thread saves what another one staged, and where to: it may have been staged before its writer was told.
 
     Raises:
         SaveInProgressError: a third one does, which is not over. torch 2.8 names the next path to a writer as soon as it is asked for the next save.
+            Or another save to the path is not over.
     """
     if saving.written:  # it is committed where it was written, whatever the writer's next path is
         return
@@ -182,6 +195,8 @@ def take_up(saving: Saving) -> None:
         await_end(saving)
     elif threading.current_thread() is not saving.begun_by:
         saving.taken_up_by = threading.current_thread()
+    if saving.is_staged and (key := _key(path)) != saving.path:
+        _enter(saving, key, path)
 
 
 def sent(saving: Saving) -> None:

@@ -146,12 +146,12 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, to another path where one is given. While another thread saves through this writer, that is a ``SaveInProgressError``."""
+        to = location(checkpoint_id) if checkpoint_id else self.path
         if checkpoint_id and self._saving is not None:
-            commits.take_up(self._saving)
+            commits.take_up(self._saving, to)
         if self._written is not None and self._written.is_over:
             self._forget()
-        if checkpoint_id:
-            self.path = location(checkpoint_id)
+        self.path = to
         self._take_new_id()
 
     def _take_new_id(self) -> None:
@@ -197,11 +197,9 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             self._take_new_id()
         self._rank = kwargs.get("rank")
         self._use_collectives = kwargs.get("use_collectives", True)
-        staged = self._saving is not None and self._saving.thread is None and not self._saving.ended
-        if not staged:
+        if self._saving is None or not self._saving.is_staged:
             self._saving = commits.begin(self.path, self)
-        if self._saving is not None:
-            self._saving.thread = threading.current_thread()
+        self._saving.thread = threading.current_thread()
         if is_coordinator:
             self._look_at_folder()
         self._clock = Phases()
