@@ -508,6 +508,16 @@ class Store:
         """All bytes of each file; None of those that are not there."""
     def put(self, path: str | Path, data: bytes) -> None:
         """Stores a file, in place of one that has the name."""
+    def upload(
+        self,
+        files: Sequence[tuple[str | Path, str | Path]],
+        last: tuple[str | Path, str | Path] | None,
+        *,
+        anew: bool,
+        threads: int,
+        max_inflight_bytes: int,
+    ) -> None:
+        """Stores files of this machine, from and to; then the last one, which with ``anew`` must not be there yet. What fails is removed."""
     def remove(self, paths: Sequence[str | Path]) -> None:
         """Removes files, where they are there; raises for the first that could not be, after all were tried."""
     def replace_index(self, folder: str, index: bytes) -> None:

@@ -68,14 +68,6 @@ def test_what_is_there_is_replaced_when_that_is_asked_for(saved, server, tmp_pat
     assert set(server.keys("runs/ckpt/")).isdisjoint(key for key in before if key.endswith(".safetensors"))
 
 
-@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch"])
-def test_formats_that_no_store_gets(saved, server, to):
-    _, folder = saved
-    with pytest.raises(UnsupportedError, match="convert to a folder, and copy that"):
-        dcp_rs.convert(folder, server.url("copy"), to=to, storage_options=server.options())
-    assert server.requests == []
-
-
 def test_after_a_failure_nothing_of_it_is_left(saved, server):
     _, folder = saved
     server.faults.append(

@@ -15,7 +15,7 @@ from dcp_rs._progress import Progress, watching
 from dcp_rs._url import StorageOptions, Url, location, options_for
 from dcp_rs._warnings import formerly
 from dcp_rs.checkpoint.renaming import Rename
-from dcp_rs.checkpoint.source import Source, open_source
+from dcp_rs.checkpoint.source import open_source
 from dcp_rs.conversion import native, safetensors, stock, torch_file
 from dcp_rs.conversion.job import (
     ConvertReport,
@@ -26,8 +26,8 @@ from dcp_rs.conversion.job import (
     select,
     select_containers,
 )
-from dcp_rs.conversion.place import Place, check_place, new_place, place_on_store
-from dcp_rs.errors import DcpRsError, UnsupportedError
+from dcp_rs.conversion.place import Place, check_place, new_place, place_before_store, place_on_store
+from dcp_rs.errors import DcpRsError
 from dcp_rs.options import ReadOptions, WriteOptions
 from dcp_rs.tensors import objects
 
@@ -74,7 +74,8 @@ def convert(
     Args:
         path: a folder of this package, of Hugging Face or of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``; or the URL of one of
             the first four on a store.
-        out: a folder, or for ``to="dcp-rs"`` the URL of one on a store; a file for ``to="torch"``, and for ``to="safetensors"`` if it ends in ``.safetensors``.
+        out: a folder; a file for ``to="torch"``, and for ``to="safetensors"`` if it ends in ``.safetensors``. Or the URL of one on a store: but for
+            ``to="dcp-rs"`` the result is made in a temporary folder of this machine (``TMPDIR``), which has to hold it, and sent from there.
         to: the format. ``"dcp-rs"`` and ``"dcp"`` hold everything, and keep each stored piece of a tensor a piece. ``"safetensors"``
             holds tensors of common types, under the names that ``transformers`` looks for. ``"torch"`` holds everything in one file.
         dtype: what floating-point tensors of 16 bits and more become: a dtype, or its name (``"bf16"``). All of them: limit it with
@@ -102,8 +103,9 @@ def convert(
 
     Raises:
         CheckpointNotFoundError, CorruptIndexError, CorruptDataError, UnsafePickleError: from the source.
-        CheckpointExistsError: ``out`` is there, and ``overwrite`` is not set; or it holds more than a checkpoint.
-        UnsupportedError: ``out`` cannot hold something; it is named. Or it is a URL, for a format that is not written to stores.
+        CheckpointExistsError: ``out`` is there, and ``overwrite`` is not set; or it holds more than a checkpoint; or it is a folder on a store, and not
+            ``to="dcp-rs"``.
+        UnsupportedError: ``out`` cannot hold something; it is named.
         StorageError: a store fails, or another save to ``out`` was committed meanwhile; see :mod:`dcp_rs.errors`.
         PlanError: two entries would have one name, or none is wanted.
         ValueError: an option, or ``out`` is the source.
@@ -115,7 +117,9 @@ def convert(
     """
     begin = time.perf_counter()
     _check(to, shards, name)
-    source_path, target = location(path), _target(out, to)
+    source_path, target = location(path), location(out)
+    if not isinstance(target, Url):
+        target = Path(os.path.abspath(target))  # noqa: PTH100  # Path.resolve would follow the last link
     as_file = to == "torch" or (to == "safetensors" and target.suffix == ".safetensors")
     if as_file and (shards or 1) > 1:
         msg = f"shards={shards}: {out} is one file"
@@ -161,7 +165,7 @@ def convert(
         filtered=len(tasks) < len(source.items),
     )
     with (
-        _place(source, source_path, target, of_out, as_file=as_file, overwrite=overwrite) as place,
+        _place(job, source_path, target, of_out, to=to, as_file=as_file, overwrite=overwrite) as place,
         _disk_errors(target),
         watching(progress, "converting") as job.progress,
     ):
@@ -184,17 +188,6 @@ def _check(to: str, shards: int | None, name: str) -> None:
         raise ValueError(msg)
 
 
-def _target(out: str | os.PathLike[str], to: str) -> Path:
-    """Where the result goes: a :class:`Url`, where that can be."""
-    target = location(out)
-    if not isinstance(target, Url):
-        return Path(os.path.abspath(target))  # noqa: PTH100  # Path.resolve would follow the last link
-    if to != "dcp-rs":
-        msg = f"{target}: to={to!r} is not written to a store: convert to a folder, and copy that"
-        raise UnsupportedError(msg, path=target)
-    return target
-
-
 def _stores(
     path: Path, target: Path, given: Any, for_target: Any
 ) -> tuple[StorageOptions | None, StorageOptions | None]:
@@ -210,15 +203,19 @@ def _stores(
 
 @contextmanager
 def _place(
-    source: Source, path: Path, target: Path, options: StorageOptions | None, *, as_file: bool, overwrite: bool
+    job: Job, path: Path, target: Path, options: StorageOptions | None, *, to: Target, as_file: bool, overwrite: bool
 ) -> Iterator[Place]:
-    """Where the result is made. It stays only if the source is still what it was: on a store the writer looks, before it commits."""
-    if isinstance(target, Url):
+    """Where the result is made. It stays only if the source is still what it was: a save to a store looks before it commits."""
+    if isinstance(target, Url) and to == "dcp-rs":
         yield place_on_store(path, target, options, overwrite=overwrite)
         return
-    with new_place(target, as_file=as_file) as place:
+    if isinstance(target, Url):
+        new = place_before_store(path, target, options, job.options, as_file=as_file, overwrite=overwrite)
+    else:
+        new = new_place(target, as_file=as_file)
+    with new as place:
         yield place
-        source.check_again()
+        job.source.check_again()
 
 
 @contextmanager

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from dcp_rs import _core
-from dcp_rs._url import StorageOptions, Url
+from dcp_rs._url import StorageOptions, Url, options_for
 from dcp_rs.dcp.destination import Destination
-from dcp_rs.errors import CheckpointExistsError
+from dcp_rs.errors import CheckpointExistsError, StorageError, StoragePreconditionError
+from dcp_rs.options import WriteOptions
 
-__all__ = ["Place", "check_place", "new_place", "place_on_store"]
+__all__ = ["Place", "check_place", "new_place", "place_before_store", "place_on_store"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,74 @@ def place_on_store(src: Path, dst: Url, options: StorageOptions | None, *, overw
     to = Destination(dst, options)
     to.prepare(None, overwrite=overwrite)
     return Place(dst, dst, to, to.begin(None, overwrite=overwrite))
+
+
+@contextmanager
+def place_before_store(
+    src: Path, dst: Url, options: StorageOptions | None, write: WriteOptions, *, as_file: bool, overwrite: bool
+) -> Iterator[Place]:
+    """A temporary folder of this machine, from where the result goes to the store when it is complete.
+
+    Files of other formats are not written from their beginning to their end. The one that names the others is sent last.
+
+    Raises:
+        ValueError: it is the source.
+        CheckpointExistsError: something is there, and ``overwrite`` is not set; or it is a folder, which a store cannot replace in one step.
+        StorageError: see :mod:`dcp_rs.errors`.
+    """
+    if str(dst) in (str(src), str(src.parent)):
+        msg = f"the destination {dst} is the source"
+        raise ValueError(msg)
+    store = _core.Store(os.fspath(dst), options_for(dst, options) or {})
+    limits = {"threads": write.threads or 0, "max_inflight_bytes": write.inflight_bytes(accelerator=False)}
+    with tempfile.TemporaryDirectory(prefix="dcp-rs-convert-") as scratch:
+        folder, nothing = Path(scratch, "made"), Path(scratch, "nothing")
+        folder.mkdir()
+        nothing.touch()
+        with _new_file(store, dst, overwrite=overwrite) if as_file else _new_folder(store, dst, nothing):
+            yield Place(folder, folder / dst.name if as_file else folder, Destination(folder, None))
+            made = sorted(folder.iterdir())
+            last = next((path for path in made if _names_others(path)), None)
+            store.upload(
+                [(path, dst if as_file else dst / path.name) for path in made if path != last],
+                None if last is None else (last, dst / last.name),
+                anew=True,
+                **limits,
+            )
+
+
+@contextmanager
+def _new_file(store: _core.Store, dst: Url, *, overwrite: bool) -> Iterator[None]:
+    """An object appears whole, in place of another."""
+    ((files, _),) = store.list([dst.parent])
+    if not overwrite and any(name == dst.name for name, *_ in files):
+        msg = f"{dst} exists; overwrite=True replaces it"
+        raise CheckpointExistsError(msg, path=dst)
+    yield
+
+
+@contextmanager
+def _new_folder(store: _core.Store, dst: Url, nothing: Path) -> Iterator[None]:
+    """A folder that is nobody else's while this lasts: of two who put files of the same names there, one would be read with data of the other."""
+    claim = dst / ".dcp-rs-converting"
+    try:
+        store.upload([], (nothing, claim), anew=True, threads=1, max_inflight_bytes=1 << 20)
+    except StoragePreconditionError:
+        msg = f"another conversion to {dst} is under way, or was killed: then remove what is there"
+        raise CheckpointExistsError(msg, path=dst) from None
+    try:
+        ((files, folders),) = store.list([dst])
+        if folders or any(name != claim.name for name, *_ in files):
+            msg = f"{dst} exists, and a store cannot replace a folder of this format in one step: remove it, or convert to another one"
+            raise CheckpointExistsError(msg, path=dst)
+        yield
+    finally:
+        with suppress(StorageError):  # of what went before, or nothing: the result is whole
+            store.remove([claim])
+
+
+def _names_others(path: Path) -> bool:
+    return path.name == ".metadata" or path.name.endswith(".index.json")
 
 
 def _is_of_a_checkpoint(entry: Path) -> bool:

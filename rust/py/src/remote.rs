@@ -8,6 +8,7 @@ use std::time::Duration;
 use dcp_rs_core::checkpoint::{self, Begun, Committed, RecoverOptions};
 use dcp_rs_core::format::Index;
 use dcp_rs_core::store::{self, Condition, Folder, Listed, Remote, StoringConnection};
+use dcp_rs_core::write::{WriteOptions, upload};
 use dcp_rs_core::{Control, Error, Result};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -108,6 +109,27 @@ impl Store {
         self.ask(py, |connection, control| {
             connection.put(&path, &[&data], Condition::Always, control)
         })
+    }
+
+    /// Stores files of this machine, from and to; then the last one, which says what the others are, and with `anew` must not be there yet.
+    #[pyo3(signature = (files, last, *, anew, threads, max_inflight_bytes))]
+    fn upload(
+        &self,
+        py: Python<'_>,
+        files: Vec<(PathBuf, PathBuf)>,
+        last: Option<(PathBuf, PathBuf)>,
+        anew: bool,
+        threads: usize,
+        max_inflight_bytes: u64,
+    ) -> PyResult<()> {
+        let options = WriteOptions {
+            threads,
+            max_inflight_bytes,
+            ..WriteOptions::default()
+        };
+        let condition = if anew { Condition::New } else { Condition::Always };
+        let last = last.as_ref().map(|(from, to)| (&**from, &**to, condition));
+        interrupt::run(py, |control| upload(&self.inner, &files, last, &options, control))
     }
 
     /// Removes files. Those that are not there are as good as removed; what could not be removed is an error, once all were tried.

@@ -16,9 +16,11 @@ mod sink;
 pub(crate) mod testing;
 mod to_files;
 mod to_store;
+mod upload;
 
 pub use engine::{Finished, Part, Save};
 pub use item::{SaveInfo, SaveItem};
 pub use layout::{FilePlan, HEADER_LIMIT, Layout, Place, plan_files};
 pub use options::{WriteIo, WriteOptions};
 pub use reuse::Reuse;
+pub use upload::upload;

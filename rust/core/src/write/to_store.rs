@@ -369,7 +369,7 @@ impl Hand for Sender<'_> {
 }
 
 /// The bytes of a part: as many as stores want, and few enough for the largest file, and for some in the memory that there is.
-fn part_bytes(largest: u64, memory: u64) -> u64 {
+pub(super) fn part_bytes(largest: u64, memory: u64) -> u64 {
     let least = if memory < 4 * PART { LEAST_PART } else { PART };
     largest.div_ceil(MOST_PARTS).next_multiple_of(1 << 20).max(least)
 }
