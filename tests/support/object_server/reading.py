@@ -74,5 +74,5 @@ def _told(name: str, stored) -> str:
     when = datetime.fromtimestamp(stored.modified, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
     return (
         f"<Contents><Key>{escape(name)}</Key><LastModified>{when}</LastModified>"
-        f"<ETag>{escape(stored.tag)}</ETag><Size>{len(stored.data)}</Size></Contents>"
+        f"<ETag>{escape(stored.tag)}</ETag><Size>{stored.size}</Size></Contents>"
     )

@@ -80,9 +80,21 @@ class Fault:
 class Stored:
     """An object; ``modified`` in seconds since the epoch. An empty tag is not told."""
 
-    data: bytes
+    pieces: list[bytes]
     tag: str
     modified: float
+
+    @property
+    def data(self) -> bytes:
+        """All of it. What was stored in parts is put together when it is first asked for."""
+        if len(self.pieces) > 1:
+            self.pieces = [b"".join(self.pieces)]
+        return self.pieces[0]
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return sum(map(len, self.pieces))
 
 
 @dataclass
@@ -150,7 +162,11 @@ class ObjectServer:
 
     def put(self, key: str, data: bytes, tag: str | None = None) -> None:
         """Stores an object."""
-        stored = Stored(data, tag or self.tag_of(data), time.time())
+        self.put_pieces(key, [data], tag or self.tag_of(data))
+
+    def put_pieces(self, key: str, pieces: list[bytes], tag: str) -> None:
+        """Stores an object that came in parts."""
+        stored = Stored(pieces, tag, time.time())
         with self.lock:
             self.objects[key] = stored
 

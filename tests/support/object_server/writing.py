@@ -111,7 +111,7 @@ class Writing(Exchange):
                 parts = self.store.uploads.pop(number).parts
                 tags = b"".join(bytes.fromhex(parts[i][1].strip('"')) for i, _ in listed)
                 tag = f'"{hashlib.md5(tags, usedforsecurity=False).hexdigest()}-{len(listed)}"'
-                self.store.put(key, b"".join(parts[i][0] for i, _ in listed), tag)
+                self.store.put_pieces(key, [parts[i][0] for i, _ in listed], tag)
                 self.store.completed[number] = tag
         if refusal is not None:
             self.refuse(*refusal)
