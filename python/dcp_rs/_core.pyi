@@ -185,7 +185,11 @@ class PlacedValue:
 
     def __init__(self, name: str, file: int, offset: int, length: int) -> None: ...
     @property
+    def file(self) -> int: ...
+    @property
     def offset(self) -> int: ...
+    @property
+    def length(self) -> int: ...
 
 @final
 class Index:
@@ -570,14 +574,19 @@ class Save:
         fsync: bool,
         io: str,
         max_inflight_bytes: int,
+        crc32: bool = False,
     ) -> Save:
-        """Files are (name, header, size), in the caller's own layout. ``finish`` returns nothing of use."""
+        """Files are (name, header, size), in the caller's own layout. ``finish`` returns nothing of use. With ``crc32``, :meth:`crc32s` does."""
     def write(self, parts: Sequence[Part]) -> None:
         """Parts of an item come in order; all but the last are multiples of 1 MiB."""
     def write_plain(self, tensors: list[Any], types: tuple[type, ...], dtypes: dict[Any, str]) -> None:
         """Writes the plain tensors of the plan that this was created from."""
     def write_values(self, values: Sequence[tuple[int, bytes]]) -> None:
         """Values are (item, bytes)."""
+    def write_template(self, template: Template, first: int) -> None:
+        """Writes the pieces of a template, which are the items from ``first`` on."""
+    def crc32s(self) -> list[int]:
+        """Of each item; of no use where it is not written yet."""
     def watch(self, progress: Callable[[int], object]) -> None:
         """From here on ``progress`` hears, while something is written, how many bytes are."""
     @property
@@ -602,6 +611,28 @@ class Save:
         """Ends the claim on the files."""
     def abort(self) -> None:
         """Removes the files."""
+
+@final
+class Template:
+    """A stream that keeps what is written to it; but of the ``nbytes`` from ``address`` on it keeps the places, and does not read them."""
+
+    def __new__(cls, address: int, nbytes: int) -> Template: ...
+    def write(self, data: Buffer) -> int: ...
+    def tell(self) -> int: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+    def holes(self) -> list[tuple[int, int, int]]:
+        """(First byte in the file, distance from ``address``, length) of what is not kept."""
+    def pieces(self) -> list[tuple[int, int]]:
+        """(First byte in the file, length) of what is kept."""
+    def seal(
+        self,
+        path: str,
+        archives: Sequence[tuple[int, int]],
+        filled: Sequence[tuple[int, int, int]],
+        threads: int,
+    ) -> None:
+        """Enters the CRC-32 of all records of the zip archives (first byte, length); of ``filled`` (first byte, length, CRC-32), in order, it is known."""
 
 def recover(
     folder: str,
@@ -628,9 +659,6 @@ def commit_indexes(
     store: Store | None = None,
 ) -> tuple[Index, list[str]]:
     """Merges the indexes of all ranks and commits them; (the index, why files of the checkpoint before are still there)."""
-
-def seal_archives(path: str, archives: Sequence[tuple[int, int]], threads: int) -> None:
-    """Writes the CRC-32 of every record into zip archives (first byte, length) of a file that was written without them."""
 
 def check_no_rank_indexes(folder: str) -> None:
     """Raises where a rank has an index of its own in the folder."""

@@ -112,20 +112,6 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
     def __repr__(self) -> str:
         return f"Checkpoint({self._facts()}, device={str(self._device)!r})"
 
-    def chunk_view(self, tensor: int, chunk: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """A contiguous tensor over the mapping of the file that holds a chunk; None where the chunk does not lie so."""
-        stored = self._index.chunks(tensor)[chunk]
-        number = self._index.first_chunk(tensor) + chunk
-        if (
-            self._index.is_remote
-            or stored.length == 0
-            or stored.offset % dtype.itemsize
-            or self._index.chunk_strides(number)
-            or self._index.has_signs(number)
-        ):
-            return None
-        return self._map(stored).view(dtype).view(stored.sizes)
-
     def _map(self, chunk: _core.ChunkEntry) -> torch.Tensor:
         return torch.frombuffer(self._mapped(chunk.file), dtype=torch.uint8, count=chunk.length, offset=chunk.offset)
 

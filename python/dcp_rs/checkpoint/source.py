@@ -16,7 +16,7 @@ import torch
 from dcp_rs import _core
 from dcp_rs._url import StorageOptions
 from dcp_rs.checkpoint.locate import open_index
-from dcp_rs.checkpoint.open import Checkpoint, containers_of
+from dcp_rs.checkpoint.open import containers_of
 from dcp_rs.errors import (
     CorruptDataError,
 )
@@ -88,16 +88,13 @@ class Source(Protocol):
         """Raises, before anything is read, unless all of the items is there."""
 
     def check_again(self) -> None:
-        """Raises unless the files are as they were. Views are of mapped files: of one that was cut short they hold zeros, or end the process."""
+        """Raises unless the files are as they were."""
 
     def read(self, requests: Sequence[Request]) -> None:
         """Fills every destination. Runs in any thread."""
 
     def value(self, item: Item) -> bytes:
         """A value, as ``torch.save`` writes it."""
-
-    def view(self, item: Item, chunk: int | None) -> torch.Tensor | None:
-        """A tensor, or a chunk of it, contiguous and without a copy, where that is possible."""
 
     def tied(self, items: Sequence[Item]) -> dict[str, str]:
         """Names of tensors that are another one under a second name, and that other name."""
@@ -126,8 +123,6 @@ class IndexSource:
         self.index = index
         self.files = index.file_paths()
         self._options = options
-        self._verifies_views = options.verify and index.has_digests()
-        self._views = Checkpoint(index, options=ReadOptions(threads=options.threads))
         self.items = [self._item(number) for number in index.file_order()]
 
     def _item(self, number: int) -> Item:
@@ -188,15 +183,6 @@ class IndexSource:
 
     def _bytes(self, number: int) -> bytes:
         return self.index.read_bytes([self.index.first_chunk(number)], **self._options.engine())[0]
-
-    def view(self, item: Item, chunk: int | None) -> torch.Tensor | None:
-        """A view of a private mapping of the file, after its digests were checked where reading has to verify."""
-        if item.dtype is None or (chunk is None and len(item.chunks) != 1):
-            return None
-        view = self._views.chunk_view(item.number, chunk or 0, item.dtype)
-        if view is not None and self._verifies_views:
-            self.index.verify_chunks([self.index.first_chunk(item.number) + (chunk or 0)], **self._options.engine())
-        return view
 
     def tied(self, items: Sequence[Item]) -> dict[str, str]:
         """Tensors that are the same bytes of a file. The first name in the order of the state dict stays, which is that of the modules, but none of a head.

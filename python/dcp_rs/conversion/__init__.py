@@ -27,7 +27,6 @@ from dcp_rs.conversion.job import (
     select_containers,
 )
 from dcp_rs.conversion.place import Place, check_place, new_place, place_before_store, place_on_store
-from dcp_rs.errors import DcpRsError
 from dcp_rs.options import ReadOptions, WriteOptions
 from dcp_rs.tensors import objects
 
@@ -166,7 +165,6 @@ def convert(
     )
     with (
         _place(job, source_path, target, of_out, to=to, as_file=as_file, overwrite=overwrite) as place,
-        _disk_errors(target),
         watching(progress, "converting") as job.progress,
     ):
         _WRITERS[to](job, place)
@@ -216,20 +214,6 @@ def _place(
     with new as place:
         yield place
         job.source.check_again()
-
-
-@contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
-    """Errors of the disk as such: ``torch.save`` ends in one of its own, about where in the file it is."""
-    try:
-        yield
-    except RuntimeError as error:
-        cause = error.__cause__ or error.__context__
-        if isinstance(cause, DcpRsError):
-            raise cause from error
-        if isinstance(cause, OSError):
-            raise OSError(cause.errno, cause.strerror, os.fspath(path)) from error
-        raise
 
 
 def _without_tied(tied: dict[str, str], tasks: list[Task], report: ConvertReport) -> list[Task]:

@@ -1,4 +1,4 @@
-"""Into a stock DCP folder, by torch's own writer. Stored chunks stay chunks."""
+"""Into a stock DCP folder, as torch's own writer lays it out. Stored chunks stay chunks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import dataclasses
 import io
 import os
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import (
     SavePlan,
@@ -22,24 +24,21 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_rs import _core, _torch
+from dcp_rs import _torch
 from dcp_rs.conversion.job import ConvertReport, Job, Task, split
 from dcp_rs.conversion.place import Place
-from dcp_rs.conversion.scratch import in_memory, to_tensors
+from dcp_rs.conversion.stand_ins import Content, StandIns
 from dcp_rs.dcp.metadata import tensor_properties
 from dcp_rs.errors import UnsupportedError
 from dcp_rs.tensors.nesting import Container, TreePath, name_of, text_path
 
 __all__ = ["check_nesting", "write"]
 
-#: Up to this many bytes a chunk is put together in memory, beyond in a file.
-_IN_MEMORY = 4 << 20
-
 
 def write(job: Job, place: Place) -> None:
     """One plan a shard, as if each was a rank's."""
     writer = FileSystemWriter(place.folder, sync_files=False)
-    planner = _Planner(job, place)
+    planner = _Planner()
     runs = split(job.tasks, job.shards or 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -48,10 +47,11 @@ def write(job: Job, place: Place) -> None:
         plans, metadata = create_default_global_save_plan(plans)
         metadata = dataclasses.replace(metadata, planner_data=_planner_data(job))
         plans = writer.prepare_global_plan(plans)
+        planner.stand_ins = StandIns(job, planner.contents)
+        writer.fs = _Files(planner.stand_ins)
         with _torch.without_checksums():
             results = [writer.write_data(plan, planner).wait() for plan in plans]
-        planner.let_go()
-        _complete(job, place, [result for rank_results in results for result in rank_results])
+        planner.stand_ins.write(place.folder, _archives(result for of_plan in results for result in of_plan))
         writer.finish(metadata, results)
     if job.options.fsync:  # not by the writer: of torch 2.8 it synced the metadata before all of it was written
         with (place.folder / ".metadata").open("rb") as file:
@@ -91,20 +91,15 @@ def check_nesting(tasks: Sequence[Task], containers: Sequence[Container] | None,
         raise UnsupportedError(msg, tensor=name)
 
 
-def _complete(job: Job, place: Place, results: list[WriteResult]) -> None:
-    """Adds the checksums that the writer left out, and syncs the files."""
+def _archives(results: Iterable[WriteResult]) -> dict[str, list[tuple[int, int]]]:
+    """For each file, where archives are (first byte, length) that torch wrote now: values were some before."""
     archives: dict[str, list[tuple[int, int]]] = {}
     for result in results:
         info = result.storage_data
         of_file = archives.setdefault(info.relative_path, [])
-        if result.index.offset is not None:  # values were archives already
+        if result.index.offset is not None:
             of_file.append((info.offset, info.length))
-    for name, of_file in archives.items():
-        path = place.folder / name
-        _core.seal_archives(os.fspath(path), of_file, job.options.threads or 0)
-        if job.options.fsync:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+    return archives
 
 
 def _planner_data(job: Job) -> Any:
@@ -115,61 +110,72 @@ def _planner_data(job: Job) -> Any:
     return paths if job.renamed or job.filtered else {**(root or {}), **paths}
 
 
-class _Planner(SavePlanner):
-    """Finds one tensor at a time, when the writer asks for it."""
+class _Files(FileSystem):
+    """Where the writer thinks that its files are. Those of data are streams in memory, without what is in the tensors."""
 
-    def __init__(self, job: Job, place: Place) -> None:
-        self._job = job
-        self._place = place
-        self._tasks: dict[str, Task] = {}
-        self._last: torch.Tensor | None = None
+    def __init__(self, stand_ins: StandIns) -> None:
+        super().__init__()
+        self._stand_ins = stand_ins
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """A new file."""
+        if Path(path).suffix == ".distcp":
+            yield cast(io.IOBase, self._stand_ins.stream(Path(path).name))
+        else:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+
+
+#: Name, offsets, sizes. A chunk without elements may be where another one is.
+_Key = tuple[str, torch.Size | None, torch.Size | None]
+
+
+def _key(item: WriteItem) -> _Key:
+    return item.index.fqn, item.index.offset, None if item.tensor_data is None else item.tensor_data.chunk.sizes
+
+
+class _Planner(SavePlanner):
+    """Hands out what stands for tensors and values."""
+
+    stand_ins: StandIns
+
+    def __init__(self) -> None:
+        self.contents: list[Content] = []
+        self._numbers: dict[_Key, int] = {}
 
     def add(self, tasks: list[Task]) -> list[WriteItem]:
         """The items of a plan."""
-        self._tasks.update((task.name, task) for task in tasks)
         items = []
         for task in tasks:
             if task.dtype is None:
-                items.append(WriteItem(MetadataIndex(task.name), WriteItemType.BYTE_IO))
+                items.append(self._add(WriteItem(MetadataIndex(task.name), WriteItemType.BYTE_IO), task))
                 continue
             properties = tensor_properties(task.dtype, task.item.flags)
-            for chunk in task.item.chunks:
-                offsets = torch.Size(chunk.offsets)
+            # A chunk that is stored twice is one.
+            numbers = {(chunk.offsets, chunk.sizes): number for number, chunk in enumerate(task.item.chunks)}
+            for (at, sizes), number in numbers.items():
+                offsets = torch.Size(at)
                 data = TensorWriteData(
-                    ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)), properties, torch.Size(task.item.shape)
+                    ChunkStorageMetadata(offsets, torch.Size(sizes)), properties, torch.Size(task.item.shape)
                 )
-                whole = len(task.item.chunks) == 1 and chunk.sizes == task.item.shape
+                whole = len(numbers) == 1 and sizes == task.item.shape
                 kind = WriteItemType.TENSOR if whole else WriteItemType.SHARD
-                items.append(WriteItem(MetadataIndex(task.name, offsets), kind, tensor_data=data))
+                item = WriteItem(MetadataIndex(task.name, offsets), kind, tensor_data=data)
+                items.append(self._add(item, task.region(number)))
         return items
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Its bytes, in the source's file if they lie there as they are."""
-        self.let_go()
-        task = self._tasks[write_item.index.fqn]
-        if task.dtype is None or write_item.tensor_data is None:
-            data = self._job.source.value(task.item)
-            self._job.advance(len(data))
-            return io.BytesIO(data)
-        offsets = tuple(write_item.tensor_data.chunk.offsets)
-        sizes = tuple(write_item.tensor_data.chunk.sizes)
-        number = next(i for i, c in enumerate(task.item.chunks) if (c.offsets, c.sizes) == (offsets, sizes))
-        region = task.region(number)
-        view = self._job.source.view(task.item, number) if task.dtype == task.item.dtype else None
-        if view is not None:
-            self._job.advance(view.nbytes)
-            self._job.source.check_again()
-            return view
-        if region.nbytes > _IN_MEMORY:
-            return to_tensors(self._job, [region], self._place.folder)[0]
-        self._last = in_memory(self._job, region)
-        return self._last
+    def _add(self, item: WriteItem, content: Content) -> WriteItem:
+        self._numbers[_key(item)] = len(self.contents)
+        self.contents.append(content)
+        return item
 
-    def let_go(self) -> None:
-        """The writer keeps every tensor of a file, though it is done with it: their memory is taken away."""
-        if self._last is not None:
-            self._last.untyped_storage().resize_(0)
-            self._last = None
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """What stands for it."""
+        number = self._numbers[_key(write_item)]
+        if write_item.type == WriteItemType.BYTE_IO:
+            return self.stand_ins.value(number)
+        return self.stand_ins.tensor(number)
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
         """The plans are made elsewhere."""

@@ -21,6 +21,7 @@ mod save_item;
 mod save_plan;
 mod slabs;
 mod tally;
+mod template;
 mod verify;
 mod write;
 
@@ -61,7 +62,9 @@ mod _core {
     #[pymodule_export]
     use crate::tally::tally;
     #[pymodule_export]
-    use crate::verify::{block_digest, check_no_rank_indexes, has_native_data, recover, seal_archives};
+    use crate::template::Template;
+    #[pymodule_export]
+    use crate::verify::{block_digest, check_no_rank_indexes, has_native_data, recover};
     #[pymodule_export]
     use crate::write::Save;
 

@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use dcp_rs_core::checkpoint::{self, RecoverOptions};
 use dcp_rs_core::checkpoint::{CopyOptions, verify};
-use dcp_rs_core::foreign;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -68,13 +67,6 @@ impl Index {
 #[pyfunction]
 pub fn block_digest(data: &[u8]) -> u64 {
     dcp_rs_core::format::block_digest(data)
-}
-
-/// Writes the checksums of every record into the zip archives (first byte, length) of a file that was written without them.
-#[guarded]
-#[pyfunction]
-pub fn seal_archives(py: Python<'_>, path: PathBuf, archives: Vec<(u64, u64)>, threads: usize) -> PyResult<()> {
-    interrupt::run(py, |control| foreign::seal(&path, &archives, threads, control))
 }
 
 /// Whether `folder` holds data files of this package.

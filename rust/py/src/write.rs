@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use dcp_rs_core::format::Value;
 use dcp_rs_core::store::{FileLock, Remote};
-use dcp_rs_core::write::{self, FilePlan, Part, SaveInfo, WriteIo, WriteOptions};
+use dcp_rs_core::write::{self, FilePlan, Part, SaveInfo, Sums, WriteIo, WriteOptions};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::sync::MutexExt as _;
@@ -20,6 +20,7 @@ use crate::remote::Store;
 use crate::rows::{self, PlacedValue};
 use crate::save_item::{SaveItem, items_of};
 use crate::save_plan::Planned;
+use crate::template::Template;
 
 /// One rank's data files of one save. Dropped before `finish`, it removes what it created.
 #[pyclass(frozen, module = "dcp_rs._core")]
@@ -85,9 +86,9 @@ impl Save {
         Self::begin(py, &to, items_of(&items), info, &options, Planned::default(), None)
     }
 
-    /// Creates files (name, header, size) of the caller's own layout, with values in them.
+    /// Creates files (name, header, size) of the caller's own layout, with values in them. With `crc32`, theirs are found out.
     #[staticmethod]
-    #[pyo3(signature = (folder, files, values, *, threads, fsync, io, max_inflight_bytes))]
+    #[pyo3(signature = (folder, files, values, *, threads, fsync, io, max_inflight_bytes, crc32=false))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
     fn create_files(
         py: Python<'_>,
@@ -98,6 +99,7 @@ impl Save {
         fsync: bool,
         io: &str,
         max_inflight_bytes: u64,
+        crc32: bool,
     ) -> PyResult<Self> {
         let files = files
             .into_iter()
@@ -112,7 +114,8 @@ impl Save {
         let bytes = values.iter().map(|(.., length)| length).sum();
         let options = options(threads, fsync, io, max_inflight_bytes)?;
         let save = interrupt::run(py, |control| {
-            write::Save::create_files(&folder, files, values, &options, control)
+            let sums = if crc32 { Sums::Crc32 } else { Sums::None };
+            write::Save::create_files(&folder, files, values, sums, &options, control)
         })?;
         Ok(Self::new(save, Planned::default(), bytes))
     }
@@ -139,6 +142,21 @@ impl Save {
     /// Writes values: (item, bytes).
     fn write_values(&self, py: Python<'_>, values: Vec<(u32, PyBackedBytes)>) -> PyResult<()> {
         self.put(py, &parts_of(&values))
+    }
+
+    /// Writes the pieces of a template, which are items from `first` on.
+    fn write_template(&self, py: Python<'_>, template: &Template, first: u32) -> PyResult<()> {
+        let template = template.lock(py);
+        let pieces = (first..).zip(template.file.pieces());
+        let parts: Vec<Part<'_>> = pieces.map(|(item, (_, data))| Part { item, at: 0, data }).collect();
+        self.put(py, &parts)
+    }
+
+    /// The CRC-32 of every item.
+    fn crc32s(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+        let state = self.lock(py)?;
+        let save = state.save.as_ref().ok_or_else(closed)?;
+        Ok(py.detach(|| save.crc32s()))
     }
 
     /// From here on `progress` is called, while something is written, with the bytes that are.

@@ -1,6 +1,6 @@
 //! The parsers of this folder, for [`crate::fuzzing`].
 
-use std::fs::{self, File};
+use std::fs;
 use std::path::Path;
 
 use super::window::{Fetched, MAX_PIECE, Source, Window};
@@ -25,9 +25,8 @@ pub fn tensor_pickle(bytes: &[u8]) -> bool {
 
 /// An item of a `.distcp` file: the archive of one tensor.
 pub fn archive(bytes: &[u8]) -> bool {
-    let file = File::open("/dev/null").expect("a system has that");
     let source = Source {
-        file: &Opened::Lent(&file),
+        file: &Opened::Nowhere,
         path: Path::new("x.distcp"),
         size: bytes.len() as u64,
     };
@@ -53,9 +52,8 @@ pub fn archive(bytes: &[u8]) -> bool {
 
 /// A file of `torch.save`.
 pub fn torch_file(bytes: &[u8]) -> bool {
-    let file = File::open("/dev/null").expect("a system has that");
     let source = Source {
-        file: &Opened::Lent(&file),
+        file: &Opened::Nowhere,
         path: Path::new("x.pth"),
         size: bytes.len() as u64,
     };

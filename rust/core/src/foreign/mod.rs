@@ -11,8 +11,8 @@ pub mod metadata_pickle;
 pub(crate) mod models;
 mod pickle;
 pub mod safetensors;
-mod seal;
 mod sharding;
+mod template;
 mod tensor_pickle;
 pub mod torch_file;
 mod window;
@@ -22,7 +22,7 @@ mod zip;
 mod tests;
 
 pub use models::Model;
-pub use seal::seal;
+pub use template::{Filled, Template};
 
 use std::path::PathBuf;
 

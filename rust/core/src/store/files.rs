@@ -112,8 +112,9 @@ impl<'a> Files<'a> {
 /// A file to read ranges of.
 pub(crate) enum Opened<'a> {
     File(File),
-    Lent(&'a File),
     Remote(&'a dyn Connection, &'a Control),
+    /// All that there is of it was fetched before.
+    Nowhere,
 }
 
 impl Opened<'_> {
@@ -141,7 +142,6 @@ impl Opened<'_> {
         }
         match self {
             Self::File(file) => read_exact(file, path, &mut buffers, ranges)?,
-            Self::Lent(file) => read_exact(file, path, &mut buffers, ranges)?,
             Self::Remote(connection, control) => {
                 let parts = buffers
                     .iter_mut()
@@ -151,6 +151,12 @@ impl Opened<'_> {
                     .collect();
                 // SAFETY: each range has a buffer of its length, which nothing else touches meanwhile, and lies in the file.
                 unsafe { connection.fetch(path, size, parts, control)? };
+            }
+            Self::Nowhere => {
+                if let Some((at, len)) = ranges.first() {
+                    let reason = format!("{len} bytes are wanted here, which are not in memory");
+                    return Err(Error::corrupt_data(path, "", *at, reason));
+                }
             }
         }
         Ok(buffers)

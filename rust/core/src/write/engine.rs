@@ -67,6 +67,15 @@ impl Save {
         self.sink.requests()
     }
 
+    /// The CRC-32 of every item, of a save that was created to find them out; of one that is not written yet it is of no use.
+    #[must_use]
+    pub fn crc32s(&self) -> Vec<u32> {
+        let items = self.items.iter().enumerate();
+        items
+            .map(|(number, item)| self.digests.crc32_of(number, item.length))
+            .collect()
+    }
+
     /// Writes parts of items, in parallel. The parts of one item come in order, over all calls, and each but its last
     /// is a multiple of [`BLOCK_SIZE`] long. One call for many parts is much faster than many calls.
     ///

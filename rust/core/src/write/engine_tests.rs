@@ -17,6 +17,7 @@ use crate::store::Buffer;
 use crate::store::disk::{Call, Disk, Hook};
 use crate::write::options::WriteOptions;
 use crate::write::sink::to_usize;
+use crate::write::{FilePlan, Place, Sums};
 
 const MIB: u64 = 1 << 20;
 
@@ -521,5 +522,45 @@ fn a_save_can_be_stopped_while_it_is_synced() {
         let syncs = hook.syncs.load(std::sync::atomic::Ordering::SeqCst);
         assert_eq!(syncs, at + 1, "two files, each before its header and after");
         assert!(names_in(dir.path()).is_empty());
+    }
+}
+
+#[test]
+fn files_of_a_foreign_layout_have_their_checksums() {
+    let dir = tempdir().unwrap();
+    let data: Vec<u8> = (0..4 * MIB + 99).map(|i| (i * 31 % 251).to_le_bytes()[0]).collect();
+    let lengths = [3 * MIB + 5, 0, 17, MIB];
+    for (sums, name) in [(Sums::Crc32, "a"), (Sums::None, "b")] {
+        let mut values = Vec::new();
+        let mut offset = 7;
+        for length in lengths {
+            values.push((format!("v{offset}"), Place { file: 0, offset }, length));
+            offset += length + 3;
+        }
+        let files = vec![FilePlan {
+            name: name.into(),
+            header: vec![],
+            size: offset,
+            items: vec![],
+        }];
+        let control = Control::default();
+        let save = Save::create_files(dir.path(), files, values, sums, &options(WriteIo::Auto), &control).unwrap();
+        // The first comes in two calls.
+        let part = |item, at: u64, length: u64| Part {
+            item,
+            at,
+            data: &data[to_usize(at)..to_usize(at + length)],
+        };
+        save.write(&[part(0, 0, 2 * MIB), part(2, 0, 17)], &control).unwrap();
+        save.write(&[part(0, 2 * MIB, MIB + 5), part(3, 0, MIB)], &control)
+            .unwrap();
+        if sums == Sums::Crc32 {
+            let expected = lengths.map(|length| crc32fast::hash(&data[..to_usize(length)]));
+            assert_eq!(save.crc32s(), expected);
+        }
+        save.finish(&control).unwrap();
+        let written = fs::read(dir.path().join(name)).unwrap();
+        assert_eq!(written.len() as u64, offset);
+        assert!(written[7..].starts_with(&data[..to_usize(lengths[0])]));
     }
 }

@@ -23,4 +23,5 @@ pub use item::{SaveInfo, SaveItem};
 pub use layout::{FilePlan, HEADER_LIMIT, Layout, Place, plan_files};
 pub use options::{WriteIo, WriteOptions};
 pub use reuse::Reuse;
+pub use sink::Sums;
 pub use upload::upload;

@@ -52,15 +52,27 @@ pub(super) trait Hand {
     fn write(&mut self, job: &Job, spans: &[Span<'_>]) -> Result<()>;
 }
 
+/// What is found out about the bytes of a save on their way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sums {
+    /// What an index has of them: XXH3, by block and of content.
+    Digests,
+    /// CRC-32, which zip archives have.
+    Crc32,
+    /// Nothing.
+    None,
+}
+
 /// The digests of all items, while they are found out.
 pub(super) struct Digests {
+    sums: Sums,
     /// For each item, the index of its first; and the end of the last.
     first: Vec<usize>,
     cells: Vec<BlockCell>,
 }
 
 impl Digests {
-    pub(super) fn of(items: &[SaveItem]) -> Self {
+    pub(super) fn of(items: &[SaveItem], sums: Sums) -> Self {
         let mut first = Vec::with_capacity(items.len() + 1);
         let mut count = 0;
         for item in items {
@@ -69,6 +81,7 @@ impl Digests {
         }
         first.push(count);
         Self {
+            sums,
             first,
             cells: std::iter::repeat_with(BlockCell::default).take(count).collect(),
         }
@@ -88,11 +101,35 @@ impl Digests {
             let block = at / block_size;
             let next = (block + 1) * block_size;
             if at.is_multiple_of(block_size) {
-                self.cells[span.digest + block].set(BlockDigests::of(&span.data[at..next.min(span.data.len())]));
+                self.sum(span.digest + block, &span.data[at..next.min(span.data.len())]);
             }
             hand_on(&span.data[at..next.min(end)]);
             at = next;
         }
+    }
+
+    fn sum(&self, cell: usize, block: &[u8]) {
+        let found = match self.sums {
+            Sums::Digests => BlockDigests::of(block),
+            // In the place of a digest.
+            Sums::Crc32 => BlockDigests {
+                digest: crc32fast::hash(block).into(),
+                content: 0,
+            },
+            Sums::None => return,
+        };
+        self.cells[cell].set(found);
+    }
+
+    /// The CRC-32 of an item of `length` bytes that was written.
+    pub(super) fn crc32_of(&self, item: usize, length: u64) -> u32 {
+        let mut whole = crc32fast::Hasher::new();
+        for (block, cell) in (0..).zip(&self.cells[self.first[item]..self.first[item + 1]]) {
+            let crc = u32::try_from(cell.digest()).expect("32 bits were set");
+            let len = BLOCK_SIZE.min(length - block * BLOCK_SIZE);
+            whole.combine(&crc32fast::Hasher::new_with_initial_len(crc, len));
+        }
+        whole.finalize()
     }
 
     /// Those of an item that was written: by block, and of its content.

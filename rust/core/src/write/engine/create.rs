@@ -15,7 +15,7 @@ use crate::write::layout::{Beside, FilePlan, HEADER_LIMIT, Layout, Place, plan_f
 use crate::write::links::{Link, Links};
 use crate::write::options::WriteOptions;
 use crate::write::reuse::Reuse;
-use crate::write::sink::{Digests, Sink};
+use crate::write::sink::{Digests, Sink, Sums};
 use crate::write::to_files::ToFiles;
 use crate::write::to_store::{ToStore, in_flight};
 use crate::{Control, Error, Result};
@@ -168,7 +168,7 @@ impl Save {
     }
 
     /// Creates files of the caller's own layout: a header each, and a place for each value. They need not be of this
-    /// crate's format, so what [`finish`](Self::finish) returns is worth nothing.
+    /// crate's format, so what [`finish`](Self::finish) returns is worth nothing; `sums` is what [`crc32s`](Self::crc32s) is told of.
     ///
     /// # Errors
     /// [`Error::Plan`] for a place that is not within its file, [`Error::Io`] where the disk refuses.
@@ -176,13 +176,18 @@ impl Save {
         dir: &Path,
         files: Vec<FilePlan>,
         values: Vec<(String, Place, u64)>,
+        sums: Sums,
         options: &WriteOptions,
         control: &Control,
     ) -> Result<Self> {
         let (layout, items) = laid_out(files, values)?;
         let disk = Disk::default();
         let begun = Begun::new(&disk, dir)?;
-        Self::create_laid_out(disk, dir, items, layout, OF_NOBODY, options, begun, false, control)
+        let save = Self::create_laid_out(disk, dir, items, layout, OF_NOBODY, options, begun, false, control)?;
+        Ok(Self {
+            digests: Digests::of(&save.items, sums),
+            ..save
+        })
     }
 
     pub(in crate::write) fn create_on(
@@ -239,7 +244,7 @@ impl Save {
             layout,
             reuse: None,
             links: Vec::new(),
-            digests: Digests::of(&items),
+            digests: Digests::of(&items, Sums::Digests),
             progress: Mutex::new(Progress {
                 written: vec![0; items.len()],
                 failed: false,

@@ -1,0 +1,172 @@
+//! Files as torch writes them, but for the bytes of tensors: those are left out, and come from elsewhere.
+//!
+//! torch writes archives, pickles and directories, in one thread and with CRC-32 at half a gigabyte a second; it is told to leave checksums
+//! out. The bytes of tensors are written around it, past the page cache and on all cores, and summed up on the way. Then the checksums are
+//! entered, before the rest is written.
+
+use std::path::Path;
+
+use super::fault::{Fault, FaultResult};
+use super::window::{Fetched, Source, Window};
+use super::zip::{Archive, DESCRIPTOR_MAGIC};
+use crate::store::Opened;
+use crate::{Error, Result, parallel};
+
+/// Bytes of a file that come from elsewhere.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Filled {
+    /// The first.
+    pub at: u64,
+    /// How many.
+    pub len: u64,
+    /// Their CRC-32.
+    pub crc: u32,
+}
+
+/// A file in the making: pieces in memory, and holes between them.
+#[derive(Default)]
+pub struct Template {
+    pieces: Vec<Fetched>,
+    size: u64,
+}
+
+impl Template {
+    /// The bytes of the file so far, with its holes.
+    #[must_use]
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Bytes come next.
+    pub fn append(&mut self, bytes: &[u8]) {
+        if bytes.is_empty() {
+            return;
+        }
+        let at = self.size;
+        self.size += bytes.len() as u64;
+        match self.pieces.last_mut() {
+            Some(last) if last.at + last.bytes.len() as u64 == at => last.bytes.extend_from_slice(bytes),
+            _ => self.pieces.push(Fetched {
+                at,
+                bytes: bytes.to_vec(),
+            }),
+        }
+    }
+
+    /// A hole comes next.
+    pub fn skip(&mut self, len: u64) {
+        self.size += len;
+    }
+
+    /// What is in memory, with its first byte in the file, in order.
+    pub fn pieces(&self) -> impl Iterator<Item = (u64, &[u8])> {
+        self.pieces.iter().map(|piece| (piece.at, piece.bytes.as_slice()))
+    }
+
+    /// Enters the CRC-32 of every record of the archives (first byte, length), whose payload is in memory or, whole, one of `filled`, which come in order
+    /// of their places. `path` is what the file is called in errors.
+    ///
+    /// # Errors
+    /// [`Error::CorruptData`] where no archive of stored records is. Nothing is entered then.
+    pub fn seal(&mut self, path: &Path, archives: &[(u64, u64)], filled: &[Filled], threads: usize) -> Result<()> {
+        let source = Source {
+            file: &Opened::Nowhere,
+            path,
+            size: self.size,
+        };
+        let sums = parallel::map(archives.len(), threads, |i| {
+            let (start, len) = archives[i];
+            if start.checked_add(len).is_none_or(|end| end > self.size) {
+                let reason = format!("an archive of {len} bytes leads out of the file");
+                return Err(Error::corrupt_data(path, "", start, reason));
+            }
+            let window = Window {
+                source: &source,
+                start,
+                len,
+                max_piece: u64::MAX,
+                fetched: &self.pieces,
+            };
+            sums_of(&window, filled).map_err(|fault| named(fault, path, start))
+        })?;
+        for (at, crc) in sums.into_iter().flatten() {
+            self.enter(at, crc, path)?;
+        }
+        Ok(())
+    }
+
+    fn enter(&mut self, at: u64, crc: u32, path: &Path) -> Result<()> {
+        let next = self.pieces.partition_point(|piece| piece.at <= at);
+        let place = next.checked_sub(1).and_then(|i| {
+            let piece = &mut self.pieces[i];
+            let begin = usize::try_from(at - piece.at).ok()?;
+            piece.bytes.get_mut(begin..begin.checked_add(4)?)
+        });
+        let place =
+            place.ok_or_else(|| Error::corrupt_data(path, "", at, "a checksum belongs here, where a tensor is"))?;
+        place.copy_from_slice(&crc.to_le_bytes());
+        Ok(())
+    }
+}
+
+/// Places of checksums in the file, and what belongs there.
+fn sums_of(window: &Window<'_>, filled: &[Filled]) -> FaultResult<Vec<(u64, u32)>> {
+    let archive = Archive::open(window)?;
+    let mut sums = Vec::with_capacity(2 * archive.records().len());
+    for record in archive.records() {
+        let payload = archive.payload(window, record)?;
+        if record.has_descriptor() && *window.get(payload + record.size, 4)? != DESCRIPTOR_MAGIC {
+            return Err(Fault::corrupt(
+                payload + record.size,
+                format!("zip record {:?} has no descriptor here", record.name),
+            ));
+        }
+        let at = window.start + payload;
+        let found = filled.binary_search_by_key(&at, |filled| filled.at);
+        let crc = match found.map(|i| filled[i]) {
+            Ok(filled) if filled.len == record.size => filled.crc,
+            _ => crc32fast::hash(&window.get(payload, record.size)?),
+        };
+        sums.extend(record.checksums_at(payload).map(|at| (window.start + at, crc)));
+    }
+    Ok(sums)
+}
+
+fn named(fault: Fault, path: &Path, start: u64) -> Error {
+    match fault {
+        Fault::Read(error) => error,
+        Fault::Corrupt { at, reason } => Error::corrupt_data(path, "", start.saturating_add(at), reason),
+        Fault::Unsupported(reason) | Fault::Forbidden(reason) => Error::corrupt_data(path, "", start, reason),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_what_lies_between_holes() {
+        let mut template = Template::default();
+        template.append(b"abc");
+        template.append(b"de");
+        template.skip(10);
+        template.skip(1);
+        template.append(b"");
+        template.append(b"f");
+        let pieces: Vec<(u64, &[u8])> = template.pieces().collect();
+        assert_eq!(pieces, [(0, &b"abcde"[..]), (16, &b"f"[..])]);
+        assert_eq!(template.size(), 17);
+    }
+
+    #[test]
+    fn what_is_no_archive_is_refused() {
+        let mut template = Template::default();
+        template.append(&[7; 100]);
+        template.skip(50);
+        for (start, len) in [(0, 100), (0, 150), (60, 90), (0, 3), (0, 151), (u64::MAX, 100)] {
+            let sealed = template.seal(Path::new("x.pt"), &[(start, len)], &[], 1);
+            assert!(matches!(sealed, Err(Error::CorruptData { .. })), "{start} {len}");
+        }
+        assert!(template.seal(Path::new("x.pt"), &[], &[], 1).is_ok());
+    }
+}
