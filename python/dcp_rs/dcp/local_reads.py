@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -53,6 +54,12 @@ class LocalReads:
             left_out = set(others)
             plain = [tensor for i, tensor in enumerate(plain) if i not in left_out]
         return [*plain, *(target.tensor for target in self.targets)]
+
+    def stored_names(self) -> tuple[list[str], Iterable[str]]:
+        """Of values, and of tensors."""
+        values = [self.index.name(value) for value, _ in self.values]
+        others = (target.index for target in self.targets if not target.of_chunk)
+        return values, chain(self.plain[0], (self.index.name(tensor) for tensor in others))
 
     def add_covered(
         self, targets: list[tuple[str, Target]], fill_partly: Callable[[str, Iterable[int], Iterable[int]], bool]

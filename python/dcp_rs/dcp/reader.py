@@ -27,6 +27,7 @@ from dcp_rs.dcp.load_planner import RsLoadPlanner, local_reads
 from dcp_rs.dcp.local_items import planner_of
 from dcp_rs.dcp.local_reads import LocalReads
 from dcp_rs.dcp.metadata import make_metadata
+from dcp_rs.dcp.optimizer_state import warn_of_left_out_state
 from dcp_rs.dcp.reports import LoadReport, Phases
 from dcp_rs.dcp.stock_arguments import one_of, say_ignored
 from dcp_rs.dcp.together import Ranks
@@ -244,6 +245,11 @@ class RsReader(StorageReader):
         def begin() -> Any:
             nonlocal local
             reads = local_reads(plan, planner)
+            if reads is None:
+                names = [item.storage_index.fqn for item in plan.items]
+                warn_of_left_out_state(self._index(), names, ())
+            else:
+                warn_of_left_out_state(reads.index, *reads.stored_names())
             local = None if reads is None else self._begin_local(reads, ranks)
             return Offer().told() if local is None else local.offer.told()
 
