@@ -1,12 +1,15 @@
 """What a conversion is told: which entries, their names, their type, whom to show its progress."""
 
+import os
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import dcp_rs
-from dcp_rs.errors import PlanError
+from dcp_rs.errors import PlanError, UnsafePickleError
 from support import assert_state_equal, nested_state, random_tensor
 from support.formats import judge, load_hf, make
 
@@ -25,6 +28,38 @@ def test_casts_are_torchs(to: str, dtype: object, tmp_path: Path) -> None:
     target = {"fp64": torch.float64, "float8_e4m3fn": torch.float8_e4m3fn}.get(str(dtype), dtype)
     want = state | {"w": state["w"].to(target), "half": state["half"].to(target)}
     judge(to, tmp_path / "dst", want)
+
+
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [("x.pt", "torch"), ("x.pth", "torch"), ("x.bin", "torch"), ("x.safetensors", "safetensors"), ("x", "dcp-rs")],
+)
+def test_the_format_is_what_the_name_ends_in(name: str, to: str, tmp_path: Path) -> None:
+    state = {"w": torch.randn(3, 4)}
+    make("dcp", state, tmp_path / "src")
+    dcp_rs.convert(tmp_path / "src", tmp_path / name)
+    assert (tmp_path / name).is_file() == (to != "dcp-rs")
+    assert_state_equal(judge_one(tmp_path / name), state)
+    dcp_rs.convert(tmp_path / "src", tmp_path / name, to="dcp-rs", overwrite=True)  # said, it is that
+    assert (tmp_path / name / "index.dcprs").is_file()
+
+
+def judge_one(path: Path) -> dict[str, torch.Tensor]:
+    if path.is_dir():
+        return dict(dcp_rs.open(path).state_dict())
+    return load_file(path) if path.suffix == ".safetensors" else torch.load(path)
+
+
+def test_a_value_whose_class_is_not_allowed_is_left_out_by_name(tmp_path: Path) -> None:
+    blocked = type("Blocked", (), {"__reduce__": lambda _: (os.system, ("touch owned",))})
+    torch.save({"w": torch.ones(2), "args": Namespace(lr=1), "evil": blocked()}, tmp_path / "x.pt")
+    words = r"posix\.system whose module posix is blocked\. Nothing was executed\. Leave it out \(exclude=\)"
+    with pytest.raises(UnsafePickleError, match=words):
+        dcp_rs.convert(tmp_path / "x.pt", tmp_path / "out", exclude="args")
+    with pytest.raises(UnsafePickleError, match=r"argparse\.Namespace was not an allowed"):
+        dcp_rs.convert(tmp_path / "x.pt", tmp_path / "out", exclude="evil")
+    dcp_rs.convert(tmp_path / "x.pt", tmp_path / "out", exclude=["args", "evil"])
+    assert set(dcp_rs.open(tmp_path / "out")) == {"w"}
 
 
 def test_choosing_and_renaming(tmp_path: Path) -> None:

@@ -153,6 +153,7 @@ _COMMANDS = {
     "overwrite=True": "--overwrite",
     "skip_unsupported=True": "--skip-unsupported",
     "weights_only=False": "--trust-pickles",
+    "(exclude=)": "(--exclude)",
 }
 
 

@@ -41,13 +41,16 @@ _WRITERS: dict[str, Callable[[Job, Place], None]] = {
     "torch": torch_file.write,
 }
 
+#: What files are, by what their names end in.
+_ENDINGS: dict[str, Target] = {".pt": "torch", ".pth": "torch", ".bin": "torch", ".safetensors": "safetensors"}
+
 
 @formerly(src="path", dst="out")
 def convert(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    to: Target = "dcp-rs",
+    to: Target | None = None,
     dtype: torch.dtype | str | None = None,
     shards: int | None = None,
     include: str | Iterable[str] | None = None,
@@ -75,7 +78,8 @@ def convert(
             the first four on a store.
         out: a folder; a file for ``to="torch"``, and for ``to="safetensors"`` if it ends in ``.safetensors``. Or the URL of one on a store: but for
             ``to="dcp-rs"`` the result is made in a temporary folder of this machine (``TMPDIR``), which has to hold it, and sent from there.
-        to: the format. ``"dcp-rs"`` and ``"dcp"`` hold everything, and keep each stored piece of a tensor a piece. ``"safetensors"``
+        to: the format; default: what ``out`` ends in, ``"torch"`` for ``.pt``, ``.pth`` and ``.bin``, ``"safetensors"`` for ``.safetensors``, else
+            ``"dcp-rs"``. ``"dcp-rs"`` and ``"dcp"`` hold everything, and keep each stored piece of a tensor a piece. ``"safetensors"``
             holds tensors of common types, under the names that ``transformers`` looks for. ``"torch"`` holds everything in one file.
         dtype: what floating-point tensors of 16 bits and more become: a dtype, or its name (``"bf16"``). All of them: limit it with
             ``include``, where the state of an optimizer is among them.
@@ -115,8 +119,9 @@ def convert(
     a ``dict`` there. ``"safetensors"`` has names, and no nesting. A checkpoint of stock DCP is nested as DCP says, with the numbers of an optimizer.
     """
     begin = time.perf_counter()
-    _check(to, shards, name)
     source_path, target = location(path), location(out)
+    to = _ENDINGS.get(target.suffix, "dcp-rs") if to is None else to
+    _check(to, shards, name)
     if not isinstance(target, Url):
         target = Path(os.path.abspath(target))  # noqa: PTH100  # Path.resolve would follow the last link
     as_file = to == "torch" or (to == "safetensors" and target.suffix == ".safetensors")

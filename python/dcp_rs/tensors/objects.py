@@ -56,8 +56,8 @@ def load(fqn: str, data: bytes, *, weights_only: bool) -> Any:
             msg = f"value {fqn!r} cannot be unpickled: {error}"
             raise CorruptDataError(msg, tensor=fqn) from error
         msg = (
-            f"value {fqn!r} does not load under torch.load(weights_only=True): {reason(error)}. "
-            "Allow its types with torch.serialization.add_safe_globals, or pass weights_only=False if you trust whoever wrote it."
+            f"value {fqn!r} does not load under torch.load(weights_only=True): {reason(error)}. Nothing was executed. Leave it out (exclude=), "
+            "allow its types with torch.serialization.add_safe_globals, or pass weights_only=False if you trust whoever wrote it."
         )
         raise UnsafePickleError(msg, tensor=fqn) from error
     except (RuntimeError, EOFError, ValueError) as error:
@@ -113,5 +113,5 @@ def _type_name(value: Any) -> str:
 
 def reason(error: pickle.UnpicklingError) -> str:
     """The one part of torch's message that says what is wrong."""
-    found = re.search(r"WeightsUnpickler error: (.*?)(\. Please use|\n|$)", str(error))
+    found = re.search(r"(?:WeightsUnpickler error: |(?=Trying to load ))(.*?)(\. Please use|\.?\n|\.?$)", str(error))
     return found[1] if found else str(error).split("\n", 1)[0]

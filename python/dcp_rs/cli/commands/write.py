@@ -24,9 +24,7 @@ from dcp_rs.cli.output import text_argument
 @click.option(
     "--to",
     type=click.Choice(["dcp-rs", "dcp", "safetensors", "torch"]),
-    default="dcp-rs",
-    show_default=True,
-    help="The format of OUT.",
+    help="The format of OUT. Default: as OUT ends, torch for .pt, .pth and .bin, safetensors for .safetensors; else dcp-rs.",
 )
 @click.option("--dtype", help="What floating-point tensors become: bf16, fp16, fp32 …")
 @click.option("--shards", type=click.IntRange(min=1), help="Files to spread the data over.")
@@ -51,7 +49,7 @@ from dcp_rs.cli.output import text_argument
 def _convert(
     path: Path,
     out: Path,
-    to: str,
+    to: str | None,
     dtype: str | None,
     shards: int | None,
     include: Sequence[str],
@@ -67,7 +65,7 @@ def _convert(
 ) -> None:
     """Write a checkpoint again, in another format. OUT appears when it is complete, or not at all.
 
-    OUT is a new folder; a file for torch, and for safetensors if it ends so. For dcp-rs it may be a URL.
+    OUT is a new folder; a file for torch, and for safetensors if it ends so. It may be a URL.
     """
     from dcp_rs.cli.work import convert
 
