@@ -524,6 +524,8 @@ class Store:
         """Stores files of this machine, from and to; then the last one, which with ``anew`` must not be there yet. What fails is removed."""
     def remove(self, paths: Sequence[str | Path]) -> None:
         """Removes files, where they are there; raises for the first that could not be, after all were tried."""
+    def remove_seen(self, path: str | Path) -> None:
+        """Removes a file that was read, where it is there; raises where it is another by now, which is left alone."""
     def replace_index(self, folder: str, index: bytes) -> None:
         """Stores an index over data that is there, in place of what there was when this was begun; removes nothing."""
     def recover(

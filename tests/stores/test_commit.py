@@ -271,6 +271,62 @@ def test_a_file_that_goes_during_the_commit(server, existing, ignores_conditions
         assert_state_equal(loaded(server, first), first)
 
 
+def removes_index(request):
+    return request.kind == "delete" and request.key.endswith("index.dcprs")
+
+
+def lose_data(server):
+    """Just before the index is stored, the data goes: the index is taken back, which removes it where there was none before."""
+
+    def remove():
+        for key in server.keys("ckpt/g"):
+            del server.objects[key]
+
+    server.faults.append(at(index, remove))
+
+
+@pytest.mark.filterwarnings("ignore:the store of")
+@pytest.mark.parametrize("ignores_conditions", [False, True])
+@pytest.mark.parametrize("fault", [{"lose": True}, {"status": 503, "done": True}], ids=str)
+def test_a_removal_of_the_index_that_is_not_answered_spares_the_save_that_follows(server, fault, ignores_conditions):
+    """It was tried again blindly: had another save been committed since, its index was removed."""
+    server.ignores_conditions = ignores_conditions
+    other = small_state()
+    commit = another_save(server, other)
+    mark = len(server.requests)
+    lose_data(server)
+    server.faults.append(Fault(**fault, matches=removes_index))
+    server.faults.append(at(lambda _: any(map(removes_index, server.requests[mark:-1])), commit))
+    with pytest.raises(CorruptDataError, match="at the commit of its save it is missing"):
+        save(server, {"a": torch.ones(3)})
+    assert len([request for request in server.requests if removes_index(request)]) == 1
+    assert_state_equal(loaded(server, other), other)
+
+
+def test_a_removal_of_the_index_is_of_that_index_alone(server):
+    """The other is committed after the last look, just before the second attempt: the store is told which one is meant."""
+    other = small_state()
+    commit = another_save(server, other)
+    lose_data(server)
+    server.faults.append(Fault(status=503, matches=removes_index))
+    server.faults.append(at(removes_index, commit))
+    with pytest.raises(CorruptDataError, match="at the commit of its save it is missing"):
+        save(server, {"a": torch.ones(3)})
+    asked = [request.condition for request in server.requests if removes_index(request)]
+    assert [condition.split(":")[0] for condition in asked] == ["If-Match"] * 2
+    assert_state_equal(loaded(server, other), other)
+
+
+@pytest.mark.filterwarnings("ignore:the store of")
+def test_an_index_is_removed_where_conditions_are_refused(server):
+    server.refuses_conditions = True
+    lose_data(server)
+    with pytest.raises(CorruptDataError, match="at the commit of its save it is missing"):
+        save(server, {"a": torch.ones(3)})
+    assert names(server) == []
+    assert [request.condition is None for request in server.requests if removes_index(request)] == [False, True]
+
+
 def data_after_the_index(server):
     """What looks at data files once an index was stored."""
     mark = len(server.requests)

@@ -442,6 +442,35 @@ def test_a_step_that_is_saved_anew_meanwhile_is_not_removed(root, server):
     assert not any("removing" in key for key in server.keys("run/"))
 
 
+@pytest.mark.filterwarnings("ignore:the store of")
+@pytest.mark.parametrize("ignores_conditions", [False, True])
+def test_a_removal_whose_answer_is_lost_spares_a_save_that_follows(root, server, ignores_conditions):
+    """It was tried again blindly, and removed the index of the save that had come since."""
+    server.ignores_conditions = ignores_conditions
+    save(root, 10)
+    replace = replacement(server)
+    asked = []
+
+    def saves(request):
+        if len(asked) == 1:
+            asked.append("another")
+            replace()
+        elif not asked and request.kind == "delete" and request.key == "run/step-10/index.dcprs":
+            asked.append("removed")
+            return True
+        return False
+
+    server.faults.append(Fault(lose=True, matches=saves, times=None))
+    with pytest.raises(StoragePreconditionError, match="saved anew"):
+        root.remove(10)
+    server.faults.clear()
+    for _ in range(2):
+        assert root.look_at(10).save_id == f"{11:032x}"
+        assert dcp_rs.verify(root.folder(10), **root.access).ok
+        root.sweep()
+    assert not any("removing" in key for key in server.keys("run/"))
+
+
 def test_what_a_save_beside_has_stored_survives_the_removal_of_a_step(root, server):
     save(root, 10)
     stray = data_of(server, 10).replace("g00000001", "g00000002")

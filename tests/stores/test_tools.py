@@ -200,4 +200,5 @@ def test_the_command(saved, server):
     assert [found["path"] for found in listed["found"]] == [server.url(old)]
     said = subprocess.run([*line, "--yes"], capture_output=True, check=True, text=True).stdout
     assert server.url(old) in said
+    assert "a lifecycle rule removes them" in said
     assert old not in server.objects

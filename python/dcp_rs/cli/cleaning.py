@@ -34,11 +34,13 @@ def clean(path: Path, *, yes: bool, older_than: float | None, as_json: bool) -> 
         line(("kept     ", "dim"), f"{_row(leftover)}  ", (for_command_line(leftover.why_kept or ""), "yellow"))
     for leftover in report.found:
         line(("removed  " if yes else "left     ", "red" if yes else "yellow"), _row(leftover))
+    what = _sum(report.found)
     if not report.found:
         line("nothing to remove")
-        return
-    what = _sum(report.found)
-    line((f"removed {what}" if yes else f"{what}: dcp-rs clean --yes removes it", "bold"))
+    else:
+        line((f"removed {what}" if yes else f"{what}: dcp-rs clean --yes removes it", "bold"))
+    if isinstance(location(path), Url):
+        line(("uploads that were begun and not completed are in no listing: a lifecycle rule removes them", "dim"))
 
 
 def mention(leftovers: Sequence[Leftover]) -> None:

@@ -251,12 +251,16 @@ class StoreRoot(Root):
         store.put(path / removal, Removal(save_id, frozenset(doomed - {INDEX_NAME})).to_bytes())
         ((files, _),) = store.list([path])
         now = Objects.of(files, ()).files.get(INDEX_NAME)
-        if now is not None and _tag(now) != _tag(objects.files[INDEX_NAME]):
+        if now is not None and (data is None or _tag(now) != _tag(objects.files[INDEX_NAME])):
             store.remove([path / removal])
             raise _saved_anew(number, path)
         self._known.pop(number, None)
         if now is not None:
-            store.remove([path / INDEX_NAME])
+            try:
+                store.remove_seen(path / INDEX_NAME)
+            except StoragePreconditionError:
+                # Whether the one before was removed or replaced is not known: what is noted of it stays, for a sweep.
+                raise _saved_anew(number, path) from None
         _delete(store, path, doomed - {INDEX_NAME})
         store.remove([path / removal])
 

@@ -140,6 +140,11 @@ impl Store {
         })
     }
 
+    /// Removes a file that was read, if it is the one that was read; it is an error where it is another by now.
+    fn remove_seen(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
+        self.ask(py, |connection, control| connection.remove_seen(&path, control))
+    }
+
     /// Stores an index over data that is there already, in place of the one that was there when this was begun. Removes nothing.
     fn replace_index(&self, py: Python<'_>, folder: PathBuf, index: Vec<u8>) -> PyResult<()> {
         let begun = self.has_begun().into_py(py)?;

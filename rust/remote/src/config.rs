@@ -6,7 +6,7 @@ use std::sync::{Arc, Once, OnceLock};
 use std::time::Duration;
 
 use dcp_rs_core::Result;
-use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, S3CopyIfNotExists};
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, AwsCredentialProvider, S3CopyIfNotExists};
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::client::{ClientConfigKey, HttpClient, HttpConnector, ReqwestConnector};
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
@@ -14,6 +14,7 @@ use object_store::http::HttpBuilder;
 use object_store::list::PaginatedListStore;
 use object_store::multipart::MultipartStore;
 use object_store::{ClientOptions, ObjectStore, RetryConfig};
+use reqwest::header::{HeaderMap, HeaderValue, IF_MATCH};
 
 use crate::secrets::Secrets;
 use crate::unsupported;
@@ -84,10 +85,12 @@ impl Client {
 
     fn on_s3(builder: AmazonS3Builder) -> object_store::Result<Self> {
         let store = builder.clone().build()?;
+        let credentials = Arc::clone(store.credentials());
         let copying = Copying {
             builder: builder
-                .with_credentials(Arc::clone(store.credentials()))
+                .with_credentials(Arc::clone(&credentials))
                 .with_http_connector(OneClient::default()),
+            credentials,
         };
         Ok(Self {
             copying: Some(Arc::new(copying)),
@@ -100,6 +103,7 @@ impl Client {
 /// the new name, which is nobody else's here, it asks for that.
 pub struct Copying {
     builder: AmazonS3Builder,
+    credentials: AwsCredentialProvider,
 }
 
 impl Copying {
@@ -231,24 +235,9 @@ impl Config {
             // Another one that was installed does as well.
             let _ = rustls::crypto::ring::default_provider().install_default();
         });
-        // Requests are tried again here, where a caller can stop it, and not by the client.
-        let once = RetryConfig {
-            max_retries: 0,
-            ..RetryConfig::default()
-        };
-        // With HTTP/2 all requests would share one connection. Servers that are idle close theirs: those of a call are new.
-        let client = ClientOptions::new().with_http1_only().with_pool_max_idle_per_host(1024);
-        // How long a request may take depends on what is sent, and is bounded here.
-        let client = client.with_timeout_disabled();
+        let (client, once) = (client_options(), once());
         let built: object_store::Result<Client> = match self.kind {
-            Kind::S3 => {
-                // Not all that speaks like S3 knows how to remove many objects at a time; here one is.
-                let builder = AmazonS3Builder::from_env()
-                    .with_client_options(client)
-                    .with_config(AmazonS3ConfigKey::DisableBulkDelete, "true");
-                let builder = self.apply(builder, AmazonS3Builder::with_config);
-                Client::on_s3(builder.with_bucket_name(&self.place).with_retry(once))
-            }
+            Kind::S3 => Client::on_s3(self.s3(client)),
             Kind::Google => {
                 let builder = GoogleCloudStorageBuilder::from_env().with_client_options(client);
                 let builder = self.apply(builder, GoogleCloudStorageBuilder::with_config);
@@ -279,6 +268,26 @@ impl Config {
             }
         };
         built.map_err(|error| unsupported(format!("{}: {}", self.root, self.secrets.remove(&error.to_string()))))
+    }
+
+    fn s3(&self, client: ClientOptions) -> AmazonS3Builder {
+        // Not all that speaks like S3 knows how to remove many objects at a time; here one is.
+        let builder = AmazonS3Builder::from_env()
+            .with_client_options(client)
+            .with_config(AmazonS3ConfigKey::DisableBulkDelete, "true");
+        let builder = self.apply(builder, AmazonS3Builder::with_config);
+        builder.with_bucket_name(&self.place).with_retry(once())
+    }
+
+    /// What removes an object only if it has this tag: a client whose requests all say so, for it has no word for it where something is removed. `None` of
+    /// stores whose clients have no way to say it at all.
+    pub fn removing(&self, client: &Client, tag: &str) -> object_store::Result<Option<Arc<dyn ObjectStore>>> {
+        let (Some(copying), Ok(tag)) = (&client.copying, HeaderValue::from_str(tag)) else {
+            return Ok(None);
+        };
+        let options = client_options().with_default_headers(HeaderMap::from_iter([(IF_MATCH, tag)]));
+        let builder = self.s3(options).with_credentials(Arc::clone(&copying.credentials));
+        Ok(Some(Arc::new(builder.build()?)))
     }
 
     /// Gives a builder the options; what the environment says of the client itself was lost with the options that were set before.
@@ -313,6 +322,21 @@ impl Config {
                 "{text}: a path with an empty part, a dot alone, or a control character in it"
             ))
         })
+    }
+}
+
+fn client_options() -> ClientOptions {
+    // With HTTP/2 all requests would share one connection. Servers that are idle close theirs: those of a call are new.
+    let client = ClientOptions::new().with_http1_only().with_pool_max_idle_per_host(1024);
+    // How long a request may take depends on what is sent, and is bounded here.
+    client.with_timeout_disabled()
+}
+
+/// Requests are tried again here, where a caller can stop it, and not by the client.
+fn once() -> RetryConfig {
+    RetryConfig {
+        max_retries: 0,
+        ..RetryConfig::default()
     }
 }
 

@@ -311,14 +311,19 @@ impl StoringConnection for Connected {
         })
     }
 
-    fn copy(&self, from: &Path, to: &Path, size: u64, control: &Control) -> Result<()> {
-        let names = (self.config.name(from)?, self.config.name(to)?);
+    fn check_copied(&self, from: &Path, size: u64) -> Result<()> {
         if self.config.kind == Kind::S3 && size > MOST_COPIED {
             return Err(Error::Unsupported(format!(
                 "{} is {size} bytes long, and stores copy {MOST_COPIED} in one go",
                 from.display()
             )));
         }
+        Ok(())
+    }
+
+    fn copy(&self, from: &Path, to: &Path, size: u64, control: &Control) -> Result<()> {
+        let names = (self.config.name(from)?, self.config.name(to)?);
+        self.check_copied(from, size)?;
         match self.look(from, control)? {
             Some(found) if found == size => {}
             Some(found) => {
@@ -352,6 +357,23 @@ impl StoringConnection for Connected {
             async move { Ok(store::remove(&shared, &removals, within).await) }
         });
         removed.unwrap_or_else(|error| vec![error])
+    }
+
+    fn remove_seen(&self, path: &Path, control: &Control) -> Result<()> {
+        let name = self.config.name(path)?;
+        if !self
+            .seen
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .contains_key(path)
+        {
+            let never = format!("{} is to be removed, and was not looked at", path.display());
+            return Err(Error::Internal(never));
+        }
+        self.send(path, &[], control, |shared, _| {
+            let (path, name) = (path.to_owned(), name.clone());
+            async move { store::remove_seen(&shared, &path, &name).await }
+        })
     }
 
     fn tells_apart(&self, path: &Path) -> bool {

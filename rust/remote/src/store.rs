@@ -21,6 +21,7 @@ use crate::answers::Failure;
 use crate::config::Kind;
 use crate::link::Shared;
 use crate::patience::Patience;
+use crate::{Seen, see};
 
 /// How long a store takes to make a part one with the others, at most.
 const JOINING: Duration = Duration::from_millis(50);
@@ -260,6 +261,60 @@ pub async fn remove(shared: &Shared, removals: &[Removal], within: Duration) -> 
         failure.into_error("remove", removal.path(), 1, &shared.config.secrets)
     }));
     failed
+}
+
+/// Removes an object if it is the one that was seen. Where the store cannot be told so, it is looked at just before; after an attempt of which nothing is known,
+/// before the next: by then another may have been stored.
+pub async fn remove_seen(shared: &Shared, path: &Path, name: &Name) -> Result<()> {
+    let refused = |failure: Failure, attempts| failure.into_error("remove", path, attempts, &shared.config.secrets);
+    let conditional = match shared.tag(path) {
+        Some(tag) => shared.config.removing(&shared.client, &tag),
+        None => Ok(None),
+    };
+    let mut conditional = conditional.map_err(|error| refused(Failure::of(&error), 1))?;
+    let mut patience = Patience::new(shared.config.limits);
+    let mut looks = conditional.is_none();
+    loop {
+        if looks && !is_as_seen(shared, path, name, patience.attempts()).await? {
+            return Ok(());
+        }
+        looks = true;
+        let objects = conditional.as_ref().unwrap_or(&shared.client.objects);
+        let Err(failure) = answered(&patience, Duration::ZERO, objects.delete(name)).await else {
+            shared.forget(path);
+            return Ok(());
+        };
+        match (failure.kind, failure.status) {
+            (StorageFault::NotFound, _) => return Ok(()),
+            // It is another one, or is gone, or has its tag and the store compares something else; or the store knows no such condition.
+            (StorageFault::Precondition, _) | (_, Some(400 | 501)) if conditional.is_some() => conditional = None,
+            _ if patience.endures(&failure).await => {}
+            _ => return Err(refused(failure, patience.attempts())),
+        }
+    }
+}
+
+/// Whether there is an object, and it is the one that was seen.
+///
+/// # Errors
+/// [`StorageFault::Precondition`] where it is another.
+async fn is_as_seen(shared: &Shared, path: &Path, name: &Name, attempts: u32) -> Result<bool> {
+    let looked = shared
+        .persist("look at", path, 0, || shared.client.objects.head(name))
+        .await;
+    let found = match looked {
+        Err(Error::Storage {
+            kind: StorageFault::NotFound,
+            ..
+        }) => return Ok(false),
+        looked => Seen::of(looked?),
+    };
+    let another = |reason: String| {
+        let failure = Failure::lasting(StorageFault::Precondition, format!("it was left alone: {reason}"));
+        failure.into_error("remove", path, attempts, &shared.config.secrets)
+    };
+    see(&shared.seen, path, found).map_err(another)?;
+    Ok(true)
 }
 
 /// Whether the store keeps conditions. It is asked once in a process: for an object that cannot be stored.

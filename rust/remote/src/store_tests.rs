@@ -201,3 +201,104 @@ fn a_large_copy_takes_longer() {
     let patience = Patience::new(crate::config::Limits::default());
     assert!(patience.answer(work) > work);
 }
+
+/// Removes an object of 77 bytes that was looked at, on a store that answers the n-th attempt, and the n-th look after the first, so. Returns also how many of both
+/// there were.
+fn removed(
+    attempts: impl Fn(usize) -> Reply + Send + Sync + 'static,
+    looks: impl Fn(usize) -> Reply + Send + Sync + 'static,
+) -> (Result<()>, usize, usize) {
+    let (url, asked) = serve(move |question, before| match question.split_once(' ').unwrap().0 {
+        "HEAD" if before == 0 => Reply::head(77),
+        "HEAD" => looks(before - 1),
+        _ => attempts(before),
+    });
+    let store = Store::new("s3://bucket", options("s3", &url, &[("max_retries", "3")])).unwrap();
+    let connection = store.connect_to_store(1).unwrap();
+    let (path, control) = (Path::new("s3://bucket/file"), Control::new());
+    assert_eq!(connection.look(path, &control).unwrap(), Some(77));
+    let done = connection.remove_seen(path, &control);
+    let asked = asked.lock().unwrap();
+    let of = |method: &str| asked.iter().filter(|question| question.starts_with(method)).count();
+    (done, of("DELETE"), of("HEAD") - 1)
+}
+
+fn is_precondition(done: &Result<()>) -> bool {
+    matches!(
+        done,
+        Err(Error::Storage {
+            kind: StorageFault::Precondition,
+            action: "remove",
+            ..
+        })
+    )
+}
+
+#[test]
+fn a_removal_that_was_not_answered_is_not_tried_again_blindly() {
+    let busy = |before| {
+        if before == 0 {
+            Reply::of(503, "SlowDown")
+        } else {
+            Reply::ok("")
+        }
+    };
+    let (done, attempts, looks) = removed(busy, |_| Reply::head(77));
+    assert!(done.is_ok(), "{done:?}");
+    assert_eq!((attempts, looks), (2, 1));
+    // It was done.
+    let (done, attempts, looks) = removed(busy, |_| Reply::of(404, ""));
+    assert!(done.is_ok(), "{done:?}");
+    assert_eq!((attempts, looks), (1, 1));
+    // And another was stored since.
+    let (done, attempts, looks) = removed(busy, |_| Reply::head(78));
+    assert!(is_precondition(&done), "{done:?}");
+    assert_eq!((attempts, looks), (1, 1));
+}
+
+#[test]
+fn a_condition_of_a_removal_is_kept_or_looked_after() {
+    let refuses = |status, code: &'static str| {
+        move |before| {
+            if before == 0 {
+                Reply::of(status, code)
+            } else {
+                Reply::ok("")
+            }
+        }
+    };
+    for (status, code) in [
+        (412, "PreconditionFailed"),
+        (501, "NotImplemented"),
+        (400, "InvalidRequest"),
+    ] {
+        let (done, attempts, looks) = removed(refuses(status, code), |_| Reply::head(78));
+        assert!(is_precondition(&done), "{code}: {done:?}");
+        assert_eq!((attempts, looks), (1, 1), "{code}");
+        // It is what it was: the store knows no such condition.
+        let (done, attempts, looks) = removed(refuses(status, code), |_| Reply::head(77));
+        assert!(done.is_ok(), "{code}: {done:?}");
+        assert_eq!((attempts, looks), (2, 1), "{code}");
+    }
+    let (done, attempts, _) = removed(|_| Reply::of(403, "AccessDenied"), |_| Reply::head(77));
+    assert!(matches!(
+        done,
+        Err(Error::Storage {
+            kind: StorageFault::Denied,
+            ..
+        })
+    ));
+    assert_eq!(attempts, 1);
+    let (done, ..) = removed(|_| Reply::of(404, "NoSuchKey"), |_| Reply::head(77));
+    assert!(done.is_ok(), "{done:?}");
+}
+
+#[test]
+fn what_nobody_saw_is_not_removed() {
+    let (url, asked) = serve(|_, _| Reply::ok(""));
+    let store = Store::new("s3://bucket", options("s3", &url, &[])).unwrap();
+    let connection = store.connect_to_store(1).unwrap();
+    let done = connection.remove_seen("s3://bucket/file".as_ref(), &Control::new());
+    assert!(matches!(done, Err(Error::Internal(_))), "{done:?}");
+    assert!(asked.lock().unwrap().is_empty());
+}

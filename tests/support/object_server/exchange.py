@@ -47,8 +47,14 @@ class Exchange(BaseHTTPRequestHandler):
         return going_on
 
     def handle(self):
-        with contextlib.suppress(ConnectionError, TimeoutError, ValueError, OSError):
-            super().handle()
+        with self.store.lock:
+            self.store.connections += 1
+        try:
+            with contextlib.suppress(ConnectionError, TimeoutError, ValueError, OSError):
+                super().handle()
+        finally:
+            with self.store.lock:
+                self.store.connections -= 1
 
     def do_GET(self):
         with self.store.lock:

@@ -119,7 +119,7 @@ class ObjectServer:
     ignores_conditions: bool = False
     #: ``If-None-Match`` is taken for not there, ``If-Match`` is not.
     ignores_new: bool = False
-    #: A conditional PUT, or completion of an upload, is answered 501.
+    #: A conditional PUT or DELETE, or completion of an upload, is answered 501.
     refuses_conditions: bool = False
     #: A second completion of an upload is answered as the first was; else 404.
     remembers_uploads: bool = False
@@ -134,6 +134,8 @@ class ObjectServer:
     #: Keys that may not be deleted.
     undeletable: set[str] = field(default_factory=set)
     endpoint: str = ""
+    #: Connections that are open.
+    connections: int = 0
     #: Requests that are being answered, and the most there were at once.
     at_once: int = 0
     most_at_once: int = 0

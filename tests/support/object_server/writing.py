@@ -155,5 +155,11 @@ class Writing(Exchange):
             self.refuse(403, "AccessDenied")
             return
         else:
-            self.store.objects.pop(key, None)
+            with self.store.lock:
+                refusal = self.refusal(key)
+                if refusal is None:
+                    self.store.objects.pop(key, None)
+            if refusal is not None:
+                self.refuse(*refusal)
+                return
         self.answer(204)

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::index_file::identity_of;
-use crate::format::{DataFileName, INDEX_NAME, Index, parse_rank_index_name, rank_index_name};
+use crate::format::{DataFileName, FileView, INDEX_NAME, Identity, Index, parse_rank_index_name, rank_index_name};
 use crate::store::disk::Disk;
 use crate::store::{FolderLock, Mode, publish_on, read_all};
 use crate::{Control, Error, Result};
@@ -111,25 +111,38 @@ pub fn replace_index(dir: &Path, bytes: &[u8], fsync: bool, control: &Control) -
 
 /// Checks that the files of a save are there as its ranks wrote them.
 fn check_written(dir: &Path, index: &Index, control: &Control) -> Result<()> {
-    for number in 0..index.file_count() {
+    for file in written(index) {
         control.check()?;
-        let file = index.file(number);
-        if file.external || DataFileName::parse(file.name).is_none() {
-            continue;
-        }
         let path = dir.join(file.name);
-        let wrong = |what: String| {
-            let reason = format!("at the commit of its save {what}");
-            Err(Error::corrupt_file(&path, reason))
-        };
-        match fs::symlink_metadata(&path) {
-            Ok(found) if found.is_file() && found.len() == file.size => {}
-            Ok(found) => return wrong(format!("it is {} bytes long, expected {}", found.len(), file.size)),
-            Err(error) if error.kind() == ErrorKind::NotFound => return wrong("it is missing".into()),
+        let found = match fs::symlink_metadata(&path) {
+            Ok(found) if !found.is_file() => return Err(unfit(&path, "it is no regular file")),
+            Ok(found) => Some(found.len()),
+            Err(error) if error.kind() == ErrorKind::NotFound => None,
             Err(error) => return Err(Error::io("look at", &path, error)),
-        }
+        };
+        check_found(&path, found, file.size)?;
     }
     Ok(())
+}
+
+/// The data files that a save wrote for this index. Their names are those of data files, whatever the index says:
+/// one that was tampered with gets nothing else looked for, or removed.
+pub(super) fn written(index: &Index) -> impl Iterator<Item = FileView<'_>> {
+    let files = (0..index.file_count()).map(move |number| index.file(number));
+    files.filter(|file| !file.external && DataFileName::parse(file.name).is_some())
+}
+
+/// Checks what a commit found of a file: its length, if it is there.
+pub(super) fn check_found(path: &Path, found: Option<u64>, expected: u64) -> Result<()> {
+    match found {
+        Some(size) if size == expected => Ok(()),
+        Some(size) => Err(unfit(path, &format!("it is {size} bytes long, expected {expected}"))),
+        None => Err(unfit(path, "it is missing")),
+    }
+}
+
+fn unfit(path: &Path, what: &str) -> Error {
+    Error::corrupt_file(path, format!("at the commit of its save {what}"))
 }
 
 pub(super) fn index_name(rank: Option<u32>) -> String {
@@ -185,14 +198,9 @@ pub fn discard(
         .fold(Ok(()), Result::and)
 }
 
-/// The data files that a save wrote for this index. Their names are those of data files, whatever the index says:
-/// one that was tampered with gets nothing else removed.
+/// The names of what it [wrote](written).
 pub(super) fn own_files(index: &Index) -> HashSet<&str> {
-    (0..index.file_count())
-        .map(|number| index.file(number))
-        .filter(|file| !file.external && DataFileName::parse(file.name).is_some())
-        .map(|file| file.name)
-        .collect()
+    written(index).map(|file| file.name).collect()
 }
 
 /// The generation of the next save into a folder: 1 + the highest that a data file or the index carries.
@@ -205,14 +213,22 @@ pub fn next_generation(dir: &Path) -> Result<u64> {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(1),
         entries => entries.map_err(|error| Error::io("list", dir, error))?,
     };
-    // Of a damaged index the header is enough: it does not hinder the save that replaces it.
-    let mut highest = identity_of(&dir.join(INDEX_NAME)).map_or(0, |index| index.generation);
+    let mut names = Vec::new();
     for entry in entries {
         let name = entry.map_err(|error| Error::io("list", dir, error))?.file_name();
-        if let Some(name) = name.to_str().and_then(DataFileName::parse) {
-            highest = highest.max(name.generation);
-        }
+        names.extend(name.into_string());
     }
+    generation_after(identity_of(&dir.join(INDEX_NAME)), &names)
+}
+
+/// 1 + the highest generation that the index or a name of a data file carries. Of a damaged index the header is enough: it does not hinder the save that
+/// replaces it.
+pub(super) fn generation_after(index: Option<Identity>, names: &[String]) -> Result<u64> {
+    let of_names = names.iter().filter_map(|name| DataFileName::parse(name));
+    let all = of_names
+        .map(|name| name.generation)
+        .chain(index.map(|index| index.generation));
+    let highest = all.max().unwrap_or(0);
     highest
         .checked_add(1)
         .ok_or_else(|| Error::Unsupported(format!("a save after generation {highest}")))

@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::commit::{Committed, index_name, own_files};
+use super::commit::{Committed, check_found, generation_after, index_name, own_files, written};
 use super::locate::check_no_rank_names;
-use crate::format::{DataFileName, Identity, Index, parse_rank_index_name};
+use crate::format::{Identity, Index, parse_rank_index_name};
 use crate::store::{Condition, Files, StoringConnection};
 use crate::{Control, Error, Result, StorageFault, parallel};
 
@@ -40,18 +40,9 @@ pub fn begin_remote(
     let found = connection.start(&index, Identity::LEN as u64, false, control)?;
     let keeps_conditions =
         connection.keeps_conditions(dir, control)? && (found.is_none() || connection.tells_apart(&index));
-    // Of a damaged index the header is enough: it does not hinder the save that replaces it.
-    let mut highest = identity_of(found.as_ref()).map_or(0, |found| found.generation);
-    for name in connection.names(dir, control)?.unwrap_or_default() {
-        if let Some(name) = DataFileName::parse(&name) {
-            highest = highest.max(name.generation);
-        }
-    }
-    let generation = highest
-        .checked_add(1)
-        .ok_or_else(|| Error::Unsupported(format!("a save after generation {highest}")))?;
+    let names = connection.names(dir, control)?.unwrap_or_default();
     Ok(Begun {
-        generation,
+        generation: generation_after(identity_of(found.as_ref()), &names)?,
         replaces: found.is_some(),
         keeps_conditions,
     })
@@ -84,11 +75,6 @@ pub fn commit_remote(
 ) -> Result<Committed> {
     let path = dir.join(index_name(rank));
     check_written(dir, index, false, connection, control)?;
-    let mut removed = Vec::new();
-    if rank.is_none() {
-        let names = connection.names(dir, control)?.unwrap_or_default();
-        removed.extend(names.into_iter().filter(|name| parse_rank_index_name(name).is_some()));
-    }
     let files = Files::Remote(connection, control);
     let before = match begun.replaces.then(|| files.read(&path)).transpose() {
         Err(error) if is_refused(&error) => return Err(another(&path)),
@@ -98,10 +84,16 @@ pub fn commit_remote(
     let mut old: Vec<Index> = (before.iter())
         .filter_map(|bytes| Index::from_bytes(bytes.clone(), &path).ok())
         .collect();
-    for name in &removed {
-        let path = dir.join(name);
-        let bytes = files.read(&path)?;
-        old.extend(bytes.and_then(|bytes| Index::from_bytes(bytes, &path).ok()));
+    let mut of_ranks = Vec::new();
+    if rank.is_none() {
+        let names = connection.names(dir, control)?.unwrap_or_default();
+        for name in names.into_iter().filter(|name| parse_rank_index_name(name).is_some()) {
+            let path = dir.join(&name);
+            if let Some(bytes) = files.read(&path)? {
+                old.extend(Index::from_bytes(bytes, &path).ok());
+                of_ranks.push(name);
+            }
+        }
     }
     publish_over(&path, index.bytes(), begun, connection, control)?;
     match check_written(dir, index, true, connection, control) {
@@ -113,7 +105,7 @@ pub fn commit_remote(
         }
         // The index is in its place, and that is all that can be known: old files stay, should new ones be missing.
         Err(unknown) => {
-            let stays = !old.is_empty() || !removed.is_empty();
+            let stays = !old.is_empty() || !of_ranks.is_empty();
             return Ok(Committed {
                 removed: Vec::new(),
                 left: stays.then_some(unknown).into_iter().collect(),
@@ -121,14 +113,21 @@ pub fn commit_remote(
         }
     }
 
+    // Indexes of ranks first: without them nothing names what goes then.
+    let gone = parallel::map(of_ranks.len(), LOOKS, |number| {
+        Ok(connection.remove_seen(&dir.join(&of_ranks[number]), control).err())
+    })?;
+    let mut left: Vec<Error> = gone.into_iter().flatten().collect();
     let kept = own_files(index);
-    for old in &old {
-        let replaced = own_files(old).into_iter().filter(|name| !kept.contains(name));
-        removed.extend(replaced.map(str::to_owned));
-    }
+    let replaced = old.iter().flat_map(own_files).filter(|name| !kept.contains(name));
+    let removed: Vec<String> = replaced.map(str::to_owned).collect();
     let paths: Vec<PathBuf> = removed.iter().map(|name| dir.join(name)).collect();
-    let left = connection.remove(&paths, &[], CLEANING, control);
-    Ok(Committed { removed, left })
+    left.extend(connection.remove(&paths, &[], CLEANING, control));
+    of_ranks.extend(removed);
+    Ok(Committed {
+        removed: of_ranks,
+        left,
+    })
 }
 
 /// [`replace_index`](super::replace_index) on a store: makes `bytes` the index of the folder `dir`, over data that is there, if what is there was there when
@@ -244,8 +243,7 @@ fn take_back(
     let back = if let Some(bytes) = before {
         publish(path, bytes, condition, connection, &control)
     } else {
-        let left = connection.remove(&[path.to_owned()], &[], CLEANING, &control);
-        left.into_iter().next().map_or(Ok(()), Err)
+        connection.remove_seen(path, &control)
     };
     Some(match back {
         Err(error) if !is_refused(&error) => unclear(path, error),
@@ -333,10 +331,7 @@ fn check_written(
     connection: &dyn StoringConnection,
     control: &Control,
 ) -> Result<()> {
-    let files: Vec<_> = (0..index.file_count())
-        .map(|number| index.file(number))
-        .filter(|file| !file.external && DataFileName::parse(file.name).is_some())
-        .collect();
+    let files: Vec<_> = written(index).collect();
     parallel::for_each(
         files.len(),
         LOOKS,
@@ -344,20 +339,12 @@ fn check_written(
         |(), number| {
             let file = &files[number];
             let path = dir.join(file.name);
-            let wrong = |what: String| {
-                let reason = format!("at the commit of its save {what}");
-                Err(Error::corrupt_file(&path, reason))
-            };
             let found = if again {
                 connection.start(&path, 1, true, control)?.map(|(_, size)| size)
             } else {
                 connection.look(&path, control)?
             };
-            match found {
-                Some(size) if size == file.size => Ok(()),
-                Some(size) => wrong(format!("it is {size} bytes long, expected {}", file.size)),
-                None => wrong("it is missing".into()),
-            }
+            check_found(&path, found, file.size)
         },
     )
 }

@@ -157,6 +157,14 @@ pub trait StoringConnection: Connection {
     /// Makes the parts, whose answers are given in their order, a file of `size` bytes.
     fn complete(&self, upload: &Upload, parts: Vec<String>, size: u64, control: &Control) -> Result<()>;
 
+    /// Whether the store copies a file of `size` bytes at all; nothing is asked of it.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where it does not.
+    fn check_copied(&self, _from: &Path, _size: u64) -> Result<()> {
+        Ok(())
+    }
+
     /// Has the store copy the file `from`, of `size` bytes, to another name: no byte of it comes here. It is copied as it was when it was first seen, as far as the store
     /// looks at that; whether it did is for the caller to find out. `to` is of a name that is nobody else's. If this fails, a file may yet appear there.
     ///
@@ -167,6 +175,13 @@ pub trait StoringConnection: Connection {
     /// Removes files, and what was begun and not completed. One that is not there is as good as removed. Returns what could not be removed, and why;
     /// what is not done `within` that time is not done.
     fn remove(&self, files: &[PathBuf], uploads: &[Upload], within: Duration, control: &Control) -> Vec<Error>;
+
+    /// Removes a file, which was [looked at](Connection::look) or [read](Connection::start), if it is the one that was seen then. One that is not there is as
+    /// good as removed. The store is told of the condition, where it can be; and what was not answered is not tried again before somebody looked what is there now.
+    ///
+    /// # Errors
+    /// [`StorageFault::Precondition`](crate::StorageFault::Precondition) where it is another one, which is left alone.
+    fn remove_seen(&self, path: &Path, control: &Control) -> Result<()>;
 
     /// Whether what was seen of a file is enough for [`Condition::Unchanged`]: some stores give no tag to know it by, or a weak one.
     fn tells_apart(&self, _path: &Path) -> bool {

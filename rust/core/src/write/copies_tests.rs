@@ -156,6 +156,11 @@ impl StoringConnection for Store {
         Vec::new()
     }
 
+    fn remove_seen(&self, path: &Path, control: &Control) -> Result<()> {
+        let left = self.remove(&[path.to_owned()], &[], Duration::ZERO, control);
+        left.into_iter().next().map_or(Ok(()), Err)
+    }
+
     fn keeps_conditions(&self, _: &Path, _: &Control) -> Result<bool> {
         Ok(true)
     }
