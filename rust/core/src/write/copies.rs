@@ -13,6 +13,9 @@ use crate::format::{Index, block_digest};
 use crate::store::{Remote, StoringConnection, random_token};
 use crate::{Control, Error, Result, parallel};
 
+/// How often a rank has files copied, all under one token: where one was refused, once more without it, and then it writes all.
+const ROUNDS: usize = 2;
+
 /// The copies of one rank. Dropped before they are [taken](Self::take), it removes them.
 pub(super) struct Copies {
     remote: Arc<dyn Remote>,
@@ -51,7 +54,8 @@ impl Copies {
         self.paths.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Copies what is worth it to `dir`. What was refused may yet be done, so its name is never used: where anything was, the rank gets another token.
+    /// Copies what is worth it to `dir`. What was refused may yet be done, so its name is never used: where anything was, the rank gets another token, and
+    /// what was copied is copied once more. What the store copies at no time is not tried at all.
     pub(super) fn make(
         &self,
         dir: &Path,
@@ -76,8 +80,8 @@ impl Copies {
         control: &Control,
     ) -> Result<Links> {
         let mut made = Links::default();
-        let mut sources = reuse.sources();
-        let (Some(parent), false) = (reuse.parent(), sources.is_empty()) else {
+        let found = reuse.sources();
+        let (Some(parent), false) = (reuse.parent(), found.is_empty()) else {
             return Ok(made);
         };
         let Some(connection) = parent.remote().map(|remote| remote.connect_to_store(0)) else {
@@ -93,8 +97,14 @@ impl Copies {
                 return Ok(made);
             }
         };
-        let mut problems = Vec::new();
-        loop {
+        let (mut sources, mut problems) = (Vec::new(), Vec::new());
+        for source in found {
+            match connection.check_copied(&parent.file_path(source.file), parent.file(source.file).size) {
+                Ok(()) => sources.push(source),
+                Err(problem) => problems.push(tolerable(problem)?),
+            }
+        }
+        for _ in 0..ROUNDS {
             let (mut files, mut kept) = (Vec::new(), Vec::new());
             for source in sources {
                 if let Some(draft) = made.draft(parent, info, &source)? {
@@ -130,6 +140,15 @@ impl Copies {
                 }
             }
         }
+        if !sources.is_empty() {
+            let reason = format!(
+                "copies were refused {ROUNDS} times: no more of {} was copied",
+                parent.path().display()
+            );
+            problems.push(Error::Unsupported(reason));
+        }
+        made.problems = problems;
+        Ok(made)
     }
 }
 
@@ -183,7 +202,7 @@ fn copy(parent: &Index, file: u32, to: &Path, connection: &dyn StoringConnection
 /// What keeps a file from being copied, and the save from nothing: it writes what the file would have held.
 fn tolerable(error: Error) -> Result<Error> {
     match error {
-        Error::Storage { .. } | Error::Unsupported(_) | Error::CorruptData { .. } => Ok(error),
+        Error::Storage { .. } | Error::Io { .. } | Error::Unsupported(_) | Error::CorruptData { .. } => Ok(error),
         fatal => Err(fatal),
     }
 }

@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::fs;
+use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
 use tempfile::tempdir;
@@ -25,6 +26,10 @@ struct Memory {
     files: Mutex<HashMap<PathBuf, Vec<u8>>>,
     asked: Mutex<Vec<PathBuf>>,
     copier: Mutex<Box<Copier>>,
+    /// Bytes of a file that is copied, at most.
+    most: Mutex<u64>,
+    /// Connections that fail before there is one.
+    unreachable: AtomicUsize,
 }
 
 impl std::fmt::Debug for Memory {
@@ -42,7 +47,21 @@ impl Store {
             files: Mutex::default(),
             asked: Mutex::default(),
             copier: Mutex::new(Box::new(copied)),
+            most: Mutex::new(u64::MAX),
+            unreachable: AtomicUsize::new(0),
         }))
+    }
+
+    fn connected(&self) -> Result<Arc<Self>> {
+        let left = (self.0.unreachable).fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
+        match left {
+            Ok(_) => Err(Error::io(
+                "start threads for",
+                Path::new("s3://bucket"),
+                std::io::ErrorKind::WouldBlock.into(),
+            )),
+            Err(_) => Ok(Arc::new(self.clone())),
+        }
     }
 
     fn copying(&self, copier: impl Fn(&Memory, &Path, &Path, usize) -> Result<()> + Send + Sync + 'static) {
@@ -83,11 +102,11 @@ fn refused(path: &Path) -> Error {
 
 impl Remote for Store {
     fn connect(&self, _: usize) -> Result<Arc<dyn Connection>> {
-        Ok(Arc::new(self.clone()))
+        Ok(self.connected()?)
     }
 
     fn connect_to_store(&self, _: usize) -> Result<Arc<dyn StoringConnection>> {
-        Ok(Arc::new(self.clone()))
+        Ok(self.connected()?)
     }
 }
 
@@ -135,6 +154,13 @@ impl StoringConnection for Store {
 
     fn complete(&self, upload: &Upload, _: Vec<String>, _: u64, _: &Control) -> Result<()> {
         Err(refused(&upload.path))
+    }
+
+    fn check_copied(&self, from: &Path, size: u64) -> Result<()> {
+        if size > *self.0.most.lock().unwrap() {
+            return Err(Error::Unsupported(format!("{} is too large", from.display())));
+        }
+        Ok(())
     }
 
     fn copy(&self, from: &Path, to: &Path, size: u64, control: &Control) -> Result<()> {
@@ -341,6 +367,77 @@ fn what_is_refused_is_written_under_other_names() {
             let reused = (0..4).map(|item| refuses >> item & 1 == 0);
             assert_eq!(done.reused[..4], reused.collect::<Vec<_>>());
             assert_eq!(done.problems.len(), refuses.count_ones() as usize);
+        }
+    }
+}
+
+#[test]
+fn what_is_too_large_to_be_copied_is_not_tried_and_hinders_no_other() {
+    for (most, asked) in [(LENGTH + 2, 3), (LENGTH, 1), (0, 0)] {
+        let store = Store::new();
+        let parent = parent(&store);
+        *store.0.most.lock().unwrap() = most + 4096; // with a header
+        let done = save(&store, parent);
+        let reused = (0..4).map(|item| item < asked);
+        assert_eq!(done.reused[..4], reused.collect::<Vec<_>>());
+        assert_eq!(
+            (store.0.asked.lock().unwrap().len(), done.problems.len()),
+            (asked, 4 - asked)
+        );
+    }
+}
+
+#[test]
+fn nothing_is_copied_more_than_twice() {
+    let store = Store::new();
+    let parent = parent(&store);
+    // One of them in the first round, another in the second.
+    store.copying(|memory, from, to, before| match before {
+        0 | 4 => Err(refused(from)),
+        _ => copied(memory, from, to, before),
+    });
+    let done = save(&store, parent);
+    assert_eq!(done.reused, [false; 5]);
+    assert_eq!(store.0.asked.lock().unwrap().len(), 4 + 3);
+    assert_eq!(done.problems.len(), 3);
+    assert!(done.problems[2].contains("refused 2 times"), "{}", done.problems[2]);
+}
+
+#[test]
+fn a_store_that_cannot_be_reached_for_a_while_is_a_reason_to_write() {
+    // Where the parent is looked at, and where its files would be copied.
+    for (refuses, looked) in [(1, false), (2, false), (1, true)] {
+        let store = Store::new();
+        let parent = parent(&store);
+        let control = Control::new();
+        let unreachable = |count| store.0.unreachable.store(count, Ordering::Relaxed);
+        if !looked {
+            unreachable(refuses);
+        }
+        let data = bytes(2);
+        let reuse = Reuse::new(Some(parent), &items(), &[], false, &control).unwrap();
+        assert_eq!(reuse.problems().len(), usize::from(!looked));
+        reuse
+            .compare(&pieces(&data, |item| reuse.wants(item)), &control)
+            .unwrap();
+        if looked {
+            unreachable(refuses);
+        }
+        let begun = Save::create_remote(
+            Arc::new(store.clone()),
+            Path::new(TWO),
+            items(),
+            Vec::new(),
+            info(2),
+            &WriteOptions::default(),
+            Some(Arc::new(reuse)),
+            &control,
+        );
+        // The save itself has to reach it.
+        assert_eq!(begun.is_ok(), refuses == 1);
+        if let Ok((save, problems)) = begun {
+            assert_eq!(save.is_reused(), [false; 5]);
+            assert_eq!(problems.len(), usize::from(looked));
         }
     }
 }

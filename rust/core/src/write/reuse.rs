@@ -305,10 +305,21 @@ impl Files {
             parent.source() == SourceKind::Native && !view.external && DataFileName::parse(view.name).is_some()
         });
         let files: Vec<u32> = usable.iter().copied().collect();
-        let looked = match parent.remote().filter(|_| !files.is_empty()) {
+        let connection = parent
+            .remote()
+            .filter(|_| !files.is_empty())
+            .map(|remote| remote.connect(0));
+        let looked = match connection {
             None => files.iter().map(|&file| check(parent, file)).collect(),
-            Some(remote) => {
-                let connection = remote.connect(0)?;
+            Some(Err(Error::Interrupted)) => return Err(Error::Interrupted),
+            // Nobody can look: nothing is reused, and the save itself may yet reach the store.
+            Some(Err(problem)) => {
+                return Ok(Self {
+                    problems: vec![problem],
+                    ..Self::default()
+                });
+            }
+            Some(Ok(connection)) => {
                 let look = |i: usize| match check_remote(parent, files[i], &*connection, control) {
                     Err(Error::Interrupted) => Err(Error::Interrupted),
                     looked => Ok(looked),
