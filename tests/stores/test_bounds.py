@@ -1,6 +1,7 @@
 """What a load from a store takes: requests at a time, memory, time for a listing, threads, and only as long as it lasts."""
 
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import dcp_rs
@@ -27,6 +28,33 @@ def test_what_needs_a_buffer_narrows_nothing_else(tmp_path, server):
     dcp_rs.load(into, server.url("x"), storage_options=server.options(), max_inflight_bytes=4 * MIB)
     assert all(into[name].equal(state[name]) for name in state)
     assert server.most_at_once >= 8
+
+
+def many(value):
+    """20,000 tensors of 4 KiB: 78 MiB."""
+    return {f"layers.{i}.weight": torch.full((1024,), value(i)) for i in range(20_000)}
+
+
+def test_many_small_tensors_are_few_requests(server):
+    """One for each MiB that they lie in at most, and a few for the index, however many of them are wanted, and however far apart they are."""
+    state = many(float)
+    most = 20_000 * 4096 // MIB + 1 + 4
+    dcp_rs.save(state, server.url("x"), storage_options=server.options())
+    stored = server.counts()
+    assert stored["part"] + stored["put"] <= 12 + 2  # with the index, and the question whether conditions are kept
+    assert sum(stored.values()) <= 32
+    for step in (1, 2, 10, 100):
+        server.requests.clear()
+        into = {name: torch.zeros(1024) for name in list(state)[::step]}
+        dcp_rs.load(into, server.url("x"), storage_options=server.options())
+        assert all(tensor.equal(state[name]) for name, tensor in into.items())
+        assert sum(server.counts().values()) <= most, step
+    server.requests.clear()
+    into = many(lambda _: 0.0)
+    reader = dcp_rs.RsReader(server.url("x"), storage_options=server.options())
+    dcp.load(into, storage_reader=reader, no_dist=True)
+    assert all(tensor.equal(state[name]) for name, tensor in into.items())
+    assert sum(server.counts().values()) <= most
 
 
 def test_each_page_of_a_listing_has_a_time_of_its_own(tmp_path, server):
