@@ -35,11 +35,11 @@ export UV_SYSTEM_CERTS ?= 1
 .DELETE_ON_ERROR:
 .PHONY: help build demo test test-rust test-python test-slow test-oldest test-frameworks check check-rust check-python \
 	fmt bench crash soak soak-steps differential fuzz wheels sdist dist check-dist release-check test-wheel docs docs-serve \
-	test-posix free-threaded audit lint-workflows clean
+	test-posix free-threaded audit lint-workflows s3s-fs clean
 
 help:  ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
-		|| sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  \1: \2/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z0-9-]*\):.*##  *\(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
+		|| sed -n 's/^\([a-z0-9-]*\):.*##  *\(.*\)/  \1: \2/p' $(MAKEFILE_LIST)
 
 # --- the environment: a stamp file for each step ---------------------------------------------------
 
@@ -124,8 +124,16 @@ $(VENV)/.bench: $(VENV)/.built
 	$(UV) pip install --quiet --python $(PY) --group bench
 	@touch $@
 
-crash: $(VENV)/.built  ## Kill 2,000 saves, fail every write, cut the power at every moment, and look at what is left (ARGS)
+crash: $(VENV)/.built  ## Kill 2,000 saves, fail every write, cut the power at every moment, kill 120 saves to a store, and look at what is left (ARGS)
 	PYTHONPATH=tests $(PY) -m crash --faults --power 2000 $(ARGS)
+	PYTHONPATH=tests $(PY) -m crash --store --kills 100 --kills-of-four 20
+
+# A server of S3 in Rust. What it is built from is not kept.
+S3S_FS ?= 0.14.1
+s3s-fs: $(BIN)/s3s-fs  ## A server of objects that the tests of stores ask as well, where it is installed (needs the network)
+$(BIN)/s3s-fs: | $(VENV)/.uv
+	cargo install s3s-fs --version $(S3S_FS) --locked --features binary --root $(VENV) --target-dir target/s3s-fs
+	rm -rf target/s3s-fs
 
 soak: $(VENV)/.built  ## Saves and loads for SECONDS, with memory and open files watched
 	$(PY) tests/soak.py $(SECONDS)
