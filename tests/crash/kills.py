@@ -20,15 +20,14 @@ import torch.distributed as dist
 
 import dcp_rs
 from crash import faults, power
-from crash.states import found_number, load_number, rank_state, stray_files
+from crash.folder import Folder
+from crash.states import found_number, load_number, rank_state
+from crash.store import Store
 
 #: A rank whose peers are gone has to notice by then.
 PEER_TIMEOUT = 30.0  # seconds
 #: Left-overs of so many kills lie about before they are removed.
 KEEP_STRAYS = 10
-#: How a process is ended: at once; by a signal that it does not handle; by one that it does, so that it cleans up; at once, while children that it
-#: forked in the midst of saves live on; at once, while it waits for a lock that another process takes all the time, and hears signals.
-WAYS = ("kill", "term", "handled term", "forks", "contended")
 #: As many children are forked.
 CHILDREN = 12
 
@@ -48,6 +47,8 @@ class Tally:
     strays: int = 0
     by_moment: dict[str, int] = field(default_factory=dict)
     by_way: dict[str, int] = field(default_factory=dict)
+    by_request: dict[str, int] = field(default_factory=dict)  # that a store was asked just before
+    uploads: int = 0  # that were left open on a store
     children: int = 0  # that lived longer than the save that they were forked in
 
     def count(self, moment: str) -> None:
@@ -57,7 +58,7 @@ class Tally:
 class Savers:
     """``ranks`` forked processes that save number after number until they are killed."""
 
-    def __init__(self, path: Path, scratch: Path, first: int, ranks: int, way: str = "kill") -> None:
+    def __init__(self, place: Folder | Store, scratch: Path, first: int, ranks: int, way: str = "kill") -> None:
         self.way = way
         self.read, write = os.pipe()
         self.pids: list[int] = []
@@ -66,10 +67,10 @@ class Savers:
             pid = os.fork()
             if pid == 0:
                 os.close(self.read)
-                _save_forever(path, store, first, rank, ranks, write, way)
+                _save_forever(place, store, first, rank, ranks, write, way)
             self.pids.append(pid)
         os.close(write)
-        self.locker = _lock_forever(path) if way == "contended" else None
+        self.locker = _lock_forever(place.path) if way == "contended" else None
         self._lines = b""
 
     def wait_for_start(self) -> None:
@@ -131,6 +132,10 @@ class Savers:
         os.close(self.read)
         return ends
 
+    def told(self) -> list[bytes]:
+        """The last that they said."""
+        return self._lines.split(b"\n")[-8:]
+
     def progress(self) -> tuple[int | None, int | None]:
         """The last save that began, and the last that ended, on rank 0."""
         begun = ended = None
@@ -143,7 +148,7 @@ class Savers:
         return begun, ended
 
 
-def _lock_forever(path: Path) -> int:
+def _lock_forever(path: Path | str) -> int:
     """A process that takes the lock of the folder again and again."""
     pid = os.fork()
     if pid == 0:
@@ -175,7 +180,7 @@ def _handled(*_: Any) -> None:
     raise SystemExit(143)
 
 
-def _save_forever(path: Path, store: Path, first: int, rank: int, ranks: int, pipe: int, way: str) -> None:
+def _save_forever(place: Folder | Store, store: Path, first: int, rank: int, ranks: int, pipe: int, way: str) -> None:
     """In the forked process; never returns."""
     code = 3
     try:
@@ -199,64 +204,72 @@ def _save_forever(path: Path, store: Path, first: int, rank: int, ranks: int, pi
             )
         number = first
         while True:
-            state = rank_state(number, rank)
+            state = rank_state(number, rank, place.large)
             if ranks > 1:
                 dist.barrier()
             if rank == 0:
                 os.write(pipe, b"begin %d\n" % number)
-            dcp_rs.save(state, path, no_dist=ranks == 1)
+            dcp_rs.save(state, place.path, no_dist=ranks == 1, **place.access)
             if rank == 0:
                 os.write(pipe, b"end %d\n" % number)
             number += 1
-    except BaseException:  # noqa: BLE001 - a peer was killed
+    except BaseException as error:  # noqa: BLE001 - a peer was killed
+        os.write(pipe, b"failed %s\n" % type(error).__name__.encode())
         code = 0
     finally:
         os._exit(code)
 
 
-def run(folder: Path, *, kills: int, ranks: int, seed: int, log: Any = None) -> Tally:
-    """Kills ``kills`` times, in one of the ``WAYS`` after the other. Every second time on several ranks, it is one rank only.
+def run(place: Folder | Store, scratch: Path, *, kills: int, ranks: int, seed: int, log: Any = None) -> Tally:
+    """Kills ``kills`` times, in one of the place's ways after the other. Every second time on several ranks, it is one rank only.
 
     Raises:
-        AssertionError: the folder holds something other than the last save that ended or the one that was going on.
+        AssertionError: the place holds something other than the last save that ended or the one that was going on.
     """
     torch.set_num_threads(1)
     rng = random.Random(seed)
-    path = folder / "ckpt"
     tally = Tally(ranks)
-    savers = Savers(path, folder, 1, ranks)  # the first: to the end, to see how long one takes
+
+    def found_now() -> int:
+        return found_number(place.path, ranks, place.large, **place.access)
+
+    savers = Savers(place, scratch, 1, ranks)  # the first: to the end, to see how long one takes
     savers.wait_for_start()
     began = time.monotonic()
     savers._read_until(b"end 2", 120)
     usual = (time.monotonic() - began) / 2
     savers.kill(list(range(ranks)))
     savers.wait()
-    number = found_number(path, ranks)
+    place.settle()
+    number = found_now()
     # A child has its parent's connections, so that the peers of one that was killed would wait for their time limit.
-    ways = [way for way in WAYS if way != "forks" or ranks == 1]
+    ways = [way for way in place.ways if way != "forks" or ranks == 1]
     for round_ in range(kills):
-        savers = Savers(path, folder, number + 1, ranks, ways[round_ // 2 % len(ways)])
+        way = ways[round_ // 2 % len(ways)]
+        moment = place.begin(way, round_)
+        savers = Savers(place, scratch, number + 1, ranks, way)
         try:
             savers.wait_for_start()
         except BaseException:
             savers.kill(list(range(ranks)))
             raise
-        # Over the length of two saves, so that a later one of the same process is hit as well.
         if savers.way == "forks" and round_ % 2 == 1:
             savers.wait_for_child()
-        time.sleep(rng.uniform(0, 2 * usual))
+        place.wait(savers, rng, usual)
         one = ranks > 1 and round_ % 2 == 1
         victims = [rng.randrange(ranks)] if one else list(range(ranks))
         savers.kill(victims)
         ends = savers.wait()
-        assert all(ends[rank] in savers.how_they_end() for rank in victims), (savers.way, ends)
+        assert all(ends[rank] in savers.how_they_end() for rank in victims), (savers.way, moment, ends, savers.told())
         begun, ended = savers.progress()
         assert begun is not None
         old = ended if ended is not None else number
-        found = found_number(path, ranks)
+        tally.uploads += place.settle()
+        found = found_now()
         assert found in (old, begun), f"save {begun} was killed, {old} was there; found {found}"
         tally.kills += 1
         tally.by_way[savers.way] = tally.by_way.get(savers.way, 0) + 1
+        tally.by_request[moment] = tally.by_request.get(moment, 0) + 1
         tally.children += len(savers.children())
         tally.one_rank_only += one
         tally.saves += found - number
@@ -269,38 +282,36 @@ def run(folder: Path, *, kills: int, ranks: int, seed: int, log: Any = None) -> 
         number = found
         if savers.way == "forks":
             # The lock is not theirs, nor the claim on what was being written.
-            found_now = dcp_rs.clean(path)
-            assert found_now.kept == [], found_now
-            dcp_rs.save(rank_state(number := number + 1, 0), path, no_dist=True)
+            report = dcp_rs.clean(place.path)
+            assert report.kept == [], report
+            dcp_rs.save(rank_state(number := number + 1, 0), place.path, no_dist=True)
         savers.end()
-        _look_at_strays(path, tally, remove=round_ % KEEP_STRAYS == KEEP_STRAYS - 1)
+        _look_at_strays(place, tally, remove=round_ % KEEP_STRAYS == KEEP_STRAYS - 1)
         if round_ % 7 == 0:
-            load_number(path, number, ranks)
-            assert dcp_rs.verify(path).ok
+            load_number(place.path, number, ranks, place.large, **place.access)
+            assert dcp_rs.verify(place.path, **place.access).ok
         if log and (round_ + 1) % 25 == 0:
             log(f"{round_ + 1} kills on {ranks} ranks: {tally}")
     # What killed saves left does not hinder the next one.
     if ranks == 1:
-        dcp_rs.save(rank_state(number + 1, 0), path, no_dist=True)
-        assert found_number(path, 1) == number + 1
+        dcp_rs.save(rank_state(number + 1, 0, place.large), place.path, no_dist=True, **place.access)
+        assert found_now() == number + 1
     return tally
 
 
-def _look_at_strays(path: Path, tally: Tally, *, remove: bool) -> None:
-    strays = stray_files(path)
+def _look_at_strays(place: Folder | Store, tally: Tally, *, remove: bool) -> None:
+    strays = place.strays()
     tally.most_strays = max(tally.most_strays, len(strays))
     tally.count(
         "left a temporary index"
-        if any(s.suffix == ".tmp" for s in strays)
+        if any(stray.endswith(".tmp") for stray in strays)
         else "left data files only"
         if strays
         else "left nothing"
     )
     if remove:
         tally.strays += len(strays)
-        report = dcp_rs.clean(path, yes=True)
-        assert [Path(leftover.path) for leftover in report.removed] == strays, (report, strays)
-        assert dcp_rs.verify(path).leftovers == []
+        place.clean()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -314,6 +325,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kills-of-four", type=int, default=400, help="on four ranks (default 400)")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
     parser.add_argument("--folder", type=Path, help="where to save; default: a temporary folder")
+    parser.add_argument(
+        "--store", action="store_true", help="save to a store of objects, on this machine, which also misbehaves"
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--faults", action="store_true", help="let every call fail, too (make crash does)")
     parser.add_argument(
@@ -328,8 +342,10 @@ def main(arguments: list[str] | None = None) -> int:
     log = None if options.json else print
     for ranks, kills in ((1, options.kills), (4, options.kills_of_four)):
         if kills:
-            with tempfile.TemporaryDirectory(prefix="dcp-rs-crash-", dir=options.folder) as folder:
-                tallies.append(run(Path(folder), kills=kills, ranks=ranks, seed=options.seed + ranks, log=log))
+            with tempfile.TemporaryDirectory(prefix="dcp-rs-crash-", dir=options.folder) as name:
+                scratch = Path(name)
+                place = Store() if options.store else Folder(scratch)
+                tallies.append(run(place, scratch, kills=kills, ranks=ranks, seed=options.seed + ranks, log=log))
     if options.faults:
         print("\n".join(map(str, faults.run("1", "1,4", timeout=3600))))
     if options.power:

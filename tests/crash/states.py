@@ -11,31 +11,31 @@ import dcp_rs
 LARGE = 300_000
 
 
-def rank_state(number: int, rank: int) -> dict[str, Any]:
+def rank_state(number: int, rank: int, large: int = LARGE) -> dict[str, Any]:
     """What ``rank`` saves in save ``number``. Shapes change from one save to the next, too."""
     odd = number % 2
     return {
         "common": torch.full((1000 + odd,), float(number)),
-        f"of.{rank}.large": torch.full((LARGE + 4096 * odd,), number, dtype=torch.int32),
+        f"of.{rank}.large": torch.full((large + 4096 * odd,), number, dtype=torch.int32),
         f"of.{rank}.odd_length": torch.full((997 + odd,), number % 251, dtype=torch.uint8),
         f"of.{rank}.frozen": torch.arange(2000),  # the same in all saves
         f"of.{rank}.value": {"number": number, "text": "x" * (number % 50)},
     }
 
 
-def found_number(path: Path, ranks: int) -> int:
-    """The number of the save that the folder holds.
+def found_number(path: Path | str, ranks: int, large: int = LARGE, **access: Any) -> int:
+    """The number of the save that the folder holds, or the prefix of a store.
 
     Raises:
         AssertionError: it is not exactly one save.
         DcpRsError: it cannot be read.
     """
-    with dcp_rs.open(path, verify=True) as checkpoint:
+    with dcp_rs.open(path, verify=True, **access) as checkpoint:
         flat = {name: checkpoint[name] for name in checkpoint}
     number = int(flat["common"][0])
     want: dict[str, Any] = {}
     for rank in range(ranks):
-        for name, value in rank_state(number, rank).items():
+        for name, value in rank_state(number, rank, large).items():
             if isinstance(value, dict):
                 want |= {f"{name}.{key}": inner for key, inner in value.items()}
             else:
@@ -47,12 +47,12 @@ def found_number(path: Path, ranks: int) -> int:
     return number
 
 
-def load_number(path: Path, number: int, ranks: int) -> None:
+def load_number(path: Path | str, number: int, ranks: int, large: int = LARGE, **access: Any) -> None:
     """Loads save ``number`` through the protocol, as training code would."""
     for rank in range(ranks):
-        want = rank_state(number, rank)
+        want = rank_state(number, rank, large)
         got = {key: torch.zeros_like(v) if isinstance(v, torch.Tensor) else dict.fromkeys(v) for key, v in want.items()}
-        dcp_rs.load(got, path, no_dist=True, verify=True)
+        dcp_rs.load(got, path, no_dist=True, verify=True, **access)
         for key, value in want.items():
             assert torch.equal(got[key], value) if isinstance(value, torch.Tensor) else got[key] == value, key
 

@@ -5,7 +5,6 @@
 
 import contextlib
 import errno
-import json
 import os
 import re
 import resource
@@ -22,7 +21,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_rs
 from crash import faults, power
-from crash.kills import WAYS
+from crash.folder import Folder
+from crash.process import kills
 from crash.states import found_number, rank_state, stray_files
 from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError
 from support import files_in, run_ranks
@@ -36,27 +36,14 @@ def save(path, number):
     dcp_rs.save(rank_state(number, 0), path, no_dist=True)
 
 
-def kills(*arguments):
-    done = subprocess.run(
-        [sys.executable, "-m", "crash", "--json", *arguments],
-        env=os.environ | {"PYTHONPATH": str(TESTS)},
-        capture_output=True,
-        text=True,
-        timeout=850,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])  # Gloo of torch 2.8 prints whom it found
-
-
 @pytest.mark.timeout(900)
 def test_a_killed_save_leaves_the_old_checkpoint_or_the_new(tmp_path):
     one, four = kills("--kills", "30", "--kills-of-four", "8", "--folder", tmp_path)
     assert (one["kills"], four["kills"], four["one_rank_only"]) == (30, 8, 4)
     assert one["kept_old"] > 0
-    assert one["by_way"] == dict.fromkeys(WAYS, 6)
+    assert one["by_way"] == dict.fromkeys(Folder.ways, 6)
     assert one["children"] > 0
-    assert four["by_way"] == {way: 2 for way in WAYS if way != "forks"}
+    assert four["by_way"] == {way: 2 for way in Folder.ways if way != "forks"}
 
 
 @needs_compiler
