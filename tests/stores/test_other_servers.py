@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import dcp_rs
+from dcp_rs import _core
 from dcp_rs.errors import CheckpointNotFoundError, StorageNotFoundError, StoragePreconditionError
 from support import assert_state_equal, blank
 
@@ -225,6 +226,22 @@ def test_what_is_replaced_before_it_is_copied_is_written(store, state, monkeypat
     into = blank(state)
     dcp_rs.load(into, store.url("two"), storage_options=options, verify=True)
     assert_state_equal(into, state)
+
+
+def test_an_index_is_removed_as_it_was_seen(store, state):
+    dcp_rs.save(state, store.url("x"), storage_options=store.options())
+    path = store.url("x/index.dcprs")
+    options = {name: str(value).lower() if value is True else value for name, value in store.options().items()}
+    seen = _core.Store(path, options)
+    assert seen.read([path]) != [None]
+    store.client.put_object(Bucket=BUCKET, Key="x/index.dcprs", Body=b"another")
+    with pytest.raises(StoragePreconditionError, match="left alone"):
+        seen.remove_seen(path)
+    assert "x/index.dcprs" in store.keys("x/")
+    seen = _core.Store(path, options)
+    assert seen.read([path]) == [b"another"]
+    seen.remove_seen(path)
+    assert "x/index.dcprs" not in store.keys("x/")
 
 
 def test_of_two_savers_one_wins_whole(store):

@@ -86,11 +86,13 @@ impl Client {
     fn on_s3(builder: AmazonS3Builder) -> object_store::Result<Self> {
         let store = builder.clone().build()?;
         let credentials = Arc::clone(store.credentials());
+        let client = OneClient::default();
         let copying = Copying {
             builder: builder
                 .with_credentials(Arc::clone(&credentials))
-                .with_http_connector(OneClient::default()),
+                .with_http_connector(client.clone()),
             credentials,
+            client,
         };
         Ok(Self {
             copying: Some(Arc::new(copying)),
@@ -104,6 +106,7 @@ impl Client {
 pub struct Copying {
     builder: AmazonS3Builder,
     credentials: AwsCredentialProvider,
+    client: OneClient,
 }
 
 impl Copying {
@@ -124,7 +127,9 @@ impl HttpConnector for OneClient {
         if let Some(client) = self.0.get() {
             return Ok(client.clone());
         }
-        let client = ReqwestConnector::default().connect(options)?;
+        // Headers that all requests of one of them have are not those of another's: each adds its own.
+        let options = options.clone().with_default_headers(HeaderMap::new());
+        let client = ReqwestConnector::default().connect(&options)?;
         Ok(self.0.get_or_init(|| client).clone())
     }
 }
@@ -287,7 +292,9 @@ impl Config {
         };
         let options = client_options().with_default_headers(HeaderMap::from_iter([(IF_MATCH, tag)]));
         let builder = self.s3(options).with_credentials(Arc::clone(&copying.credentials));
-        Ok(Some(Arc::new(builder.build()?)))
+        Ok(Some(Arc::new(
+            builder.with_http_connector(copying.client.clone()).build()?,
+        )))
     }
 
     /// Gives a builder the options; what the environment says of the client itself was lost with the options that were set before.

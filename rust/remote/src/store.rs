@@ -263,8 +263,8 @@ pub async fn remove(shared: &Shared, removals: &[Removal], within: Duration) -> 
     failed
 }
 
-/// Removes an object if it is the one that was seen. Where the store cannot be told so, it is looked at just before; after an attempt of which nothing is known,
-/// before the next: by then another may have been stored.
+/// Removes an object if it is the one that was seen. It is looked at before each attempt: since one of which nothing is known another may have been stored. And
+/// the store is told which one is meant, where it can be: some do not look at that.
 pub async fn remove_seen(shared: &Shared, path: &Path, name: &Name) -> Result<()> {
     let refused = |failure: Failure, attempts| failure.into_error("remove", path, attempts, &shared.config.secrets);
     let conditional = match shared.tag(path) {
@@ -273,12 +273,7 @@ pub async fn remove_seen(shared: &Shared, path: &Path, name: &Name) -> Result<()
     };
     let mut conditional = conditional.map_err(|error| refused(Failure::of(&error), 1))?;
     let mut patience = Patience::new(shared.config.limits);
-    let mut looks = conditional.is_none();
-    loop {
-        if looks && !is_as_seen(shared, path, name, patience.attempts()).await? {
-            return Ok(());
-        }
-        looks = true;
+    while is_as_seen(shared, path, name, patience.attempts()).await? {
         let objects = conditional.as_ref().unwrap_or(&shared.client.objects);
         let Err(failure) = answered(&patience, Duration::ZERO, objects.delete(name)).await else {
             shared.forget(path);
@@ -292,6 +287,7 @@ pub async fn remove_seen(shared: &Shared, path: &Path, name: &Name) -> Result<()
             _ => return Err(refused(failure, patience.attempts())),
         }
     }
+    Ok(())
 }
 
 /// Whether there is an object, and it is the one that was seen.

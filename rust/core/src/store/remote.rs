@@ -177,7 +177,7 @@ pub trait StoringConnection: Connection {
     fn remove(&self, files: &[PathBuf], uploads: &[Upload], within: Duration, control: &Control) -> Vec<Error>;
 
     /// Removes a file, which was [looked at](Connection::look) or [read](Connection::start), if it is the one that was seen then. One that is not there is as
-    /// good as removed. The store is told of the condition, where it can be; and what was not answered is not tried again before somebody looked what is there now.
+    /// good as removed. It is looked at before each attempt, so that what was not answered is not tried again blindly; and the store is told of the condition, where it can be.
     ///
     /// # Errors
     /// [`StorageFault::Precondition`](crate::StorageFault::Precondition) where it is another one, which is left alone.
