@@ -7,9 +7,11 @@ use twox_hash::xxhash3_64::Hasher;
 
 use super::Stores;
 use super::run::copy_run_unfenced;
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+use super::xxh3;
 
-/// Bytes copied, then hashed while they are still in the second-level cache. The copy goes first because it reads memory from
-/// several places at once, which hashing cannot.
+/// Bytes copied, then hashed while they are still in the second-level cache, where not both is done at once. The copy goes
+/// first because it reads memory from several places at once, which hashing cannot.
 const PART: usize = 256 << 10;
 
 /// Copies `len` bytes from byte `from` of a block, and returns the digest (XXH3-64) of all of the block. Other threads
@@ -19,6 +21,31 @@ const PART: usize = 256 << 10;
 /// `block` is valid for reads of `block_len` bytes and `dst` for writes of `len`, and they do not overlap;
 /// `from + len <= block_len`.
 pub unsafe fn copy_with_digest_unfenced(
+    dst: *mut u8,
+    block: *const u8,
+    block_len: usize,
+    from: usize,
+    len: usize,
+    stores: Stores,
+) -> u64 {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    if stores == Stores::Streaming
+        && len == block_len
+        && xxh3::Kernels::take(dst, len)
+        && let Some(kernels) = xxh3::detected().next()
+    {
+        // SAFETY: as the caller vouches; all of the block is wanted.
+        return unsafe { kernels.copy_unfenced(dst, block, len) };
+    }
+    // SAFETY: as the caller vouches.
+    unsafe { copy_then_digest_unfenced(dst, block, block_len, from, len, stores) }
+}
+
+/// [`copy_with_digest_unfenced`], a part after the other.
+///
+/// # Safety
+/// As there.
+unsafe fn copy_then_digest_unfenced(
     dst: *mut u8,
     block: *const u8,
     block_len: usize,
@@ -45,32 +72,98 @@ pub unsafe fn copy_with_digest_unfenced(
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+    use twox_hash::XxHash3_64;
+
     use super::super::fence;
     use super::*;
 
+    /// Copies `len` bytes from byte `from` of the block to `skip` bytes after a cache line, in every way that there is.
+    fn check(block: &[u8], skip: usize, from: usize, len: usize, stores: Stores) {
+        type Way<'a> = &'a dyn Fn(*mut u8) -> u64;
+        let (bytes, size) = (block.as_ptr(), block.len());
+        let expected = XxHash3_64::oneshot(block);
+        let try_it = |name: &str, way: Way| {
+            let mut room = vec![0u8; skip + len + 128];
+            let begin = room.as_ptr().align_offset(64) + skip;
+            let got = way(room[begin..].as_mut_ptr());
+            fence();
+            let what = format!("{name}: {size} bytes, {len} from {from} to {skip}, {stores:?}");
+            assert_eq!(got, expected, "{what}");
+            assert!(room[begin..begin + len] == block[from..from + len], "{what}");
+            room[begin..begin + len].fill(0);
+            assert!(room.iter().all(|&b| b == 0), "{what}: written beside");
+        };
+        // SAFETY: `from + len` is within the block, and the room behind its beginning is longer than `len`.
+        unsafe {
+            try_it("chosen", &|dst| {
+                copy_with_digest_unfenced(dst, bytes, size, from, len, stores)
+            });
+            try_it("parts", &|dst| {
+                copy_then_digest_unfenced(dst, bytes, size, from, len, stores)
+            });
+            #[cfg(all(target_arch = "x86_64", not(miri)))]
+            for kernels in xxh3::detected().filter(|_| len == size && skip == 0 && size > 240) {
+                try_it("kernel", &|dst| kernels.copy_unfenced(dst, bytes, len));
+            }
+        }
+    }
+
+    fn block(len: usize) -> Vec<u8> {
+        let numbers = (0..u32::try_from(len).unwrap()).map(|i| i.wrapping_mul(2_654_435_761));
+        numbers.map(|i| i.to_be_bytes()[0]).collect()
+    }
+
     #[test]
     fn digests_are_of_the_whole_block() {
-        let block: Vec<u8> = (0..100_003u32).map(|i| (i % 253).to_le_bytes()[0]).collect();
-        let lengths = [0, 1, 240, 241, 16_384, 16_385, 100_003];
+        let lengths = [
+            0,
+            1,
+            240,
+            241,
+            255,
+            256,
+            257,
+            1024,
+            1025,
+            4096,
+            4097,
+            5120,
+            5121,
+            16_384,
+            65_536,
+            65_537,
+            100_003,
+            1 << 20,
+        ];
         // Miri takes a millisecond for a byte.
-        for &block_len in lengths.iter().filter(|&&len| !cfg!(miri) || len < 1000) {
-            for (from, len) in [(0, block_len), (block_len / 3, block_len / 2), (block_len, 0)] {
-                let mut dst = vec![0u8; len];
-                // SAFETY: `from + len <= block_len`, and `dst` is `len` bytes long.
-                let got = unsafe {
-                    copy_with_digest_unfenced(
-                        dst.as_mut_ptr(),
-                        block.as_ptr(),
-                        block_len,
-                        from,
-                        len,
-                        Stores::Streaming,
-                    )
-                };
-                fence();
-                assert_eq!(got, twox_hash::XxHash3_64::oneshot(&block[..block_len]));
-                assert!(dst == block[from..from + len]);
+        for &size in lengths.iter().filter(|&&len| !cfg!(miri) || len < 1000) {
+            let block = block(size);
+            for (from, len) in [(0, size), (size / 3, size / 2), (size, 0)] {
+                for stores in [Stores::Cached, Stores::Streaming] {
+                    check(&block, 0, from, len, stores);
+                }
             }
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: if cfg!(miri) { 1 } else { 256 }, ..ProptestConfig::default() })]
+        #[test]
+        fn any_part_of_any_block(
+            size in if cfg!(miri) { 0..500usize } else { 0..300_000usize },
+            skip in prop_oneof![Just(0usize), 0..64usize],
+            ends in prop_oneof![Just((0.0, 1.0)), (0.0..1.0, 0.0..1.0)],
+            lead in 0..64usize,
+            streaming: bool,
+        ) {
+            #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss, reason = "places in a block")]
+            let place = |share: f64| (share * size as f64) as usize;
+            let (a, b) = (place(ends.0), place(ends.1));
+            let (from, to) = (a.min(b), a.max(b));
+            let bytes = block(lead + size);
+            let stores = if streaming { Stores::Streaming } else { Stores::Cached };
+            check(&bytes[lead..], skip, from, to - from, stores);
         }
     }
 }

@@ -5,6 +5,8 @@ mod run;
 mod signs;
 mod stream;
 mod strided;
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+mod xxh3;
 
 pub(crate) use digest::copy_with_digest_unfenced;
 pub(crate) use run::copy_strided_unfenced;

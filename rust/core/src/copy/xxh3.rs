@@ -1,0 +1,258 @@
+//! A copy around the cache that digests (XXH3-64) what it copies: each vector is loaded once.
+//!
+//! XXH3 takes its input in rounds of 1024 bytes. What the sixteen stripes of a round add to its eight accumulators depends on those
+//! bytes alone; only after that are the accumulators scrambled, which needs the rounds in order. So rounds at four places are summed up
+//! side by side, as a copy advances that wants its speed from memory, and their sums are taken in order afterwards.
+//! Constants and places in the secret are those of xxHash's specification; the library that hashes elsewhere is what tests compare with.
+#![allow(unsafe_code)] // Vector intrinsics on raw memory: this is one of the few places that need it.
+
+use std::arch::x86_64::{
+    __m256i, __m512i, _mm256_add_epi64, _mm256_loadu_si256, _mm256_mul_epu32, _mm256_setzero_si256,
+    _mm256_shuffle_epi32, _mm256_srli_epi64, _mm256_storeu_si256, _mm256_stream_si256, _mm256_xor_si256,
+    _mm512_add_epi64, _mm512_loadu_si512, _mm512_mul_epu32, _mm512_setzero_si512, _mm512_shuffle_epi32,
+    _mm512_srli_epi64, _mm512_storeu_si512, _mm512_stream_si512, _mm512_xor_si512,
+};
+
+use twox_hash::xxhash3_64::{DEFAULT_SECRET_LENGTH, SecretBuffer};
+
+/// Bytes of a stripe, a cache line.
+const STRIPE: usize = 64;
+/// Stripes of a round.
+const STRIPES: usize = 16;
+/// Bytes of a round.
+const ROUND: usize = STRIPE * STRIPES;
+/// Rounds of a place at most: places lie so many rounds apart.
+const MOST: usize = 64;
+/// Of fewer bytes XXH3 is another function.
+const LONG: usize = 241;
+
+/// From a stripe to the next, the secret moves on by this many bytes.
+const SECRET_STEP: usize = 8;
+/// Where the secret is of the last stripe, of scrambling, and of the end.
+const SECRET_LAST: usize = DEFAULT_SECRET_LENGTH - STRIPE - 7;
+const SECRET_SCRAMBLE: usize = DEFAULT_SECRET_LENGTH - STRIPE;
+const SECRET_END: usize = 11;
+
+const PRIMES_32: [u64; 3] = [0x9E37_79B1, 0x85EB_CA77, 0xC2B2_AE3D];
+const PRIMES_64: [u64; 5] = [
+    0x9E37_79B1_85EB_CA87,
+    0xC2B2_AE3D_27D4_EB4F,
+    0x1656_67B1_9E37_79F9,
+    0x85EB_CA77_C2B2_AE63,
+    0x27D4_EB2F_1656_67C5,
+];
+const AVALANCHE: u64 = 0x1656_6791_9E37_79F9;
+
+type Secret = [u8; DEFAULT_SECRET_LENGTH];
+
+/// The eight accumulators, or what is added to them.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+struct Lanes([u64; 8]);
+
+impl Lanes {
+    const ZERO: Self = Self([0; 8]);
+    const START: Self = Self([
+        PRIMES_32[2],
+        PRIMES_64[0],
+        PRIMES_64[1],
+        PRIMES_64[2],
+        PRIMES_64[3],
+        PRIMES_32[1],
+        PRIMES_64[4],
+        PRIMES_32[0],
+    ]);
+
+    /// Takes the sum of a round that is not the last.
+    #[inline]
+    fn take(&mut self, sum: &Self, secret: &Secret) {
+        for (i, (lane, sum)) in self.0.iter_mut().zip(sum.0).enumerate() {
+            let mixed = lane.wrapping_add(sum);
+            let mixed = mixed ^ (mixed >> 47) ^ word(secret, SECRET_SCRAMBLE + 8 * i);
+            *lane = mixed.wrapping_mul(PRIMES_32[0]);
+        }
+    }
+
+    /// Takes a stripe, with the secret from `at`.
+    fn stripe(&mut self, stripe: &[u8], secret: &Secret, at: usize) {
+        for i in 0..8 {
+            let value = word(stripe, 8 * i);
+            let keyed = value ^ word(secret, at + 8 * i);
+            self.0[i ^ 1] = self.0[i ^ 1].wrapping_add(value);
+            self.0[i] = self.0[i].wrapping_add((keyed & u64::from(u32::MAX)).wrapping_mul(keyed >> 32));
+        }
+    }
+
+    /// The digest of `len` bytes, all of which were taken.
+    #[expect(clippy::cast_possible_truncation, reason = "the halves of a product")]
+    fn digest(&self, len: usize, secret: &Secret) -> u64 {
+        let mut sum = (len as u64).wrapping_mul(PRIMES_64[0]);
+        for i in (0..8).step_by(2) {
+            let factor = |i: usize| u128::from(self.0[i] ^ word(secret, SECRET_END + 8 * i));
+            let product = factor(i) * factor(i + 1);
+            sum = sum.wrapping_add(product as u64 ^ (product >> 64) as u64);
+        }
+        let mixed = (sum ^ (sum >> 37)).wrapping_mul(AVALANCHE);
+        mixed ^ (mixed >> 32)
+    }
+}
+
+/// Eight bytes from `at`.
+#[inline]
+fn word(bytes: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(*bytes[at..].first_chunk().expect("it ends before what it is read from"))
+}
+
+/// Copies `rounds` rounds at each of its places, which follow one another in memory, and takes them.
+type Kernel = unsafe fn(lanes: &mut Lanes, secret: &Secret, dst: *mut u8, src: *const u8, rounds: usize);
+
+macro_rules! kernel {
+    (
+        $name:ident, $feature:literal, $vector:ty, $zero:ident, $load:ident, $store:ident, $stream:ident,
+        $add:ident, $mul:ident, $xor:ident, $shift:ident, $shuffle:ident
+    ) => {
+        /// A [`Kernel`].
+        ///
+        /// # Safety
+        /// The CPU has the feature. `src` is valid for reads of the rounds of all places, which have at most [`MOST`] each, and
+        /// `dst` for writes of as many; it begins at a cache line, and they do not overlap.
+        #[target_feature(enable = $feature)]
+        #[expect(
+            clippy::cast_ptr_alignment,
+            reason = "unaligned loads, and stores to whole lines"
+        )]
+        unsafe fn $name<const PLACES: usize>(
+            lanes: &mut Lanes,
+            secret: &Secret,
+            dst: *mut u8,
+            src: *const u8,
+            rounds: usize,
+        ) {
+            const WIDTH: usize = size_of::<$vector>();
+            const VECTORS: usize = STRIPE / WIDTH;
+            let mut sums = [[Lanes::ZERO; MOST]; PLACES];
+            for round in 0..rounds {
+                let mut sum = [[$zero(); VECTORS]; PLACES];
+                for stripe in 0..STRIPES {
+                    for place in 0..PLACES {
+                        let line = (place * rounds + round) * ROUND + stripe * STRIPE;
+                        for i in 0..VECTORS {
+                            // SAFETY: the line is one of the rounds that the caller vouches for, and the secret is longer
+                            // than fifteen steps and a stripe. Loads are unaligned ones; the store is aligned as `dst` is.
+                            let (data, key) = unsafe {
+                                let data = $load(src.add(line + i * WIDTH).cast());
+                                $stream(dst.add(line + i * WIDTH).cast::<$vector>(), data);
+                                let key = secret.as_ptr().add(stripe * SECRET_STEP + i * WIDTH);
+                                (data, $load(key.cast()))
+                            };
+                            let keyed = $xor(data, key);
+                            let product = $mul(keyed, $shift::<32>(keyed));
+                            // The halves of each 16 bytes change places.
+                            let swapped = $shuffle::<0b01_00_11_10>(data);
+                            sum[place][i] = $add(sum[place][i], $add(product, swapped));
+                        }
+                    }
+                }
+                for (sums, sum) in sums.iter_mut().zip(sum) {
+                    for (i, sum) in sum.into_iter().enumerate() {
+                        // SAFETY: eight lanes are as long as the vectors of a stripe.
+                        unsafe { $store(sums[round].0.as_mut_ptr().cast::<$vector>().add(i), sum) };
+                    }
+                }
+            }
+            for sum in sums.iter().flat_map(|place| &place[..rounds]) {
+                lanes.take(sum, secret);
+            }
+        }
+    };
+}
+
+kernel!(
+    avx512,
+    "avx512f",
+    __m512i,
+    _mm512_setzero_si512,
+    _mm512_loadu_si512,
+    _mm512_storeu_si512,
+    _mm512_stream_si512,
+    _mm512_add_epi64,
+    _mm512_mul_epu32,
+    _mm512_xor_si512,
+    _mm512_srli_epi64,
+    _mm512_shuffle_epi32
+);
+kernel!(
+    avx2,
+    "avx2",
+    __m256i,
+    _mm256_setzero_si256,
+    _mm256_loadu_si256,
+    _mm256_storeu_si256,
+    _mm256_stream_si256,
+    _mm256_add_epi64,
+    _mm256_mul_epu32,
+    _mm256_xor_si256,
+    _mm256_srli_epi64,
+    _mm256_shuffle_epi32
+);
+
+/// The kernels of one instruction set: of four places, and of one.
+#[derive(Clone, Copy)]
+pub struct Kernels {
+    four: Kernel,
+    one: Kernel,
+}
+
+/// The kernels that this CPU has, the best first.
+pub fn detected() -> impl Iterator<Item = Kernels> {
+    let avx512 = is_x86_feature_detected!("avx512f").then_some(Kernels {
+        four: avx512::<4>,
+        one: avx512::<1>,
+    });
+    let avx2 = is_x86_feature_detected!("avx2").then_some(Kernels {
+        four: avx2::<4>,
+        one: avx2::<1>,
+    });
+    avx512.into_iter().chain(avx2)
+}
+
+impl Kernels {
+    /// Whether so many bytes can be copied to `dst`.
+    pub fn take(dst: *const u8, len: usize) -> bool {
+        len >= LONG && dst.align_offset(STRIPE) == 0
+    }
+
+    /// Copies `len` bytes, and returns their digest. Other threads may see what is written only after a [`fence`](super::fence).
+    ///
+    /// # Safety
+    /// `src` is valid for reads of `len` bytes and `dst` for writes, and they do not overlap; [`take`](Self::take) is true.
+    pub unsafe fn copy_unfenced(self, dst: *mut u8, src: *const u8, len: usize) -> u64 {
+        let secret: &Secret = SecretBuffer::default().into_secret();
+        let mut lanes = Lanes::START;
+        // The last round, whole or not, is taken otherwise.
+        let last = (len - 1) / ROUND * ROUND;
+        let mut at = 0;
+        while at < last {
+            let left = (last - at) / ROUND;
+            let (kernel, places, rounds) = match left {
+                0..4 => (self.one, 1, left),
+                _ => (self.four, 4, (left / 4).min(MOST)),
+            };
+            // SAFETY: that many rounds are left of what the caller vouches for, and `at` is a whole number of them. Who made
+            // these kernels has seen that the CPU has them.
+            unsafe { kernel(&mut lanes, secret, dst.add(at), src.add(at), rounds) };
+            at += places * rounds * ROUND;
+        }
+        // SAFETY: what is left; it is at least a byte, and with what went before it a stripe.
+        let (rest, stripe) = unsafe {
+            std::ptr::copy_nonoverlapping(src.add(at), dst.add(at), len - at);
+            let rest = std::slice::from_raw_parts(src.add(at), len - at);
+            (rest, std::slice::from_raw_parts(src.add(len - STRIPE), STRIPE))
+        };
+        for (i, stripe) in rest[..rest.len() - 1].chunks_exact(STRIPE).enumerate() {
+            lanes.stripe(stripe, secret, i * SECRET_STEP);
+        }
+        lanes.stripe(stripe, secret, SECRET_LAST);
+        lanes.digest(len, secret)
+    }
+}
