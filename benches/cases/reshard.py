@@ -89,8 +89,11 @@ def _amounts(pattern: Pattern, native: Path) -> list[Row]:
     """Bytes read for each byte wanted, as the engine counts them, in every mode."""
     rows = []
     index = open_index(native, rank=None, allow_external=False)
-    for dim, kind, reach, stretch in ((0, "row", 1.05, 1.0), (1, "column", 2.0, 1.5)):
+    # Past the page cache what lies between thin rows is read where that is quicker: there time is the measure.
+    bounds = {"row": (1.05, 1.0), "column": (2.0, 1.5)}
+    for dim, kind in ((0, "row"), (1, "column")):
         for io in ("mmap", "direct", "buffered"):
+            reach, stretch = (None, None) if (kind, io) == ("column", "direct") else bounds[kind]
             fills, kept = [], []
             for name, shape in pattern.shapes.items():
                 tensor = index.find(name)
@@ -142,18 +145,16 @@ def _cold(context: Context, pattern: Pattern, native: Path, stock: Path) -> list
         **context.pairs,
     )
     case = _case(pattern, "cold")
-    rows = [versus(case, times, OURS, STOCK), versus(case, times, OURS_SHARED, STOCK)]
-    for name, reach, stretch in ((OURS, 2.0, 1.5), (STOCK, None, None)):
-        if amounts[name]:
-            rows.append(
-                figure(
-                    f"cold, bytes the disk delivered for each byte wanted, column shard of {LOADED_BY}",
-                    name,
-                    "B/B",
-                    amounts[name],
-                    reach=reach,
-                    stretch=stretch,
-                    note="/proc/self/io",
-                )
-            )
+    rows = [versus(case, times, OURS, STOCK, reach=1.5, stretch=2), versus(case, times, OURS_SHARED, STOCK)]
+    rows += [
+        figure(
+            f"cold, bytes the disk delivered for each byte wanted, column shard of {LOADED_BY}",
+            name,
+            "B/B",
+            amounts[name],
+            note="/proc/self/io; what lies between thin rows is read where that is quicker",
+        )
+        for name in (OURS, STOCK)
+        if amounts[name]
+    ]
     return rows

@@ -2,9 +2,11 @@
 #![allow(unsafe_code)] // `change_signs` writes to addresses that it is given.
 
 use std::fs::File;
+use std::sync::Arc;
 
 use super::plan::Plan;
 use super::policy::{Access, Policy};
+use super::ways::Ways;
 use super::{Catalog, FileRef, ReadReq};
 use crate::Control;
 use crate::copy::Stores;
@@ -24,6 +26,8 @@ pub struct Batch<'a> {
     pub access: &'a [Access],
     pub policies: &'a [Policy],
     pub plan: Plan,
+    /// Which way thin rows are read.
+    pub ways: Arc<Ways>,
     pub stores: Stores,
     /// What files are fetched through that are on a store.
     pub connection: Option<&'a dyn Connection>,

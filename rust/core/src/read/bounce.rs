@@ -8,16 +8,22 @@ use crate::store::{Buffer, read_at, read_direct_at};
 
 /// Reads all segments to their places in a buffer; past the page cache where `direct` gives the alignment that takes.
 ///
+/// The buffer has at least `room` bytes. What was counted for a job decides what pages it lies in, and not how much of that the job
+/// happens to use.
+///
 /// An error comes with the offset of the segment it happened at.
 pub fn fill(
     buffer: &mut Buffer,
     file: &File,
     segments: &[Segment],
     direct: Option<u64>,
+    room: u64,
 ) -> Result<(), (u64, io::Error)> {
     let align = direct.unwrap_or(1);
     let size = segments.last().map_or(0, |s| s.buffer_end(align));
-    let memory = unit(size).and_then(|size| buffer.at_least(size)).map_err(|e| (0, e))?;
+    let memory = unit(size.max(room))
+        .and_then(|size| buffer.at_least(size))
+        .map_err(|e| (0, e))?;
     for segment in segments {
         let result = place(memory, segment, align).and_then(|(range, need)| match direct {
             Some(_) => read_direct_at(file, range, segment.start, need, unit(align)?),

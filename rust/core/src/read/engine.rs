@@ -2,13 +2,14 @@
 #![allow(unsafe_code)] // `read` is unsafe to call: it writes to addresses that it is given.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::batch::{Batch, change_signs, stores};
 use super::plan::{Job, plan};
 use super::policy::{Access, MIN_JOB, Policy, SMALL_READ, SMALL_READ_DEPTH};
 use super::scatter;
 use super::survey::{Found, connect, spans, survey};
+use super::ways::Ways;
 use super::worker::Worker;
 use super::{Catalog, FileRef, ReadOptions, ReadReq, ReadStats};
 use crate::store::Buffer;
@@ -70,6 +71,7 @@ pub unsafe fn read(
             access: &access,
             policies: &policies,
             plan,
+            ways: Arc::default(),
             stores: stores(total),
             connection: connection.as_deref(),
             control,
@@ -82,7 +84,9 @@ pub unsafe fn read(
         stats: Mutex::new(ReadStats::default()),
     };
     call.sort();
-    let stats = call.run(threads, options.max_inflight_bytes)?;
+    let workers = call.workers(threads, options.max_inflight_bytes);
+    call.batch.ways = Arc::new(Ways::new(call.choices(), workers[BUFFERED]));
+    let stats = call.run(workers)?;
     // SAFETY: the caller's promise: all elements were written just now.
     unsafe { change_signs(reqs) };
     Ok(stats)
@@ -132,13 +136,23 @@ impl Call<'_> {
         }
     }
 
-    fn run(&self, threads: usize, max_inflight: u64) -> Result<ReadStats> {
+    /// How many workers each queue gets.
+    fn workers(&self, threads: usize, max_inflight: u64) -> [usize; 3] {
         let depth = self.depth(threads);
         let buffered = depth
             .min(self.buffers(max_inflight))
             .min(self.queues[BUFFERED].jobs.len());
         let straight = (depth - buffered).max(1).min(self.queues[STRAIGHT].jobs.len());
         let copying = threads.min(self.queues[COPIED].jobs.len());
+        [copying, straight, buffered]
+    }
+
+    /// Jobs that may go either way.
+    fn choices(&self) -> usize {
+        self.jobs(BUFFERED).filter(|job| job.choice.is_some()).count()
+    }
+
+    fn run(&self, [copying, straight, buffered]: [usize; 3]) -> Result<ReadStats> {
         std::thread::scope(|scope| {
             // The calling thread is one of the first that there are. Where the system refuses a thread, fewer do the work.
             for i in 1..buffered + straight + copying {

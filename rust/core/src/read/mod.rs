@@ -12,6 +12,7 @@ mod segments;
 mod sequential;
 mod survey;
 mod verify;
+mod ways;
 mod worker;
 
 use crate::copy::SignBits;

@@ -5,6 +5,7 @@
 //! fetch for it: the pieces' own, joined where the gap between them is cheaper to read than to skip.
 
 use super::policy::Policy;
+use super::ways::{Choice, Way};
 use super::{Catalog, ReadReq};
 use crate::copy::{Loop, Strided};
 use crate::format::BLOCK_SIZE;
@@ -46,6 +47,8 @@ pub struct PieceLoops {
     pub loops: SmallVec<[Loop; 4]>,
     /// How many of the outer loops are fetched step by step, because what lies between the steps is not worth reading.
     pub sparse: usize,
+    /// How many are where small gaps are read through: fewer, if there is a choice.
+    pub through: usize,
 }
 
 /// Pieces that one thread fetches and copies.
@@ -61,6 +64,8 @@ pub struct Job {
     pub buffer: u64,
     /// Separate reads it takes, about.
     pub seeks: u64,
+    /// What there is to choose between, if there is.
+    pub choice: Option<Choice>,
 }
 
 /// All the work of a call, in the order of files and offsets.
@@ -146,19 +151,20 @@ impl Plan {
             self.split_run(Piece { run: copy.run, ..base }, policy, blocks);
             return Ok(());
         }
-        let sparse = if blocks.is_some() {
-            0
+        let (sparse, through) = if blocks.is_some() {
+            (0, 0)
         } else {
-            sparse_loops(&copy, policy)
+            stepped_loops(&copy, policy)
         };
-        if cost(&copy.loops, copy.run, sparse, policy) <= policy.target {
-            return self.push(base, copy, sparse);
+        // Where there is a choice, a job is one for either way: no larger than it may be where gaps are read.
+        if cost(&copy.loops, copy.run, through, policy) <= policy.target {
+            return self.push(base, copy, sparse, through);
         }
         // Take as many steps of the outermost loop as fit a job; if not even one does, cut each step further.
         let outer = copy.loops.remove(0);
-        let one = cost(&copy.loops, copy.run, sparse.saturating_sub(1), policy);
+        let one = cost(&copy.loops, copy.run, through.saturating_sub(1), policy);
         let room = policy.target.saturating_sub(one);
-        let stride = if sparse > 0 { one } else { outer.src };
+        let stride = if through > 0 { one } else { outer.src };
         let steps = (room / stride.max(1) + 1).min(outer.n);
         let mut i = 0;
         while i < outer.n {
@@ -173,14 +179,14 @@ impl Plan {
                 self.split(base, part, policy, blocks)?;
             } else {
                 part.loops.insert(0, Loop { n, ..outer });
-                self.push(base, part, sparse)?;
+                self.push(base, part, sparse, through)?;
             }
             i += n;
         }
         Ok(())
     }
 
-    fn push(&mut self, base: Piece, copy: Strided, sparse: usize) -> Result<()> {
+    fn push(&mut self, base: Piece, copy: Strided, sparse: usize, through: usize) -> Result<()> {
         let loops = u32::try_from(self.loops.len())
             .ok()
             .filter(|&n| n != RUN)
@@ -188,6 +194,7 @@ impl Plan {
         self.loops.push(PieceLoops {
             loops: copy.loops,
             sparse,
+            through,
         });
         self.pieces.push(Piece {
             loops,
@@ -215,18 +222,15 @@ impl Plan {
         }
     }
 
-    /// The loops of a piece.
-    pub fn loops_of(&self, piece: &Piece) -> (&[Loop], usize) {
-        if piece.loops == RUN {
-            (&[], 0)
-        } else {
-            let PieceLoops { loops, sparse } = &self.loops[piece.loops as usize];
-            (loops, *sparse)
-        }
-    }
-
-    fn bytes(&self, piece: &Piece) -> u64 {
-        self.loops_of(piece).0.iter().fold(piece.run, |n, l| n * l.n)
+    /// The loops of a piece: those that are fetched step by step, and those of which all is fetched.
+    pub fn loops_of(&self, piece: &Piece, way: Way) -> (&[Loop], &[Loop]) {
+        let Some(PieceLoops { loops, sparse, through }) = self.loops.get(piece.loops as usize) else {
+            return (&[], &[]);
+        };
+        loops.split_at(match way {
+            Way::Apart => *sparse,
+            Way::Through => *through,
+        })
     }
 
     /// Puts neighbouring pieces together into jobs of about the target.
@@ -237,9 +241,10 @@ impl Plan {
         for (i, piece) in self.pieces.iter().enumerate() {
             let req = &reqs[piece.req as usize];
             let policy = policies[req.file as usize];
-            let (loops, sparse) = self.loops_of(piece);
-            let (start, end) = fetch_range(req, piece.src, extent(loops, piece.run), verify);
-            let wanted = self.bytes(piece);
+            let (sparse, dense) = self.loops_of(piece, Way::Apart);
+            let reach = extent(dense, piece.run) + extent(sparse, 0);
+            let (start, end) = fetch_range(req, piece.src, reach, verify);
+            let wanted = sparse.iter().chain(dense).fold(piece.run, |n, l| n * l.n);
             let open = jobs
                 .last_mut()
                 .filter(|job| job.file == req.file && i - job.pieces.0 < policy.max_pieces);
@@ -247,17 +252,27 @@ impl Plan {
             // Alone in a job, and what it adds to the last one: bytes to fetch, room in a buffer. Segments that are joined
             // fetch half as much again as is wanted.
             let ends = 2 * policy.align;
-            let (bytes, buffer, seeks) = if sparse > 0 {
-                let step = extent(&loops[sparse..], piece.run) + ends;
-                let steps = loops[..sparse].iter().fold(1, |n, l| n * l.n);
-                let bytes = cost(loops, piece.run, sparse, policy);
+            let alone = |sparse: &[Loop], dense: &[Loop]| {
+                let step = extent(dense, piece.run) + ends;
+                let steps = sparse.iter().fold(1, |n, l| n * l.n);
+                let bytes = (step - ends).next_multiple_of(policy.align).max(policy.seek_cost);
+                let bytes = bytes.saturating_mul(steps);
                 (bytes, steps * (step + step / 2), bytes / policy.seek_cost)
-            } else {
+            };
+            let (mut bytes, mut buffer, seeks) = if sparse.is_empty() {
                 let bytes = end - start;
                 (bytes, bytes + bytes / 2 + ends, 1)
+            } else {
+                alone(sparse, dense)
             };
+            let choice = self.choice(piece, policy);
+            if choice.is_some() {
+                let (sparse, dense) = self.loops_of(piece, Way::Through);
+                let through = alone(sparse, dense);
+                (bytes, buffer) = (through.0, buffer.max(through.1));
+            }
             let (more, more_buffer, more_seeks) = match near {
-                Some((first, last)) if sparse == 0 => {
+                Some((first, last)) if sparse.is_empty() => {
                     let more = end.saturating_sub(last) + first.saturating_sub(start);
                     (more, more + if start > last { ends } else { 0 }, 0)
                 }
@@ -269,6 +284,9 @@ impl Plan {
                 job.wanted += wanted;
                 job.buffer += more_buffer;
                 job.seeks += more_seeks;
+                if let Some(more) = choice {
+                    *job.choice.get_or_insert_default() += more;
+                }
                 fetched += more;
             } else {
                 jobs.push(Job {
@@ -277,17 +295,29 @@ impl Plan {
                     wanted,
                     buffer,
                     seeks,
+                    choice,
                 });
                 fetched = bytes;
                 covered = None;
             }
             covered = match covered.filter(|_| near.is_some()) {
-                _ if sparse > 0 => None,
+                _ if !sparse.is_empty() => None,
                 Some((first, last)) => Some((first.min(start), last.max(end))),
                 None => Some((start, end)),
             };
         }
         self.jobs = jobs;
+    }
+
+    /// What a piece fetches each way, if it may go either.
+    fn choice(&self, piece: &Piece, policy: Policy) -> Option<Choice> {
+        let fetch = |way| {
+            let (steps, dense) = self.loops_of(piece, way);
+            let steps = steps.iter().fold(1, |n, l| n * l.n);
+            (steps, steps * extent(dense, piece.run).next_multiple_of(policy.align))
+        };
+        let ((reads, apart), (fewer, through)) = (fetch(Way::Apart), fetch(Way::Through));
+        (fewer < reads).then_some(Choice { through, apart, reads })
     }
 
     /// Says of the jobs whose gaps are read through, however much that is, what a buffer needs for them: what their segments are made to.
@@ -297,7 +327,7 @@ impl Plan {
             let job = self.jobs[i].clone();
             let policy = policies[job.file as usize];
             if policy.over_reads {
-                self.extents(&job, reqs, policy, verify, &mut extents, &mut segments);
+                self.extents(&job, reqs, policy, verify, Way::Apart, &mut extents, &mut segments);
                 self.jobs[i].buffer = segments.last().map_or(0, |segment| segment.buffer_end(policy.align));
             }
         }
@@ -321,7 +351,23 @@ pub fn fetch_range(req: &ReadReq, src: u64, len: u64, verify: bool) -> (u64, u64
     )
 }
 
-/// How many of the outer loops are better fetched step by step.
+/// How many of the outer loops are better fetched step by step; and how many are where gaps are read through that a disk may take
+/// for less than a read.
+fn stepped_loops(copy: &Strided, policy: Policy) -> (usize, usize) {
+    let sparse = sparse_loops(copy, policy);
+    let mut through = sparse;
+    while through > 0 {
+        let gap = copy.loops[through - 1]
+            .src
+            .saturating_sub(extent(&copy.loops[through..], copy.run));
+        if gap > policy.tries_gap {
+            break;
+        }
+        through -= 1;
+    }
+    (sparse, through)
+}
+
 fn sparse_loops(copy: &Strided, policy: Policy) -> usize {
     if !policy.skip_gaps {
         return 0;

@@ -26,7 +26,7 @@ const REQUEST_COST: u64 = 1 << 20;
 /// Gaps up to this are read rather than skipped wherever the over-read stays within bounds.
 pub const MAX_GAP: u64 = 64 << 10;
 /// A separate read costs the disk about as much as this many bytes more.
-const SEEK_COST: u64 = 32 << 10;
+pub const SEEK_COST: u64 = 32 << 10;
 
 /// Tiny pieces that are worth a thread of their own where they are in memory.
 const MAX_PIECES: usize = 2048;
@@ -46,6 +46,8 @@ pub struct Policy {
     pub max_gap: u64,
     /// Whether that is so however much more than what is wanted is read.
     pub over_reads: bool,
+    /// Rows with gaps up to this may be read either way, each alone or all with what lies between: the load finds out which is quicker.
+    pub tries_gap: u64,
     /// A separate read costs about as much as this many bytes more.
     pub seek_cost: u64,
     /// Pieces of a job at most: keeps jobs of tiny pieces small enough to share between threads.
@@ -104,6 +106,11 @@ impl Access {
             skip_gaps: !self.maps(),
             max_gap: if is_remote { REQUEST_COST } else { MAX_GAP },
             over_reads: is_remote,
+            tries_gap: if matches!(self, Self::Direct { .. }) {
+                MAX_GAP
+            } else {
+                0
+            },
             max_pieces: if is_remote { REMOTE_PIECES } else { MAX_PIECES },
             seek_cost: if is_remote { REQUEST_COST } else { SEEK_COST },
         }

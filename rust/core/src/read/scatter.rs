@@ -2,8 +2,9 @@
 
 use super::ReadReq;
 use super::batch::Batch;
-use super::plan::{Job, Piece};
+use super::plan::{Job, Piece, RUN};
 use super::segments::{Extent, Segment, each_step};
+use super::ways::Way;
 use crate::format::BLOCK_SIZE;
 use crate::store::{Destination, Part, Run};
 
@@ -15,11 +16,11 @@ const MIN_RUN: u64 = 512;
 pub fn goes_straight(batch: &Batch, job: &Job) -> bool {
     batch.plan.pieces[job.pieces.0..job.pieces.1].iter().all(|piece| {
         let req = &batch.reqs[piece.req as usize];
-        let (loops, _) = batch.plan.loops_of(piece);
+        let is_run = piece.loops == RUN;
         if batch.verify && req.digests.is_some() {
-            return loops.is_empty() && is_of_whole_blocks(req, piece);
+            return is_run && is_of_whole_blocks(req, piece);
         }
-        loops.is_empty() || piece.run >= MIN_RUN
+        is_run || piece.run >= MIN_RUN
     })
 }
 
@@ -42,9 +43,9 @@ pub fn parts(batch: &Batch, extents: &[Extent], segments: &[Segment]) -> Vec<Par
     for extent in extents {
         let piece = &batch.plan.pieces[extent.piece];
         let base = batch.reqs[piece.req as usize].dst.0;
-        let (loops, sparse) = batch.plan.loops_of(piece);
+        let (_, dense) = batch.plan.loops_of(piece, Way::Apart);
         let runs = &mut parts[extent.segment].runs;
-        each_step(&loops[sparse..], extent.src, extent.dst, &mut |src, dst| {
+        each_step(dense, extent.src, extent.dst, &mut |src, dst| {
             runs.push(Run {
                 at: src,
                 len: piece.run,

@@ -8,6 +8,7 @@ use super::batch::{Batch, change_signs, stores};
 use super::plan::{Plan, plan};
 use super::policy::{Access, Policy};
 use super::survey::{Found, spans, survey};
+use super::ways::Ways;
 use super::worker::Worker;
 use super::{Catalog, FileRef, ReadOptions, ReadReq, ReadStats};
 use crate::store::Connection;
@@ -18,6 +19,7 @@ pub struct Survey {
     access: Vec<Access>,
     open: Vec<Option<File>>,
     policies: Vec<Policy>,
+    ways: Arc<Ways>,
 }
 
 impl Survey {
@@ -29,8 +31,20 @@ impl Survey {
         let wanted = spans(files, reqs, options, catalog)?;
         let Found { access, open, .. } = survey(files, &wanted, options)?;
         let share = options.max_inflight_bytes.min(u64::from(u32::MAX));
-        let policies = access.iter().map(|access| access.policy(share)).collect();
-        Ok(Self { access, open, policies })
+        let policies: Vec<Policy> = access.iter().map(|access| access.policy(share)).collect();
+        let may_choose = policies.iter().zip(&wanted).filter(|(policy, _)| policy.tries_gap > 0);
+        let jobs: u64 = may_choose.map(|(policy, wanted)| wanted.bytes / policy.target).sum();
+        let mut survey = Self {
+            access,
+            open,
+            policies,
+            ways: Arc::default(),
+        };
+        survey.ways = Arc::new(Ways::new(
+            usize::try_from(jobs).unwrap_or(usize::MAX),
+            survey.workers(options.threads),
+        ));
+        Ok(survey)
     }
 
     /// How many threads keep busy what is slowest: the cores, or the disk.
@@ -69,6 +83,7 @@ impl Survey {
             access: &self.access,
             policies: &self.policies,
             plan,
+            ways: Arc::clone(&self.ways),
             stores: stores(total),
             connection,
             control,

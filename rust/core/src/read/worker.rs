@@ -3,12 +3,14 @@
 
 use std::fs::File;
 use std::io;
+use std::time::Instant;
 
 use super::batch::Batch;
 use super::bounce;
 use super::plan::Job;
 use super::policy::Access;
 use super::segments::{Extent, Segment};
+use super::ways::Way;
 use super::{FileRef, ReadStats, scatter, verify};
 use crate::copy::{copy_strided_unfenced, copy_with_digest_unfenced, fence};
 use crate::format::{BLOCK_SIZE, block_digest};
@@ -79,6 +81,17 @@ pub struct Worker {
 impl Worker {
     /// Delivers one job.
     pub fn job(&mut self, batch: &Batch, job: &Job) -> Result<()> {
+        let Some(choice) = job.choice else {
+            return self.deliver_job(batch, job, Way::Apart);
+        };
+        let (turn, begin) = (batch.ways.begin(choice), Instant::now());
+        self.deliver_job(batch, job, turn.way)?;
+        let bytes = self.segments.iter().map(|s| s.end - s.start).sum();
+        batch.ways.end(turn, self.segments.len() as u64, bytes, begin.elapsed());
+        Ok(())
+    }
+
+    fn deliver_job(&mut self, batch: &Batch, job: &Job, way: Way) -> Result<()> {
         let index = job.file as usize;
         let file = &batch.files[index];
         batch.plan.extents(
@@ -86,11 +99,12 @@ impl Worker {
             batch.reqs,
             batch.policies[index],
             batch.verify,
+            way,
             &mut self.extents,
             &mut self.segments,
         );
         if batch.access[index] == Access::Remote {
-            return self.fetch(batch, job);
+            return self.fetch(batch, job, way);
         }
         self.open.turn_to(job.file);
         let mapped = batch.access[index].maps();
@@ -105,9 +119,9 @@ impl Worker {
                 populated.map_err(|e| failed(file, segment.start, e))?;
             }
         } else {
-            self.fill(batch, job.file)?;
+            self.fill(batch, job)?;
         }
-        let delivered = self.deliver(batch, file, mapped);
+        let delivered = self.deliver(batch, file, way, mapped);
         fence();
         delivered?;
         self.stats.bytes_wanted += job.wanted;
@@ -120,7 +134,7 @@ impl Worker {
     }
 
     /// Delivers a job from a store: straight to its destinations where all of it can go there, else by way of the buffer.
-    fn fetch(&mut self, batch: &Batch, job: &Job) -> Result<()> {
+    fn fetch(&mut self, batch: &Batch, job: &Job, way: Way) -> Result<()> {
         let file = &batch.files[job.file as usize];
         let connection = batch
             .connection
@@ -139,7 +153,7 @@ impl Worker {
             let parts = scatter::whole(&self.segments, memory);
             // SAFETY: the buffer has room for every segment at its own place, and is this thread's alone; segments lie in the file, as above.
             unsafe { connection.fetch(&file.path, file.size, parts, batch.control)? };
-            let delivered = self.deliver(batch, file, false);
+            let delivered = self.deliver(batch, file, way, false);
             fence();
             delivered?;
         }
@@ -203,7 +217,8 @@ impl Worker {
     }
 
     /// Reads the segments into the buffer.
-    fn fill(&mut self, batch: &Batch, index: u32) -> Result<()> {
+    fn fill(&mut self, batch: &Batch, job: &Job) -> Result<()> {
+        let (index, room) = (job.file, job.buffer);
         let file = &batch.files[index as usize];
         let bytes: u64 = self.segments.iter().map(|s| s.end - s.start).sum();
         self.stats.bytes_read += bytes;
@@ -211,7 +226,13 @@ impl Worker {
             let plain = self.open.plain(batch, index)?;
             let cached = |s: &Segment| resident_bytes(plain, s.start, s.end) == Some(s.end - s.start);
             if !self.segments.iter().all(cached) {
-                match bounce::fill(&mut self.buffer, self.open.direct(file)?, &self.segments, Some(align)) {
+                match bounce::fill(
+                    &mut self.buffer,
+                    self.open.direct(file)?,
+                    &self.segments,
+                    Some(align),
+                    room,
+                ) {
                     Ok(()) => {
                         self.stats.bytes_direct += bytes;
                         return Ok(());
@@ -224,11 +245,11 @@ impl Worker {
             // The segments keep the places that the alignment gave them.
         }
         let plain = self.open.plain(batch, index)?;
-        bounce::fill(&mut self.buffer, plain, &self.segments, None).map_err(|(at, e)| failed(file, at, e))
+        bounce::fill(&mut self.buffer, plain, &self.segments, None, room).map_err(|(at, e)| failed(file, at, e))
     }
 
     /// Checks the fetched extents and copies them to their destinations.
-    fn deliver(&mut self, batch: &Batch, file: &FileRef, mapped: bool) -> Result<()> {
+    fn deliver(&mut self, batch: &Batch, file: &FileRef, way: Way, mapped: bool) -> Result<()> {
         let Worker {
             open,
             buffer,
@@ -250,8 +271,7 @@ impl Worker {
         for extent in extents.iter() {
             let piece = &batch.plan.pieces[extent.piece];
             let req = &batch.reqs[piece.req as usize];
-            let (loops, sparse) = batch.plan.loops_of(piece);
-            let loops = &loops[sparse..];
+            let (_, loops) = batch.plan.loops_of(piece, way);
             let dst = req.dst.0.wrapping_add(index(extent.dst));
             let mut copied = false;
             if batch.verify && req.digests.is_some() {
