@@ -11,9 +11,12 @@ from harness.pairs import Contender, measure
 from harness.rows import Row, versus
 from harness.states import Pattern, model_shapes, size_of
 
+import dcp_rs
+
 LIMIT = "limit: O_DIRECT, 16 in flight"
 #: What the disk gives to a reader that keeps nothing: harder, since small buffers used again stay in caches.
 DRAIN = "limit: O_DIRECT, 16 in flight, kept nowhere"
+VERIFY = "dcp_rs.verify"
 
 
 def run(context: Context) -> list[Row]:
@@ -26,6 +29,11 @@ def run(context: Context) -> list[Row]:
 
     def cold(name: str, load: Callable[[Path, loaders.State], None], path: Path) -> Contender:
         return loaders.loads(name, load, path, state, pattern, before=lambda: page_cache.drop(path), warm_up=False)
+
+    def verify() -> None:
+        found = dcp_rs.verify(native)
+        assert found.ok
+        assert found.bytes_verified >= pattern.nbytes
 
     with context.limit_over(*native.glob("*.safetensors")) as limit:
 
@@ -43,6 +51,7 @@ def run(context: Context) -> list[Row]:
                 cold(HUGGING_FACE, loaders.hugging_face, hugging_face),
                 cold(OURS_STOCK_PLANNER, loaders.ours_stock_planner, native),
                 cold(SAFETENSORS, loaders.safetensors, hugging_face),
+                Contender(VERIFY, verify, before=lambda: page_cache.drop(native), warm_up=False),
             ],
             **context.pairs,
         )
@@ -54,4 +63,5 @@ def run(context: Context) -> list[Row]:
         versus(case, times, OURS, DRAIN),
         versus(case, times, OURS, SAFETENSORS),
         versus(case, times, OURS_STOCK_PLANNER, LIMIT),
+        versus(case, times, VERIFY, DRAIN, reach=0.9, stretch=1.0),
     ]

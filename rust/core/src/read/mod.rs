@@ -19,6 +19,7 @@ use crate::copy::SignBits;
 use crate::geometry::Dims;
 pub use crate::store::{Destination, FileRef};
 pub use engine::read;
+pub(crate) use policy::{DISK_DEPTH, MAX_GAP};
 pub use sequential::{Sequential, Survey};
 pub use survey::connect;
 
