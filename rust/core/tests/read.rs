@@ -205,6 +205,42 @@ fn strided_sources_and_destinations() {
     }
 }
 
+/// As many jobs as it takes for both ways to be tried on whatever disk this is: bytes are right whichever is gone on with.
+#[test]
+fn thin_rows_are_right_whichever_way_they_are_read() {
+    let dir = folder();
+    let (rows, pitch, width) = (4096, 16 << 10, 4 << 10);
+    let data = noise(96 + rows * pitch, 11);
+    let file = written(dir.path(), "f", &data);
+    drop_cache(&file);
+    let mut columns = vec![0u8; rows * width];
+    let wide = |x: usize| x as u64;
+    let req = ReadReq {
+        shape: smallvec![wide(rows), wide(width)],
+        src_offset: wide(width),
+        src_strides: smallvec![wide(pitch), 1],
+        dst: Destination(columns.as_mut_ptr()),
+        dst_strides: smallvec![wide(width), 1],
+        ..run(0, 96, rows * pitch, 0, &mut [])
+    };
+    let few = ReadOptions {
+        max_inflight_bytes: 3 << 20,
+        ..options(IoMode::Direct)
+    };
+    let stats = go(std::slice::from_ref(&file), &[req], &few).unwrap();
+    for (row, got) in columns.chunks_exact(width).enumerate() {
+        let at = 96 + row * pitch + width;
+        assert!(got == &data[at..at + width], "row {row}");
+    }
+    assert_eq!(stats.bytes_wanted, wide(rows * width));
+    // Never more than all of it, and what is read to whole blocks twice.
+    assert!(
+        stats.bytes_read <= wide(rows * pitch) + stats.jobs * 2 * 4096,
+        "{stats:?}"
+    );
+    assert!(stats.bytes_direct == 0 || stats.jobs >= 160, "enough to try: {stats:?}");
+}
+
 #[test]
 fn nothing_wanted_is_nothing_done() {
     let missing = FileRef {
