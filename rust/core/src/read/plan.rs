@@ -10,8 +10,9 @@ use super::{Catalog, ReadReq};
 use crate::copy::{Loop, Strided};
 use crate::format::BLOCK_SIZE;
 use crate::store::FileRef;
-use crate::{Error, Result};
+use crate::{Error, Result, parallel};
 use smallvec::SmallVec;
+use std::ops::Range;
 
 /// A row further than this from the next is fetched alone if the rows between are not wanted. Below it, skipping cannot
 /// save whole pages.
@@ -79,6 +80,9 @@ pub struct Plan {
     pub jobs: Vec<Job>,
 }
 
+/// So many requests are planned by a thread at the least.
+const MANY: usize = 16 << 10;
+
 /// Makes requests into jobs. `policies` has an entry for every file.
 pub fn plan(
     files: &[FileRef],
@@ -87,35 +91,77 @@ pub fn plan(
     verify: bool,
     catalog: &dyn Catalog,
 ) -> Result<Plan> {
-    let mut plan = Plan {
-        pieces: Vec::with_capacity(reqs.len()),
-        ..Plan::default()
+    plan_by(reqs.len() / MANY, files, reqs, policies, verify, catalog)
+}
+
+/// [`plan`], on up to so many threads: each has files of its own. However many there are, the plan is the same.
+pub fn plan_by(
+    threads: usize,
+    files: &[FileRef],
+    reqs: &[ReadReq],
+    policies: &[Policy],
+    verify: bool,
+    catalog: &dyn Catalog,
+) -> Result<Plan> {
+    if u32::try_from(reqs.len()).is_err() {
+        return Err(Error::Plan("more than 2^32 requests in one read".into()));
+    }
+    let (order, ends) = by_file(files.len(), reqs);
+    // Asking for the number of cores takes longer than a small plan.
+    let workers = if threads < 2 {
+        1
+    } else {
+        threads.min(parallel::available())
     };
-    for (i, req) in reqs.iter().enumerate() {
-        let number = u32::try_from(i).map_err(|_| Error::Plan("more than 2^32 requests in one read".into()))?;
-        let copy = check(files, req).map_err(|reason| {
-            let reason = format!("it cannot be read: {reason}");
-            Error::tensor_plan(None, &catalog.tensor_name(req.tensor), reason)
-        })?;
-        if copy.run > 0 {
-            let blocks = (verify && req.digests.is_some()).then_some(req.chunk_offset);
-            let base = Piece {
-                req: number,
-                loops: RUN,
-                src: req.chunk_offset + req.src_offset,
-                dst: 0,
-                run: 0,
-            };
-            plan.split(base, copy, policies[req.file as usize], blocks)?;
+    let shares = shares(&ends, workers);
+    let parts = parallel::map(shares.len(), workers, |i| {
+        Plan::of(&order[shares[i].clone()], files, reqs, policies, verify, catalog)
+    });
+    // Of several faults the first is told, whichever file it is in.
+    let first = || reqs.iter().find_map(|req| checked(files, req, catalog).err());
+    Plan::joined(parts.map_err(|error| first().unwrap_or(error))?.into_iter())
+}
+
+/// The numbers of the requests, those of a file together, and where those of each file end; the last are of no file.
+fn by_file(files: usize, reqs: &[ReadReq]) -> (Vec<u32>, Vec<usize>) {
+    let file = |req: &ReadReq| (req.file as usize).min(files);
+    let mut at = vec![0_usize; files + 1];
+    for req in reqs {
+        at[file(req)] += 1;
+    }
+    let mut begin = 0;
+    for count in &mut at {
+        begin += std::mem::replace(count, begin);
+    }
+    let mut order = vec![0; reqs.len()];
+    for (number, req) in (0..).zip(reqs) {
+        let next = &mut at[file(req)];
+        order[*next] = number;
+        *next += 1;
+    }
+    (order, at)
+}
+
+/// Cuts what ends there into about as many parts, of about the same length.
+fn shares(ends: &[usize], count: usize) -> Vec<Range<usize>> {
+    let all = ends.last().copied().unwrap_or(0);
+    let mut shares = Vec::with_capacity(count);
+    let mut begin = 0;
+    for &end in ends {
+        if end > begin && end >= all * (shares.len() + 1) / count {
+            shares.push(begin..end);
+            begin = end;
         }
     }
-    let order = |piece: &Piece| (reqs[piece.req as usize].file, piece.src);
-    if !plan.pieces.is_sorted_by_key(order) {
-        plan.pieces.sort_unstable_by_key(order);
-    }
-    plan.group(reqs, policies, verify);
-    plan.measure(reqs, policies, verify);
-    Ok(plan)
+    shares
+}
+
+/// The copy of a request.
+fn checked(files: &[FileRef], req: &ReadReq, catalog: &dyn Catalog) -> Result<Strided> {
+    check(files, req).map_err(|reason| {
+        let reason = format!("it cannot be read: {reason}");
+        Error::tensor_plan(None, &catalog.tensor_name(req.tensor), reason)
+    })
 }
 
 /// The copy of a request, if all of it lies within its chunk and its file.
@@ -144,6 +190,62 @@ fn check(files: &[FileRef], req: &ReadReq) -> std::result::Result<Strided, Strin
 }
 
 impl Plan {
+    /// Of the requests of these numbers.
+    fn of(
+        numbers: &[u32],
+        files: &[FileRef],
+        reqs: &[ReadReq],
+        policies: &[Policy],
+        verify: bool,
+        catalog: &dyn Catalog,
+    ) -> Result<Self> {
+        let mut plan = Self {
+            pieces: Vec::with_capacity(numbers.len()),
+            ..Self::default()
+        };
+        for &number in numbers {
+            let req = &reqs[number as usize];
+            let copy = checked(files, req, catalog)?;
+            if copy.run > 0 {
+                let blocks = (verify && req.digests.is_some()).then_some(req.chunk_offset);
+                let base = Piece {
+                    req: number,
+                    loops: RUN,
+                    src: req.chunk_offset + req.src_offset,
+                    dst: 0,
+                    run: 0,
+                };
+                plan.split(base, copy, policies[req.file as usize], blocks)?;
+            }
+        }
+        let order = |piece: &Piece| (reqs[piece.req as usize].file, piece.src);
+        if !plan.pieces.is_sorted_by_key(order) {
+            plan.pieces.sort_unstable_by_key(order);
+        }
+        plan.group(reqs, policies, verify);
+        plan.measure(reqs, policies, verify);
+        Ok(plan)
+    }
+
+    /// One plan of several, of files one after another.
+    fn joined(mut parts: impl Iterator<Item = Self>) -> Result<Self> {
+        let mut all = parts.next().unwrap_or_default();
+        for part in parts {
+            let (pieces, loops) = (all.pieces.len(), number_of_loops(all.loops.len() + part.loops.len())?);
+            let before = loops - number_of_loops(part.loops.len())?;
+            all.pieces.extend(part.pieces.into_iter().map(|piece| Piece {
+                loops: if piece.loops == RUN { RUN } else { piece.loops + before },
+                ..piece
+            }));
+            all.loops.extend(part.loops);
+            all.jobs.extend(part.jobs.into_iter().map(|job| Job {
+                pieces: (job.pieces.0 + pieces, job.pieces.1 + pieces),
+                ..job
+            }));
+        }
+        Ok(all)
+    }
+
     /// Cuts a copy that begins at `base` into pieces whose fetch is near the policy's target. `blocks` is where the chunk
     /// begins if its blocks are to be fetched whole.
     fn split(&mut self, base: Piece, mut copy: Strided, policy: Policy, blocks: Option<u64>) -> Result<()> {
@@ -187,10 +289,7 @@ impl Plan {
     }
 
     fn push(&mut self, base: Piece, copy: Strided, sparse: usize, through: usize) -> Result<()> {
-        let loops = u32::try_from(self.loops.len())
-            .ok()
-            .filter(|&n| n != RUN)
-            .ok_or_else(|| Error::Plan("more than 2^32 strided pieces in one read".into()))?;
+        let loops = number_of_loops(self.loops.len())?;
         self.loops.push(PieceLoops {
             loops: copy.loops,
             sparse,
@@ -332,6 +431,11 @@ impl Plan {
             }
         }
     }
+}
+
+fn number_of_loops(count: usize) -> Result<u32> {
+    let number = u32::try_from(count).ok().filter(|&n| n != RUN);
+    number.ok_or_else(|| Error::Plan("more than 2^32 strided pieces in one read".into()))
 }
 
 pub fn extent(loops: &[Loop], run: u64) -> u64 {

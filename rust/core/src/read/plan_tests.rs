@@ -230,6 +230,21 @@ fn refuses_what_lies_outside() {
     );
 }
 
+#[test]
+fn of_several_bad_requests_the_first_is_named() {
+    let files: Vec<FileRef> = (0..4).map(|_| file(1000)).collect();
+    let bad = |tensor, file| ReadReq {
+        file,
+        tensor,
+        ..run(900, 101)
+    };
+    let reqs = [run(0, 1), bad(1, 3), bad(2, 0), bad(3, 1)];
+    for threads in 1..5 {
+        let error = plan_by(threads, &files, &reqs, &[DISK; 4], false, &NoNames).unwrap_err();
+        assert!(error.to_string().contains("t1"), "{error}");
+    }
+}
+
 /// Every (file byte, destination byte) pair of the requests, by plain loops.
 fn pairs(reqs: &[ReadReq]) -> Vec<(usize, u64, u64)> {
     fn walk(req: &ReadReq, d: usize, src: u64, dst: u64, each: &mut impl FnMut(u64, u64)) {
@@ -255,6 +270,26 @@ fn pairs(reqs: &[ReadReq]) -> Vec<(usize, u64, u64)> {
     }
     all.sort_unstable();
     all
+}
+
+proptest! {
+    #[test]
+    fn the_plan_is_the_same_on_any_number_of_threads(
+        reqs in requests(),
+        of in prop::collection::vec(0u32..5, 12),
+        threads in 2usize..6,
+        verify: bool,
+        direct: bool,
+    ) {
+        let files: Vec<FileRef> = (0..5).map(|_| file(1 << 40)).collect();
+        let reqs: Vec<ReadReq> = reqs.into_iter().zip(of).map(|(req, file)| ReadReq { file, ..req }).collect();
+        let policies = [if direct { DISK } else { MAPPED }; 5];
+        let one = plan_by(1, &files, &reqs, &policies, verify, &NoNames).unwrap();
+        let many = plan_by(threads, &files, &reqs, &policies, verify, &NoNames).unwrap();
+        prop_assert_eq!(one.jobs, many.jobs);
+        prop_assert_eq!(one.pieces, many.pieces);
+        prop_assert_eq!(one.loops, many.loops);
+    }
 }
 
 fn requests() -> impl Strategy<Value = Vec<ReadReq>> {
