@@ -54,7 +54,7 @@ class LoadReport(_Report):
         path: the checkpoint.
         missing: in the state dict, not in the checkpoint.
         tied: in the state dict, not in the checkpoint, and filled all the same: tensors that are the memory of another, whose name follows.
-        unexpected: in the checkpoint, not in the state dict.
+        unexpected: in the checkpoint, not in the state dict. Noted with ``allow_partial_load=True`` alone; of any other load it is empty.
         dtype_mismatched: tensors that were cast.
         shape_mismatched: tensors of another shape, which were left alone.
         partly_filled: tensors of which the checkpoint does not hold all; one on ``meta`` was left there.
