@@ -45,6 +45,9 @@ def run_on_rank(page: str, folder: str) -> None:
     with contextlib.chdir(folder):
         names: dict[str, Any] = {}
         for kind, block in blocks(page):
+            if kind == "console":  # how a reader starts it
+                assert block.startswith(f"$ torchrun --nproc-per-node {dist.get_world_size()} ")
+                continue
             assert kind == "python"
             run_python(page, block, names)
             dist.barrier()
