@@ -33,5 +33,5 @@ def warn_of_left_out_state(index: _core.Index, values: Iterable[str], tensors: I
             warn_caller(
                 f"the checkpoint has the state of an optimizer, {prefix}*, and the state dict has no place for it, as an optimizer has none before its"
                 " first step: it goes on from nothing. torch.distributed.checkpoint.state_dict.get_state_dict and set_state_dict make room, as does"
-                " dcp_rs.load_training_state"
+                " dcp_rs.optim.load_training_state"
             )
