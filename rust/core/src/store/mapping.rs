@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io;
 
-use memmap2::{MmapOptions, MmapRaw};
+use memmap2::MmapRaw;
 
 use super::platform;
 
@@ -11,33 +11,35 @@ use super::platform;
 /// nothing can promise that no other process changes the file.
 #[derive(Debug)]
 pub struct Mapping {
+    /// What is mapped: the file, or more, in which it begins after so many bytes.
     raw: MmapRaw,
+    skip: usize,
+    len: usize,
 }
 
 impl Mapping {
     /// Maps the whole file.
     pub fn new(file: &File) -> io::Result<Self> {
-        Ok(Self {
-            raw: MmapOptions::new().map_raw_read_only(file)?,
-        })
+        let (raw, skip, len) = platform::map(file)?;
+        Ok(Self { raw, skip, len })
     }
 
     /// The first byte of the file; [`len`](Self::len) bytes are mapped.
     #[must_use]
     pub fn as_ptr(&self) -> *const u8 {
-        self.raw.as_ptr()
+        self.raw.as_ptr().wrapping_add(self.skip)
     }
 
     /// Bytes mapped.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.raw.len()
+        self.len
     }
 
     /// Whether nothing is mapped.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.raw.len() == 0
+        self.len == 0
     }
 
     /// Whether [`populate`](Self::populate) can: without it, a disk that fails is a signal at the first touch.
@@ -50,7 +52,7 @@ impl Mapping {
     /// is touched.
     pub fn read_ahead(&self, start: u64, end: u64) {
         if let (Ok(start), Ok(end)) = (usize::try_from(start), usize::try_from(end)) {
-            platform::read_ahead(&self.raw, start, end.saturating_sub(start));
+            platform::read_ahead(&self.raw, self.skip + start, end.saturating_sub(start));
         }
     }
 
@@ -62,14 +64,35 @@ impl Mapping {
         let (Ok(start), Ok(end)) = (usize::try_from(start), usize::try_from(end)) else {
             return Err(io::ErrorKind::InvalidInput.into());
         };
-        platform::populate(&self.raw, start, end.saturating_sub(start))
+        platform::populate(&self.raw, self.skip + start, end.saturating_sub(start))
     }
 }
 
 #[cfg(all(test, target_os = "linux"))]
+#[allow(unsafe_code)] // what is mapped is looked at
 mod tests {
     use super::*;
     use std::io::Write;
+
+    #[test]
+    fn wherever_it_is_mapped_it_is_the_file() {
+        for len in [1, 4097, (2 << 20) - 1, 2 << 20, (5 << 20) + 3] {
+            let mut file = tempfile::tempfile().unwrap();
+            let bytes: Vec<u8> = (0..len).map(|i: u32| (i % 251).to_le_bytes()[0]).collect();
+            file.write_all(&bytes).unwrap();
+            for (raw, skip, mapped) in [
+                platform::map(&file).unwrap(),
+                platform::map_aligned(&file, bytes.len()).unwrap(),
+            ] {
+                let mapping = Mapping { raw, skip, len: mapped };
+                assert_eq!(mapping.len(), bytes.len());
+                mapping.populate(0, len.into()).unwrap();
+                // SAFETY: so many bytes are mapped, and nobody else has the file.
+                let got = unsafe { std::slice::from_raw_parts(mapping.as_ptr(), mapping.len()) };
+                assert!(got == bytes);
+            }
+        }
+    }
 
     #[test]
     fn a_file_cut_short_is_an_error_and_not_a_signal() {

@@ -33,6 +33,8 @@ pub fn write_back(file: &File, start: u64, len: u64) -> io::Result<Option<()>> {
 const SAMPLES: u64 = 64;
 /// What direct I/O is aligned to where the file system does not say.
 const USUAL_BLOCK: u64 = 4096;
+/// Bytes of a huge page.
+const HUGE_PAGE: usize = 2 << 20;
 /// Of `statfs(2)`. Its files are those of another file system, in whose page cache they are.
 const OVERLAYFS: u32 = 0x794c_7630;
 
@@ -175,6 +177,32 @@ pub fn populates() -> bool {
     static POPULATES: OnceLock<bool> = OnceLock::new();
     let try_it = || MmapMut::map_anon(1).is_ok_and(|page| page.advise(Advice::PopulateRead).is_ok());
     *POPULATES.get_or_init(try_it)
+}
+
+/// Maps a whole file: the mapping, how many bytes of it come before the file, and how many bytes the file has.
+pub fn map(file: &File) -> io::Result<(MmapRaw, usize, usize)> {
+    let raw = MmapOptions::new().map_raw_read_only(file)?;
+    let len = raw.len();
+    // Pages of the cache are entered into the page table 2 MiB at a time where both lie alike. Most file systems see to that, overlayfs does not.
+    if len < HUGE_PAGE || raw.as_ptr().align_offset(HUGE_PAGE) == 0 || !has_huge_pages() {
+        return Ok((raw, 0, len));
+    }
+    Ok(map_aligned(file, len).unwrap_or((raw, 0, len)))
+}
+
+/// [`map`], at a multiple of a huge page.
+pub fn map_aligned(file: &File, len: usize) -> io::Result<(MmapRaw, usize, usize)> {
+    let room = MmapOptions::new().len(len + HUGE_PAGE).no_reserve_swap().map_anon()?;
+    let room = MmapRaw::from(room);
+    let skip = room.as_ptr().align_offset(HUGE_PAGE);
+    let at = room.as_mut_ptr().wrapping_add(skip).cast();
+    let flags = libc::MAP_SHARED | libc::MAP_FIXED;
+    // SAFETY: what is replaced is memory of `room` that nobody uses, and goes with it.
+    let mapped = unsafe { libc::mmap(at, len, libc::PROT_READ, flags, file.as_raw_fd(), 0) };
+    if mapped == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    Ok((room, skip, len))
 }
 
 /// Brings a part of a mapping into memory and into the page table, or says what is wrong with it.

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io;
 
-use memmap2::{MmapMut, MmapRaw};
+use memmap2::{MmapMut, MmapOptions, MmapRaw};
 
 /// There is none.
 pub const DIRECT: Option<i32> = None;
@@ -32,6 +32,13 @@ pub fn direct_align(_: &File) -> Option<u64> {
 /// It cannot.
 pub fn populates() -> bool {
     false
+}
+
+/// The mapping, nothing before the file, and its length.
+pub fn map(file: &File) -> io::Result<(MmapRaw, usize, usize)> {
+    let raw = MmapOptions::new().map_raw_read_only(file)?;
+    let len = raw.len();
+    Ok((raw, 0, len))
 }
 
 /// Nothing is done ahead of the first touch.
