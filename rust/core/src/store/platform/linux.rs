@@ -237,6 +237,22 @@ mod tests {
     use super::*;
 
     #[test]
+    fn wherever_it_is_mapped_it_is_the_file() {
+        for len in [1, 4097, HUGE_PAGE - 1, HUGE_PAGE, 5 * HUGE_PAGE / 2 + 3] {
+            let mut file = tempfile::tempfile().unwrap();
+            let bytes: Vec<u8> = (0..len).map(|i| (i % 251).to_le_bytes()[0]).collect();
+            file.write_all(&bytes).unwrap();
+            for (raw, skip, mapped) in [map(&file).unwrap(), map_aligned(&file, len).unwrap()] {
+                assert_eq!(mapped, len);
+                populate(&raw, skip, len).unwrap();
+                // SAFETY: so many bytes are mapped from there, and nobody else has the file.
+                let got = unsafe { std::slice::from_raw_parts(raw.as_ptr().add(skip), len) };
+                assert!(got == bytes);
+            }
+        }
+    }
+
+    #[test]
     fn all_ways_to_ask_see_a_file_that_was_just_written() {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(&vec![1; 1 << 20]).unwrap();
