@@ -521,7 +521,7 @@ class Store:
         threads: int,
         max_inflight_bytes: int,
     ) -> None:
-        """Stores files of this machine, from and to; then the last one, which with ``anew`` must not be there yet. What fails is removed."""
+        """Stores files of this machine, from and to; then the last one. With ``anew`` nothing is there yet: the last one must not be, and what fails is removed."""
     def remove(self, paths: Sequence[str | Path]) -> None:
         """Removes files, where they are there; raises for the first that could not be, after all were tried."""
     def remove_seen(self, path: str | Path) -> None:

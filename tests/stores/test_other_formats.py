@@ -107,6 +107,17 @@ def test_after_a_failure_nothing_of_it_is_left(large, server, kind):
     assert server.open_uploads() == []
 
 
+@pytest.mark.parametrize(("kind", "what"), [("part", "*"), ("complete", "*"), ("put", "step")])
+def test_a_file_that_was_not_replaced_is_as_it_was(large, server, kind, what):
+    """It is the old one until the new one is whole, whatever fails."""
+    server.put("out/all.pt", b"the old one")
+    server.faults.append(Fault(status=403, code="AccessDenied", times=None, matches=lambda r: r.kind == kind))
+    with pytest.raises(StoragePermissionError):
+        converted(large, server, "out/all.pt", to="torch", include=what, overwrite=True)
+    assert server.objects["out/all.pt"].data == b"the old one"
+    assert server.open_uploads() == []
+
+
 def test_another_who_writes_what_names_the_files(saved, server):
     def commits(request):
         if request.key.endswith(".distcp"):

@@ -108,7 +108,7 @@ def place_before_store(
             store.upload(
                 [(path, dst if as_file else dst / path.name) for path in made if path != last],
                 None if last is None else (last, dst / last.name),
-                anew=True,
+                anew=not as_file,
                 **limits,
             )
 

@@ -111,7 +111,8 @@ impl Store {
         })
     }
 
-    /// Stores files of this machine, from and to; then the last one, which says what the others are, and with `anew` must not be there yet.
+    /// Stores files of this machine, from and to; then the last one, which says what the others are. With `anew` nothing is there yet: the last one must
+    /// not be, and what fails is removed.
     #[pyo3(signature = (files, last, *, anew, threads, max_inflight_bytes))]
     fn upload(
         &self,
@@ -129,7 +130,9 @@ impl Store {
         };
         let condition = if anew { Condition::New } else { Condition::Always };
         let last = last.as_ref().map(|(from, to)| (&**from, &**to, condition));
-        interrupt::run(py, |control| upload(&self.inner, &files, last, &options, control))
+        interrupt::run(py, |control| {
+            upload(&self.inner, &files, last, !anew, &options, control)
+        })
     }
 
     /// Removes files. Those that are not there are as good as removed; what could not be removed is an error, once all were tried.

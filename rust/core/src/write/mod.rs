@@ -9,6 +9,7 @@ mod item;
 mod jobs;
 mod layout;
 mod links;
+mod object;
 mod options;
 mod reuse;
 mod sink;

@@ -1,18 +1,19 @@
 //! A save to a store: each file an object, sent in parts straight from the memory that is saved, or by way of a buffer what comes in pieces.
 
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::copies::Copies;
 use super::item::SaveItem;
 use super::jobs::{Job, Span};
 use super::layout::Layout;
+use super::object::{Object, give_up};
 use super::options::WriteOptions;
 use super::sink::{Digests, Grain, Hand, Sink, to_usize};
-use crate::store::{Condition, FileLock, Remote, StoringConnection, Upload};
+use crate::store::{FileLock, Remote, StoringConnection, Upload};
 use crate::{Control, Error, Result, parallel};
 
 /// Bytes of a part.
@@ -25,9 +26,6 @@ const MOST_PARTS: u64 = 10_000;
 const IN_FLIGHT: usize = 32;
 /// A part that lies in more pieces of memory than that is sent from a buffer.
 const MOST_PIECES: usize = 64;
-/// How long a failed save takes to remove what it stored; and one that was interrupted.
-const CLEANING: Duration = Duration::from_secs(10);
-const LEAVING: Duration = Duration::from_millis(700);
 /// How often a thread that waits for memory looks whether it is to stop.
 const PERIOD: Duration = Duration::from_millis(50);
 
@@ -37,7 +35,7 @@ pub(super) struct ToStore {
     /// For the length of the save.
     connection: Arc<dyn StoringConnection>,
     layout: Arc<Layout>,
-    objects: Vec<Object>,
+    files: Vec<File>,
     /// What the store copied for it.
     copies: Copies,
     part_bytes: u64,
@@ -48,15 +46,9 @@ pub(super) struct ToStore {
     owner: u32,
 }
 
-struct Object {
-    path: PathBuf,
-    /// Of one that has several parts.
-    upload: OnceLock<Upload>,
+struct File {
+    object: Object,
     parts: Vec<Mutex<Part>>,
-    /// It may be there.
-    stored: AtomicBool,
-    /// It is.
-    complete: AtomicBool,
 }
 
 /// A part on its way.
@@ -84,19 +76,16 @@ impl ToStore {
         let remote = Arc::clone(copies.remote());
         let largest = layout.files.iter().map(|file| file.size).max().unwrap_or(0);
         let part_bytes = part_bytes(largest, options.max_inflight_bytes);
-        let objects = layout.files.iter().map(|file| Object {
-            path: dir.join(&file.name),
-            upload: OnceLock::new(),
+        let files = layout.files.iter().map(|file| File {
+            object: Object::new(dir.join(&file.name)),
             parts: std::iter::repeat_with(Mutex::default)
                 .take(to_usize(file.size.div_ceil(part_bytes).max(1)))
                 .collect(),
-            stored: AtomicBool::new(false),
-            complete: AtomicBool::new(false),
         });
         let mut begun = Self {
             connection: remote.connect_to_store(0)?,
             remote,
-            objects: objects.collect(),
+            files: files.collect(),
             copies,
             layout,
             part_bytes,
@@ -106,15 +95,8 @@ impl ToStore {
             owner: std::process::id(),
         };
         begun.expect(items, reused);
-        let large: Vec<usize> = (0..begun.objects.len())
-            .filter(|&file| begun.objects[file].parts.len() > 1)
-            .collect();
-        let begin = |(): &mut (), i: usize| {
-            let object = &begun.objects[large[i]];
-            // Each is begun once.
-            let _ = object.upload.set(begun.connection.begin(&object.path, control)?);
-            Ok(())
-        };
+        let large: Vec<&File> = begun.files.iter().filter(|file| file.parts.len() > 1).collect();
+        let begin = |(): &mut (), i: usize| large[i].object.begin(&*begun.connection, control);
         begun.noted(parallel::for_each(large.len(), begun.threads, || (), begin))?;
         Ok(begun)
     }
@@ -129,8 +111,8 @@ impl ToStore {
             while at < end {
                 let number = at / self.part_bytes;
                 let next = ((number + 1) * self.part_bytes).min(end);
-                let part = self.objects.get_mut(place.file as usize);
-                if let Some(part) = part.and_then(|object| object.parts.get_mut(to_usize(number))) {
+                let part = self.files.get_mut(place.file as usize);
+                if let Some(part) = part.and_then(|file| file.parts.get_mut(to_usize(number))) {
                     part.get_mut().unwrap_or_else(PoisonError::into_inner).missing += next - at;
                 }
                 at = next;
@@ -152,18 +134,13 @@ impl ToStore {
     }
 
     fn part(&self, file: u32, number: usize) -> MutexGuard<'_, Part> {
-        let part = &self.objects[file as usize].parts[number];
+        let part = &self.files[file as usize].parts[number];
         part.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn send(&self, file: u32, number: usize, pieces: &[&[u8]], control: &Control) -> Result<String> {
-        let object = &self.objects[file as usize];
-        if let Some(upload) = object.upload.get() {
-            return self.connection.put_part(upload, number, pieces, control);
-        }
-        object.stored.store(true, Ordering::Relaxed);
-        let put = self.connection.put(&object.path, pieces, Condition::Always, control);
-        put.map(|()| String::new())
+        let object = &self.files[file as usize].object;
+        object.send(number, pieces, &*self.connection, control)
     }
 
     /// A buffer for a part, with what there is of it before any item came.
@@ -171,7 +148,7 @@ impl ToStore {
         let length = to_usize(bytes.end - bytes.start);
         let mut buffer = Vec::new();
         if buffer.try_reserve_exact(length).is_err() {
-            let path = &self.objects[file as usize].path;
+            let path = &self.files[file as usize].object.path;
             return Err(Error::io(
                 "take memory to write",
                 path,
@@ -249,15 +226,10 @@ impl ToStore {
     }
 
     fn complete(&self, file: u32, control: &Control) -> Result<()> {
-        let object = &self.objects[file as usize];
-        if let Some(upload) = object.upload.get() {
-            let parts = (0..object.parts.len()).map(|number| self.part(file, number).sent.clone().unwrap_or_default());
-            object.stored.store(true, Ordering::Relaxed);
-            let size = self.layout.files[file as usize].size;
-            self.connection.complete(upload, parts.collect(), size, control)?;
-        }
-        object.complete.store(true, Ordering::Relaxed);
-        Ok(())
+        let File { object, parts } = &self.files[file as usize];
+        let answers = (0..parts.len()).map(|number| self.part(file, number).sent.clone().unwrap_or_default());
+        let size = self.layout.files[file as usize].size;
+        object.complete(answers, size, &*self.connection, control)
     }
 }
 
@@ -280,10 +252,10 @@ impl Sink for ToStore {
 
     fn finish(&self, control: &Control) -> Result<()> {
         let parts: Vec<(u32, usize)> = (0..)
-            .zip(&self.objects)
-            .flat_map(|(file, object)| (0..object.parts.len()).map(move |number| (file, number)))
+            .zip(&self.files)
+            .flat_map(|(number, file)| (0..file.parts.len()).map(move |part| (number, part)))
             .collect();
-        let files: Vec<u32> = (0..).take(self.objects.len()).collect();
+        let files: Vec<u32> = (0..).take(self.files.len()).collect();
         let send = |(): &mut (), i: usize| {
             let (file, number) = parts[i];
             control.check()?;
@@ -300,7 +272,7 @@ impl Sink for ToStore {
     }
 
     fn requests(&self) -> u64 {
-        let parts: usize = self.objects.iter().map(|object| object.parts.len()).sum();
+        let parts: usize = self.files.iter().map(|file| file.parts.len()).sum();
         (parts + self.copies.len()) as u64
     }
 
@@ -310,7 +282,7 @@ impl Sink for ToStore {
     }
 
     fn keep(mut self: Box<Self>) -> Option<FileLock> {
-        self.objects.clear();
+        self.files.clear();
         self.copies.take();
         None
     }
@@ -321,29 +293,11 @@ impl Drop for ToStore {
         if !self.is_own() {
             return;
         }
-        let of = |which: &dyn Fn(&&Object) -> bool| self.objects.iter().filter(which).collect::<Vec<_>>();
-        let uploads: Vec<Upload> = of(&|object| !object.complete.load(Ordering::Relaxed))
-            .iter()
-            .filter_map(|object| object.upload.get().cloned())
-            .collect();
-        let files: Vec<PathBuf> = of(&|object| object.stored.load(Ordering::Relaxed))
-            .iter()
-            .map(|object| object.path.clone())
-            .chain(self.copies.take())
-            .collect();
-        give_up(&self.remote, &files, &uploads, self.interrupted.load(Ordering::Relaxed));
-    }
-}
-
-/// Removes what a save stored that failed.
-pub(super) fn give_up(remote: &Arc<dyn Remote>, files: &[PathBuf], uploads: &[Upload], interrupted: bool) {
-    if files.is_empty() && uploads.is_empty() {
-        return;
-    }
-    let within = if interrupted { LEAVING } else { CLEANING };
-    // What led here is the error worth reporting, no index names these files, and what failed may have broken the connection.
-    if let Ok(connection) = remote.connect_to_store(1) {
-        let _ = connection.remove(files, uploads, within, &Control::new());
+        let objects = || self.files.iter().map(|file| &file.object);
+        let uploads: Vec<Upload> = objects().filter_map(Object::open_upload).collect();
+        let files = objects().filter_map(Object::may_be_at).chain(self.copies.take());
+        let interrupted = self.interrupted.load(Ordering::Relaxed);
+        give_up(&self.remote, &files.collect::<Vec<_>>(), &uploads, interrupted);
     }
 }
 

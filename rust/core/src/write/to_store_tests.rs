@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs;
+use std::path::PathBuf;
 
 use proptest::prelude::*;
 use tempfile::tempdir;
@@ -9,7 +10,7 @@ use tempfile::tempdir;
 use super::*;
 use crate::StorageFault;
 use crate::format::{INDEX_NAME, Index, PAYLOAD_ALIGNMENT, Value};
-use crate::store::{self, Connection};
+use crate::store::{self, Condition, Connection};
 use crate::write::engine::{Part as Piece, Save};
 use crate::write::testing::{INFO, assert_saved, contents, parts, saves, value, whole};
 

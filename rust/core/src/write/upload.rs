@@ -2,17 +2,20 @@
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use super::object::{Object, give_up};
 use super::options::WriteOptions;
 use super::sink::to_usize;
-use super::to_store::{give_up, in_flight, part_bytes};
+use super::to_store::{in_flight, part_bytes};
 use crate::store::{Condition, Remote, StoringConnection, Upload, open_file, read_all, read_at};
 use crate::{Control, Error, Result, StorageFault, parallel};
 
 /// Stores files under other names, `(from, to)`, in parts, many at a time; then `last`, that says what the others are, by one request which its
-/// condition is for. What fails is removed, unless it is not known whether `last` is there.
+/// condition is for.
+///
+/// What fails leaves nothing. But with `replaces`, a file is what it was before until it is the new one; and where it is not known whether `last` is
+/// there, all stays.
 ///
 /// # Errors
 /// Those of the store; [`Error::Io`] for a file that cannot be read.
@@ -20,6 +23,7 @@ pub fn upload(
     remote: &Arc<dyn Remote>,
     files: &[(PathBuf, PathBuf)],
     last: Option<(&Path, &Path, Condition)>,
+    replaces: bool,
     options: &WriteOptions,
     control: &Control,
 ) -> Result<()> {
@@ -27,91 +31,52 @@ pub fn upload(
     let opened: Vec<(File, u64)> = files.iter().map(|(from, _)| open(from)).collect::<Result<_>>()?;
     let largest = opened.iter().map(|(_, size)| *size).max().unwrap_or(0);
     let part_bytes = part_bytes(largest, options.max_inflight_bytes);
-    let sent: Vec<Sent> = files
-        .iter()
-        .zip(opened)
-        .map(|((from, to), (file, size))| Sent {
-            file,
-            from: from.clone(),
-            to: to.clone(),
-            size,
-            upload: OnceLock::new(),
-            answers: std::iter::repeat_with(Mutex::default)
-                .take(to_usize(size.div_ceil(part_bytes).max(1)))
-                .collect(),
-            stored: AtomicBool::new(false),
-            complete: AtomicBool::new(false),
-        })
-        .collect();
-    let result = store(&*connection, &sent, part_bytes, options, control).and_then(|()| match last {
-        None => Ok(()),
-        Some((from, to, condition)) => {
-            let bytes = read_all(from).map_err(|error| Error::io("read", from, error))?;
-            connection.put(to, &[&bytes], condition, control)
-        }
+    let sent = files.iter().zip(opened).map(|((from, to), (file, size))| Sent {
+        file,
+        from: from.clone(),
+        size,
+        object: Object::new(to.clone()),
+        answers: std::iter::repeat_with(Mutex::default)
+            .take(to_usize(size.div_ceil(part_bytes).max(1)))
+            .collect(),
     });
-    let unclear = |error: &Error| {
-        matches!(
-            error,
-            Error::Storage {
+    let sent: Vec<Sent> = sent.collect();
+    let give_up = |error: &Error| {
+        let objects = || sent.iter().map(|file| &file.object);
+        let uploads: Vec<Upload> = objects().filter_map(Object::open_upload).collect();
+        let stored: Vec<PathBuf> = objects().filter(|_| !replaces).filter_map(Object::may_be_at).collect();
+        give_up(remote, &stored, &uploads, matches!(error, Error::Interrupted));
+    };
+    store(&*connection, &sent, part_bytes, options, control).inspect_err(give_up)?;
+    let Some((from, to, condition)) = last else {
+        return Ok(());
+    };
+    let bytes = read_all(from).map_err(|error| Error::io("read", from, error));
+    let done = bytes.and_then(|bytes| connection.put(to, &[&bytes], condition, control));
+    match done {
+        Err(
+            error @ Error::Storage {
                 kind: StorageFault::Unclear,
                 ..
-            }
-        )
-    };
-    if let Err(error) = &result
-        && !unclear(error)
-    {
-        drop(connection);
-        let of = |which: &dyn Fn(&&Sent) -> bool| sent.iter().filter(which).collect::<Vec<_>>();
-        let uploads: Vec<Upload> = of(&|one| !one.complete.load(Ordering::Relaxed))
-            .iter()
-            .filter_map(|one| one.upload.get().cloned())
-            .collect();
-        let stored: Vec<PathBuf> = of(&|one| one.stored.load(Ordering::Relaxed))
-            .iter()
-            .map(|one| one.to.clone())
-            .collect();
-        give_up(remote, &stored, &uploads, matches!(error, Error::Interrupted));
+            },
+        ) => Err(error),
+        done => done.inspect_err(give_up),
     }
-    result
 }
 
 /// A file on its way.
 struct Sent {
     file: File,
     from: PathBuf,
-    to: PathBuf,
     size: u64,
-    /// Of one that has several parts.
-    upload: OnceLock<Upload>,
+    object: Object,
     /// What the store answered for each part.
     answers: Vec<Mutex<String>>,
-    /// It may be there.
-    stored: AtomicBool,
-    /// It is.
-    complete: AtomicBool,
 }
 
 impl Sent {
-    fn send(&self, number: usize, bytes: &[u8], connection: &dyn StoringConnection, control: &Control) -> Result<()> {
-        if let Some(upload) = self.upload.get() {
-            let answer = connection.put_part(upload, number, &[bytes], control)?;
-            *self.answers[number].lock().unwrap_or_else(PoisonError::into_inner) = answer;
-            return Ok(());
-        }
-        self.stored.store(true, Ordering::Relaxed);
-        connection.put(&self.to, &[bytes], Condition::Always, control)
-    }
-
-    fn complete(&self, connection: &dyn StoringConnection, control: &Control) -> Result<()> {
-        if let Some(upload) = self.upload.get() {
-            let answer = |answer: &Mutex<String>| answer.lock().unwrap_or_else(PoisonError::into_inner).clone();
-            self.stored.store(true, Ordering::Relaxed);
-            connection.complete(upload, self.answers.iter().map(answer).collect(), self.size, control)?;
-        }
-        self.complete.store(true, Ordering::Relaxed);
-        Ok(())
+    fn answer(&self, number: usize) -> MutexGuard<'_, String> {
+        self.answers[number].lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -133,11 +98,7 @@ fn store(
         large.len(),
         threads,
         || (),
-        |(), i| {
-            // Each is begun once.
-            let _ = large[i].upload.set(connection.begin(&large[i].to, control)?);
-            Ok(())
-        },
+        |(), i| large[i].object.begin(connection, control),
     )?;
     let parts: Vec<(&Sent, usize)> = files
         .iter()
@@ -149,12 +110,17 @@ fn store(
         let start = number as u64 * part_bytes;
         buffer.resize(to_usize(part_bytes.min(file.size - start)), 0);
         read_at(&file.file, buffer, start).map_err(|error| Error::io("read", &file.from, error))?;
-        file.send(number, buffer, connection, control)
+        *file.answer(number) = file.object.send(number, &[buffer], connection, control)?;
+        Ok(())
     })?;
     parallel::for_each(
         files.len(),
         threads,
         || (),
-        |(), i| files[i].complete(connection, control),
+        |(), i| {
+            let file = &files[i];
+            let answers = (0..file.answers.len()).map(|number| file.answer(number).clone());
+            file.object.complete(answers, file.size, connection, control)
+        },
     )
 }

@@ -1,0 +1,95 @@
+//! An object on its way to a store, in one piece or in parts; and what is left of those that failed.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use crate::store::{Condition, Remote, StoringConnection, Upload};
+use crate::{Control, Result};
+
+/// How long a failed save takes to remove what it stored; and one that was interrupted.
+const CLEANING: Duration = Duration::from_secs(10);
+const LEAVING: Duration = Duration::from_millis(700);
+
+pub(super) struct Object {
+    pub path: PathBuf,
+    /// Of one that has several parts.
+    upload: OnceLock<Upload>,
+    /// It may be there.
+    stored: AtomicBool,
+    /// It is.
+    complete: AtomicBool,
+}
+
+impl Object {
+    pub fn new(path: PathBuf) -> Self {
+        Self {
+            path,
+            upload: OnceLock::new(),
+            stored: AtomicBool::new(false),
+            complete: AtomicBool::new(false),
+        }
+    }
+
+    /// Begins to store it in parts. Called once, or not at all.
+    pub fn begin(&self, connection: &dyn StoringConnection, control: &Control) -> Result<()> {
+        let _ = self.upload.set(connection.begin(&self.path, control)?);
+        Ok(())
+    }
+
+    /// Stores a part, or all of one that has none. Returns what the store answered.
+    pub fn send(
+        &self,
+        number: usize,
+        pieces: &[&[u8]],
+        connection: &dyn StoringConnection,
+        control: &Control,
+    ) -> Result<String> {
+        if let Some(upload) = self.upload.get() {
+            return connection.put_part(upload, number, pieces, control);
+        }
+        self.stored.store(true, Ordering::Relaxed);
+        let put = connection.put(&self.path, pieces, Condition::Always, control);
+        put.map(|()| String::new())
+    }
+
+    /// Makes the parts one object of `size` bytes; `answers` are what came for each.
+    pub fn complete(
+        &self,
+        answers: impl Iterator<Item = String>,
+        size: u64,
+        connection: &dyn StoringConnection,
+        control: &Control,
+    ) -> Result<()> {
+        if let Some(upload) = self.upload.get() {
+            self.stored.store(true, Ordering::Relaxed);
+            connection.complete(upload, answers.collect(), size, control)?;
+        }
+        self.complete.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Where it may be there, its path.
+    pub fn may_be_at(&self) -> Option<PathBuf> {
+        self.stored.load(Ordering::Relaxed).then(|| self.path.clone())
+    }
+
+    /// What was begun, and is not completed.
+    pub fn open_upload(&self) -> Option<Upload> {
+        let is_open = !self.complete.load(Ordering::Relaxed);
+        self.upload.get().filter(|_| is_open).cloned()
+    }
+}
+
+/// Removes what a save stored that failed.
+pub(super) fn give_up(remote: &Arc<dyn Remote>, files: &[PathBuf], uploads: &[Upload], interrupted: bool) {
+    if files.is_empty() && uploads.is_empty() {
+        return;
+    }
+    let within = if interrupted { LEAVING } else { CLEANING };
+    // What led here is the error worth reporting, no index names these files, and what failed may have broken the connection.
+    if let Ok(connection) = remote.connect_to_store(1) {
+        let _ = connection.remove(files, uploads, within, &Control::new());
+    }
+}
