@@ -255,7 +255,8 @@ def _saved_optimizers(reader: RsReader, metadata: Metadata, key: str, *, partial
         if partial:
             return None
         msg = f"the checkpoint has no optimizer state under {key!r}: there is no {_join(key, 'param_groups')!r}"
-        groups_of = (name.split(".param_groups")[0] for name in metadata.state_dict_metadata if ".param_groups" in name)
+        names = (f".{name}" for name in metadata.state_dict_metadata)
+        groups_of = (name.split(".param_groups")[0].removeprefix(".") for name in names if ".param_groups" in name)
         if (other := next(groups_of, None)) is not None:
             msg += f". There is one under {other!r}: load_optim_state_dict(..., key={other!r}) takes it"
         raise PlanError(msg, tensor=_join(key, "param_groups"))

@@ -23,6 +23,7 @@ from dcp_rs.errors import (
     UnsupportedError,
 )
 from dcp_rs.optim import training_state
+from support.managed import loaded, numbers
 
 
 @pytest.fixture
@@ -36,19 +37,6 @@ def state_of(step):
 
 def bad_state(step):
     return state_of(step) | {"bad": torch.empty(1, device="meta")}
-
-
-def numbers(manager):
-    return [step.number for step in manager.steps()]
-
-
-def loaded(manager, step=None, **options):
-    state = {"w": torch.zeros(1000), "at": {"step": -1}}
-    found = manager.load(state, step, **options)
-    if found is not None:
-        assert state["w"].eq(float(found)).all()
-        assert state["at"] == {"step": found}
-    return found
 
 
 def data_file(manager, step):

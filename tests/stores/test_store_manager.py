@@ -26,6 +26,7 @@ from dcp_rs.errors import (
 )
 from dcp_rs.optim import training_state
 from support import run_ranks
+from support.managed import loaded, numbers
 from support.object_server import Fault
 
 DAY = 24 * 60 * 60
@@ -44,19 +45,6 @@ def make(server):
         return CheckpointManager(server.url("run"), storage_options=store, no_dist=True, **options)
 
     return manager
-
-
-def numbers(manager):
-    return [step.number for step in manager.steps()]
-
-
-def loaded(manager, step=None, **options):
-    state = {"w": torch.zeros(1000), "at": {"step": -1}}
-    found = manager.load(state, step, **options)
-    if found is not None:
-        assert state["w"].eq(float(found)).all()
-        assert state["at"] == {"step": found}
-    return found
 
 
 def steps_on(server):

@@ -129,6 +129,8 @@ def convert(
         msg = f"shards={shards}: {out} is one file"
         raise ValueError(msg)
     cast_to = parse_dtype(dtype)
+    # What is sent to a store from a temporary folder need not outlive the power.
+    fsync = fsync and not isinstance(target, Url)
     write_options = WriteOptions(threads=threads, fsync=fsync, max_inflight_bytes=max_inflight_bytes)
     inflight = write_options.inflight_bytes(accelerator=False)
     read_options = ReadOptions(threads=threads, verify=verify, max_inflight_bytes=max(1 << 20, inflight // 4))
