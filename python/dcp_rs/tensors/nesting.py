@@ -128,7 +128,8 @@ def remaining(
     if not containers:
         return []
     paths = {container.path for container in containers}
-    holding = {path[:depth] for path in leaves for depth in range(len(path)) if path[:depth] in paths}
+    depths = {len(path) for path in paths}
+    holding = {path[:depth] for path in leaves for depth in depths if depth < len(path) and path[:depth] in paths}
     return [c for c in containers if not c.path or c.path in holding or passes(name_of(c.path))]
 
 
@@ -162,6 +163,7 @@ class _Tree:
 
     def __init__(self, kinds: Mapping[TreePath, str]) -> None:
         self._kinds = kinds
+        self._depths = {len(path) for path in kinds}  # hashing every start of a path would be quadratic in its length
         self._root = self._mapping(())
         self._own = {id(self._root)}  # containers; what else is a dict or a list is a value
         self._lists: list[list[Any]] = []
@@ -177,7 +179,7 @@ class _Tree:
                     child = []
                     self._lists.append(child)
                 else:
-                    child = self._mapping(path[:end])
+                    child = self._mapping(path[:end]) if end in self._depths else {}
                 self._own.add(id(child))
                 self._set(at, path[end - 1], child, path)
             elif id(child) not in self._own:
