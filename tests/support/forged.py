@@ -62,7 +62,7 @@ BYTES = b"\6" + struct.pack("<I", 1) + b"w"
 
 
 def refused_at_once(path, match):
-    began = time.monotonic()
+    began = time.process_time()  # not of the wall: the machine may be busy
     with pytest.raises(CorruptIndexError, match=match):
         dcp_rs.open(path)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
