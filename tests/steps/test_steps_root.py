@@ -1,8 +1,10 @@
 """What steps a root has, found out by looking; and what a removal that is cut short leaves."""
 
+import errno
 import json
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -182,6 +184,45 @@ def test_a_save_that_goes_on_is_left_alone(root):
     assert isinstance(passed, PassedOver)
     assert passed.kind == "in use"
     assert swept == []
+    assert numbers(root) == [10, 20]
+
+
+def test_a_step_that_cannot_be_looked_at_is_left_alone(root, monkeypatch):
+    """As on a file system over a network: nothing says that its index is not there."""
+    save(root, 10)
+    save(root, 20)
+    index, looked = root.folder(10) / "index.dcprs", Path.stat
+
+    def stat(path, **options):
+        if path == index:
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return looked(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    (passed,) = root.sweep().passed_over
+    monkeypatch.undo()
+    assert passed.kind == "damaged"
+    assert "Stale file handle" in passed.why
+    assert numbers(root) == [10, 20]
+
+
+def test_a_step_whose_commit_comes_while_it_is_looked_at_is_left_alone(root, monkeypatch):
+    folder = save(root, 10)
+    save(root, 20)
+    index = (folder / "index.dcprs").read_bytes()
+    without_index(folder)
+    (folder / f"saved-{10:032x}.json").rename(folder / f"saving-{10:032x}.json")
+    looked = FolderRoot._look_at_one
+
+    def look_before_the_commit(self, number):
+        found = looked(self, number)
+        if number == 10:
+            (folder / "index.dcprs").write_bytes(index)
+        return found
+
+    monkeypatch.setattr(FolderRoot, "_look_at_one", look_before_the_commit)
+    assert [found.number for found in root.sweep().left] == [10]
+    monkeypatch.undo()
     assert numbers(root) == [10, 20]
 
 

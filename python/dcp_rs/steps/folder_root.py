@@ -63,8 +63,10 @@ class FolderRoot(Root):
         path = self.folder(number)
         try:
             changed = (path / INDEX_NAME).stat().st_mtime
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return self._without_index(number, path) if path.is_dir() else None
+        except OSError as error:  # nothing that says what is there
+            return PassedOver(number=number, path=path, why=str(error), kind="damaged")
         try:
             index = _core.Index.open(os.fspath(path), None, False)
             data = _data_files(index)
@@ -171,8 +173,20 @@ class FolderRoot(Root):
             _delete(path)
         found = self.look()
         for left in found.left:
-            self.remove(left.number)
+            self._remove_left(left.number)
         return found
+
+    def _remove_left(self, number: int) -> None:
+        """Removes what a killed save left of a step, unless it was not killed: what the look before found may have changed."""
+        path = self.folder(number)
+        try:
+            _lock = _core.FolderLock(os.fspath(path))  # as long as it is held, no save commits
+            has_index = (path / INDEX_NAME).is_symlink() or (path / INDEX_NAME).exists()
+            at_work = any(left.kind == "data" and left.verdict in ("in use", "young") for left in leftovers(path))
+        except (FileNotFoundError, DcpRsError):  # gone, in use, or not known
+            return
+        if not has_index and not at_work:
+            self.remove(number)
 
 
 def _names_in(folder: Path) -> list[str]:
