@@ -193,7 +193,7 @@ test-wheel: $(VENV)/.deps  ## The Python tests on a built wheel, away from this 
 	PATH="$(abspath $(BIN)):$$PATH" maturin sdist --out $(WHEEL_PLACE)
 	@[ -n "$(WHEEL)" ] || PATH="$(abspath $(BIN)):$$PATH" maturin build --quiet --release --out $(WHEEL_PLACE)
 	$(UV) venv --quiet --python $(PYTHON) $(WHEEL_PLACE)/venv
-	$(UV) pip install --quiet --python $(WHEEL_PLACE)/venv/bin/python "$$(ls $(if $(WHEEL),$(WHEEL),$(WHEEL_PLACE)/*.whl))[cli,testing]" $(TORCH) pytest pytest-timeout ml-dtypes
+	$(UV) pip install --quiet --python $(WHEEL_PLACE)/venv/bin/python "$$(ls $(if $(WHEEL),$(WHEEL),$(WHEEL_PLACE)/*.whl))[cli,testing]" $(TORCH) --group tests --group stores
 	tar -xzf $(WHEEL_PLACE)/dcp_rs-*.tar.gz -C $(WHEEL_PLACE)
 	cd $(WHEEL_PLACE)/dcp_rs-*/ && ../venv/bin/python -c 'import dcp_rs, torch; assert "site-packages" in dcp_rs.__file__; print("dcp-rs", dcp_rs.__version__, dcp_rs.__file__, "torch", torch.__version__)' \
 		&& ../venv/bin/python -m pytest $(ARGS)

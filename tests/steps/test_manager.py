@@ -23,6 +23,7 @@ from dcp_rs.errors import (
     UnsupportedError,
 )
 from dcp_rs.optim import training_state
+from dcp_rs.steps import folder_root
 from support.managed import loaded, numbers
 
 
@@ -402,6 +403,28 @@ def test_an_error_in_a_block_is_not_hidden_by_one_in_the_background(run):
     assert numbers(manager) == [2]
 
 
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), UnsupportedError("of a later version")])
+def test_a_step_that_may_be_whole_makes_no_way(run, monkeypatch, error):
+    manager = CheckpointManager(run)
+    manager.save(1, state_of(1))
+    manager.save(2, state_of(2))
+    looked = folder_root._data_files
+
+    def fail(index):
+        if "step-2" in str(index.path):
+            raise error
+        return looked(index)
+
+    monkeypatch.setattr(folder_root, "_data_files", fail)
+    assert loaded(manager) == 1
+    with pytest.raises(
+        CheckpointExistsError, match=r"step 2 cannot be saved to .*(Input.output error|of a later version)"
+    ):
+        manager.save(2, state_of(0))
+    monkeypatch.undo()
+    assert loaded(manager) == 2
+
+
 def test_a_step_that_another_process_saves_is_refused(run):
     claim = """
 import sys, torch, dcp_rs
@@ -451,6 +474,27 @@ def test_a_function_is_asked(run):
         assert not manager.should_save(1)
         assert manager.should_save(2)
         assert manager.should_save(3)  # it is not asked again
+
+
+def test_a_process_that_is_forked_is_stopped_as_ever(run):
+    code = """
+import os, signal, sys, dcp_rs
+with dcp_rs.CheckpointManager(sys.argv[1], preemption=signal.SIGTERM) as manager:
+    for before in (None, "another handler was put over it"):
+        child = os.fork()
+        if not child:
+            if before:
+                over = signal.getsignal(signal.SIGTERM)
+                signal.signal(signal.SIGTERM, lambda *args: (over(*args), os._exit(9)))
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.pause()
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    assert not manager.should_save(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert manager.should_save(1)
+"""
+    done = subprocess.run([sys.executable, "-c", code, run], check=True, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == [str(-signal.SIGTERM), "9"]
 
 
 def test_a_handler_that_somebody_put_in_its_place_stays(run):

@@ -201,7 +201,7 @@ def test_a_step_that_cannot_be_looked_at_is_left_alone(root, monkeypatch):
     monkeypatch.setattr(Path, "stat", stat)
     (passed,) = root.sweep().passed_over
     monkeypatch.undo()
-    assert passed.kind == "damaged"
+    assert passed.kind == "unreadable"
     assert "Stale file handle" in passed.why
     assert numbers(root) == [10, 20]
 

@@ -14,7 +14,7 @@ from dcp_rs import _core
 from dcp_rs.checkpoint.clean import leftovers
 from dcp_rs.checkpoint.locate import INDEX_NAME, STOCK_NAME, is_data_file, local_path
 from dcp_rs.checkpoint.verify import VerifyReport, verify
-from dcp_rs.errors import CorruptDataError, DcpRsError
+from dcp_rs.errors import CorruptDataError, DcpRsError, UnsupportedError
 from dcp_rs.steps import notes
 from dcp_rs.steps.notes import saved_name, saving_name, verified_name
 from dcp_rs.steps.root import Listing, PassedOver, Root, Step, Why
@@ -65,8 +65,8 @@ class FolderRoot(Root):
             changed = (path / INDEX_NAME).stat().st_mtime
         except (FileNotFoundError, NotADirectoryError):
             return self._without_index(number, path) if path.is_dir() else None
-        except OSError as error:  # nothing that says what is there
-            return PassedOver(number=number, path=path, why=str(error), kind="damaged")
+        except OSError as error:
+            return _passed_over(number, path, error)
         try:
             index = _core.Index.open(os.fspath(path), None, False)
             data = _data_files(index)
@@ -75,7 +75,7 @@ class FolderRoot(Root):
         except (DcpRsError, OSError) as error:
             if not path.exists():  # removed meanwhile
                 return None
-            return PassedOver(number=number, path=path, why=str(error), kind="damaged")
+            return _passed_over(number, path, error)
         uses = index.use_of_files()
         shared = {file for (file, _), (_, linked) in zip(data, uses, strict=True) if linked}
         save_id = (index.save_id or "").replace("-", "")  # of others there may be none
@@ -100,7 +100,7 @@ class FolderRoot(Root):
         except FileNotFoundError:  # removed meanwhile
             return None
         except (DcpRsError, OSError) as error:
-            return PassedOver(number=number, path=path, why=str(error), kind="damaged")
+            return _passed_over(number, path, error)
         strange = [name for name in names if not _is_own(name)]
         kind: Why
         if "in use" in left:
@@ -191,6 +191,14 @@ class FolderRoot(Root):
 
 def _names_in(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
+
+
+def _passed_over(number: int, path: Path, error: Exception) -> PassedOver:
+    """A step that this error keeps shut."""
+    kind: Why = "unreadable"
+    if isinstance(error, DcpRsError):
+        kind = "foreign" if isinstance(error, UnsupportedError) else "damaged"
+    return PassedOver(number=number, path=path, why=str(error), kind=kind)
 
 
 def _is_own(name: str) -> bool:

@@ -19,6 +19,8 @@ __all__ = ["Keeper", "Prepared"]
 
 #: What is passed over without further ado: there never was a checkpoint.
 _NEVER_WHOLE = ("unfinished", "in use")
+#: Of what is passed over, what only ``force`` removes to make way.
+_MAY_BE_WHOLE = ("in use", "foreign", "no index", "unreadable")
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Keeper:
             return
         if found.kind == "in use" and self._root.goes_beside:
             return  # the first that commits wins, and the other hears of it
-        if not force and found.kind in ("in use", "foreign", "no index"):
+        if not force and found.kind in _MAY_BE_WHOLE:
             msg = f"step {step} cannot be saved to {found.path}: {found.why} (force=True removes what is there)"
             raise (SaveInProgressError if found.kind == "in use" else CheckpointExistsError)(msg, path=found.path)
         self._root.remove(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -16,7 +17,7 @@ class Preemption:
 
     Args:
         source: a signal, whose handler is replaced until :meth:`close`: what it did before is done no more, but a handler in Python is called
-            too. Or a function without arguments that returns whether to stop. Or None: nothing tells.
+            too; a process that was forked goes by that alone. Or a function without arguments that returns whether to stop. Or None: nothing tells.
 
     Raises:
         ValueError: a signal, and this is not the main thread; or one that cannot be handled.
@@ -24,6 +25,7 @@ class Preemption:
 
     def __init__(self, source: signal.Signals | Callable[[], bool] | None) -> None:
         self._told = False
+        self._process = os.getpid()
         self._ask: Callable[[], bool] | None = None
         self._signal: signal.Signals | None = None
         self._before: Any = None
@@ -41,8 +43,19 @@ class Preemption:
                 raise ValueError(msg) from error
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            self._handle_in_child(number, frame)
+            return
         self._told = True
         if callable(self._before):
+            self._before(number, frame)
+
+    def _handle_in_child(self, number: int, frame: FrameType | None) -> None:
+        """Stops a process that was forked as it would be stopped without this: nobody there asks whether it was told to."""
+        if signal.getsignal(number) == self._handle:
+            self.close()
+            os.kill(os.getpid(), number)
+        elif callable(self._before):  # by a handler that was put over this one
             self._before(number, frame)
 
     @property

@@ -15,7 +15,7 @@ __all__ = ["Listing", "PassedOver", "Root", "Step", "is_step"]
 
 _STEP = re.compile(r"step-(\d+)")
 
-Why = Literal["unfinished", "in use", "no index", "foreign", "damaged"]
+Why = Literal["unfinished", "in use", "no index", "foreign", "unreadable", "damaged"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,8 @@ class PassedOver:
         path: the folder.
         why: what is wrong with it, in words.
         kind: ``"unfinished"``: of a save that was killed, or failed. ``"in use"``: a process is saving it, or may be. ``"no index"``: complete, but its
-            index is gone. ``"foreign"``: it holds something else than this package's. ``"damaged"``: it cannot be opened, or lacks data.
+            index is gone. ``"foreign"``: it holds something else than this version of this package knows. ``"unreadable"``: the file system fails to
+            say what is there, which may pass. ``"damaged"``: it is not what was saved, or lacks data.
     """
 
     number: int
