@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -33,6 +34,8 @@ from dcp_rs.tensors.trees import stateful_values
 from dcp_rs.transfer.stage import HostStager
 
 __all__ = ["async_save", "load", "load_state_dict", "save"]
+
+_log = logging.getLogger("dcp_rs")
 
 #: A load that finds the checkpoint replaced under it begins again, so often.
 _ATTEMPTS = 10
@@ -319,6 +322,7 @@ def _fulfil(
         try:
             writer.close()  # where the copy failed, nobody did
         finally:
+            _log.error("the save in the background to %s failed: %s", os.fspath(writer.path), error)
             future.set_exception(error)
     else:
         future.report = writer.report

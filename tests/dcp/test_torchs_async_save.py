@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_rs
 from dcp_rs import RsSavePlanner, RsWriter
-from dcp_rs.errors import SaveInProgressError
+from dcp_rs.errors import PlanError, SaveInProgressError
 from support import assert_state_equal, run_ranks
 from support.layouts import sharded_state
 from support.slow import Slow
@@ -52,6 +53,24 @@ def test_a_writer_that_still_saves_is_not_sent_elsewhere(tmp_path):
     dcp.async_save(state, checkpoint_id=tmp_path / "second", storage_writer=writer).result(60)
     assert dcp_rs.open(tmp_path / "first")["w"].eq(1).all()
     assert dcp_rs.open(tmp_path / "second")["w"].eq(2).all()
+
+
+def save_when_the_group_is_gone(path):
+    writer = RsWriter(path)
+    staged = writer.stage({f"w{dist.get_rank()}": torch.ones(10)})
+    dist.barrier()
+    dist.destroy_process_group()
+    with pytest.raises(CheckpointException) as failed:
+        dcp.save(staged, storage_writer=writer)
+    return failed.value.failures[0][0]
+
+
+def test_ranks_whose_group_is_gone_do_not_each_save_alone(ckpt):
+    """Half of the checkpoint would be committed last, and be whole by all its digests."""
+    for error in run_ranks(2, save_when_the_group_is_gone, ckpt, fresh=True):
+        assert isinstance(error, PlanError)
+        assert "2 ranks was destroyed before the save" in str(error)
+    assert not (ckpt / "index.dcprs").exists()
 
 
 def test_a_staged_save_is_known_by_the_path_that_it_goes_to(tmp_path):

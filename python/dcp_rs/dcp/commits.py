@@ -9,12 +9,13 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_rs import _core
-from dcp_rs.errors import SaveInProgressError
+from dcp_rs.errors import PlanError, SaveInProgressError
 
-__all__ = ["Place", "SavedMeta", "Saving", "arrived", "await_place", "begin", "reported", "writing"]
+__all__ = ["Place", "SavedMeta", "Saving", "arrived", "await_place", "begin", "reported", "start", "writing"]
 
 #: A save whose bytes are written, and which only waits for the other ranks, is waited for this long.
 _PATIENCE = 5.0  # seconds
@@ -96,6 +97,7 @@ class Saving:
 
     Attributes:
         path: where to, resolved.
+        ranks: how many there were when it was staged; 0 without a process group.
         begun_by: the thread that staged it, or that saves.
         taken_up_by: the one that was given what was staged, once it has said so.
         thread: the one that saves, once that has begun.
@@ -111,6 +113,7 @@ class Saving:
     thread: threading.Thread | None = None
     begun: float = field(default_factory=time.monotonic)
     queued: bool = False  # its end will be told
+    ranks: int = 0
     written: bool = False
     committed: bool = False
     ended: bool = False
@@ -147,13 +150,30 @@ def begin(path: Any, writer: Any, *, queued: bool = False) -> Saving:
     Raises:
         SaveInProgressError: another one to this path is not over.
     """
-    saving = Saving(_key(path), weakref.ref(writer), queued=queued)
+    saving = Saving(_key(path), weakref.ref(writer), queued=queued, ranks=_ranks())
     with _lock:
         other = _active.get(saving.path)
     if other is not None and not other.is_over() and other.written and other.thread is not None:
         other.thread.join(_PATIENCE)
     _enter(saving, saving.path, path)
     return saving
+
+
+def start(saving: Saving) -> None:
+    """Says that this thread saves now.
+
+    Raises:
+        PlanError: the process group that was there when it was staged is gone, and torch takes that for a save of one rank: each would commit what it has.
+    """
+    if saving.ranks > 1 and _ranks() == 0:
+        msg = f"the process group of {saving.ranks} ranks was destroyed before the save that was staged under it began: wait for its future first"
+        raise PlanError(msg, path=saving.path)
+    saving.thread = threading.current_thread()
+
+
+def _ranks() -> int:
+    """How many there are; 0 without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _enter(saving: Saving, key: str, path: Any) -> None:

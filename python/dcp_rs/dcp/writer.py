@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
-import threading
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -192,14 +191,18 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         return staging
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Takes the rank, and whether this save is rank-local (``use_collectives=False``), from newer torch."""
+        """Takes the rank, and whether this save is rank-local (``use_collectives=False``), from newer torch.
+
+        Raises:
+            PlanError: what was staged, was so under a process group that is gone.
+        """
         if self._is_used:  # nothing said that this is another save with the same writer
             self._take_new_id()
         self._rank = kwargs.get("rank")
         self._use_collectives = kwargs.get("use_collectives", True)
         if self._saving is None or not self._saving.is_staged:
             self._saving = commits.begin(self.path, self)
-        self._saving.thread = threading.current_thread()
+        commits.start(self._saving)
         if is_coordinator:
             self._look_at_folder()
         self._clock = Phases()
