@@ -9,7 +9,7 @@ from pathlib import Path
 from dcp_rs import _core
 from dcp_rs._url import StorageOptions, Url, location, options_for
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.whereabouts import suggestion
+from dcp_rs.checkpoint.whereabouts import of_stock_data, suggestion
 from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, UnsupportedError
 
 __all__ = [
@@ -73,8 +73,13 @@ def open_index(
     try:
         # What is secret gets no name here: tools show the variables of a traceback.
         index = _core.Index.open(os.fspath(where), rank, allow_external, options_for(where, storage_options))
-    except (CheckpointNotFoundError, CorruptDataError) as error:
-        if not is_remote and (isinstance(error, CheckpointNotFoundError) or where.suffix == ".distcp"):
+    except (CheckpointNotFoundError, CorruptDataError, UnsupportedError) as error:
+        if is_remote:
+            raise
+        if (what := of_stock_data(where)) is not None:
+            # It was taken for a file of torch.save: what is said of that is beside the point.
+            raise CheckpointNotFoundError(f"no checkpoint at {where}: {what}", path=where) from None
+        if isinstance(error, CheckpointNotFoundError):
             error.args = (f"{error}{suggestion(where)}",)
         raise
     if verify and index.chunk_count and not index.has_digests():

@@ -15,9 +15,16 @@ from dcp_rs._shown import Shown
 from dcp_rs._url import StorageOptions, Url, location, options_for
 from dcp_rs._warnings import formerly, warn_caller
 from dcp_rs.checkpoint.clean import Leftover, seen_beside
+from dcp_rs.checkpoint.folders import make_folder
 from dcp_rs.checkpoint.locate import INDEX_NAME, local_path, open_index, payload
 from dcp_rs.checkpoint.remote_index import index_on_store
-from dcp_rs.errors import CheckpointExistsError, CheckpointNotFoundError, UnsupportedError
+from dcp_rs.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptDataError,
+    CorruptIndexError,
+    UnsupportedError,
+)
 
 __all__ = ["Problem", "VerifyReport", "index", "verify"]
 
@@ -27,10 +34,10 @@ class Problem:
     """Something in a checkpoint that is not as its index says.
 
     Attributes:
-        file: path of the data file.
+        file: path of the data file; of an index, or a stock ``.metadata``, where that is why nothing opens.
         tensor: FQN; empty where it is the file's header, or the whole file.
         block: number of the damaged block (1 MiB) in its chunk.
-        offset: where in the file the block begins, in bytes.
+        offset: where in the file the block, or what is wrong, begins, in bytes.
         expected, got: digests, or what else differs.
     """
 
@@ -55,8 +62,9 @@ class VerifyReport(Shown):
         bytes_verified: bytes of payload that were hashed.
         bytes_without_digest: bytes of payload for which the index has no digests (checkpoints that others wrote).
         lost: names of tensors and values of which something is damaged, or in a file that is missing or another one. All others are whole, as far
-            as that can be told.
+            as that can be told. Empty where ``entries`` is None: no name is known then.
         leftovers: what killed saves left beside it, which is no part of the checkpoint; :func:`dcp_rs.clean` removes it.
+        entries: how many tensors and values there are; None where damage keeps the checkpoint from being opened, which is then the one problem.
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -64,6 +72,7 @@ class VerifyReport(Shown):
     bytes_without_digest: int = 0
     leftovers: list[Leftover] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    entries: int | None = None
 
     @property
     def ok(self) -> bool:
@@ -95,16 +104,25 @@ def verify(
             and in notebooks.
 
     Raises:
-        CheckpointNotFoundError, CorruptIndexError, UnsupportedError, StorageError: see :mod:`dcp_rs.errors`. Damaged data is in the report.
+        CheckpointNotFoundError, UnsafePickleError, UnsupportedError, StorageError: see :mod:`dcp_rs.errors`. Damage is in the report, also where it
+            keeps the checkpoint from being opened (a file cut short, an index that breaks a rule).
     """
     options = StorageOptions.of(storage_options)
-    opened = open_index(path, rank=None, allow_external=allow_external, storage_options=options)
+    try:
+        opened = open_index(path, rank=None, allow_external=allow_external, storage_options=options)
+    except (CorruptDataError, CorruptIndexError) as error:
+        return VerifyReport([_why_unopened(path, error)], leftovers=seen_beside(path))
     with watching(progress, "verifying") as watch:
         total = 0 if watch is None else payload(opened)
         tell = None if watch is None else lambda done: watch(done, total)
         found, hashed, without = opened.verify(threads=threads or 0, progress=tell)
     problems = [Problem(str(at.path), at.tensor, at.block, at.offset, at.expected, at.got) for at in found]
-    return VerifyReport(problems, hashed, without, seen_beside(path), _lost(opened, problems))
+    return VerifyReport(problems, hashed, without, seen_beside(path), _lost(opened, problems), opened.tensor_count)
+
+
+def _why_unopened(path: str | os.PathLike[str], error: CorruptDataError | CorruptIndexError) -> Problem:
+    file = os.fspath(path) if error.path is None else error.path
+    return Problem(file, error.tensor or "", 0, error.offset or 0, "a checkpoint that opens", str(error))
 
 
 def _lost(index: _core.Index, problems: Sequence[Problem]) -> list[str]:
@@ -206,7 +224,7 @@ def index(
         total = 0 if watch is None else payload(found)
         tell = None if watch is None else lambda done: watch(done, total)
         data = found.copy(prefix=prefix, digests=digests, save_id=own.bytes, threads=count, progress=tell)
-    _core.create_folder(os.fspath(target))
+    make_folder(target)
     _core.replace_index(os.fspath(target), data, True)
     return target / INDEX_NAME
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dcp_rs.checkpoint.names import natural
 
-__all__ = ["suggestion"]
+__all__ = ["of_stock_data", "suggestion"]
 
 #: A model on the Hugging Face hub: owner and name.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -34,6 +34,15 @@ def suggestion(path: Path) -> str:
         return f"; {which}: {', '.join(map(repr, names[:_NAMED]))}{more}; open {path / names[0]}"
     above = next((folder for folder in (path.parent, *path.parent.parents) if _is_checkpoint(folder)), None)
     return "" if above is None else f"; it is a folder in the checkpoint {above}: open that"
+
+
+def of_stock_data(path: Path) -> str | None:
+    """What a data file of a stock checkpoint is, and what to open in its place; None where the path is of another kind."""
+    if path.suffix != ".distcp" or not path.is_file():
+        return None
+    if _is_checkpoint(path.parent):
+        return f"it is a data file of the checkpoint {path.parent}: open that folder"
+    return "it is a data file of a checkpoint of torch: its folder has to have the .metadata of the save, and is what to open"
 
 
 def _of_nothing(path: Path) -> str:

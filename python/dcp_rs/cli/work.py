@@ -20,10 +20,9 @@ _SOME = 10
 
 def verify(path: Path, *, allow_external: bool, threads: int | None, as_json: bool) -> int:
     """1 where something is damaged."""
-    from dcp_rs.checkpoint.locate import open_index
+    from dcp_rs.checkpoint.locate import INDEX_NAME
     from dcp_rs.checkpoint.verify import verify as check
 
-    opened = open_index(path, rank=None, allow_external=allow_external)
     begin = time.perf_counter()
     report = check(path, threads=threads, allow_external=allow_external, progress=True)
     seconds = time.perf_counter() - begin
@@ -32,6 +31,7 @@ def verify(path: Path, *, allow_external: bool, threads: int | None, as_json: bo
             {
                 "path": str(path),
                 "ok": report.ok,
+                "entries": report.entries,
                 "bytes_verified": report.bytes_verified,
                 "bytes_without_digest": report.bytes_without_digest,
                 "seconds": seconds,
@@ -42,11 +42,20 @@ def verify(path: Path, *, allow_external: bool, threads: int | None, as_json: bo
         )
         return 0 if report.ok else 1
     for problem in report.problems:
-        line(("damaged  ", "red"), printable(for_command_line(str(problem))))
+        text = problem.got if report.entries is None else str(problem)
+        line(("damaged  ", "red"), printable(for_command_line(text)))
+    if report.entries is None:
+        (problem,) = report.problems
+        rebuilt = Path(problem.file).name == INDEX_NAME
+        mend = "; dcp-rs index --overwrite rebuilds the index, if the data is whole" if rebuilt else ""
+        line(("lost     ", "red"), f"all of it: it does not open{mend}")
+        mention(report.leftovers)
+        line(("1 problem", "bold red"), ": nothing was verified")
+        return 1
     if report.lost:
         shown = ", ".join(map(printable, report.lost[:_SOME]))
         rest = f" and {len(report.lost) - _SOME:,} more (--json)" if len(report.lost) > _SOME else ""
-        line(("lost     ", "red"), f"{len(report.lost):,} of {entries(opened.tensor_count)}: {shown}{rest}")
+        line(("lost     ", "red"), f"{len(report.lost):,} of {entries(report.entries)}: {shown}{rest}")
     mention(report.leftovers)
     without = report.bytes_without_digest
     if without:
