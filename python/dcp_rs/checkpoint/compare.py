@@ -28,7 +28,7 @@ _PIECE_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Difference:
-    """An entry that is not the same in both.
+    """An entry, or a container, that is not the same in both.
 
     Attributes:
         name: FQN.
@@ -36,6 +36,7 @@ class Difference:
         a, b: what it is in each: a shape, a dtype, a path; empty for values of elements.
         elements: how many elements differ in at least one bit; None where they were not compared.
         max_abs: the largest absolute difference of two elements; NaN where one is and the other is not.
+        container: it is no entry but a container that entries do not tell of: an empty one, or one of another kind than ``dict``.
     """
 
     name: str
@@ -44,11 +45,12 @@ class Difference:
     b: str = ""
     elements: int | None = None
     max_abs: float | None = None
+    container: bool = False
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What :func:`compare` found: ``differences``, of ``entries`` names that are in either, after reading ``bytes`` of one of them."""
+    """What :func:`compare` found: ``differences``, of ``entries`` (tensors and values) that are in either, after reading ``bytes`` of one of them."""
 
     differences: list[Difference]
     entries: int
@@ -126,10 +128,7 @@ def compare(
             if not _same(one.path, other.path)
         ]
         differences += _unlike(mappings_a, mappings_b)
-        names = {**in_a, **in_b, **mappings_a, **mappings_b}
-    else:
-        names = {**in_a, **in_b}
-    return Comparison(sorted(differences, key=lambda d: d.name), len(names), done)
+    return Comparison(sorted(differences, key=lambda d: d.name), len({**in_a, **in_b}), done)
 
 
 def _mappings(
@@ -153,13 +152,12 @@ def _unlike(a: dict[str, tuple[TreePath, str]], b: dict[str, tuple[TreePath, str
         (path_a, kind_a), (path_b, kind_b) = a.get(name, ((), "")), b.get(name, ((), ""))
         if not kind_a.startswith("empty ") and not kind_b.startswith("empty "):
             if kind_a != kind_b:
-                yield Difference(name, "kind", kind_a or "dict", kind_b or "dict")
+                yield Difference(name, "kind", kind_a or "dict", kind_b or "dict", container=True)
         elif not kind_a or not kind_b:
-            yield Difference(name, "only in a" if kind_a else "only in b", kind_a, kind_b)
+            yield Difference(name, "only in a" if kind_a else "only in b", kind_a, kind_b, container=True)
         elif kind_a != kind_b or not _same(path_a, path_b):
-            yield Difference(
-                name, "kind" if kind_a != kind_b else "path", f"{kind_a} {shown(path_a)}", f"{kind_b} {shown(path_b)}"
-            )
+            kind: Literal["kind", "path"] = "kind" if kind_a != kind_b else "path"
+            yield Difference(name, kind, f"{kind_a} {shown(path_a)}", f"{kind_b} {shown(path_b)}", container=True)
 
 
 def _what(item: Item) -> str:

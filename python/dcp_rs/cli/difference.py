@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dcp_rs._progress import watching
 from dcp_rs.checkpoint.names import selector
 from dcp_rs.cli.contents import open_contents
 from dcp_rs.cli.listing import put_page, statistics_of
 from dcp_rs.cli.output import count, entries, line, print_json, printable, size
+
+if TYPE_CHECKING:
+    from dcp_rs.checkpoint.compare import Comparison  # it needs torch
 
 __all__ = ["diff"]
 
@@ -82,9 +86,15 @@ def diff(
         if details:
             line((f"{'':11}{', '.join(map(printable, details))}", "dim"))
     if differences:
-        line(
-            (f"{len(differences):,} of {entries(found.entries)} differ", "bold red"), f" ({size(found.bytes)} compared)"
-        )
+        line((_verdict(found), "bold red"), f" ({size(found.bytes)} compared)")
         return 1
     line(("the same", "green"), f": {entries(found.entries)}, {size(found.bytes)}")
     return 0
+
+
+def _verdict(found: Comparison) -> str:
+    """How many differ, each name once: of the entries that ``ls`` lists, and of the containers that it does not."""
+    names = {difference.name for difference in found.differences if not difference.container}
+    containers = {difference.name for difference in found.differences if difference.container}
+    more = f", and {count(len(containers), 'container')}" if containers else ""
+    return f"{len(names):,} of {entries(found.entries)} differ{more}"
