@@ -203,6 +203,25 @@ def test_what_is_missing_is_named(saved):
         load(saved, {"ids": 3})
 
 
+@pytest.mark.parametrize("count", [2, 10, 13])
+def test_all_that_does_not_fit_is_named(tmp_path, count):
+    """Only the first was: a model of other sizes was mended one run at a time."""
+    dcp_rs.save({f"w{i:02}": torch.ones(4, 4) for i in range(count)} | {"right": torch.ones(2)}, tmp_path, no_dist=True)
+    state = {f"w{i:02}": torch.zeros(4, i + 5) for i in range(count)} | {"right": torch.zeros(2)}
+    state["w01"] = "a word"
+    for planner in (RsLoadPlanner(), RsLoadPlanner(dtype=torch.float16)):
+        with pytest.raises(PlanError) as raised:
+            dcp_rs.load(state, tmp_path, no_dist=True, planner=planner)
+        said = str(raised.value).split("; ")
+        assert raised.value.tensor == "w00"
+        assert said[0] == "tensor 'w00' has shape (4, 5) in the state dict, and (4, 4) in the checkpoint"
+        assert said[1] == "'w01' is a tensor in the checkpoint, and a str in the state dict"
+        assert len(said) == min(count, 10) + (count > 10)
+        assert all(f"'w{i:02}' has shape (4, {i + 5})" in said[i] for i in range(2, min(count, 10)))
+        assert (said[-1] == "and 3 more") == (count > 10)
+        assert state["right"].tolist() == [0, 0]
+
+
 def test_a_partial_load_reports_what_it_left_alone(saved):
     state = {
         "layers": {"0": {"weight": torch.zeros(4, 6), "bias": torch.full((5,), -1.0)}},

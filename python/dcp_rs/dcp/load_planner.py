@@ -242,11 +242,13 @@ class RsLoadPlanner(DefaultLoadPlanner):
                 missing = [fqn for fqn, stored in found.items() if stored is None]
                 missing += self._names.unnamed(self.state_dict)
         match.note_missing(missing, found, self.state_dict)
-        return {
+        fitting = {
             fqn: stored
             for fqn, stored in found.items()
             if stored is not None and match.fits(fqn, self.state_dict[fqn], stored)
         }
+        match.refuse_misfits()
+        return fitting
 
     def _path(self, fqn: str) -> tuple[Any, ...]:
         return self._paths[fqn] if self.flatten_state_dict else (fqn,)

@@ -21,6 +21,9 @@ from dcp_rs.tensors.trees import Flat, get_at
 
 __all__ = ["Matching", "add_hollow"]
 
+#: What does not fit is named up to so many.
+_NAMED = 10
+
 
 def add_hollow(state_dict: Mapping[str, Any], flat: Flat, metadata: Metadata, names: LoadNames) -> None:
     """Adds containers without entries that the checkpoint holds as a value: it was not flattened, or is of torch before 2.4.
@@ -72,6 +75,7 @@ class Matching:
         self._report = report
         self._new = new
         self._partial = partial
+        self._misfits: list[tuple[str, str]] = []  # names, and what is wrong with them
 
     def look_up(self, wanted: Mapping[str, str]) -> dict[str, Stored | None]:
         """What there is for each name, by what the checkpoint calls it."""
@@ -119,10 +123,10 @@ class Matching:
         return {fqn: other for fqn, other in tied.items() if other in held}
 
     def fits(self, fqn: str, value: Any, stored: Stored) -> bool:
-        """Whether what is stored can go to an entry of the state dict.
+        """Whether what is stored can go to an entry of the state dict. Where not all may be left alone, :meth:`refuse_misfits` is to be called after the last.
 
         Raises:
-            PlanError: it cannot, and that is an error: another shape or kind where not all may be left alone, a cast that is refused.
+            PlanError: a cast that is refused.
         """
         if stored.is_bytes:
             return True
@@ -137,6 +141,18 @@ class Matching:
         if dtype != stored.dtype:
             self._casts.check(fqn, dtype, stored.dtype, self._report)
         return True
+
+    def refuse_misfits(self) -> None:
+        """Speaks of all that did not fit at once, so that whoever mends one of them knows of the others.
+
+        Raises:
+            PlanError: something has another shape or kind, and is not to be left alone.
+        """
+        if not self._misfits:
+            return
+        more = len(self._misfits) - _NAMED
+        said = [what for _, what in self._misfits[:_NAMED]] + ([f"and {more:,} more"] if more > 0 else [])
+        raise PlanError("; ".join(said), tensor=self._misfits[0][0])
 
     def note_hole(self, fqn: str, offsets: Iterable[int], sizes: Iterable[int]) -> None:
         """Notes that the checkpoint lacks elements of a tensor: so it does of those that are tied to it.
@@ -156,8 +172,9 @@ class Matching:
                 del report.tied[name]
 
     def _leave_alone(self, mismatch: Mismatch, message: str) -> bool:
-        """Notes what is left as it is, and says that it does not fit."""
-        if not self._partial:
-            raise PlanError(message, tensor=mismatch.name)
-        self._report.shape_mismatched.append(mismatch)
+        """Notes what is left as it is, or refused, and says that it does not fit."""
+        if self._partial:
+            self._report.shape_mismatched.append(mismatch)
+        else:
+            self._misfits.append((mismatch.name, message))
         return False
