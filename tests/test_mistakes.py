@@ -29,6 +29,10 @@ def world(tmp_path_factory):
     save_stock(MODEL, folder / "stock")
     for step in (2, 10, 9):
         shutil.copytree(folder / "bare", folder / "run" / f"step-{step}")
+    save_stock({"w": torch.ones(2)}, folder / "single")
+    (folder / "alone").mkdir()
+    shutil.copy(folder / "stock" / "__0_0.distcp", folder / "alone")
+    (folder / "dangling").symlink_to(folder / "nowhere")
     (folder / "empty").mkdir()
     torch.save(MODEL, folder / "model.pt")
     return folder
@@ -79,8 +83,15 @@ MISTAKES: list[Mistake] = [
     ("a folder above steps", lambda w: dcp_rs.open(w / "run"), "checkpoints are in it: 'step-10', 'step-9', 'step-2'; open"),
     ("a folder above, to load", lambda w: load(prefixed(""), w / "run"), "checkpoints are in it: 'step-10'"),
     ("a hub id", lambda w: dcp_rs.open("meta-llama/Llama-3.1-8B"), "huggingface_hub.snapshot_download('meta-llama/Llama-3.1-8B')"),
-    ("a data file of torch's", lambda w: dcp_rs.open(w / "stock" / "__0_0.distcp"), "it is a file of the checkpoint"),
+    ("a data file of torch's", lambda w: dcp_rs.open(w / "stock" / "__0_0.distcp"), "it is a data file of the checkpoint"),
+    ("the only tensor of one of torch's", lambda w: dcp_rs.open(w / "single" / "__0_0.distcp"), "single: open that folder"),
+    ("a data file of torch's, alone", lambda w: dcp_rs.open(w / "alone" / "__0_0.distcp"), "its folder has to have the .metadata of the save"),
     ("a folder that is not there", lambda w: dcp_rs.open(w / "runs" / "today" / "step-10"), "and has no 'runs'"),
+    ("a file, to save to", lambda w: save(MODEL, w / "model.pt"), "model.pt is a file ("),
+    ("a file, to save below", lambda w: save(MODEL, w / "model.pt" / "step-10"), "model.pt is a file"),
+    ("a file, to save to in the background", lambda w: dcp_rs.async_save(MODEL, w / "model.pt", no_dist=True).result(), "a checkpoint is written to a folder, and "),
+    ("a link to nothing, to save to", lambda w: save(MODEL, w / "dangling"), "dangling is a link to"),
+    ("a file for a run", lambda w: dcp_rs.CheckpointManager(w / "model.pt", no_dist=True).save(1, MODEL), "model.pt is a file"),
     ("a web server, to save to", lambda w: save({}, "https://host/step-10"), "a web server is read only"),
     ("another store", lambda w: dcp_rs.open("hdfs://name/step-10"), "s3://, gs://, az://, http:// and https://"),
     # the wrong option
@@ -88,6 +99,9 @@ MISTAKES: list[Mistake] = [
     ("an option of save", lambda w: save({}, w / "new", fsnyc=False), "dcp_rs.save() has no option 'fsnyc': did you mean 'fsync'?"),
     ("an option of async_save", lambda w: dcp_rs.async_save({}, w / "new", overwite=True), "did you mean 'overwrite'?"),
     ("an option of open", lambda w: dcp_rs.open(w / "bare", devce="cpu"), "dcp_rs.open() has no option 'devce': did you mean 'device'?"),
+    ("overwrite= of a manager", lambda w: dcp_rs.CheckpointManager(w / "new", overwrite=True), "save(step, state_dict, force=True) replaces one"),
+    ("parent= of a manager", lambda w: dcp_rs.CheckpointManager(w / "new", parent=w / "bare"), "reuse="),
+    ("save_id= of a manager", lambda w: dcp_rs.CheckpointManager(w / "new", save_id="0" * 32), "each step gets one of its own"),
     ("a value of an option", lambda w: dcp_rs.open(w / "bare", io="mmapped"), "one of 'auto', 'mmap'"),
     ("a function", lambda w: dcp_rs.opne, "did you mean 'open'?"),  # type: ignore[attr-defined]
     # the command line

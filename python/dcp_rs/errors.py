@@ -59,7 +59,7 @@ class CheckpointNotFoundError(DcpRsError, FileNotFoundError):
 
 
 class CheckpointExistsError(DcpRsError, FileExistsError):
-    """There is a checkpoint at the path already, and ``overwrite=False`` was given."""
+    """There is a checkpoint at the path already, and ``overwrite=False`` was given; or something that is no folder, where one is to be made."""
 
 
 class EntryNotFoundError(DcpRsError, KeyError):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from dcp_rs import _core
 from dcp_rs._url import StorageOptions, Url, options_for
+from dcp_rs.checkpoint.folders import make_folder
 from dcp_rs.dcp.destination import Destination
 from dcp_rs.errors import CheckpointExistsError, StorageError, StoragePreconditionError
 from dcp_rs.options import WriteOptions
@@ -162,7 +163,7 @@ def new_place(dst: Path, *, as_file: bool) -> Iterator[Place]:
 
     While it lasts its folder is locked: ``dcp_rs.clean`` removes one that is not, as what a killed process left.
     """
-    _core.create_folder(os.fspath(dst.parent))
+    make_folder(dst.parent)
     beside = dst.parent / f".{dst.name[:200]}.{secrets.token_hex(8)}.tmp"
     beside.mkdir()
     try:

@@ -11,6 +11,7 @@ from typing import Any
 from dcp_rs import _core
 from dcp_rs._url import StorageOptions, Url, options_for
 from dcp_rs._warnings import warn_caller
+from dcp_rs.checkpoint.folders import make_folder
 from dcp_rs.checkpoint.locate import INDEX_NAME, rank_index_name
 from dcp_rs.dcp.unclear import unclear
 from dcp_rs.errors import CheckpointExistsError, DcpRsError, SaveInProgressError
@@ -58,10 +59,10 @@ class Destination:
         """Creates the folder, and looks at what is in it; ``rank``: whose rank-local save it is.
 
         Raises:
-            CheckpointExistsError: what is there may not, or cannot, be replaced.
+            CheckpointExistsError: what is there may not, or cannot, be replaced: a checkpoint, or something that is no folder.
         """
         if self.store is None:
-            _core.create_folder(self.folder)
+            make_folder(self.folder)
         if not overwrite and self._has_index(rank):
             raise self._exists()
         if rank is not None and self._has_index(None):

@@ -12,6 +12,7 @@ from typing import Any
 
 from dcp_rs import _core
 from dcp_rs.checkpoint.clean import leftovers
+from dcp_rs.checkpoint.folders import make_folder
 from dcp_rs.checkpoint.locate import INDEX_NAME, STOCK_NAME, is_data_file, local_path
 from dcp_rs.checkpoint.verify import VerifyReport, verify
 from dcp_rs.errors import CorruptDataError, DcpRsError, UnsupportedError
@@ -126,7 +127,7 @@ class FolderRoot(Root):
     def begin(self, number: int, save_id: str, metrics: Mapping[str, float]) -> None:
         """Makes the folder of a step, and notes in it what is being saved."""
         path = self.folder(number)
-        _core.create_folder(os.fspath(path))
+        make_folder(path)
         _core.publish(os.fspath(path), saving_name(save_id), notes.of_save(number, metrics), True)
 
     def settle(self, number: int, save_id: str) -> None:

@@ -20,7 +20,7 @@ from dcp_rs import api, optim
 from dcp_rs._warnings import warn_caller
 from dcp_rs.dcp.background import SaveFuture
 from dcp_rs.errors import DcpRsError
-from dcp_rs.options import WriteOptions
+from dcp_rs.steps.arguments import check_write_options
 from dcp_rs.steps.background import Background
 from dcp_rs.steps.keeper import Keeper, Prepared
 from dcp_rs.steps.policies import Policies, check_positive
@@ -73,7 +73,7 @@ class CheckpointManager:
         process_group: of the ranks that save and load together; default: all. The manager makes gloo groups of its own of these ranks.
         no_dist: this process saves and loads by itself.
         storage_options: for a URL, see :class:`dcp_rs.RsReader`.
-        write_options: see :class:`dcp_rs.options.WriteOptions`.
+        write_options: see :class:`dcp_rs.options.WriteOptions`. Whether a step replaces one that is there is for each save to say (``force=True``).
 
     Attributes:
         passed_over: what the last :meth:`load` passed over, newer than what it loaded, and why.
@@ -118,7 +118,7 @@ class CheckpointManager:
             mode=mode,
         )
         self._keeper = Keeper(self._root, self._policies, verify=verify_before_prune)
-        WriteOptions(**write_options)  # a bad one is an error here, and not at the first save
+        check_write_options(write_options)
         self._write_options = write_options
         self._reusing = Reusing(reuse, verify=verify_reuse)
         self._save_every = save_every
