@@ -149,6 +149,7 @@ def is_json(value: Any) -> bool:
 _COMMANDS = {
     "dcp_rs.index(path, overwrite=True)": "dcp-rs index --overwrite",
     "dcp_rs.index(path)": "dcp-rs index",
+    "dcp_rs.verify(path)": "dcp-rs verify",
     "dcp_rs.convert": "dcp-rs convert",
     "overwrite=True": "--overwrite",
     "skip_unsupported=True": "--skip-unsupported",

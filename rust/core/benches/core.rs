@@ -165,6 +165,7 @@ fn reading(c: &mut Criterion) {
         path,
         size: total as u64,
         mtime_ns: 0,
+        mend: "",
         links: Links::Any,
         remote: None,
     }];

@@ -45,6 +45,7 @@ fn written(dir: &Path, name: &str, bytes: &[u8]) -> FileRef {
         path,
         size: bytes.len() as u64,
         mtime_ns: 0,
+        mend: "",
         links: Links::Within {
             folder: dir.into(),
             last: false,
@@ -247,6 +248,7 @@ fn nothing_wanted_is_nothing_done() {
         path: "/nonexistent/file".into(),
         size: 10,
         mtime_ns: 0,
+        mend: "",
         links: Links::Any,
         remote: None,
     };
@@ -297,10 +299,11 @@ fn files_are_checked_before_reading() {
         assert!(reason.contains("10000") && reason.contains("10001"), "{reason}");
         let (_, _, _, reason) = attempt(FileRef {
             mtime_ns: 12345,
+            mend: "index it anew",
             ..good.clone()
         });
         assert!(
-            reason.contains("modified") && reason.contains("dcp_rs.index"),
+            reason.contains("modified") && reason.ends_with("; index it anew"),
             "{reason}"
         );
         let link = dir.path().join("link");

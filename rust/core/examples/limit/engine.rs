@@ -100,6 +100,7 @@ fn file_ref(path: PathBuf) -> FileRef {
         size: path.metadata().unwrap().len(),
         path,
         mtime_ns: 0,
+        mend: "",
         links: Links::Any,
         remote: None,
     }

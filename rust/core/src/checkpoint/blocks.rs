@@ -320,6 +320,7 @@ mod tests {
             path: path.to_path_buf(),
             size: bytes.len() as u64,
             mtime_ns: 0,
+            mend: "",
             links: crate::paths::Links::Any,
             remote: None,
         };

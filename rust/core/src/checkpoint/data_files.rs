@@ -34,6 +34,7 @@ pub fn file_ref(index: &Index, file: u32, allow_external: bool) -> Result<FileRe
         path,
         size: view.size,
         mtime_ns: view.mtime_ns,
+        mend: mend(index),
         // Of an index in memory, links are those of whoever made the folder (a cache of downloads).
         links: if allow_external || index.is_in_memory() {
             Links::Any
@@ -42,6 +43,18 @@ pub fn file_ref(index: &Index, file: u32, allow_external: bool) -> Result<FileRe
         },
         remote: index.remote().cloned(),
     })
+}
+
+/// What to do about data files that are not those of the index.
+fn mend(index: &Index) -> &'static str {
+    match index.source() {
+        SourceKind::Native => "dcp_rs.verify(path) lists what is lost",
+        _ if index.is_in_memory() => "open the checkpoint again",
+        _ => {
+            "if what is there is right, the index is of other files: dcp_rs.index(path, overwrite=True) makes it anew, \
+             and without index.dcprs the data is read as it is"
+        }
+    }
 }
 
 fn links(index: &Index, external: bool) -> Links {
@@ -81,10 +94,7 @@ pub(super) fn check_each<'a>(
 pub(super) fn check_remote(there: Files<'_>, file: &FileRef) -> Result<()> {
     match there.stat(&file.path)?.size {
         size if size == file.size => Ok(()),
-        size => Err(Error::corrupt_file(
-            &file.path,
-            format!("the file is {size} bytes long, expected {}", file.size),
-        )),
+        size => Err(file.has_length(size)),
     }
 }
 

@@ -76,6 +76,7 @@ impl<'a> Open<'a> {
             path: header.path.clone(),
             size,
             mtime_ns: 0,
+            mend: "",
             links: Links::Any,
             remote: None,
         };

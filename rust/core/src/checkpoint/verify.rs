@@ -60,11 +60,14 @@ pub fn verify(index: &Index, allow_external: bool, threads: usize, control: &Con
     let looked_at = parallel::map(count, looks, |number| {
         control.check()?;
         let number = u32::try_from(number).expect("counted by one");
-        let file_ref = file_ref(index, number, allow_external)?;
+        let mut file_ref = file_ref(index, number, allow_external)?;
+        if index.source() == SourceKind::Native {
+            file_ref.mend = ""; // it would be to verify
+        }
         let problem = match open(there, &file_ref).map_err(|error| explain(index, error, control)) {
             Ok(file) => check_head(index, number, &file, &file_ref)?.map(|problem| (problem, true)),
             Err(Error::CorruptData { path, reason, .. }) => {
-                Some((file_problem(there, path, file_ref.size, reason), false))
+                Some((file_problem(there, path, &file_ref, reason), false))
             }
             Err(other) => return Err(other),
         };
@@ -210,15 +213,20 @@ fn verify_records(
     Ok(())
 }
 
-/// A file that was refused for `reason`: missing, of another length than `size`, or modified.
-fn file_problem(there: Files<'_>, path: PathBuf, size: u64, reason: String) -> Problem {
+/// A file that was refused for `reason`: missing, of another length than it should have, or modified.
+fn file_problem(there: Files<'_>, path: PathBuf, file_ref: &FileRef, reason: String) -> Problem {
+    let size = file_ref.size;
+    let mend = match file_ref.mend {
+        "" => String::new(),
+        mend => format!("; {mend}"),
+    };
     let file = format!("a file of {size} bytes");
     let (expected, got) = match std::fs::metadata(&path) {
         _ if there.is_remote() => (file, reason),
-        Ok(found) if found.is_file() && found.len() != size => (file, format!("one of {} bytes", found.len())),
+        Ok(found) if found.is_file() && found.len() != size => (file, format!("one of {} bytes{mend}", found.len())),
         Ok(found) if found.is_file() => ("the file that was indexed".into(), format!("another: {reason}")),
         Ok(_) => (file, reason),
-        Err(_) => (file, "none".into()),
+        Err(_) => (file, format!("none{mend}")),
     };
     Problem {
         path,

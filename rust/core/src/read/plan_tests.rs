@@ -47,6 +47,7 @@ fn file(size: u64) -> FileRef {
         path: PathBuf::from("x"),
         size,
         mtime_ns: 0,
+        mend: "",
         links: Links::Any,
         remote: None,
     }

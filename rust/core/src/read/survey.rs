@@ -210,6 +210,7 @@ mod tests {
             path: "x".into(),
             size: 1 << 20,
             mtime_ns: 0,
+            mend: "",
             links: Links::Any,
             remote: None,
         };

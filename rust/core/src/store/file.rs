@@ -12,8 +12,7 @@ use crate::paths::{Links, Verdict};
 use crate::{Error, Result};
 
 /// Of an index over the data of others; those of this crate do not depend on times.
-const MODIFIED: &str = "the file was modified after it was indexed, or copied without its time; if it is the right one, \
-    dcp_rs.index(path, overwrite=True) makes the index anew, and without index.dcprs the data is read as it is";
+const MODIFIED: &str = "the file was modified after it was indexed, or copied without its time";
 
 /// A file to read from, and what must be true of it.
 #[derive(Clone, Debug)]
@@ -26,6 +25,8 @@ pub struct FileRef {
     pub mtime_ns: i64,
     /// Which symbolic links may lead to it.
     pub links: Links,
+    /// What to do where it is missing, or another one; may be empty.
+    pub mend: &'static str,
     /// Where it is no file of this system: what `path` is a URL of.
     pub remote: Option<Arc<dyn Remote>>,
 }
@@ -76,7 +77,7 @@ impl FileRef {
 
     fn failed(&self, action: &'static str, error: io::Error) -> Error {
         match error.kind() {
-            io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => self.corrupt("the file is missing"),
+            io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => self.another("the file is missing"),
             _ => Error::io(action, &self.path, error),
         }
     }
@@ -86,7 +87,7 @@ impl FileRef {
             return Err(self.corrupt("not a regular file"));
         }
         if meta.len() != self.size {
-            return Err(self.corrupt(format!("the file is {} bytes long, expected {}", meta.len(), self.size)));
+            return Err(self.has_length(meta.len()));
         }
         if self.mtime_ns != 0 {
             let got = meta
@@ -94,10 +95,21 @@ impl FileRef {
                 .saturating_mul(1_000_000_000)
                 .saturating_add(meta.mtime_nsec());
             if got != self.mtime_ns {
-                return Err(self.corrupt(MODIFIED));
+                return Err(self.another(MODIFIED));
             }
         }
         Ok(())
+    }
+
+    /// The error for a file of another length than it should have.
+    pub fn has_length(&self, length: u64) -> Error {
+        self.another(&format!("the file is {length} bytes long, expected {}", self.size))
+    }
+
+    /// It is not the file that was indexed.
+    fn another(&self, reason: &str) -> Error {
+        let semicolon = if self.mend.is_empty() { "" } else { "; " };
+        self.corrupt(format!("{reason}{semicolon}{}", self.mend))
     }
 
     fn corrupt(&self, reason: impl Into<String>) -> Error {
