@@ -16,7 +16,8 @@ def make_folder(path: str | os.PathLike[str]) -> None:
     """Makes a folder, and those above it, durably. One that is there is right as it is.
 
     Raises:
-        CheckpointExistsError: something that is no folder is there, or where one above it is to be. The message says what.
+        CheckpointExistsError: something that is no folder is there. The message says what.
+        NotADirectoryError: so it is where a folder above it is to be.
         OSError: the system refuses.
     """
     try:
@@ -25,7 +26,9 @@ def make_folder(path: str | os.PathLike[str]) -> None:
         folder = Path(path)
         there = next((above for above in (folder, *folder.parents) if os.path.lexists(above)), folder)
         msg = f"a checkpoint is written to a folder, and {there} is {_what(there)}. Give another path, or move it away"
-        raise CheckpointExistsError(msg, path=there) from error
+        if isinstance(error, FileExistsError):
+            raise CheckpointExistsError(msg, path=there) from error
+        raise NotADirectoryError(error.errno, msg, os.fspath(there)) from error
 
 
 def _what(path: Path) -> str:

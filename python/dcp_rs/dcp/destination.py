@@ -60,6 +60,7 @@ class Destination:
 
         Raises:
             CheckpointExistsError: what is there may not, or cannot, be replaced: a checkpoint, or something that is no folder.
+            NotADirectoryError: something that is no folder is where one above it is to be.
         """
         if self.store is None:
             make_folder(self.folder)
