@@ -15,6 +15,7 @@ from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, Unsupported
 __all__ = [
     "INDEX_NAME",
     "STOCK_NAME",
+    "holds_index",
     "is_data_file",
     "is_rank_local",
     "local_path",
@@ -137,11 +138,16 @@ def is_data_file(name: str) -> bool:
     return _DATA_FILE.fullmatch(name) is not None
 
 
+def holds_index(folder: Path) -> bool:
+    """Whether a folder holds a whole checkpoint of this package, or of torch."""
+    return (folder / INDEX_NAME).exists() or (folder / STOCK_NAME).exists()
+
+
 def is_rank_local(path: str | os.PathLike[str]) -> bool:
     """Whether the folder holds a rank-local save, and none of all ranks."""
     folder = location(path)
     if isinstance(folder, Url):  # whoever looks for one there is told what is not there
         return False
-    if (folder / INDEX_NAME).exists() or (folder / STOCK_NAME).exists():
+    if holds_index(folder):
         return False
     return any(next(folder.glob(pattern), None) is not None for pattern in _RANK_LOCAL)

@@ -13,7 +13,7 @@ from typing import Any
 from dcp_rs import _core
 from dcp_rs.checkpoint.clean import leftovers
 from dcp_rs.checkpoint.folders import make_folder
-from dcp_rs.checkpoint.locate import INDEX_NAME, STOCK_NAME, is_data_file, local_path
+from dcp_rs.checkpoint.locate import INDEX_NAME, holds_index, is_data_file, local_path
 from dcp_rs.checkpoint.verify import VerifyReport, verify
 from dcp_rs.errors import CorruptDataError, DcpRsError, UnsupportedError
 from dcp_rs.steps import notes
@@ -46,7 +46,7 @@ class FolderRoot(Root):
 
     def is_run(self) -> bool:
         """Whether it has steps, and is no checkpoint itself."""
-        if not self.path.is_dir() or any((self.path / name).exists() for name in (INDEX_NAME, STOCK_NAME)):
+        if not self.path.is_dir() or holds_index(self.path):
             return False
         found = self.look()
         return bool(found.steps or found.passed_over)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from dcp_rs._url import Url, location
+from dcp_rs.checkpoint.locate import holds_index
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.options import chosen
@@ -15,6 +17,9 @@ from dcp_rs.cli.output import text_argument
 
 def _is_run(path: Path) -> bool:
     """Whether a folder is that of a run, and no checkpoint itself."""
+    where = location(path)
+    if not isinstance(where, Url) and (where.is_file() or holds_index(where)):
+        return False  # and most are: they need not wait for the import of what knows runs
     from dcp_rs.steps.roots import root_at
 
     return root_at(path).is_run()
