@@ -7,10 +7,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cases import FAMILIES, SCALING
+from cases import FAMILIES, QUANTITIES, SCALING
 from harness import machine, plot, report
 from harness.context import SIZES, Context
 
@@ -22,9 +23,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="families:\n" + "\n".join(f"  {name:9} {what}" for name, what in FAMILIES.items()),
+        epilog=f"families:\n{_lines(FAMILIES)}\nquantities of --scaling:\n{_lines(QUANTITIES)}",
     )
-    parser.add_argument("--only", help="families, separated by commas (default: all)")
+    parser.add_argument("--only", help="families, or quantities, separated by commas (default: all)")
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--quick", action="store_const", const="quick", dest="size", help="--size quick")
     parser.add_argument("--rounds", type=int, help="pairs a case, in place of the size's own")
@@ -47,6 +48,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=resolved, help="the built limit program, rather than building it")
     parser.add_argument("--no-limit", action="store_true", help="without the limits of the machine")
     return parser.parse_args(arguments)
+
+
+def _lines(what: Mapping[str, str]) -> str:
+    return "\n".join(f"  {name:10} {text}" for name, text in what.items())
 
 
 def resolved(text: str) -> Path:
@@ -83,13 +88,15 @@ def run_family(name: str, context: Context) -> dict[str, Any]:
 
 def main() -> int:
     arguments = parse()
-    names = arguments.only.split(",") if arguments.only else list(FAMILIES)
-    if arguments.scaling:
-        names = [SCALING]
-    unknown = set(names) - {*FAMILIES, SCALING}
+    known = QUANTITIES if arguments.scaling else FAMILIES
+    names = arguments.only.split(",") if arguments.only else list(known)
+    unknown = set(names) - known.keys()
     if unknown:
-        print(f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
+        kind = "quantity" if arguments.scaling else "family"
+        print(f"no such {kind}: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
         return 2
+    if arguments.scaling:
+        names = [f"{SCALING}.{name}" for name in names]
     arguments.folder.mkdir(parents=True, exist_ok=True)
     limit = None if arguments.no_limit else arguments.limit or build_limit()
     folder = arguments.folder / f"bench-{arguments.size}"
@@ -122,7 +129,7 @@ def write(results: dict[str, Any], out: Path) -> None:
     stem = f"{results['date']}-{machine.label(results['machine'])}"
     if results["size"] != "full":
         stem += f"-{results['size']}"
-    if results["families"][0]["family"] == SCALING:
+    if results["families"][0]["family"].startswith(SCALING):
         stem += f"-{SCALING}"
     (out / f"{stem}.json").write_text(json.dumps(results, indent=1) + "\n")
     (out / f"{stem}.md").write_text(report.markdown(results))

@@ -38,43 +38,51 @@ def names(fqns: int) -> list[str]:
 def write_native(path: Path, fqns: int, ranks: int) -> None:
     """A checkpoint as `ranks` ranks save it: their indexes, merged."""
     path.mkdir(parents=True)
+    commit(path, fqns, [write_rank(path, fqns, rank, ranks) for rank in range(ranks)])
+
+
+def write_rank(path: Path, fqns: int, rank: int, ranks: int) -> bytes:
+    """The data file of one rank; its index."""
     payload = torch.zeros(ROWS * COLUMNS)
-    indexes = []
-    for rank in range(ranks):
-        shape = (ROWS * ranks, COLUMNS)
-        items = [
-            _core.SaveItem(
-                name, payload.nbytes, dtype="float32", shape=shape, offsets=(ROWS * rank, 0), sizes=(ROWS, COLUMNS)
-            )
-            for name in names(fqns)
-        ]
-        save = _core.Save.create(
-            str(path),
-            items,
-            save_id=bytes(16),
-            generation=1,
-            token=rank,
-            rank=rank,
-            world_size=ranks,
-            threads=0,
-            fsync=False,
-            io="buffered",
-            max_inflight_bytes=64 << 20,
+    shape = (ROWS * ranks, COLUMNS)
+    items = [
+        _core.SaveItem(
+            name, payload.nbytes, dtype="float32", shape=shape, offsets=(ROWS * rank, 0), sizes=(ROWS, COLUMNS)
         )
-        save.write([_core.Part(item, 0, payload.data_ptr(), payload.nbytes) for item in range(fqns)])
-        indexes.append(save.finish())
-    paths = {name: tuple(name.split(".")) for name in names(fqns)}
-    _core.commit_indexes(
+        for name in names(fqns)
+    ]
+    save = _core.Save.create(
+        str(path),
+        items,
+        save_id=bytes(16),
+        generation=1,
+        token=rank,
+        rank=rank,
+        world_size=ranks,
+        threads=0,
+        fsync=False,
+        io="buffered",
+        max_inflight_bytes=64 << 20,
+    )
+    save.write([_core.Part(item, 0, payload.data_ptr(), payload.nbytes) for item in range(fqns)])
+    return save.finish()
+
+
+def commit(path: Path, fqns: int, indexes: list[bytes]) -> _core.Index:
+    """What the coordinator does with the indexes of all ranks."""
+    index, left = _core.commit_indexes(
         str(path),
         None,
         indexes,
         save_id=bytes(16),
         generation=1,
-        planner_data=paths,
-        items=None,
+        planner_data={name: tuple(name.split(".")) for name in names(fqns)},
+        items=fqns * len(indexes),
         names=(),
         fsync=False,
     )
+    assert not left
+    return index
 
 
 def write_stock(path: Path, fqns: int, ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""Runs one family of cases in this process: `python -m harness.family NAME CONTEXT OUT`, all JSON."""
+"""Runs one family of cases, or one function of it as `FAMILY.FUNCTION`, in this process: `python -m harness.family NAME CONTEXT OUT`, all JSON."""
 
 import importlib
 import json
@@ -18,7 +18,8 @@ def main(name: str, context_json: str, out: str) -> None:
     logging.getLogger("torch").setLevel(logging.ERROR)
     context = Context.from_json(context_json)
     before, start = machine.noise(), time.perf_counter()
-    rows = importlib.import_module(f"cases.{name}").run(context)
+    family, _, function = name.partition(".")
+    rows = getattr(importlib.import_module(f"cases.{family}"), function or "run")(context)
     took = time.perf_counter() - start
     report = {
         "family": name,

@@ -13,7 +13,7 @@ from support.places import ROOT
 BENCHES = ROOT / "benches"
 sys.path.insert(0, str(BENCHES))
 
-from cases import FAMILIES, SCALING  # noqa: E402
+from cases import FAMILIES, QUANTITIES, SCALING  # noqa: E402
 from harness import page_cache, plot, report  # noqa: E402
 from harness.context import Context  # noqa: E402
 from harness.pairs import Contender, Spread, Times, measure, ratio  # noqa: E402
@@ -42,8 +42,9 @@ def test_a_family_measures_all_its_rows(context, family):
 
 
 @pytest.mark.slow
-def test_scaling_fits_a_power_law(context):
-    rows = importlib.import_module(f"cases.{SCALING}").run(context)
+@pytest.mark.parametrize("quantity", QUANTITIES)
+def test_scaling_fits_a_power_law(context, quantity):
+    rows = getattr(importlib.import_module(f"cases.{SCALING}"), quantity)(context)
     assert {row.unit for row in rows} == {"s", "exponent"}
 
 
@@ -147,3 +148,26 @@ def test_planning_of_loads_is_simulated():
         ("4", "stock"),
     ]
     assert rows[0][4] == rows[2][4]  # a rank sends the same, whatever their number
+
+
+def test_planning_of_saves_is_simulated():
+    command = [
+        sys.executable,
+        BENCHES / "save_planning.py",
+        "--ranks",
+        "2",
+        "16",
+        "--stock-ranks",
+        "2",
+        "--repeat",
+        "1",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[2:]]
+    assert [(row[0], row[1]) for row in rows] == [
+        (kind, ranks) for kind in ("sharded", "hybrid", "replicated") for ranks in ("2", "16")
+    ]
+    assert all(
+        (row[-1] != "-") == (row[1] == "2") for row in rows
+    )  # torch's planner, for as many ranks as it was given

@@ -13,6 +13,8 @@ use dcp_rs_core::geometry::Dims;
 use dcp_rs_core::geometry::overlap::{Region, cover};
 use dcp_rs_core::paths::Links;
 use dcp_rs_core::read::{Catalog, Destination, FileRef, IoMode, ReadOptions, ReadReq, read};
+use dcp_rs_core::save_plan::{Rules, assign, encode};
+use dcp_rs_core::write::SaveItem;
 use dcp_rs_core::{Control, Dtype};
 
 const MIB: usize = 1 << 20;
@@ -22,8 +24,16 @@ const COLUMNS: u64 = 16;
 /// An index of `tensors` of float32, each cut into rows by `ranks`.
 fn index(tensors: u64, ranks: u64) -> Vec<u8> {
     let mut builder = IndexBuilder::new(SourceKind::Native);
+    for rank in 0..ranks {
+        add_rank(&mut builder, tensors, rank, ranks);
+    }
+    builder.build().expect("a valid index")
+}
+
+/// The file of one rank, and its rows of every tensor.
+fn add_rank(builder: &mut IndexBuilder, tensors: u64, rank: u64, ranks: u64) {
     let length = ROWS * COLUMNS * 4;
-    let file = |rank| FileEntry {
+    let file = FileEntry {
         name: format!("g00000001-{rank:016x}-r{rank:05}-f00000.safetensors"),
         size: 4096 + tensors * length,
         data_start: 4096,
@@ -32,9 +42,7 @@ fn index(tensors: u64, ranks: u64) -> Vec<u8> {
         head_digest: None,
         mtime_ns: 0,
     };
-    let files: Vec<u32> = (0..ranks)
-        .map(|rank| builder.add_file(file(rank)).expect("a new file"))
-        .collect();
+    let file = builder.add_file(file).expect("a new file");
     for t in 0..tensors {
         let entry = TensorEntry {
             name: format!("model.layers.{t:05}.weight"),
@@ -45,25 +53,22 @@ fn index(tensors: u64, ranks: u64) -> Vec<u8> {
             path: None,
             position: None,
         };
-        let tensor = builder.add_tensor(entry).expect("a new tensor");
-        for (rank, &file) in (0..).zip(&files) {
-            let chunk = ChunkEntry {
-                tensor,
-                file,
-                offset: 4096 + t * length,
-                length,
-                offsets: Dims::from_slice(&[ROWS * rank, 0]),
-                sizes: Dims::from_slice(&[ROWS, COLUMNS]),
-                strides: None,
-                signs: Signs::default(),
-                digests: None,
-                content: None,
-                frozen: false,
-            };
-            builder.add_chunk(chunk).expect("a new chunk");
-        }
+        let tensor = builder.add_tensor(entry).expect("the same as of other ranks");
+        let chunk = ChunkEntry {
+            tensor,
+            file,
+            offset: 4096 + t * length,
+            length,
+            offsets: Dims::from_slice(&[ROWS * rank, 0]),
+            sizes: Dims::from_slice(&[ROWS, COLUMNS]),
+            strides: None,
+            signs: Signs::default(),
+            digests: None,
+            content: None,
+            frozen: false,
+        };
+        builder.add_chunk(chunk).expect("a new chunk");
     }
-    builder.build().expect("a valid index")
 }
 
 fn open(bytes: Vec<u8>) -> Index {
@@ -77,6 +82,65 @@ fn opening(c: &mut Criterion) {
         group.throughput(Throughput::Elements(tensors * ranks));
         group.bench_function(BenchmarkId::from_parameter(tensors * ranks), |b| {
             b.iter_batched(|| bytes.clone(), open, BatchSize::LargeInput);
+        });
+    }
+}
+
+/// What every rank of a save sends of the model: its rows of each tensor, which `holders` ranks share.
+fn requests(tensors: u64, ranks: u64, holders: u64) -> Vec<Vec<u8>> {
+    let parts = (ranks / holders).max(1);
+    let item = |t, part| SaveItem {
+        name: format!("model.layers.{t:05}.weight"),
+        kind: Kind::Tensor,
+        dtype: Dtype::from_name("float32"),
+        shape: Dims::from_slice(&[ROWS * parts, COLUMNS]),
+        flags: 0,
+        path: None,
+        position: None,
+        offsets: Dims::from_slice(&[ROWS * part, 0]),
+        sizes: Dims::from_slice(&[ROWS, COLUMNS]),
+        length: ROWS * COLUMNS * 4,
+    };
+    let request = |rank| encode(&(0..tensors).map(|t| item(t, rank % parts)).collect::<Vec<_>>());
+    (0..ranks).map(request).collect()
+}
+
+fn assigning(c: &mut Criterion) {
+    let tensors = 100;
+    let mut group = c.benchmark_group("assign a save of 100 tensors, by ranks");
+    for (who, holders) in [("one holds each part", 1), ("8 hold each part", 8)] {
+        for ranks in [512, 4096, 16_384] {
+            let requests = requests(tensors, ranks, holders);
+            group.throughput(Throughput::Elements(tensors * ranks));
+            group.bench_function(BenchmarkId::new(who, ranks), |b| {
+                b.iter(|| assign(black_box(&requests), Rules::default()).expect("all of each tensor is there"));
+            });
+        }
+    }
+}
+
+/// The index of one rank of `ranks`.
+fn index_of_rank(tensors: u64, rank: u64, ranks: u64) -> Index {
+    let mut builder = IndexBuilder::new(SourceKind::Native);
+    add_rank(&mut builder, tensors, rank, ranks);
+    open(builder.build().expect("a valid index"))
+}
+
+fn merging(c: &mut Criterion) {
+    let tensors = 100;
+    let mut group = c.benchmark_group("merge the indexes of ranks, of 100 tensors");
+    for ranks in [64, 512, 4096] {
+        let parts: Vec<Index> = (0..ranks).map(|rank| index_of_rank(tensors, rank, ranks)).collect();
+        group.throughput(Throughput::Elements(tensors * ranks));
+        group.sample_size(10);
+        group.bench_function(BenchmarkId::from_parameter(ranks), |b| {
+            b.iter(|| {
+                let mut builder = IndexBuilder::new(SourceKind::Native);
+                for part in &parts {
+                    builder.merge(part).expect("they agree");
+                }
+                builder.build().expect("a valid index")
+            });
         });
     }
 }
@@ -203,5 +267,7 @@ fn reading(c: &mut Criterion) {
     }
 }
 
-criterion_group!(benches, opening, looking_up, planning, copying, hashing, reading);
+criterion_group!(
+    benches, opening, assigning, merging, looking_up, planning, copying, hashing, reading
+);
 criterion_main!(benches);

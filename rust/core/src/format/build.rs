@@ -4,6 +4,8 @@ use std::collections::{HashMap, HashSet};
 use std::path::Path;
 use std::sync::Arc;
 
+use smallvec::SmallVec;
+
 use super::entry::{ChunkEntry, FileEntry, TensorEntry};
 use super::sections::Sections;
 use super::{FileView, Index, SourceKind, Value, block_count};
@@ -187,43 +189,37 @@ impl IndexBuilder {
     }
 
     /// Lays the index out, and checks it as a reader would.
-    pub fn build(mut self) -> Result<Vec<u8>> {
+    pub fn build(self) -> Result<Vec<u8>> {
         let mut order: Vec<u32> = (0..next_id(self.tensors.len(), "tensors")?).collect();
         order.sort_unstable_by(|&a, &b| {
             let name = |id: u32| self.tensors[id as usize].name.as_bytes();
             name(a).cmp(name(b))
         });
-        let mut rank = vec![0_u32; self.tensors.len()];
-        for (place, &id) in (0_u32..).zip(&order) {
-            rank[id as usize] = place;
+        // By tensor first: chunks come rank by rank, of all tensors each time, and those of a tensor are nearly sorted then.
+        let mut chunks: Vec<Chunks<'_>> = vec![Chunks::new(); self.tensors.len()];
+        for chunk in &self.chunks {
+            chunks[chunk.tensor as usize].push(chunk);
         }
-        // Stable, so that the first of two equal rectangles is the one that stays.
-        self.chunks.sort_by(|a, b| {
-            let key = |c: &ChunkEntry| rank[c.tensor as usize];
-            key(a)
-                .cmp(&key(b))
-                .then_with(|| a.offsets.cmp(&b.offsets))
-                .then_with(|| a.sizes.cmp(&b.sizes))
-        });
-        self.chunks
-            .dedup_by(|b, a| (a.tensor, &a.offsets, &a.sizes) == (b.tensor, &b.offsets, &b.sizes));
 
         let mut out = Sections::new(&[&self.root, &self.nesting])?;
         for file in &self.files {
             out.file(file)?;
         }
-        let mut chunks = self.chunks.as_slice();
         for (place, &id) in (0_u32..).zip(&order) {
-            let count = chunks.iter().take_while(|chunk| chunk.tensor == id).count();
-            let (own, rest) = chunks.split_at(count);
+            let own = &mut chunks[id as usize];
+            // Stable, so that the first of two equal rectangles is the one that stays.
+            own.sort_by(|a, b| a.offsets.cmp(&b.offsets).then_with(|| a.sizes.cmp(&b.sizes)));
+            own.dedup_by(|b, a| (&a.offsets, &a.sizes) == (&b.offsets, &b.sizes));
             out.tensor(&self.tensors[id as usize], place, own)?;
-            chunks = rest;
         }
         let bytes = Shared(Arc::new(out.assemble(self.source, self.save_id, self.generation)));
         Index::from_bytes(bytes.clone(), Path::new("(new index)"))?;
         Ok(Arc::try_unwrap(bytes.0).expect("the index that shared it is gone"))
     }
 }
+
+/// The chunks of one tensor: most have one.
+type Chunks<'a> = SmallVec<[&'a ChunkEntry; 2]>;
 
 fn next_id(len: usize, what: &str) -> Result<u32> {
     u32::try_from(len)

@@ -95,7 +95,7 @@ impl Sections {
     }
 
     /// A tensor, and its chunks in their order. `place`: among the tensors.
-    pub(super) fn tensor(&mut self, tensor: &TensorEntry, place: u32, chunks: &[ChunkEntry]) -> Result<()> {
+    pub(super) fn tensor(&mut self, tensor: &TensorEntry, place: u32, chunks: &[&ChunkEntry]) -> Result<()> {
         let bad = |reason: String| Error::tensor_plan(None, &tensor.name, reason);
         let ndim = tensor.shape.len();
         let (name_offset, name_len) = self.text(&tensor.name)?;
@@ -242,7 +242,7 @@ fn written_by() -> [u8; WRITER_LEN] {
 }
 
 /// The dimension along which sorted chunks are a run, each spanning the others whole.
-fn split_dim(shape: &[u64], chunks: &[ChunkEntry]) -> Option<usize> {
+fn split_dim(shape: &[u64], chunks: &[&ChunkEntry]) -> Option<usize> {
     let spans = |c: &ChunkEntry, split: usize| (0..shape.len()).all(|d| d == split || c.sizes[d] == shape[d]);
     (0..shape.len()).find(|&split| {
         chunks.iter().all(|c| spans(c, split))

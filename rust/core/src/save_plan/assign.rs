@@ -57,11 +57,8 @@ pub fn assign(requests: &[impl AsRef<[u8]>], rules: Rules) -> Result<Assignment>
     let mut order = gathered.by_tensor();
     for group in order.chunk_by_mut(|a, b| a.tensor == b.tensor) {
         let tensor = &gathered.tensors[group[0].tensor as usize];
-        group.sort_unstable_by(|a, b| {
-            gathered
-                .compare(tensor, a, b)
-                .then((a.rank, a.item).cmp(&(b.rank, b.item)))
-        });
+        // Stable: who holds the same stays in the order of ranks. And it merges the runs that the order of ranks makes.
+        group.sort_by(|a, b| gathered.compare(tensor, a, b));
         let chunks: Vec<&[Held]> = group
             .chunk_by(|a, b| gathered.compare(tensor, a, b) == Ordering::Equal)
             .collect();
@@ -218,20 +215,31 @@ impl Gathered {
         Ok(id)
     }
 
-    /// All items, those of one tensor together.
-    fn by_tensor(&self) -> Vec<Held> {
+    /// All items, those of one tensor together, and the pool in the same order: what is compared lies side by side.
+    fn by_tensor(&mut self) -> Vec<Held> {
+        let gathered = std::mem::take(&mut self.held);
         let mut starts = vec![0_usize; self.tensors.len() + 1];
-        for held in &self.held {
+        for held in &gathered {
             starts[held.tensor as usize + 1] += 1;
         }
         for i in 1..starts.len() {
             starts[i] += starts[i - 1];
         }
-        let mut order = self.held.clone();
-        for held in &self.held {
+        let mut order = gathered.clone();
+        for held in gathered {
             let at = &mut starts[held.tensor as usize];
-            order[*at] = *held;
+            order[*at] = held;
             *at += 1;
+        }
+        let pool = std::mem::take(&mut self.pool);
+        self.pool.reserve_exact(pool.len());
+        for held in &mut order {
+            if let Some(at) = &mut held.dims {
+                let from = *at as usize;
+                *at = u32::try_from(self.pool.len()).expect("it is as long as it was");
+                self.pool
+                    .extend(&pool[from..from + 2 * self.tensors[held.tensor as usize].shape.len()]);
+            }
         }
         order
     }
