@@ -5,6 +5,7 @@ use std::sync::Arc;
 use dcp_rs_core::checkpoint::gather::{Gather, Rest, Source, Turns, Want};
 use dcp_rs_core::geometry::Region;
 use dcp_rs_core::geometry::memory::Footprint;
+use dcp_rs_core::read::Common;
 use pyo3::exceptions::PyIndexError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -16,6 +17,7 @@ use crate::panics::guarded;
 use crate::plain::Layout;
 use crate::read::{self, Options, read_options};
 use crate::rows::ReadStats;
+use crate::wanted;
 
 /// `dcp_rs.transfer.target.Target`: a region of a stored tensor or of a chunk, and the tensor that it goes to.
 #[derive(FromPyObject)]
@@ -40,6 +42,7 @@ pub struct Batch {
     index: Py<Index>,
     gather: Gather,
     turns: Turns,
+    common: Option<Arc<Common>>,
 }
 
 impl Batch {
@@ -48,6 +51,7 @@ impl Batch {
             index,
             gather,
             turns: Turns::default(),
+            common: None,
         }
     }
 
@@ -73,6 +77,15 @@ impl Batch {
 
     pub fn index(&self) -> &Index {
         self.index.get()
+    }
+
+    pub fn gather(&self) -> &Gather {
+        &self.gather
+    }
+
+    /// What is known of what others want.
+    pub fn common(&self) -> Option<&Common> {
+        self.common.as_deref()
     }
 
     fn check_turn(&self, turn: usize) -> PyResult<()> {
@@ -159,6 +172,13 @@ impl Batch {
     fn arrange(&mut self, py: Python<'_>, every: bool) -> usize {
         self.turns = py.detach(|| self.gather.arrange(every));
         self.turns.len()
+    }
+
+    /// Says what others want too, once the turns were found.
+    fn divide(&mut self, py: Python<'_>, common: &Bound<'_, wanted::Common>) {
+        let common = Arc::clone(&common.get().inner);
+        py.detach(|| self.gather.divide(&common));
+        self.common = Some(common);
     }
 
     /// What goes through slabs in a turn: numbers for `SlabReader.create`.

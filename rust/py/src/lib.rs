@@ -23,6 +23,7 @@ mod slabs;
 mod tally;
 mod template;
 mod verify;
+mod wanted;
 mod write;
 
 use pyo3::prelude::*;
@@ -65,6 +66,8 @@ mod _core {
     use crate::template::Template;
     #[pymodule_export]
     use crate::verify::{block_digest, check_no_rank_indexes, has_native_data, recover};
+    #[pymodule_export]
+    use crate::wanted::{Common, Wanted, compare_wanted};
     #[pymodule_export]
     use crate::write::Save;
 

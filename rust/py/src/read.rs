@@ -9,7 +9,7 @@ use dcp_rs_core::checkpoint::gather::{Gather, Memory, Source, Turns};
 use dcp_rs_core::format::{Kind, SourceKind};
 use dcp_rs_core::geometry::Dims;
 use dcp_rs_core::geometry::overlap::{self, Region};
-use dcp_rs_core::read::{Destination, IoMode, ReadOptions, ReadStats};
+use dcp_rs_core::read::{Destination, IoMode, ReadOptions, ReadStats, Sharing};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
@@ -57,7 +57,11 @@ pub fn read_options(options: Option<Options>) -> PyResult<ReadOptions> {
         io,
         threads: options.threads,
         verify: options.verify,
-        shared: options.shared,
+        shared: if options.shared {
+            Sharing::Guess
+        } else {
+            Sharing::Nothing
+        },
         max_inflight_bytes: options.max_inflight_bytes,
     })
 }

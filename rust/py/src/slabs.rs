@@ -102,7 +102,7 @@ impl SlabReader {
         let inner = Arc::clone(&batch.index().inner);
         let allow_external = batch.index().allow_external;
         let plan = py
-            .detach(|| Plan::new(inner, allow_external, found, slab_bytes, sort, &options))
+            .detach(|| Plan::new(inner, allow_external, found, slab_bytes, sort, &options, batch.common()))
             .into_py(py)?;
         Ok(Self {
             plan: Arc::new(plan),

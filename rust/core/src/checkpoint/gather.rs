@@ -3,20 +3,23 @@
 #![allow(unsafe_code)] // destinations are addresses that a caller vouches for
 
 mod arrange;
+mod wanted;
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use smallvec::{SmallVec, smallvec};
 
 use self::arrange::Elsewhere;
 pub use self::arrange::{Rest, Turns, Want};
+pub use self::wanted::Wanted;
 use super::data_files::{check_each, explain, file_ref};
 use crate::copy::SignBits;
 use crate::format::{ChunkView, Index};
 use crate::geometry::memory::Footprint;
 use crate::geometry::overlap::{self, Overlap, Region};
 use crate::geometry::{Dims, row_major};
-use crate::read::{self, Catalog, Destination, FileRef, ReadOptions, ReadReq, ReadStats};
+use crate::read::{self, Catalog, Destination, FileRef, ReadOptions, ReadReq, ReadStats, Sharing};
 use crate::{Control, Dtype, Error, Result};
 
 /// What a region is of.
@@ -49,6 +52,8 @@ pub struct Gather {
     at: Vec<u64>,
     next_at: u64,
     elsewhere: Vec<Elsewhere>,
+    /// Of each of `files`, whether others want it too, once that is known.
+    common: Option<Arc<[bool]>>,
 }
 
 impl Gather {
@@ -63,6 +68,7 @@ impl Gather {
             at: Vec::new(),
             next_at: 0,
             elsewhere: Vec::new(),
+            common: None,
         }
     }
 
@@ -237,6 +243,17 @@ impl Gather {
         (self.files, self.requests)
     }
 
+    /// These options, with what is known of what others want.
+    pub(crate) fn options<'a>(&self, options: &'a ReadOptions) -> Cow<'a, ReadOptions> {
+        match &self.common {
+            None => Cow::Borrowed(options),
+            Some(files) => Cow::Owned(ReadOptions {
+                shared: Sharing::Known(Arc::clone(files)),
+                ..options.clone()
+            }),
+        }
+    }
+
     /// Reads all that was added, in turns where destinations share memory.
     ///
     /// # Errors
@@ -269,6 +286,7 @@ impl Gather {
         control: &Control,
     ) -> Result<ReadStats> {
         let requests = turns.requests(turn, &self.requests);
+        let options = &self.options(options);
         // SAFETY: the caller's promise; no two requests of a turn share a byte. Files are never made shorter (section 9 of the format).
         let read = unsafe { read::read(&self.files, &requests, &Names(&self.index), options, control) };
         read.map_err(|error| explain(&self.index, error, control))

@@ -10,10 +10,15 @@ mod policy;
 mod scatter;
 mod segments;
 mod sequential;
+mod sketch;
+#[cfg(test)]
+mod sketch_tests;
 mod survey;
 mod verify;
 mod ways;
 mod worker;
+
+use std::sync::Arc;
 
 use crate::copy::SignBits;
 use crate::geometry::Dims;
@@ -21,13 +26,15 @@ pub use crate::store::{Destination, FileRef};
 pub use engine::read;
 pub(crate) use policy::{DISK_DEPTH, MAX_GAP};
 pub use sequential::{Sequential, Survey};
+pub use sketch::{Common, Sketch, compare, file_key};
 pub use survey::connect;
+pub(crate) use survey::span;
 
 /// How bytes come from a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum IoMode {
     /// For each file: [`Mmap`](Self::Mmap) if what is wanted of it is in the page cache and it lies on a local disk,
-    /// else [`Direct`](Self::Direct) (unless [`ReadOptions::shared`]) where the file system takes that, else [`Buffered`](Self::Buffered).
+    /// else [`Direct`](Self::Direct) (unless it is [`shared`](Sharing)) where the file system takes that, else [`Buffered`](Self::Buffered).
     #[default]
     Auto,
     /// Copied from a mapping of the file.
@@ -37,6 +44,18 @@ pub enum IoMode {
     Direct,
     /// Read through the page cache into a small buffer, copied from there.
     Buffered,
+}
+
+/// What other processes of this machine read at the same time. What they want too, [`IoMode::Auto`] reads through the page cache, so that the disk delivers it once.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Sharing {
+    /// Nothing of the same files.
+    #[default]
+    Nothing,
+    /// It is not known, and guessed by the shape of what is wanted here: tensors wanted whole, and all that short rows lie in.
+    Guess,
+    /// It is known of each file, by its index in the slice given to [`read`]. A file of which a part is wanted by others is there twice.
+    Known(Arc<[bool]>),
 }
 
 /// How to read.
@@ -49,9 +68,8 @@ pub struct ReadOptions {
     pub threads: usize,
     /// Whether blocks that have digests are checked against them in the same pass. Default: no.
     pub verify: bool,
-    /// Whether other processes of this machine read from the same files at the same time. Then [`IoMode::Auto`] reads what they likely want
-    /// too through the page cache, so that the disk delivers it once: tensors wanted whole, and all that short rows lie in. Default: no.
-    pub shared: bool,
+    /// What other processes of this machine read too. Default: [`Sharing::Nothing`].
+    pub shared: Sharing,
     /// Bytes of buffers that one call may hold, page cache and mappings aside. Default: 64 MiB. At least one buffer for a
     /// thread is always used.
     pub max_inflight_bytes: u64,
@@ -63,7 +81,7 @@ impl Default for ReadOptions {
             io: IoMode::Auto,
             threads: 0,
             verify: false,
-            shared: false,
+            shared: Sharing::Nothing,
             max_inflight_bytes: 64 << 20,
         }
     }

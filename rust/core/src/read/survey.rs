@@ -5,7 +5,7 @@ use std::fs::File;
 use std::sync::Arc;
 
 use super::policy::{Access, SMALL_READ};
-use super::{Catalog, FileRef, IoMode, ReadOptions, ReadReq};
+use super::{Catalog, FileRef, IoMode, ReadOptions, ReadReq, Sharing};
 use crate::store::{Connection, Mapping, direct_align, is_remote, resident_bytes};
 use crate::{Error, Result, parallel};
 
@@ -23,14 +23,14 @@ pub struct Wanted {
     pub bytes: u64,
     start: u64,
     end: u64,
-    /// The part of `bytes` that other processes likely want too, or what lies between.
+    /// The part of `bytes` that other processes want too, or what lies between.
     common: u64,
 }
 
 /// What is wanted of each file: how much, and from where to where.
 pub fn spans(files: &[FileRef], reqs: &[ReadReq], options: &ReadOptions, catalog: &dyn Catalog) -> Result<Vec<Wanted>> {
     let mut all = vec![Wanted::default(); files.len()];
-    let of_tensors = options.shared.then(|| bytes_of_tensors(reqs));
+    let of_tensors = (options.shared == Sharing::Guess).then(|| bytes_of_tensors(reqs));
     for req in reqs {
         let Some(wanted) = all.get_mut(req.file as usize) else {
             return Err(Error::Plan(format!(
@@ -41,12 +41,7 @@ pub fn spans(files: &[FileRef], reqs: &[ReadReq], options: &ReadOptions, catalog
         };
         // Saturating: what is out of bounds is refused by the planner, this only weighs.
         let bytes = bytes_of(req);
-        let start = req.chunk_offset.saturating_add(req.src_offset);
-        let steps = req.shape.iter().zip(&req.src_strides);
-        let reach = steps.fold(req.itemsize, |n, (&s, &stride)| {
-            n.saturating_add(s.saturating_sub(1).saturating_mul(stride))
-        });
-        let end = start.saturating_add(reach);
+        let (start, end) = span(req);
         if bytes > 0 {
             wanted.start = if wanted.bytes == 0 {
                 start
@@ -56,13 +51,27 @@ pub fn spans(files: &[FileRef], reqs: &[ReadReq], options: &ReadOptions, catalog
             wanted.end = wanted.end.max(end);
             wanted.bytes = wanted.bytes.saturating_add(bytes);
             let is_whole = |of: &HashMap<u32, u64>| catalog.tensor_bytes(req.tensor) == of.get(&req.tensor).copied();
-            let is_common = |of| is_whole(of) || is_thin(req, bytes);
-            if of_tensors.as_ref().is_some_and(is_common) {
+            let is_common = match &options.shared {
+                Sharing::Nothing => false,
+                Sharing::Guess => of_tensors.as_ref().is_some_and(is_whole) || is_thin(req, bytes),
+                Sharing::Known(files) => files.get(req.file as usize).copied().unwrap_or_default(),
+            };
+            if is_common {
                 wanted.common = wanted.common.saturating_add(bytes);
             }
         }
     }
     Ok(all)
+}
+
+/// The first byte of a file that is wanted, and the one after the last.
+pub fn span(req: &ReadReq) -> (u64, u64) {
+    let start = req.chunk_offset.saturating_add(req.src_offset);
+    let steps = req.shape.iter().zip(&req.src_strides);
+    let reach = steps.fold(req.itemsize, |n, (&s, &stride)| {
+        n.saturating_add(s.saturating_sub(1).saturating_mul(stride))
+    });
+    (start, start.saturating_add(reach))
 }
 
 fn bytes_of(req: &ReadReq) -> u64 {
@@ -205,7 +214,7 @@ mod tests {
         }
     }
 
-    fn common(reqs: &[ReadReq], shared: bool) -> u64 {
+    fn common(reqs: &[ReadReq], shared: Sharing) -> u64 {
         let file = FileRef {
             path: "x".into(),
             size: 1 << 20,
@@ -224,16 +233,17 @@ mod tests {
     #[test]
     fn replicas_and_columns_are_common_and_rows_are_not() {
         let (whole, half, columns) = (rows(256, 4096, 4096), rows(128, 4096, 4096), rows(256, 1024, 4096));
-        assert_eq!(common(std::slice::from_ref(&whole), true), 1 << 20);
-        assert_eq!(
-            common(&[half.clone(), half.clone()], true),
-            1 << 20,
-            "whole, in two chunks"
-        );
-        assert_eq!(common(std::slice::from_ref(&half), true), 0);
-        assert_eq!(common(std::slice::from_ref(&columns), true), 256 << 10);
-        assert_eq!(common(&[rows(4, 64 << 10, 256 << 10)], true), 0, "long rows");
-        assert_eq!(common(&[rows(1, 64, 4096)], true), 0, "one row");
-        assert_eq!(common(&[whole, half, columns], false), 0, "alone on the machine");
+        let guess = |reqs: &[ReadReq]| common(reqs, Sharing::Guess);
+        assert_eq!(guess(std::slice::from_ref(&whole)), 1 << 20);
+        assert_eq!(guess(&[half.clone(), half.clone()]), 1 << 20, "whole, in two chunks");
+        assert_eq!(guess(std::slice::from_ref(&half)), 0);
+        assert_eq!(guess(std::slice::from_ref(&columns)), 256 << 10);
+        assert_eq!(guess(&[rows(4, 64 << 10, 256 << 10)]), 0, "long rows");
+        assert_eq!(guess(&[rows(1, 64, 4096)]), 0, "one row");
+        let all = [whole, half, columns];
+        assert_eq!(common(&all, Sharing::Nothing), 0, "alone on the machine");
+        // Whatever the shapes, where it is known.
+        assert_eq!(common(&all, Sharing::Known([false].into())), 0);
+        assert_eq!(common(&all, Sharing::Known([true].into())), 7 << 18);
     }
 }

@@ -10,7 +10,7 @@ use crate::checkpoint::gather::{Gather, Memory, Names, Source, Want};
 use crate::copy::Signs;
 use crate::format::{Index, Kind};
 use crate::geometry::{Dims, Region, is_run, row_major};
-use crate::read::{Destination, FileRef, ReadOptions, ReadReq, Survey};
+use crate::read::{Common, Destination, FileRef, ReadOptions, ReadReq, Survey};
 use crate::{Control, Error, Result};
 
 /// All batches of a load, and what it takes to fill them.
@@ -31,7 +31,7 @@ pub struct Plan {
 
 impl Plan {
     /// Packs the rectangles, in their order or (`sort`) that of the files, into slabs of `slab_bytes`, a multiple of [`PAGE`]. Every file they need is opened
-    /// and checked.
+    /// and checked. `common` is what is known of what others want.
     ///
     /// # Errors
     /// [`Error::Plan`] for a rectangle that is not in its chunk; those of [`read`](crate::read::read) for files.
@@ -42,6 +42,7 @@ impl Plan {
         slab_bytes: u64,
         sort: bool,
         options: &ReadOptions,
+        common: Option<&Common>,
     ) -> Result<Self> {
         if slab_bytes == 0 || !slab_bytes.is_multiple_of(PAGE) {
             return Err(Error::Plan(format!("slabs of {slab_bytes} bytes")));
@@ -83,8 +84,12 @@ impl Plan {
             ranges.push(count..count + batch.pieces.len());
             count += batch.pieces.len();
         }
+        if let Some(common) = common {
+            gather.divide(common);
+        }
+        let options = gather.options(options).into_owned();
         let (files, requests) = gather.into_parts();
-        let survey = Survey::new(&files, &requests, options, &Names(&index))
+        let survey = Survey::new(&files, &requests, &options, &Names(&index))
             .map_err(|error| explain(&index, error, &Control::new()))?;
         let threads = match options.threads {
             0 => crate::parallel::available(),

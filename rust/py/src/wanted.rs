@@ -1,0 +1,107 @@
+//! What the ranks of a machine want alike, as Python sees it.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use dcp_rs_core::checkpoint::gather::{self, Source};
+use dcp_rs_core::geometry::Region;
+use dcp_rs_core::read;
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::PyBytes;
+
+use crate::batch::Batch;
+use crate::convert::Extent;
+use crate::error::{IntoPy, PlanError};
+use crate::index::Index;
+use crate::panics::guarded;
+
+/// What a rank wants of a checkpoint, as a sample of fixed size.
+#[pyclass(module = "dcp_rs._core")]
+pub struct Wanted {
+    index: Py<Index>,
+    inner: gather::Wanted,
+}
+
+/// Which blocks of a sample others want too.
+#[pyclass(frozen, module = "dcp_rs._core")]
+pub struct Common {
+    pub inner: Arc<read::Common>,
+}
+
+#[guarded]
+#[pymethods]
+impl Wanted {
+    #[new]
+    fn new(index: Py<Index>) -> Self {
+        let inner = gather::Wanted::new(Arc::clone(&index.get().inner));
+        Self { index, inner }
+    }
+
+    /// Adds what is filled in place of a batch of the same index.
+    fn add_batch(&mut self, py: Python<'_>, batch: &Batch) -> PyResult<()> {
+        if !Arc::ptr_eq(&batch.index().inner, &self.index.get().inner) {
+            return Err(PlanError::new_err("the batch is of another index"));
+        }
+        py.detach(|| self.inner.add_batch(batch.gather()));
+        Ok(())
+    }
+
+    /// Adds regions (source, whether that is a chunk, offsets, sizes).
+    fn add(&mut self, regions: Vec<(u64, bool, Extent, Extent)>) -> PyResult<()> {
+        let index = self.index.get();
+        for (source, of_chunk, offsets, sizes) in regions {
+            let region = Region {
+                offsets: offsets.0,
+                sizes: sizes.0,
+            };
+            let source = if of_chunk {
+                index.check_chunk(source)?;
+                Source::Chunk(source)
+            } else {
+                let tensor = u32::try_from(source).unwrap_or(u32::MAX);
+                index.check_tensor(tensor)?;
+                Source::Tensor(tensor)
+            };
+            self.inner.add(source, &region);
+        }
+        Ok(())
+    }
+
+    /// For the coordinator: no more than 640 bytes.
+    fn told<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.inner.sketch().to_bytes())
+    }
+
+    /// With the coordinator's answer. None: it could find nothing.
+    fn judged(&self, py: Python<'_>, answer: &[u8]) -> PyResult<Option<Common>> {
+        let common = self.inner.sketch().judged(answer).into_py(py)?;
+        Ok(common.map(|common| Common {
+            inner: Arc::new(common),
+        }))
+    }
+}
+
+/// The coordinator's part, for what ranks told it: for each (its machine, `Wanted.told`), how many of them are on that machine, and the answer.
+#[guarded]
+#[pyfunction]
+pub fn compare_wanted<'py>(
+    py: Python<'py>,
+    told: Vec<(PyBackedBytes, PyBackedBytes)>,
+) -> PyResult<Vec<(usize, Bound<'py, PyBytes>)>> {
+    let mut machines: HashMap<&[u8], Vec<usize>> = HashMap::new();
+    for (rank, (machine, _)) in told.iter().enumerate() {
+        machines.entry(machine).or_default().push(rank);
+    }
+    let mut answers = vec![(0, Vec::new()); told.len()];
+    for ranks in machines.values() {
+        let sketches: Vec<&[u8]> = ranks.iter().map(|&rank| &*told[rank].1).collect();
+        for (&rank, answer) in ranks.iter().zip(read::compare(&sketches).into_py(py)?) {
+            answers[rank] = (ranks.len(), answer);
+        }
+    }
+    Ok(answers
+        .into_iter()
+        .map(|(count, answer)| (count, PyBytes::new(py, &answer)))
+        .collect())
+}
