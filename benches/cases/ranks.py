@@ -1,4 +1,4 @@
-"""Several ranks of one machine load at once from a cold disk: what all want, and what lies between what others want."""
+"""Several ranks of one machine load at once from a cold disk: what all want, what lies between what others want, and what each wants alone."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +9,7 @@ import torch
 from harness import checkpoints, page_cache
 from harness.context import Context
 from harness.driven import Driven, worker
-from harness.loaders import OURS, OURS_STOCK_PLANNER, STOCK
+from harness.loaders import OURS, OURS_ALONE, OURS_STOCK_PLANNER, STOCK
 from harness.pairs import Contender, measure, nothing
 from harness.rows import Row, versus
 from harness.states import Pattern, size_of, square_shapes
@@ -22,17 +22,19 @@ def run(context: Context) -> list[Row]:
     native, stock = checkpoints.row_sharded(context.folder / "reshard", pattern, SAVED_BY)
     rows = []
     with together(context) as ranks:
-        for what in ("replicas", "columns", "rows"):
+        for what in ("replicas", "columns", "rows", "stages"):
             ranks.ask("want", what)
+            loaders = [(OURS, native), (OURS_STOCK_PLANNER, native), (STOCK, stock)]
+            if what == "stages":  # each other matrices, whole: as if nobody else were there
+                loaders.append((OURS_ALONE, native))
             times = measure(
-                [
-                    ranks.contender(name, path, lambda path=path: page_cache.drop(path))
-                    for name, path in ((OURS, native), (OURS_STOCK_PLANNER, native), (STOCK, stock))
-                ],
+                [ranks.contender(name, path, lambda path=path: page_cache.drop(path)) for name, path in loaders],
                 **context.pairs,
             )
             case = f"cold, {size_of(pattern.nbytes)}, {RANKS} ranks of a machine load {what}"
             rows += [versus(case, times, OURS, STOCK), versus(case, times, OURS_STOCK_PLANNER, STOCK)]
+            if what == "stages":
+                rows += [versus(case, times, name, OURS_ALONE) for name in (OURS, OURS_STOCK_PLANNER)]
     return rows
 
 

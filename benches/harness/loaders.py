@@ -17,6 +17,7 @@ State = dict[str, torch.Tensor]
 OURS = "dcp_rs.load"
 OURS_VERIFIED = "dcp_rs.load, verify=True"
 OURS_SHARED = "dcp_rs.load, shared=True"
+OURS_ALONE = "dcp_rs.load, shared=False"
 OURS_STOCK_PLANNER = "dcp.load, RsReader"
 STOCK = "FileSystemReader"
 HUGGING_FACE = "HuggingFaceStorageReader"

@@ -75,15 +75,15 @@ class Pattern:
         """A state dict with memory of its own."""
         return {name: self.view(name).clone() for name in self.shapes}
 
-    def blank(self) -> dict[str, torch.Tensor]:
-        """A state dict to load into, its memory touched."""
-        state = {n: torch.empty(shape, dtype=self.dtype) for n, shape in self.shapes.items()}
+    def blank(self, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+        """A state dict to load into, of all names or these, its memory touched."""
+        state = {n: torch.empty(self.shapes[n], dtype=self.dtype) for n in (self.shapes if names is None else names)}
         scramble(state.values())
         return state
 
-    def check(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Raises unless every bit is right."""
-        for name in self.shapes:
+    def check(self, state: Mapping[str, torch.Tensor], names: Iterable[str] | None = None) -> None:
+        """Raises unless every bit is right, of all names or these."""
+        for name in self.shapes if names is None else names:
             stored = state[name].detach().contiguous().view(torch.uint8).view(-1)
             assert torch.equal(stored, self.bytes_of(name)), f"{name} was not loaded as it was saved"
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.context import SIZES
 from harness.driven import serve
-from harness.loaders import BROADCAST, OURS, OURS_STOCK_PLANNER, STOCK
+from harness.loaders import BROADCAST, OURS, OURS_ALONE, OURS_STOCK_PLANNER, STOCK
 from harness.states import Pattern, check_shards, scramble, shard, shards, square_shapes
 from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,8 +19,8 @@ import dcp_rs
 
 RANK, WORLD_SIZE = int(sys.argv[1]), int(sys.argv[2])
 PATTERN = Pattern(square_shapes(SIZES[sys.argv[4]]), torch.bfloat16)
-#: What a rank can want of each matrix, by the dimension that is sharded.
-DIMS = {"replicas": None, "rows": 0, "columns": 1}
+#: What a rank can want of each matrix, by the dimension that is sharded; and of "stages" some of the matrices whole.
+DIMS = {"replicas": None, "stages": None, "rows": 0, "columns": 1}
 
 os.environ["LOCAL_WORLD_SIZE"] = str(WORLD_SIZE)
 torch.set_num_threads(1)
@@ -34,13 +34,16 @@ class Wanted:
     def __init__(self, what: str) -> None:
         self.dim = DIMS[what]
         if self.dim is None:
-            self.state = self.memory = PATTERN.blank()
+            names = list(PATTERN.shapes)
+            first, end = (len(names) * rank // WORLD_SIZE for rank in (RANK, RANK + 1))
+            self.names = names[first:end] if what == "stages" else names
+            self.state = self.memory = PATTERN.blank(self.names)
         else:
             self.state, self.memory = shards(PATTERN, self.dim, MESH)
 
     def check(self) -> None:
         if self.dim is None:
-            PATTERN.check(self.memory)
+            PATTERN.check(self.memory, self.names)
         else:
             check_shards(PATTERN, self.dim, MESH, self.memory)
         scramble(self.memory.values())
@@ -74,6 +77,8 @@ def load(loader: str, path: str) -> None:
     state = wanted[0].state
     if loader == OURS:
         dcp_rs.load(state, path)
+    elif loader == OURS_ALONE:
+        dcp_rs.load(state, path, shared=False)
     elif loader == OURS_STOCK_PLANNER:
         dcp.load(state, storage_reader=dcp_rs.RsReader(path))
     elif loader == BROADCAST:

@@ -312,6 +312,8 @@ class Batch:
         """The same for a target that only its own class can fill, whose memory ``parts`` are."""
     def arrange(self, *, every: bool = False) -> int:
         """Finds the turns, once all is added; returns how many there are. What a later destination hides has none, unless ``every`` one is to be filled."""
+    def divide(self, common: Common) -> None:
+        """Says what others want too, once the turns were found."""
     def wants(self, turn: int) -> list[int]:
         """What goes through slabs in a turn, part by part: numbers for ``SlabReader.create``."""
     def device_of(self, want: int) -> int:
@@ -328,6 +330,27 @@ class Batch:
         self, turn: int, *, progress: Callable[[int], object] | None = None, **options: Unpack[_ReadOptions]
     ) -> ReadStats:
         """Fills what has this turn and is not elsewhere. ``progress`` hears now and then how many bytes of it are there."""
+
+@final
+class Common:
+    """Which blocks of what a rank wants others want too, as far as a sample tells."""
+
+@final
+class Wanted:
+    """What a rank wants of a checkpoint, as a sample of its blocks that has the same size for any model."""
+
+    def __new__(cls, index: Index) -> Wanted: ...
+    def add_batch(self, batch: Batch) -> None:
+        """Adds what is filled in place of a batch of the same index."""
+    def add(self, regions: Sequence[tuple[int, bool, _Extent, _Extent]]) -> None:
+        """Adds regions (source, whether that is a chunk, offsets, sizes). What no chunk holds is left out."""
+    def told(self) -> bytes:
+        """For the coordinator: no more than 640 bytes."""
+    def judged(self, answer: bytes) -> Common | None:
+        """With the coordinator's answer. None: it tells nothing of this sample."""
+
+def compare_wanted(told: Sequence[tuple[bytes, bytes]]) -> list[tuple[int, bytes]]:
+    """The coordinator's part. For each rank that told (its machine, ``Wanted.told``): how many of that machine did, and the answer."""
 
 @final
 class SaveItem:

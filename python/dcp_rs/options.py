@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from dcp_rs._progress import Progress
@@ -21,20 +21,20 @@ MIB = 1 << 20
 def default_threads() -> int:
     """The cores this process may use, shared fairly among the local ranks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // (_local_ranks() or 1))
+    return max(1, cores // (local_ranks() or 1))
 
 
 def default_shared() -> bool:
     """Whether there are other ranks on this machine; where nobody says, as many as the process group has."""
-    ranks = _local_ranks()
+    ranks = local_ranks()
     if ranks is None:
         dist = sys.modules.get("torch.distributed")  # where nobody imported it, there is no process group
         return dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return ranks > 1
 
 
-def _local_ranks() -> int | None:
-    """``LOCAL_WORLD_SIZE``, as torchrun sets it."""
+def local_ranks() -> int | None:
+    """How many ranks this machine has: ``LOCAL_WORLD_SIZE``, as torchrun sets it; None where nobody says."""
     try:
         return max(1, int(os.environ["LOCAL_WORLD_SIZE"]))
     except (KeyError, ValueError):
@@ -112,10 +112,10 @@ class ReadOptions:
         threads: default: the cores of this process, divided by ``LOCAL_WORLD_SIZE``.
         verify: check the digest of every block that is read. Blocks are hashed as they are copied, so a destination may hold a damaged one
             when the error is raised; no planner is told that it is filled.
-        shared: whether other processes of this machine load the same checkpoint at the same time. ``"auto"`` then reads what they likely
-            want too through the page cache, so that the disk delivers it once: tensors that are wanted whole, and the rows that columns
-            are part of. Default: whether ``LOCAL_WORLD_SIZE`` is more than 1; where it is not set, whether the process group has
-            more than one rank.
+        shared: whether other processes of this machine load the same checkpoint at the same time. ``"auto"`` then reads what they
+            want too through the page cache, so that the disk delivers it once. By default there are others where ``LOCAL_WORLD_SIZE`` is
+            more than 1, or, where it is not set, the process group has more than one rank. In a load of all of these, ranks tell each other
+            what they want. Otherwise, and with ``True``, it is guessed: tensors that are wanted whole, and the rows that columns are part of.
         max_inflight_bytes: bound on memory beyond the destinations, in bytes. Default 64 MiB, for an accelerator 256 MiB
             of pinned memory.
     """
@@ -147,6 +147,14 @@ class ReadOptions:
     def engine(self) -> dict[str, Any]:
         """The keyword arguments of the engine's calls."""
         return {**self.slabs(), "max_inflight_bytes": self.inflight_bytes(accelerator=False)}
+
+    def asks_what_others_want(self) -> bool:
+        """Whether what other ranks of this machine want makes a difference, and nobody has said what to make of them."""
+        return self.shared is None and self.io in ("auto", "gds") and default_shared()
+
+    def alone(self) -> ReadOptions:
+        """The same, for what no other rank reads."""
+        return replace(self, shared=False) if self.shared is None else self
 
     def slabs(self) -> dict[str, Any]:
         """Those of a load through slabs."""

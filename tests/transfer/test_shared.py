@@ -1,18 +1,24 @@
-"""Ranks of one machine that want the same of a checkpoint, or parts that lie between each other, have the disk deliver it once."""
+"""Ranks of one machine that want the same of a checkpoint, or parts that lie between each other, have the disk deliver it once.
+
+What each wants alone it reads past the page cache.
+"""
 
 import os
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp_rs
-from dcp_rs import RsReader
+from dcp_rs import RsLoadPlanner, RsReader, RsWriter, _core
 from dcp_rs.options import ReadOptions, default_shared
 from support import assert_state_equal, run_ranks
+from support.both import HAS_RANK_LOCAL
 
 SHAPE = (2048, 4096)  # 32 MiB in float32; a quarter of a row is 4 KiB
 RANKS = 4
@@ -72,6 +78,212 @@ def saved(ckpt):
 def test_the_disk_delivers_once(saved, placement):
     for share in run_ranks(RANKS, load_cold, saved, placement, None):
         assert share <= 1.2
+
+
+#: Of float32 tensors of so many MiB: an embedding that all ranks want, and a layer of each. Norms lie between.
+EMBEDDING, LAYER = 16, 24
+
+
+def pipeline(stages=RANKS):
+    """What the ranks of a pipeline want, all of it in one file."""
+    state = {"embedding": torch.arange(EMBEDDING << 18, dtype=torch.int32).view(torch.float32).reshape(-1, 1024)}
+    for stage in range(stages):
+        first = (stage + 1) << 24
+        state[f"layers.{stage}.norm"] = torch.arange(first, first + 1024, dtype=torch.int32).view(torch.float32)
+        layer = torch.arange(first, first + (LAYER << 18), dtype=torch.int32)
+        state[f"layers.{stage}.weight"] = layer.view(torch.float32).reshape(-1, 1024)
+    return state
+
+
+class CountsItems(RsLoadPlanner):
+    """Wants to be called for each item."""
+
+    def commit_tensor(self, read_item, tensor):
+        super().commit_tensor(read_item, tensor)
+
+
+class Forgets(RsReader):
+    """Plans as torch's own reader does, which says nothing."""
+
+    def prepare_local_plan(self, plan):
+        return plan
+
+
+PLANNERS = {"ours": RsLoadPlanner, "items": CountsItems, "torch": dcp.DefaultLoadPlanner}
+
+
+def load_of_pipeline(path, names, planner="ours", reader=RsReader, groups=None, **options):
+    """Bytes that the disk delivered for all ranks; and the share of this rank's that came past the page cache.
+
+    Args:
+        names: what this rank wants begins with, with its number for a ``*``.
+        groups: lists of ranks that load apart.
+    """
+    whole, rank = pipeline(), dist.get_rank()
+    wanted = {k: v for k, v in whole.items() if k.startswith(tuple(name.replace("*", str(rank)) for name in names))}
+    got = {name: torch.zeros_like(value) for name, value in wanted.items()}
+    made = [dist.new_group(group) for group in groups or []]
+    group = next((made[i] for i, ranks in enumerate(groups or []) if rank in ranks), None)
+    if rank == 0:
+        drop_from_page_cache(path)
+    dist.barrier()
+    before = delivered()
+    storage = reader(path, **options)
+    dcp.load(got, storage_reader=storage, planner=PLANNERS[planner](), process_group=group)
+    total = torch.tensor([delivered() - before])
+    dist.all_reduce(total)
+    assert_state_equal(got, wanted)
+    return total.item() / (1 << 20), storage.report.bytes_direct / storage.report.bytes_read
+
+
+@pytest.fixture
+def of_pipeline(saved):
+    dcp_rs.save(pipeline(), saved, no_dist=True)
+    return saved
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_pipeline_ranks_read_their_own_past_the_page_cache(of_pipeline, planner):
+    for total, direct in run_ranks(RANKS, load_of_pipeline, of_pipeline, ["layers.*"], planner):
+        assert direct == 1
+        assert total <= 1.1 * RANKS * LAYER
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_what_all_want_is_told_from_what_each_wants_in_one_file(of_pipeline, planner):
+    for total, direct in run_ranks(RANKS, load_of_pipeline, of_pipeline, ["embedding", "layers.*"], planner):
+        assert 0.8 * LAYER / (LAYER + EMBEDDING) < direct < 1.2 * LAYER / (LAYER + EMBEDDING)
+        assert total <= 1.1 * (EMBEDDING + RANKS * LAYER)
+
+
+def test_of_two_replicas_each_half_reads_once(of_pipeline):
+    """Ranks 0 and 1 want what lies beside what 2 and 3 want."""
+    names = [["layers.0"], ["layers.0"], ["layers.1"], ["layers.1"]]
+    for total, direct in run_ranks(RANKS, load_by_rank, of_pipeline, names):
+        assert direct == 0
+        assert total <= 1.1 * 2 * LAYER
+
+
+def load_by_rank(path, names):
+    return load_of_pipeline(path, names[dist.get_rank()])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reader": Forgets},
+        {"shared": True},
+        {"groups": [[0, 1], [2, 3]]},
+    ],
+    ids=["a reader that says nothing", "who is told to share", "half of the ranks"],
+)
+def test_what_is_not_known_is_guessed(of_pipeline, options):
+    for _, direct in run_ranks(RANKS, load_of_pipeline_with, of_pipeline, options):
+        assert direct == 0
+
+
+def load_of_pipeline_with(path, options):
+    return load_of_pipeline(path, ["layers.*"], **options)
+
+
+def load_apart(path):
+    """As :func:`load_of_pipeline`, by half of the ranks, who are said to be all of their machine."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size() // 2)
+    try:
+        return load_of_pipeline(path, ["layers.*"], groups=[[0, 1], [2, 3]])
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
+
+
+def test_a_group_of_all_ranks_of_a_machine_knows(of_pipeline):
+    for _, direct in run_ranks(RANKS, load_apart, of_pipeline):
+        assert direct == 1
+
+
+def load_of_each_rank(path):
+    """Each rank its own save, in a folder that all have. Returns the share of it that came past the page cache."""
+    want = numbered() + dist.get_rank()
+    dcp.save({"w": want}, storage_writer=RsWriter(path), use_collectives=False)
+    drop_from_page_cache(path)
+    dist.barrier()
+    got, reader = {"w": torch.zeros(SHAPE)}, RsReader(path)
+    dcp.load(got, storage_reader=reader)
+    assert_state_equal(got, {"w": want})
+    return reader.report.bytes_direct / reader.report.bytes_read
+
+
+@pytest.mark.skipif(not HAS_RANK_LOCAL, reason="this torch saves for all ranks")
+def test_nobody_shares_a_rank_local_save(saved):
+    assert run_ranks(RANKS, load_of_each_rank, saved / "apart") == [1] * RANKS
+
+
+def load_replicas(path):
+    """What ranks read for each other, each a part. Returns the share of this rank's that came past the page cache."""
+    want = {f"w{i}": part for i, part in enumerate(numbered().chunk(16))}
+    if dist.get_rank() == 0:
+        dcp_rs.save(dict(want), path, no_dist=True)
+        drop_from_page_cache(path)
+    dist.barrier()
+    got, reader = {name: torch.zeros_like(part) for name, part in want.items()}, RsReader(path, replicas="all")
+    dcp_rs.load_state_dict(got, reader, planner=RsLoadPlanner())
+    assert_state_equal(got, want)
+    return reader.report.bytes_read, reader.report.bytes_direct
+
+
+def test_what_ranks_read_for_each_other_each_reads_alone(saved):
+    loads = run_ranks(RANKS, load_replicas, saved / "replicas")
+    assert sum(read for read, _ in loads) <= 1.1 * numbered().nbytes
+    assert all(read == direct for read, direct in loads)
+
+
+def fail_in_plan(path):
+    """A rank that has no such tensor; the others hear of it."""
+    got = {"none" if dist.get_rank() == 1 else "embedding": torch.zeros(EMBEDDING << 8, 1024)}
+    with pytest.raises(RuntimeError, match="Missing key in checkpoint state_dict: none"):
+        dcp_rs.load_state_dict(got, RsReader(path))
+
+
+def test_a_rank_that_fails_in_its_plan_fails_all(of_pipeline):
+    run_ranks(RANKS, fail_in_plan, of_pipeline)
+
+
+def test_what_is_said_of_what_is_wanted_does_not_grow(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    sizes = []
+    for count, rows in ((1, 64), (1, 1 << 15), (300, 1 << 8)):
+        path = tmp_path / f"{count}-{rows}"
+        state = {f"w{i}": torch.zeros(rows, 512) for i in range(count)}
+        dcp_rs.save(state, path, no_dist=True)
+        sizes.append(len(pickle.dumps(planned(path, state))))
+    assert sizes[0] < sizes[1] == sizes[2] <= 1024
+    for alone in ("1", "many"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", alone)
+        assert len(pickle.dumps(planned(path, state))) < sizes[0]
+
+
+def planned(path, state):
+    reader, planner = RsReader(path), RsLoadPlanner()
+    metadata = reader.read_metadata()
+    planner.set_up_planner(state, metadata, is_coordinator=False)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    return reader.prepare_local_plan(planner.create_local_plan())
+
+
+def test_machines_are_compared_apart(tmp_path):
+    dcp_rs.save({"w": numbered()}, tmp_path, no_dist=True)
+    index = RsReader(tmp_path).read_metadata().state_dict_metadata.index
+    wanted = [_core.Wanted(index) for _ in range(3)]
+    for each in wanted:
+        each.add([(0, False, (0, 0), SHAPE)])
+    here, there = b"here", b"there"
+    (first, bits), (second, alone), (third, same) = _core.compare_wanted(
+        [(here, wanted[0].told()), (there, wanted[1].told()), (here, wanted[2].told())]
+    )
+    assert (first, second, third) == (2, 1, 2)
+    assert bits == same == bytes([128]) + b"\xff" * 16
+    assert alone == bytes([128]) + bytes(16)
+    with pytest.raises(dcp_rs.errors.PlanError, match="no sketch"):
+        _core.compare_wanted([(here, b"abc")])
 
 
 def test_who_does_not_share_reads_alone(saved):

@@ -37,11 +37,20 @@ class ItemReads:
         counts: what is read is added here.
         planner: resolves items, and hears when they are filled.
         weights_only: check that every value loads under ``torch.load(weights_only=True)`` before the planner gets it.
+        common: what is known of what other ranks want.
     """
 
     def __init__(
-        self, index: _core.Index, options: ReadOptions, counts: Counts, planner: LoadPlanner, *, weights_only: bool
+        self,
+        index: _core.Index,
+        options: ReadOptions,
+        counts: Counts,
+        planner: LoadPlanner,
+        *,
+        weights_only: bool,
+        common: _core.Common | None,
     ) -> None:
+        self._common = common
         self._index = index
         self._options = options
         self._counts = counts
@@ -99,7 +108,7 @@ class ItemReads:
 
     def _finish_batch(self, batch: list[tuple[ReadItem, torch.Tensor]], targets: list[Target]) -> None:
         planner = self._planner
-        load = Load(self._index, self._options, counts=self._counts)
+        load = Load(self._index, self._options, counts=self._counts, common=self._common)
         load.add(targets)
         if not _commits(planner):
             with changing([target.tensor for target in targets]):

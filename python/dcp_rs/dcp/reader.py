@@ -31,6 +31,7 @@ from dcp_rs.dcp.optimizer_state import warn_of_left_out_state
 from dcp_rs.dcp.reports import LoadReport, Phases
 from dcp_rs.dcp.stock_arguments import one_of, say_ignored
 from dcp_rs.dcp.together import Ranks
+from dcp_rs.dcp.wanted import Answer, Told, common, compare, tell, wanted_of
 from dcp_rs.errors import CheckpointReplacedError, PlanError, UnsupportedError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
@@ -45,10 +46,15 @@ __all__ = ["RsReader"]
 
 @dataclasses.dataclass(frozen=True)
 class _Opened:
-    """What a rank's plan says of the load: which save it opened, and, once all plans have met, how many ranks take part."""
+    """What a rank's plan says of the load: which save it opened, and what it wants of it.
+
+    Once all plans have met, in place of that: how many ranks take part, and what is known of what they want.
+    """
 
     save_id: str | None
+    wants: Told | None = None
     ranks: int = 0
+    answer: Answer | None = None
 
 
 @dataclasses.dataclass
@@ -211,9 +217,12 @@ class RsReader(StorageReader):
         self._local.ranks = ranks
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Notes in the plan which save it is for, but for rank-local ones: there each rank has a save of its own."""
-        of_all_ranks = getattr(self._local, "of_all_ranks", True)
-        return dataclasses.replace(plan, storage_data=_Opened(self._index().save_id) if of_all_ranks else None)
+        """Notes in the plan which save it is for, and what it wants; but for rank-local ones: there each rank has a save of its own."""
+        index, self._local.wanted = self._index(), None
+        if not self._is_of_all_ranks():
+            return dataclasses.replace(plan, storage_data=None)
+        self._local.wanted = wanted_of(plan, index, self.options)
+        return dataclasses.replace(plan, storage_data=_Opened(index.save_id, tell(self._local.wanted)))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Raises unless all ranks opened the same save: one that is committed meanwhile must not be mixed with the one before.
@@ -222,18 +231,20 @@ class RsReader(StorageReader):
             CheckpointReplacedError: they did not.
             PlanError: ``replicas`` among other ranks than those of the load.
         """
-        opened = {plan.storage_data for plan in plans if isinstance(plan.storage_data, _Opened)}
-        if len(opened) > 1:
+        opened = [plan.storage_data if isinstance(plan.storage_data, _Opened) else None for plan in plans]
+        saves = {each.save_id for each in opened if each is not None}
+        if len(saves) > 1:
             msg = f"the checkpoint was replaced by another save while the ranks were opening it: {self.path}"
             raise CheckpointReplacedError(msg, path=self.path)
-        if opened and self.replicas != "each" and len(plans) > 1 and self._ranks(len(plans)).size != len(plans):
+        if saves and self.replicas != "each" and len(plans) > 1 and self._ranks(len(plans)).size != len(plans):
             msg = f"RsReader(replicas={self.replicas!r}) has to be told the process_group of the load, of {len(plans)} ranks"
             raise PlanError(msg, path=self.path)
+        answers = compare([None if each is None else each.wants for each in opened])
         return [
-            dataclasses.replace(plan, storage_data=dataclasses.replace(plan.storage_data, ranks=len(plans)))
-            if isinstance(plan.storage_data, _Opened)
-            else plan
-            for plan in plans
+            plan
+            if each is None
+            else dataclasses.replace(plan, storage_data=_Opened(each.save_id, ranks=len(plans), answer=answer))
+            for plan, each, answer in zip(plans, opened, answers, strict=True)
         ]
 
     @_reported
@@ -250,15 +261,16 @@ class RsReader(StorageReader):
                 warn_of_left_out_state(self._index(), names, ())
             else:
                 warn_of_left_out_state(reads.index, *reads.stored_names())
-            local = None if reads is None else self._begin_local(reads, ranks)
+            local = None if reads is None else self._begin_local(reads, ranks, known)
             return Offer().told() if local is None else local.offer.told()
 
-        ranks = self._ranks(plan.storage_data.ranks if isinstance(plan.storage_data, _Opened) else 1)
+        opened = plan.storage_data if isinstance(plan.storage_data, _Opened) else _Opened(None, ranks=1)
+        known = common(getattr(self._local, "wanted", None), opened.answer, opened.ranks)
+        ranks = self._ranks(opened.ranks)
         offers = ranks.all(begin)
         if local is None:
-            ItemReads(self._index(), self.options, self._local.counts, planner, weights_only=self.weights_only).read(
-                plan
-            )
+            index, counts, check = self._index(), self._local.counts, self.weights_only
+            ItemReads(index, self._options(), counts, planner, weights_only=check, common=known).read(plan)
         else:
             is_whole = self._read_local(local, ranks, offers)
         own = planner_of(plan)
@@ -294,12 +306,19 @@ class RsReader(StorageReader):
             storage_options=self.storage_options,
         )
 
+    def _is_of_all_ranks(self) -> bool:
+        """Whether the save is; a rank-local one has files that only this rank reads."""
+        return getattr(self._local, "of_all_ranks", True)
+
     def _index(self) -> _core.Index:
         index = getattr(self._local, "index", None)
         if index is None:
             index = self._open(None)
             self._local.index = index
         return index
+
+    def _options(self) -> ReadOptions:
+        return self.options if self._is_of_all_ranks() else self.options.alone()
 
     def _ranks(self, count: int) -> Ranks:
         """Who reads together, of the ``count`` ranks of the load."""
@@ -308,10 +327,10 @@ class RsReader(StorageReader):
             return Ranks(no_dist=True)
         return Ranks(self._process_group) if told is None else told
 
-    def _begin_local(self, reads: LocalReads, ranks: Ranks) -> _Local:
+    def _begin_local(self, reads: LocalReads, ranks: Ranks, known: _core.Common | None) -> _Local:
         """Does what can fail before the first tensor is filled."""
         index = reads.index
-        load = Load(index, self.options, reads.whole, self._local.counts)
+        load = Load(index, self._options(), reads.whole, self._local.counts, known)
         load.add(reads.targets)
         turns = load.arrange()
         stored = index.read_bytes([index.first_chunk(i) for i, _ in reads.values], **self.options.engine())
@@ -341,7 +360,7 @@ class RsReader(StorageReader):
         with changing(local.reads.tensors()):
             if is_shared(offers):
                 shared = share(local.offer, offers, ranks.process_group)
-                counts, is_whole = read_shared(local.reads.index, shared, self.options, ranks)
+                counts, is_whole = read_shared(local.reads.index, shared, self.options.alone(), ranks)
                 self._local.counts.add(counts)
                 self.bytes_read = counts.read
                 load.leave_out(target.place for reads in shared for target in reads.targets)

@@ -33,6 +33,7 @@ class Load:
         options: how to read.
         batch: what is planned already.
         counts: where the bytes are counted.
+        common: what is known of what other ranks want, of the same files.
     """
 
     def __init__(
@@ -41,7 +42,9 @@ class Load:
         options: ReadOptions,
         batch: _core.Batch | None = None,
         counts: Counts | None = None,
+        common: _core.Common | None = None,
     ) -> None:
+        self._common = common
         self._counts = Counts() if counts is None else counts
         self._index = index
         self._options = options
@@ -76,6 +79,8 @@ class Load:
     def arrange(self, *, every: bool = False) -> int:
         """Ends the adding; returns how many turns it takes. ``every``: also what a later destination hides is filled in a turn of its own."""
         self._turns = self._batch.arrange(every=every)
+        if self._common is not None:
+            self._batch.divide(self._common)
         return self._turns
 
     def places(self, turn: int) -> list[int]:

@@ -73,12 +73,12 @@ impl Wanted {
         PyBytes::new(py, &self.inner.sketch().to_bytes())
     }
 
-    /// With the coordinator's answer. None: it could find nothing.
-    fn judged(&self, py: Python<'_>, answer: &[u8]) -> PyResult<Option<Common>> {
-        let common = self.inner.sketch().judged(answer).into_py(py)?;
-        Ok(common.map(|common| Common {
+    /// With the coordinator's answer. None: it tells nothing of this sample.
+    fn judged(&self, answer: &[u8]) -> Option<Common> {
+        let common = self.inner.sketch().judged(answer);
+        common.map(|common| Common {
             inner: Arc::new(common),
-        }))
+        })
     }
 }
 

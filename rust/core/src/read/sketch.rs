@@ -126,31 +126,24 @@ impl Sketch {
         self.kept.keys().flat_map(bytes).collect()
     }
 
-    /// With what [`compare`] found for this one. `None`: it could find nothing.
-    ///
-    /// # Errors
-    /// [`Error::Plan`] for what is no answer to this sketch.
-    pub fn judged(&self, answer: &[u8]) -> Result<Option<Common>> {
-        let (&count, bits) = answer.split_first().ok_or_else(|| no_answer("it is empty"))?;
-        if usize::from(count) > self.kept.len() || bits.len() != usize::from(count).div_ceil(8) {
-            return Err(no_answer("it is of another length"));
+    /// With what [`compare`] found for this one. `None` where that is nothing, or of another sketch.
+    #[must_use]
+    pub fn judged(&self, answer: &[u8]) -> Option<Common> {
+        let (&count, bits) = answer.split_first()?;
+        let count = usize::from(count);
+        if count == 0 || count > self.kept.len() || bits.len() != count.div_ceil(8) {
+            return None;
         }
         let mut common = Common::default();
-        for (i, &(file, block)) in self.kept.values().take(count.into()).enumerate() {
+        for (i, &(file, block)) in self.kept.values().take(count).enumerate() {
             let is_common = bits[i / 8] >> (i % 8) & 1 == 1;
             common.blocks.entry(file).or_default().push((block, is_common));
         }
         for blocks in common.blocks.values_mut() {
             blocks.sort_unstable();
         }
-        Ok((count > 0).then_some(common))
+        Some(common)
     }
-}
-
-fn no_answer(why: &str) -> Error {
-    Error::Plan(format!(
-        "what the coordinator says of the blocks that a rank wants: {why}"
-    ))
 }
 
 /// Tells each of the ranks of one machine, by what [`Sketch::to_bytes`] gave, which blocks of its sample others want: how many it is sure of, from the smallest hash

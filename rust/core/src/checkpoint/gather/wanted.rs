@@ -226,7 +226,7 @@ mod tests {
     fn judged(wanted: &[Wanted]) -> Vec<Common> {
         let told: Vec<_> = wanted.iter().map(|wanted| wanted.sketch().to_bytes()).collect();
         let answers = compare(&told.iter().map(Vec::as_slice).collect::<Vec<_>>()).unwrap();
-        let judged = |(wanted, answer): (&Wanted, Vec<u8>)| wanted.sketch().judged(&answer).unwrap().unwrap();
+        let judged = |(wanted, answer): (&Wanted, Vec<u8>)| wanted.sketch().judged(&answer).unwrap();
         wanted.iter().zip(answers).map(judged).collect()
     }
 
