@@ -9,7 +9,7 @@ import torch
 from harness import checkpoints, page_cache
 from harness.context import Context
 from harness.driven import Driven, worker
-from harness.loaders import OURS, OURS_ALONE, OURS_STOCK_PLANNER, STOCK
+from harness.loaders import OURS, OURS_ALONE, OURS_SHARED, OURS_STOCK_PLANNER, STOCK
 from harness.pairs import Contender, measure, nothing
 from harness.rows import Row, versus
 from harness.states import Pattern, size_of, square_shapes
@@ -25,8 +25,10 @@ def run(context: Context) -> list[Row]:
         for what in ("replicas", "columns", "rows", "stages"):
             ranks.ask("want", what)
             loaders = [(OURS, native), (OURS_STOCK_PLANNER, native), (STOCK, stock)]
-            if what == "stages":  # each other matrices, whole: as if nobody else were there
-                loaders.append((OURS_ALONE, native))
+            if (
+                what == "stages"
+            ):  # each other matrices, whole: as if nobody else were there, and by the shape of what is wanted
+                loaders += [(OURS_ALONE, native), (OURS_SHARED, native)]
             times = measure(
                 [ranks.contender(name, path, lambda path=path: page_cache.drop(path)) for name, path in loaders],
                 **context.pairs,
@@ -34,7 +36,10 @@ def run(context: Context) -> list[Row]:
             case = f"cold, {size_of(pattern.nbytes)}, {RANKS} ranks of a machine load {what}"
             rows += [versus(case, times, OURS, STOCK), versus(case, times, OURS_STOCK_PLANNER, STOCK)]
             if what == "stages":
-                rows += [versus(case, times, name, OURS_ALONE) for name in (OURS, OURS_STOCK_PLANNER)]
+                rows += [
+                    versus(case, times, name, OURS_ALONE, reach=0.9, stretch=1.0) for name in (OURS, OURS_STOCK_PLANNER)
+                ]
+                rows.append(versus(case, times, OURS, OURS_SHARED))
     return rows
 
 

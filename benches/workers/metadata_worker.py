@@ -1,5 +1,6 @@
 """Opens a checkpoint and plans the load of one rank, in a process of its own: `metadata_worker.py PATH FQNS RANKS`."""
 
+import os
 import pickle
 import sys
 import time
@@ -62,7 +63,8 @@ def plan(reader: StorageReader, planner: LoadPlanner) -> Answer:
 
 
 def coordinate(reader: StorageReader, planner: LoadPlanner) -> Answer:
-    """What the coordinator receives and does, if every rank's plan is as large as this one's."""
+    """What the coordinator receives and does, if every rank's plan is as large as this one's, and machines have eight."""
+    os.environ["LOCAL_WORLD_SIZE"] = "8"
     local, opening, planning = local_plan(reader, planner)
     sent = pickle.dumps(local)
     start = time.perf_counter()

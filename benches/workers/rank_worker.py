@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.context import SIZES
 from harness.driven import serve
-from harness.loaders import BROADCAST, OURS, OURS_ALONE, OURS_STOCK_PLANNER, STOCK
+from harness.loaders import BROADCAST, OURS, OURS_ALONE, OURS_SHARED, OURS_STOCK_PLANNER, STOCK
 from harness.states import Pattern, check_shards, scramble, shard, shards, square_shapes
 from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
@@ -77,8 +77,8 @@ def load(loader: str, path: str) -> None:
     state = wanted[0].state
     if loader == OURS:
         dcp_rs.load(state, path)
-    elif loader == OURS_ALONE:
-        dcp_rs.load(state, path, shared=False)
+    elif loader in (OURS_ALONE, OURS_SHARED):
+        dcp_rs.load(state, path, shared=loader == OURS_SHARED)
     elif loader == OURS_STOCK_PLANNER:
         dcp.load(state, storage_reader=dcp_rs.RsReader(path))
     elif loader == BROADCAST:

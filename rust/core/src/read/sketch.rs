@@ -19,7 +19,7 @@ pub const BLOCK: u64 = SMALL_READ;
 /// Rows shorter than a block, no further apart than this, are taken as one with what lies between them: columns, of which others have the rest. Those that are
 /// further apart are better read each alone.
 const MAX_PITCH: u64 = 8 * BLOCK;
-/// Bytes of a hash: two of 2^20 blocks have the same once in two million times.
+/// Bytes of a hash: a block has that of one of 2^20 others once in a million times.
 pub(super) const HASH_BYTES: usize = 5;
 
 /// A sample of the blocks that a rank wants.
@@ -156,10 +156,17 @@ pub fn compare(sketches: &[&[u8]]) -> Result<Vec<Vec<u8>>> {
         .iter()
         .map(|sketch| hashes(sketch))
         .collect::<Result<Vec<_>>>()?;
-    let mut wanted_by: HashMap<u64, usize> = HashMap::new();
-    for &hash in all.iter().flatten() {
-        *wanted_by.entry(hash).or_default() += 1;
-    }
+    let mut merged: Vec<u64> = all.iter().flatten().copied().collect();
+    #[expect(
+        clippy::stable_sort_primitive,
+        reason = "it merges runs, of which each sketch is one"
+    )]
+    merged.sort();
+    let common: Vec<u64> = merged
+        .windows(2)
+        .filter(|pair| pair[0] == pair[1])
+        .map(|pair| pair[0])
+        .collect();
     // As far as a sketch tells what its rank does not want, too.
     let mut ends: Vec<(u64, usize)> = (all.iter().enumerate())
         .filter(|(_, hashes)| hashes.len() == SAMPLES)
@@ -175,7 +182,7 @@ pub fn compare(sketches: &[&[u8]]) -> Result<Vec<Vec<u8>>> {
         let mut answer = vec![0; 1 + sure.div_ceil(8)];
         answer[0] = u8::try_from(sure).expect("no more than are kept");
         for (i, hash) in hashes[..sure].iter().enumerate() {
-            answer[1 + i / 8] |= u8::from(wanted_by[hash] > 1) << (i % 8);
+            answer[1 + i / 8] |= u8::from(common.binary_search(hash).is_ok()) << (i % 8);
         }
         answer
     };
