@@ -41,7 +41,7 @@ __all__ = ["RsLoadPlanner", "local_reads"]
 class RsLoadPlanner(DefaultLoadPlanner):
     """Plans a load in Rust, over the mapped index, without an object for every item; with any other reader it plans as torch does.
 
-    The plan that crosses the collectives has a constant size. Its items come into being where somebody looks at them: a subclass that overrides
+    The plan that crosses the collectives does not grow with the model. Its items come into being where somebody looks at them: a subclass that overrides
     a method of torch's planner, a planner that wraps this one, a reader of others. A subclass that overrides ``create_global_plan`` gets all
     items of all ranks. A planner that wraps this one passes on what it is called with, ``commit_tensor`` too: docs/differences.md.
 
