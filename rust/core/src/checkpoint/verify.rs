@@ -66,9 +66,7 @@ pub fn verify(index: &Index, allow_external: bool, threads: usize, control: &Con
         }
         let problem = match open(there, &file_ref).map_err(|error| explain(index, error, control)) {
             Ok(file) => check_head(index, number, &file, &file_ref)?.map(|problem| (problem, true)),
-            Err(Error::CorruptData { path, reason, .. }) => {
-                Some((file_problem(there, path, &file_ref, reason), false))
-            }
+            Err(Error::CorruptData { path, reason, .. }) => Some((file_problem(there, path, &file_ref, reason), false)),
             Err(other) => return Err(other),
         };
         Ok((number, file_ref, problem))
