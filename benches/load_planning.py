@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096, 16384])
     parser.add_argument("--fqns", type=int, default=500)
     parser.add_argument("--stock-ranks", type=int, default=64, help="the most ranks that torch is tried with")
-    parser.add_argument("--folder", help="where data goes, and is removed from after: some 8 GB for 16,384 ranks")
+    parser.add_argument("--folder", help="where data goes, and is removed from after: 2 GB for 4,096 ranks")
     options = parser.parse_args()
     print("| ranks | who | commit | read_metadata | plan of a rank | sent by a rank | back to a rank | coordinator |")
     print("|---|---|---|---|---|---|---|---|")
