@@ -266,8 +266,8 @@ impl Worker {
                 None => buffer.as_ptr().wrapping_add(index(at + (offset - start))),
             }
         };
-        // The block that was hashed last: neighbours often share one.
-        let mut checked = None;
+        // The bytes that were hashed last, and what to: neighbours often share a block. Blocks of two chunks may begin at one byte and end apart.
+        let mut hashed: Option<((u64, u64), u64)> = None;
         for extent in extents.iter() {
             let piece = &batch.plan.pieces[extent.piece];
             let req = &batch.reqs[piece.req as usize];
@@ -277,12 +277,14 @@ impl Worker {
             if batch.verify && req.digests.is_some() {
                 let first = (extent.fetch.0 - req.chunk_offset) / BLOCK_SIZE;
                 let end = (extent.fetch.1 - req.chunk_offset).div_ceil(BLOCK_SIZE);
-                copied = loops.is_empty() && end - first == 1 && checked != Some((req.chunk_offset, first));
+                let is_known = |range| hashed.is_some_and(|(known, _)| known == range);
+                copied = loops.is_empty() && end - first == 1 && !is_known(verify::block_range(req, first));
                 for block in first..end {
-                    if checked == Some((req.chunk_offset, block)) {
+                    let (from, to) = verify::block_range(req, block);
+                    if let Some((_, got)) = hashed.filter(|(range, _)| *range == (from, to)) {
+                        verify::compare(file, req, block, got, batch.catalog)?;
                         continue;
                     }
-                    let (from, to) = verify::block_range(req, block);
                     let (bytes, length) = (locate(extent.segment, from), index(to - from));
                     // SAFETY: `fetch` covers its blocks whole and lies within its segment, which was populated or read;
                     // the planner has checked that it ends within the file. Published files do not change. The
@@ -297,7 +299,7 @@ impl Worker {
                     };
                     verify::compare(file, req, block, got, batch.catalog)?;
                     stats.bytes_verified += to - from;
-                    checked = Some((req.chunk_offset, block));
+                    hashed = Some(((from, to), got));
                 }
             }
             if copied {
