@@ -61,3 +61,16 @@ def test_of_tied_weights_the_one_stays_that_transformers_keeps(tmp_path: Path) -
         assert set(load_hf(tmp_path / model)) == {kept, "lm_head.bias"}
         with safe_open(tmp_path / model / "model.safetensors", framework="pt") as opened:
             assert opened.metadata() == {"format": "pt"} | dropped
+
+
+def test_conjugates_and_negatives_of_one_memory_are_tensors_of_their_own(tmp_path: Path) -> None:
+    """They were taken for one another: both had *some* signs changed, and nobody asked which."""
+    x = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
+    state = {"p": x, "a": x.conj(), "b": torch._neg_view(x), "c": torch._neg_view(x.conj()), "d": x.conj()}
+    torch.save(state, tmp_path / "x.pt")
+    plain = {name: tensor.resolve_conj().resolve_neg() for name, tensor in state.items()}
+    report = dcp_rs.convert(tmp_path / "x.pt", tmp_path / "y.pt")
+    assert_state_equal(torch.load(tmp_path / "y.pt"), plain)
+    report = dcp_rs.convert(tmp_path / "x.pt", tmp_path / "hf", to="safetensors")
+    assert report.tied == {"d": "a"}
+    assert_state_equal(load_hf(tmp_path / "hf"), {name: plain[name] for name in "pabc"})

@@ -69,7 +69,7 @@ class NumpyCheckpoint(OpenCheckpoint["ArraySlice"]):
         """An array over the mapping of the one file that holds it; None where it does not lie so."""
         stored, chunk = self._index.chunks(tensor)[0], self._index.first_chunk(tensor)
         is_whole = stored.sizes == tuple(shape) and stored.length > 0
-        if not is_whole or stored.offset % dtype.itemsize or self._index.has_signs(chunk):
+        if not is_whole or stored.offset % dtype.itemsize or any(self._index.chunk_signs(chunk)):
             return None
         if self._options.verify:
             self._index.verify_chunks([chunk], **self._options.engine())

@@ -117,13 +117,13 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
 
     def _view(self, tensor: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor over the mapping of the one file that holds it."""
-        chunk = self._index.chunks(tensor)[0]
-        if chunk.sizes != tuple(shape) or chunk.length == 0 or self._index.has_signs(self._index.first_chunk(tensor)):
+        chunk, number = self._index.chunks(tensor)[0], self._index.first_chunk(tensor)
+        if chunk.sizes != tuple(shape) or chunk.length == 0 or any(self._index.chunk_signs(number)):
             return self._read(tensor, self._index.name(tensor), dtype, [0] * len(shape), shape)
         if self._options.verify:
-            self._index.verify_chunks([self._index.first_chunk(tensor)], **self._options.engine())
+            self._index.verify_chunks([number], **self._options.engine())
         flat = self._map(chunk)
-        strides = self._index.chunk_strides(self._index.first_chunk(tensor))
+        strides = self._index.chunk_strides(number)
         if chunk.offset % dtype.itemsize:
             flat = flat.clone()  # foreign files need not align tensors
         if strides is None:

@@ -207,7 +207,7 @@ class IndexSource:
             item.dtype,
             item.shape,
             self.index.chunk_strides(chunk),
-            self.index.has_signs(chunk),
+            self.index.chunk_signs(chunk),
         )
 
 

@@ -6,7 +6,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use dcp_rs_core::checkpoint;
-use dcp_rs_core::copy::Signs;
 use dcp_rs_core::foreign::torch_file::ValueReader;
 use dcp_rs_core::format;
 use dcp_rs_core::geometry::Dims;
@@ -246,10 +245,11 @@ impl Index {
             .transpose()
     }
 
-    /// Whether the elements of a chunk are other ones than its bytes: their conjugates, or negatives.
-    fn has_signs(&self, chunk: u64) -> PyResult<bool> {
+    /// Whether the elements of a chunk are the conjugates of its bytes, and whether they are their negatives.
+    fn chunk_signs(&self, chunk: u64) -> PyResult<(bool, bool)> {
         self.check_chunk(chunk)?;
-        Ok(self.inner.chunk(chunk).signs != Signs::default())
+        let signs = self.inner.chunk(chunk).signs;
+        Ok((signs.conjugate, signs.negative))
     }
 
     /// The dtype of the tensor that a chunk belongs to; None for bytes.
