@@ -27,7 +27,6 @@ from dcp_rs.dcp.save_planner import RsSavePlanner
 from dcp_rs.dcp.together import Ranks
 from dcp_rs.dcp.unclear import apart, unclear
 from dcp_rs.dcp.writer import RsWriter
-from dcp_rs.errors import CheckpointReplacedError
 from dcp_rs.options import ReaderArguments, WriterArguments
 from dcp_rs.tensors.nesting import like
 from dcp_rs.tensors.trees import stateful_values
@@ -37,26 +36,9 @@ __all__ = ["async_save", "load", "load_state_dict", "save"]
 
 _log = logging.getLogger("dcp_rs")
 
-#: A load that finds the checkpoint replaced under it begins again, so often.
-_ATTEMPTS = 10
-
 #: What a save needs, and a load: made in a step, so that what fails there fails on all ranks.
 BeginLoad = Callable[[], tuple[dict[str, Any], StorageReader, LoadPlanner]]
 BeginSave = Callable[[], tuple[dict[str, Any], RsWriter, SavePlanner]]
-
-
-def _load(ranks: Ranks, begin: BeginLoad) -> None:
-    """Loads, and begins again with the new checkpoint where another save replaced the one that was being read."""
-    for _ in range(_ATTEMPTS - 1):
-        try:
-            protocol.load(ranks, begin)
-        except BaseException:
-            # Every rank knows the same failures, so all of them begin again, or none.
-            if not any(isinstance(error, CheckpointReplacedError) for error in ranks.failures.values()):
-                raise
-        else:
-            return
-    protocol.load(ranks, begin)
 
 
 def load_state_dict(
@@ -85,7 +67,8 @@ def load_state_dict(
         storage_reader.reset()
         return state_dict, storage_reader, DefaultLoadPlanner() if planner is None else planner
 
-    _load(Ranks(process_group, no_dist=no_dist, coordinator=coordinator_rank), begin)
+    ranks = Ranks(process_group, no_dist=no_dist, coordinator=coordinator_rank)
+    protocol.again_where_replaced(ranks, lambda: protocol.load(ranks, begin))
     return storage_reader.report if isinstance(storage_reader, RsReader) else None
 
 
@@ -137,7 +120,7 @@ def load(
             holder.load_state_dict(loaded.pop(key))
         state_dict.update(loaded)
 
-    _load(ranks, begin)
+    protocol.again_where_replaced(ranks, lambda: protocol.load(ranks, begin))
     ranks.together(hand_over)
     return (reader.report if reader is not None else None) or LoadReport()
 

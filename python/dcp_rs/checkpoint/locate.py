@@ -17,6 +17,7 @@ __all__ = [
     "STOCK_NAME",
     "holds_index",
     "is_data_file",
+    "is_of_all_ranks",
     "is_rank_local",
     "local_path",
     "open_index",
@@ -139,15 +140,35 @@ def is_data_file(name: str) -> bool:
 
 
 def holds_index(folder: Path) -> bool:
-    """Whether a folder holds a whole checkpoint of this package, or of torch."""
-    return (folder / INDEX_NAME).exists() or (folder / STOCK_NAME).exists()
+    """Whether a folder holds a whole checkpoint of this package, or of torch: what makes it one, and be it a link that leads nowhere.
+
+    Raises:
+        OSError: that cannot be found out.
+    """
+    return any(_is_there(folder / name) for name in (INDEX_NAME, STOCK_NAME))
+
+
+def is_of_all_ranks(path: str | os.PathLike[str]) -> bool:
+    """Whether there is such a folder. False of a store: whoever looks for an index there is told that there is none.
+
+    Raises:
+        OSError: that cannot be found out.
+    """
+    folder = location(path)
+    return not isinstance(folder, Url) and holds_index(folder)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def is_rank_local(path: str | os.PathLike[str]) -> bool:
     """Whether the folder holds a rank-local save, and none of all ranks."""
     folder = location(path)
-    if isinstance(folder, Url):  # whoever looks for one there is told what is not there
-        return False
-    if holds_index(folder):
+    if isinstance(folder, Url) or holds_index(folder):
         return False
     return any(next(folder.glob(pattern), None) is not None for pattern in _RANK_LOCAL)

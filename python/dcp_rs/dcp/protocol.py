@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
@@ -13,10 +13,27 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from dcp_rs.checkpoint.locate import is_rank_local
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.together import Ranks
+from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError
 
-__all__ = ["load", "save"]
+__all__ = ["again_where_replaced", "load", "save"]
 
 StateDict = dict[str, Any]
+T = TypeVar("T")
+
+#: A load that finds the checkpoint replaced under it begins again, so often.
+_ATTEMPTS = 10
+
+
+def again_where_replaced(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Does it, and begins again with the new checkpoint where another save replaced the one that was being read."""
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return work()
+        except BaseException:
+            # Every rank knows the same failures, so all of them begin again, or none.
+            if not any(isinstance(error, CheckpointReplacedError) for error in ranks.failures.values()):
+                raise
+    return work()
 
 
 def load(ranks: Ranks, begin: Callable[[], tuple[StateDict, StorageReader, LoadPlanner]]) -> None:
@@ -88,11 +105,15 @@ def save(ranks: Ranks, begin: Callable[[], tuple[StateDict, StorageWriter, SaveP
 
 
 def _metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
-    """The metadata of the checkpoint, and whether they are of all ranks: a rank may have saved its own alone."""
+    """The metadata of the checkpoint, and whether they are of all ranks: a rank may have saved its own alone.
+
+    Of a reader of this package only that there is none of all ranks leads to those. Others say that in whatever way.
+    """
     try:
         return reader.read_metadata(), True
     except Exception as error:
-        if not _takes_more(reader.read_metadata):
+        is_absent = isinstance(error, CheckpointNotFoundError) or not isinstance(reader, RsReader)
+        if not is_absent or not _takes_more(reader.read_metadata):
             raise
         try:
             return reader.read_metadata(rank=rank), False

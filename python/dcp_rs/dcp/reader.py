@@ -20,19 +20,20 @@ from dcp_rs import _core
 from dcp_rs._progress import Progress, watching
 from dcp_rs._shown import call
 from dcp_rs._url import StorageOptions, location
-from dcp_rs.checkpoint.locate import open_index
+from dcp_rs.checkpoint.locate import is_of_all_ranks, open_index
 from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.dcp.item_reads import ItemReads
 from dcp_rs.dcp.load_planner import RsLoadPlanner, local_reads
 from dcp_rs.dcp.local_items import planner_of
 from dcp_rs.dcp.local_reads import LocalReads
 from dcp_rs.dcp.metadata import make_metadata
+from dcp_rs.dcp.opened import Opened, answered, check_one_save, opened_of
 from dcp_rs.dcp.optimizer_state import warn_of_left_out_state
 from dcp_rs.dcp.reports import LoadReport, Phases
 from dcp_rs.dcp.stock_arguments import one_of, say_ignored
 from dcp_rs.dcp.together import Ranks
-from dcp_rs.dcp.wanted import Answer, Told, common, compare, tell, wanted_of
-from dcp_rs.errors import CheckpointReplacedError, PlanError, UnsupportedError
+from dcp_rs.dcp.wanted import common, tell, wanted_of
+from dcp_rs.errors import CheckpointNotFoundError, PlanError, UnsupportedError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.memory import changing, is_opaque
@@ -42,19 +43,6 @@ from dcp_rs.transfer.load import Load
 from dcp_rs.transfer.replicas import Offer, is_shared, offer, share, whole_targets
 
 __all__ = ["RsReader"]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Opened:
-    """What a rank's plan says of the load: which save it opened, and what it wants of it.
-
-    Once all plans have met, in place of that: how many ranks take part, and what is known of what they want.
-    """
-
-    save_id: str | None
-    wants: Told | None = None
-    ranks: int = 0
-    answer: Answer | None = None
 
 
 @dataclasses.dataclass
@@ -191,19 +179,30 @@ class RsReader(StorageReader):
         return self.path
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Opens the index. With ``rank=r`` it is that rank's own index of a rank-local save (``use_collectives=False``)."""
+        """Opens the index. With ``rank=r`` it is that rank's own index of a rank-local save (``use_collectives=False``).
+
+        Raises (with ``rank``, beside the errors of a load):
+            CheckpointNotFoundError: there is one of all ranks, which comes before those of single ranks, be they left there from a save before.
+        """
         self._local.clock = Phases()
         rank = kwargs.get("rank")
-        index = self._open(rank)
-        self._local.index = index
+        metadata: Metadata | None = self._local.__dict__.pop("kept", None)
+        if metadata is None:
+            index = self._open_of_all() if rank is None else self._open_own(rank)
+            self._local.index = index
+            metadata = make_metadata(
+                index,
+                rank=rank,
+                checkpoint_id=os.fspath(self.path),
+                load_id=self.load_id,
+                storage_options=self.storage_options,
+            )
         self._local.clock.end("metadata")
-        return make_metadata(
-            index,
-            rank=rank,
-            checkpoint_id=os.fspath(self.path),
-            load_id=self.load_id,
-            storage_options=self.storage_options,
-        )
+        return metadata
+
+    def keep(self, metadata: Metadata) -> None:
+        """Has the next :meth:`read_metadata` of this thread return what the one before did: values that were read before a load are of its save then."""
+        self._local.kept = metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Takes the index from the metadata that :meth:`read_metadata` returned, in whichever thread or process this is."""
@@ -220,32 +219,22 @@ class RsReader(StorageReader):
         """Notes in the plan which save it is for, and what it wants; but for rank-local ones: there each rank has a save of its own."""
         index, self._local.wanted = self._index(), None
         if not self._is_of_all_ranks():
-            return dataclasses.replace(plan, storage_data=None)
+            return dataclasses.replace(plan, storage_data=Opened(None, of_all_ranks=False, ranks=1))
         self._local.wanted = wanted_of(plan, index, self.options)
-        return dataclasses.replace(plan, storage_data=_Opened(index.save_id, tell(self._local.wanted)))
+        return dataclasses.replace(plan, storage_data=Opened(index.save_id, wants=tell(self._local.wanted)))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Raises unless all ranks opened the same save: one that is committed meanwhile must not be mixed with the one before.
+        """Raises unless all ranks opened the same save, or each its own: one that is committed meanwhile must not be mixed with the one before.
 
         Raises:
             CheckpointReplacedError: they did not.
             PlanError: ``replicas`` among other ranks than those of the load.
         """
-        opened = [plan.storage_data if isinstance(plan.storage_data, _Opened) else None for plan in plans]
-        saves = {each.save_id for each in opened if each is not None}
-        if len(saves) > 1:
-            msg = f"the checkpoint was replaced by another save while the ranks were opening it: {self.path}"
-            raise CheckpointReplacedError(msg, path=self.path)
-        if saves and self.replicas != "each" and len(plans) > 1 and self._ranks(len(plans)).size != len(plans):
+        of_all_ranks = check_one_save(plans, self.path)
+        if of_all_ranks and self.replicas != "each" and len(plans) > 1 and self._ranks(len(plans)).size != len(plans):
             msg = f"RsReader(replicas={self.replicas!r}) has to be told the process_group of the load, of {len(plans)} ranks"
             raise PlanError(msg, path=self.path)
-        answers = compare([None if each is None else each.wants for each in opened])
-        return [
-            plan
-            if each is None
-            else dataclasses.replace(plan, storage_data=_Opened(each.save_id, ranks=len(plans), answer=answer))
-            for plan, each, answer in zip(plans, opened, answers, strict=True)
-        ]
+        return answered(plans) if of_all_ranks else plans
 
     @_reported
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -264,7 +253,7 @@ class RsReader(StorageReader):
             local = None if reads is None else self._begin_local(reads, ranks, known)
             return Offer().told() if local is None else local.offer.told()
 
-        opened = plan.storage_data if isinstance(plan.storage_data, _Opened) else _Opened(None, ranks=1)
+        opened = opened_of(plan) or Opened(None, ranks=1)
         known = common(getattr(self._local, "wanted", None), opened.answer, opened.ranks)
         ranks = self._ranks(opened.ranks)
         offers = ranks.all(begin)
@@ -296,6 +285,28 @@ class RsReader(StorageReader):
         except UnsupportedError:
             return False
         return True
+
+    def _open_of_all(self) -> _core.Index:
+        self._local.has_none_of_all = False
+        try:
+            return self._open(None)
+        except CheckpointNotFoundError:
+            # A link that leads nowhere is one all the same.
+            self._local.has_none_of_all = not is_of_all_ranks(self.path)
+            raise
+
+    def _open_own(self, rank: int) -> _core.Index:
+        """What a rank saved alone, where it is known for sure that there is nothing of all ranks."""
+        if not getattr(self._local, "has_none_of_all", False):
+            try:
+                self._open_of_all()
+            except CheckpointNotFoundError:
+                if not self._local.has_none_of_all:
+                    raise
+            else:
+                msg = f"the checkpoint is one of all ranks, and none of rank {rank} alone: {self.path}"
+                raise CheckpointNotFoundError(msg, path=self.path)
+        return self._open(rank)
 
     def _open(self, rank: int | None) -> _core.Index:
         return open_index(
