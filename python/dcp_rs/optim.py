@@ -12,10 +12,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 
 from dcp_rs._warnings import formerly
-from dcp_rs.api import load_state_dict, save
+from dcp_rs.api import save
+from dcp_rs.dcp import protocol
+from dcp_rs.dcp.arguments import check_state_dict
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.reports import LoadReport
@@ -141,38 +144,58 @@ def load_training_state(
         PlanError: something is missing, or of another shape; an optimizer has parameters that the saved ones had not.
         DcpRsError: as :func:`dcp_rs.load`.
     """
-    optimizers, extra = _several(optimizers), {} if extra is None else extra
+    several, extra = _several(optimizers), {} if extra is None else extra
     planner = RsLoadPlanner(allow_partial_load=allow_partial_load) if planner is None else planner
     ranks = Ranks(process_group, no_dist=no_dist)
+
+    def load() -> None:
+        _load_training_state(path, model, several, extra, planner, ranks, read_options, partial=allow_partial_load)
+
+    protocol.again_where_replaced(ranks, load)
+    return planner.report if isinstance(planner, RsLoadPlanner) else None
+
+
+def _load_training_state(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizers: tuple[Optimizer, ...],
+    extra: dict[str, Any],
+    planner: LoadPlanner,
+    ranks: Ranks,
+    read_options: dict[str, Any],
+    *,
+    partial: bool,
+) -> None:
+    """Loads what the path holds when it begins, all of one save."""
     reader, metadata = ranks.together(lambda: _opened(path, read_options))
     state: dict[str, Any] = {}
     extras: dict[str, tuple[bool, dict[str, Any], dict[str, tuple[Any, ...]]]] = {}
 
     def begin() -> SavedOptimizers | None:
         state[MODEL] = get_model_state_dict(model)
-        saved = _saved_optimizers(reader, metadata, OPTIM, partial=allow_partial_load) if optimizers else None
+        saved = _saved_optimizers(reader, metadata, OPTIM, partial=partial) if optimizers else None
         if saved is not None:
-            state.update(saved.template(model, optimizers, partial=allow_partial_load))
+            state.update(saved.template(model, optimizers, partial=partial))
         for name, value in extra.items():
-            extras[name] = _extra_template(metadata, name, value, partial=allow_partial_load)
+            extras[name] = _extra_template(metadata, name, value, partial=partial)
             state.update(extras[name][1])
         return saved
 
     def end() -> None:
         if saved is not None:
             saved.fill(state)
-            saved.apply(model, optimizers, partial=allow_partial_load)
-        set_model_state_dict(model, state[MODEL], options=StateDictOptions(strict=not allow_partial_load))
+            saved.apply(model, optimizers, partial=partial)
+        set_model_state_dict(model, state[MODEL], options=StateDictOptions(strict=not partial))
         for name, (found, template, paths) in extras.items():
             if found:
                 loaded = unpack(nest({path: state[key] for key, path in paths.items()}) if template else {})
                 _put_extra(extra, name, loaded)
 
     saved = ranks.together(begin)
-    load_state_dict(state, reader, process_group=process_group, planner=planner, no_dist=no_dist)
+    _load(ranks, state, reader, metadata, planner)
     ranks.together(end)
     if not isinstance(planner, RsLoadPlanner):
-        return None
+        return
     if optimizers:
         planner.report.missing += [OPTIM] if saved is None else [f"{OPTIM}.state.{fqn}" for fqn in saved.missing]
     planner.report.missing += [_extra_name(name, extra[name]) for name, (found, *_) in extras.items() if not found]
@@ -184,7 +207,6 @@ def load_training_state(
         for name in planner.report.unexpected
         if not any(name == prefix or name.startswith(f"{prefix}.") for prefix in beside)
     ]
-    return planner.report
 
 
 @formerly(strict=("allow_partial_load", not_))
@@ -222,27 +244,41 @@ def load_optim_state_dict(
         PlanError: there is no optimizer state under ``key``, or it is of other parameters.
         DcpRsError: as :func:`dcp_rs.load`.
     """
-    planner = RsLoadPlanner() if planner is None else planner
     ranks = Ranks(process_group, no_dist=no_dist)
-    reader, metadata = ranks.together(lambda: _opened(path, read_options))
 
-    def begin() -> tuple[SavedOptimizers, dict[str, Any]]:
-        saved = _saved_optimizers(reader, metadata, key, partial=False)
-        assert saved is not None  # noqa: S101  # where nothing may be missing
-        return saved, saved.template(model, (optimizer,), partial=allow_partial_load)
+    def load() -> None:
+        reader, metadata = ranks.together(lambda: _opened(path, read_options))
 
-    def end() -> None:
-        saved.fill(state)
-        saved.apply(model, (optimizer,), partial=allow_partial_load)
+        def begin() -> tuple[SavedOptimizers, dict[str, Any]]:
+            saved = _saved_optimizers(reader, metadata, key, partial=False)
+            assert saved is not None  # noqa: S101  # where nothing may be missing
+            return saved, saved.template(model, (optimizer,), partial=allow_partial_load)
 
-    saved, state = ranks.together(begin)
-    load_state_dict(state, reader, process_group=process_group, planner=planner, no_dist=no_dist)
-    ranks.together(end)
+        def end() -> None:
+            saved.fill(state)
+            saved.apply(model, (optimizer,), partial=allow_partial_load)
+
+        saved, state = ranks.together(begin)
+        _load(ranks, state, reader, metadata, RsLoadPlanner() if planner is None else planner)
+        ranks.together(end)
+
+    protocol.again_where_replaced(ranks, load)
 
 
 def _opened(path: str | os.PathLike[str], read_options: dict[str, Any]) -> tuple[RsReader, Metadata]:
     reader = RsReader(path, **read_options)
     return reader, reader.read_metadata()
+
+
+def _load(ranks: Ranks, state: dict[str, Any], reader: RsReader, metadata: Metadata, planner: LoadPlanner) -> None:
+    """Loads of the save that was opened before: what was read of it then goes with what is read now."""
+
+    def begin() -> tuple[dict[str, Any], StorageReader, LoadPlanner]:
+        check_state_dict(state)
+        reader.keep(metadata)
+        return state, reader, planner
+
+    protocol.load(ranks, begin)
 
 
 def _several(optimizers: Optimizers) -> tuple[Optimizer, ...]:

@@ -1,0 +1,106 @@
+"""Training state that another save replaces while it is loaded: groups were of the one save, and everything else of the other."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dcp_rs.errors import CheckpointReplacedError
+from dcp_rs.optim import load_optim_state_dict, load_training_state, save_training_state
+from dcp_rs.training.optimizers import SavedOptimizers
+from support import run_ranks
+
+ALWAYS = 1000
+
+
+def made(value, rate):
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+            optimizer.state[parameter]["exp_avg"].fill_(value)
+    return model, optimizer
+
+
+def save(path, number):
+    save_training_state(path, *made(float(number), number / 100), extra={"step": number}, no_dist=True, fsync=False)
+
+
+def seen(model, optimizer, extra):
+    """The numbers of the saves that something is of."""
+    values = [p for parameter in model.parameters() for p in (parameter, optimizer.state[parameter]["exp_avg"])]
+    numbers = {int(number) for tensor in values for number in tensor.flatten().tolist()}
+    return numbers | {round(group["lr"] * 100) for group in optimizer.param_groups} | {extra["step"]}
+
+
+def overtaking(path, times, numbers):
+    """``SavedOptimizers.template``, the last that a load does before it loads; then save after save is committed."""
+    template = SavedOptimizers.template
+
+    def overtaken(saved, *args, **options):
+        made = template(saved, *args, **options)
+        if len(numbers) < times:
+            numbers.append(len(numbers) + 2)
+            save(path, numbers[-1])
+        return made
+
+    return overtaken
+
+
+@pytest.fixture
+def overtaken_by(ckpt, monkeypatch):
+    """Called with how many saves are to overtake the load of save 1. Gives the numbers of those that did."""
+
+    def begin(times):
+        save(ckpt, 1)
+        numbers = []
+        monkeypatch.setattr(SavedOptimizers, "template", overtaking(ckpt, times, numbers))
+        return numbers
+
+    return begin
+
+
+def test_all_of_it_is_of_one_save(ckpt, overtaken_by):
+    overtaken_by(3)
+    model, optimizer = made(9.0, 0.9)
+    extra = {"step": 9}
+    report = load_training_state(ckpt, model, optimizer, extra)
+    assert seen(model, optimizer, extra) == {4}
+    assert not report.missing
+    assert not report.unexpected
+
+
+def test_an_optimizer_alone(ckpt, overtaken_by):
+    overtaken_by(2)
+    model, optimizer = made(3.0, 0.9)
+    load_optim_state_dict(ckpt, model, optimizer)
+    assert seen(model, optimizer, {"step": 3}) == {3}
+
+
+def test_where_it_never_ends_nothing_is_changed(ckpt, overtaken_by):
+    numbers = overtaken_by(ALWAYS)
+    model, optimizer = made(90.0, 0.9)
+    extra = {"step": 90}
+    with pytest.raises(CheckpointReplacedError):
+        load_training_state(ckpt, model, optimizer, extra)
+    assert seen(model, optimizer, extra) == {90}
+    assert 1 < len(numbers) < 80
+
+
+def load_on_ranks(path):
+    template = SavedOptimizers.template
+    SavedOptimizers.template = overtaking(path, 2 if dist.get_rank() == 0 else 0, [])
+    try:
+        model, optimizer = made(9.0, 0.9)
+        extra = {"step": 9}
+        load_training_state(path, model, optimizer, extra)
+    finally:
+        SavedOptimizers.template = template
+    return seen(model, optimizer, extra)
+
+
+def test_ranks_have_all_the_same(ckpt):
+    save(ckpt, 1)
+    assert run_ranks(2, load_on_ranks, ckpt) == [{3}, {3}]
