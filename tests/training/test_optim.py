@@ -127,6 +127,24 @@ def test_groups_and_optimizers_are_matched_by_parameter(ckpt):
         load_training_state(ckpt, model, torch.optim.Adam(model[0].parameters()))
 
 
+@pytest.mark.parametrize("load", [load_training_state, load_optim_state_dict])
+def test_groups_that_were_one_have_a_rate_each(ckpt, load):
+    """They had one tensor: a scheduler, which changes it in place, changed it for both."""
+    model = small()
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1), foreach=False)
+    step(model, optimizer)
+    save_training_state(ckpt, model, optimizer)
+    again = small(1)
+    split = torch.optim.Adam(
+        [{"params": list(layer.parameters())} for layer in again], lr=torch.tensor(0.5), foreach=False
+    )
+    load(ckpt, again, split)
+    first, second = split.param_groups
+    assert first["lr"].item() == second["lr"].item() == pytest.approx(0.1)
+    first["lr"].fill_(0.3)
+    assert second["lr"].item() == pytest.approx(0.1)
+
+
 def test_named_parameters_and_parameters_without_gradients(ckpt):
     model = small()
     optimizer = torch.optim.Adam(model.named_parameters(), lr=0.1)

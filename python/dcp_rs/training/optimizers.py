@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import pickle
@@ -234,7 +235,8 @@ class SavedOptimizers:
                 msg = f"the parameters of group {at} of optimizer {number} were saved in groups with different settings"
                 raise PlanError(msg, tensor=fqns[0])
             own = {k: v for k, v in group.items() if k not in _WHO}
-            matched.append(own | (settings[0] if settings else {}) | {"params": fqns})
+            # Each has settings of its own: a learning rate that is a tensor is changed in place.
+            matched.append(own | (copy.deepcopy(settings[0]) if settings else {}) | {"params": fqns})
         return matched
 
     def _memory(self, name: str, path: tuple[Any, ...], like: Any, own: Any) -> Any:
