@@ -59,3 +59,25 @@ def test_casts_reach_other_writers(tmp_path):
 def test_a_dtype_that_is_no_float_is_refused():
     with pytest.raises(ValueError, match="floating-point"):
         RsSavePlanner(dtype=torch.int8)
+
+
+def test_types_of_eight_bits_stay(ckpt, tmp_path):
+    """As in conversions: what their elements are worth is in scales, elsewhere."""
+    weight = torch.linspace(-2, 2, 64).reshape(8, 8)
+    state = {
+        "plain": weight.to(torch.float8_e4m3fn),
+        "turned": weight.to(torch.float8_e5m2).t(),
+        "scale": weight[0],
+    }
+    want = {name: tensor.contiguous() for name, tensor in state.items()} | {"scale": weight[0].bfloat16()}
+    dcp_rs.save(state, ckpt, planner=RsSavePlanner(dtype=torch.bfloat16))
+    with dcp_rs.open(ckpt) as checkpoint:
+        assert_state_equal(dict(checkpoint), want)
+    dcp_rs.save(state, tmp_path / "whole")
+    dcp_rs.convert(tmp_path / "whole", tmp_path / "cast", dtype="bf16")
+    with dcp_rs.open(tmp_path / "cast") as checkpoint:
+        assert_state_equal(dict(checkpoint), want)
+    planner = RsSavePlanner(dtype=torch.bfloat16)
+    stored = dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "s"), planner=planner, no_dist=True)
+    dtypes = {name: entry.properties.dtype for name, entry in stored.state_dict_metadata.items()}
+    assert dtypes == {name: tensor.dtype for name, tensor in want.items()}

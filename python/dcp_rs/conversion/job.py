@@ -18,7 +18,7 @@ from dcp_rs.checkpoint.renaming import Rename, renamer
 from dcp_rs.checkpoint.source import Item, Source
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.options import WriteOptions
-from dcp_rs.tensors.dtypes import BY_NAME
+from dcp_rs.tensors.dtypes import BY_NAME, cast_to
 from dcp_rs.tensors.nesting import Container, TreePath, name_of, remaining
 
 __all__ = ["ConvertReport", "Job", "Task", "parse_dtype", "select", "select_containers", "split"]
@@ -180,7 +180,7 @@ def select(
             msg = f"{other!r} and {item.name!r} would both be named {name!r}"
             raise PlanError(msg, tensor=name)
         path = item.path if name == item.name and item.path is not None else (name,)
-        tasks.append(Task(item, name, _cast(item.dtype, dtype), path))
+        tasks.append(Task(item, name, None if item.dtype is None else cast_to(item.dtype, dtype), path))
     if source.items and not tasks:
         msg = f"none of the {len(source.items)} entries is wanted by include={include!r}, exclude={exclude!r}"
         raise PlanError(msg)
@@ -236,13 +236,6 @@ def select_containers(
         elif container.path not in holding:
             containers.append(Container(container.position, (new,), container.kind))
     return containers
-
-
-def _cast(stored: torch.dtype | None, dtype: torch.dtype | None) -> torch.dtype | None:
-    """What elements become. Types of 8 bits and fewer stay: their scales are elsewhere."""
-    if dtype is None or stored is None or not stored.is_floating_point or stored.itemsize < 2:
-        return stored
-    return dtype
 
 
 def refuse_unsupported(

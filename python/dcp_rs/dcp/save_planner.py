@@ -28,7 +28,7 @@ from dcp_rs.dcp.save_requests import Planned, kept_items, request_of
 from dcp_rs.dcp.write_items import Nesting, Writes
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors import objects
-from dcp_rs.tensors.dtypes import NAMES
+from dcp_rs.tensors.dtypes import NAMES, cast_to
 from dcp_rs.tensors.nesting import Container, kind_of
 from dcp_rs.tensors.shards import Layouts
 from dcp_rs.tensors.trees import flatten
@@ -89,7 +89,8 @@ class RsSavePlanner(DefaultSavePlanner):
         dedup_save_to_lowest_rank: the lowest of the ranks that hold something saves it.
         enable_plan_caching: in saves by :func:`dcp_rs.save` and :func:`dcp_rs.async_save`, a rank whose plan is that of its last save through the
             same process group sends only a digest of it. In torch's own ``dcp.save`` it changes nothing: who the coordinator is cannot be known.
-        dtype: what floating-point tensors are stored as. They are cast while they are written, in memory of bounded size.
+        dtype: what floating-point tensors of 16 bits and more are stored as. They are cast while they are written, in memory of bounded size. Those of
+            8 bits and fewer stay as they are: their scales are elsewhere.
         include, exclude: globs over names; what is not included, or excluded, is not saved.
 
     Raises (while planning, on every rank):
@@ -208,9 +209,7 @@ class RsSavePlanner(DefaultSavePlanner):
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(objects.dump_named(write_item.index.fqn, object))
         made = super().transform_object(write_item, object)
-        if isinstance(made, torch.Tensor) and self._is_cast(made.dtype):
-            return made.to(self.dtype)
-        return made
+        return made.to(self._becomes(made.dtype)) if isinstance(made, torch.Tensor) else made
 
     def writes(self, plan: SavePlan, *, strict: bool) -> Writes:
         """What this rank writes of its own plan, without items. With ``strict``, values that would not load back are refused."""
@@ -226,11 +225,8 @@ class RsSavePlanner(DefaultSavePlanner):
 
     # --- planning -------------------------------------------------------------------------------------
 
-    def _is_cast(self, dtype: torch.dtype) -> bool:
-        return self.dtype is not None and dtype.is_floating_point and dtype != self.dtype
-
     def _becomes(self, dtype: torch.dtype) -> torch.dtype:
-        return self.dtype if self.dtype is not None and self._is_cast(dtype) else dtype
+        return cast_to(dtype, self.dtype)
 
     def _plan(self) -> _Local:
         names, values = list(self.state_dict), list(self.state_dict.values())
@@ -294,8 +290,8 @@ class RsSavePlanner(DefaultSavePlanner):
         items = []
         for item in plan.items:
             data = item.tensor_data
-            if item.type != WriteItemType.BYTE_IO and data is not None and self._is_cast(data.properties.dtype):
-                properties = dataclasses.replace(data.properties, dtype=self.dtype)
+            if item.type != WriteItemType.BYTE_IO and data is not None:
+                properties = dataclasses.replace(data.properties, dtype=self._becomes(data.properties.dtype))
                 item = dataclasses.replace(item, tensor_data=dataclasses.replace(data, properties=properties))  # noqa: PLW2901
             items.append(item)
         return dataclasses.replace(plan, items=items)

@@ -50,6 +50,12 @@ AS_INTEGERS: dict[torch.dtype, torch.dtype] = {
     if name in BY_NAME
 }
 
+
+def cast_to(stored: torch.dtype, wish: torch.dtype | None) -> torch.dtype:
+    """What elements become where floating-point ones are to become ``wish``. Types of 8 bits and fewer stay: their scales are elsewhere."""
+    return stored if wish is None or not stored.is_floating_point or stored.itemsize < 2 else wish
+
+
 #: What ``torch._foreach_copy_`` takes on either side where a device has a kernel for it, from torch 2.8 on: the macros of
 #: ``foreach_tensor_copy_list_kernel_cuda_`` (ForeachBinaryOpList.cu). Four of float8 came later; on others it raises.
 COPIED_IN_GROUPS = frozenset(

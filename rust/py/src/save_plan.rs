@@ -59,8 +59,8 @@ impl SavePlan {
         }
     }
 
-    /// Adds those of `tensors` that are plain; `cast`, a dtype's name, leaves out floating-point ones of another dtype, and `shapes` those of
-    /// another shape. Returns the places of the others. `paths` and `positions` are those in the state dict, or
+    /// Adds those of `tensors` that are plain; `cast`, a dtype's name, leaves out those that become it (floating-point ones of more than 8 bits and of
+    /// another dtype), and `shapes` those of another shape. Returns the places of the others. `paths` and `positions` are those in the state dict, or
     /// None.
     #[pyo3(signature = (names, paths, tensors, types, dtypes, *, positions=None, cast=None, shapes=None))]
     #[expect(clippy::too_many_arguments, reason = "what torch is, in two of them")]
@@ -87,7 +87,8 @@ impl SavePlan {
         let mut others = Vec::new();
         found.items.reserve(tensors.len());
         let plain = Plain::new(py, types, dtypes)?;
-        let is_cast = |dtype: Dtype| cast.is_some_and(|to| dtype.name() != to && dtype.is_floating_point());
+        let is_cast =
+            |dtype: Dtype| cast.is_some_and(|to| dtype.name() != to && dtype.is_floating_point() && dtype.size() > 1);
         for (place, tensor) in tensors.iter().enumerate() {
             // Whatever raises when it is looked at is for the planner to judge, which has the words for it.
             let looked = plain.look(&tensor).ok().flatten().filter(|host| !is_cast(host.dtype));
