@@ -535,16 +535,27 @@ class Store:
         """All bytes of each file; None of those that are not there."""
     def put(self, path: str | Path, data: bytes) -> None:
         """Stores a file, in place of one that has the name."""
-    def upload(
+    def asks_conditions(self, folder: str | Path) -> bool:
+        """Whether it refuses to store what does not meet its condition: it is asked, once in a process."""
+    def put_new(self, path: str | Path, data: bytes) -> None:
+        """Stores a file of which there is none; of another's ``StoragePreconditionError``."""
+    def has(self, path: str | Path, data: bytes) -> bool:
+        """Whether a file has these bytes, and is the one that was seen before, if one was."""
+    def upload_file(
+        self, path: str | Path, to: str | Path, *, overwrite: bool, threads: int, max_inflight_bytes: int
+    ) -> None:
+        """Stores a file of this machine under another name; without ``overwrite`` there must be none."""
+    def upload_folder(
         self,
         files: Sequence[tuple[str | Path, str | Path]],
         last: tuple[str | Path, str | Path] | None,
         *,
-        anew: bool,
+        claim: tuple[str | Path, bytes],
         threads: int,
         max_inflight_bytes: int,
     ) -> None:
-        """Stores files of this machine, from and to; then the last one. With ``anew`` nothing is there yet: the last one must not be, and what fails is removed."""
+        """Stores files of this machine, from and to; then the last one, of which there must be none. What fails is removed, but where it cannot be told
+        whether the last one is there, or where ``claim`` (a file, and what it holds) is another's."""
     def remove(self, paths: Sequence[str | Path]) -> None:
         """Removes files, where they are there; raises for the first that could not be, after all were tried."""
     def remove_seen(self, path: str | Path) -> None:

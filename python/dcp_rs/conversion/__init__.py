@@ -109,9 +109,11 @@ def convert(
         CheckpointExistsError: ``out`` is there, and ``overwrite`` is not set; or it holds more than a checkpoint; or it is a folder on a store, and not
             ``to="dcp-rs"``.
         UnsupportedError: ``out`` cannot hold something; it is named.
-        StorageError: a store fails, or another save to ``out`` was committed meanwhile; see :mod:`dcp_rs.errors`.
+        StoragePreconditionError: something was stored at ``out`` meanwhile, and was not touched.
+        StorageUnclearError: a store did not answer, or was not waited for, and does not tell: the result may be there, now or in a moment.
+        StorageError: a store fails; see :mod:`dcp_rs.errors`.
         PlanError: two entries would have one name, or none is wanted.
-        ValueError: an option, or ``out`` is the source.
+        ValueError: an option, or ``out`` is the source, or a file of it.
         OSError: the disk is full, or fails.
 
     Nesting is kept by ``"dcp-rs"`` and ``"torch"``. DCP has text for keys, so that ``"dcp"`` cannot hold other keys (but for the numbers in an
@@ -211,11 +213,12 @@ def _place(
     job: Job, path: Path, target: Path, options: StorageOptions | None, *, to: Target, as_file: bool, overwrite: bool
 ) -> Iterator[Place]:
     """Where the result is made. It stays only if the source is still what it was: a save to a store looks before it commits."""
+    files = job.source.files
     if isinstance(target, Url) and to == "dcp-rs":
-        yield place_on_store(path, target, options, overwrite=overwrite)
+        yield place_on_store(path, files, target, options, overwrite=overwrite)
         return
     if isinstance(target, Url):
-        new = place_before_store(path, target, options, job.options, as_file=as_file, overwrite=overwrite)
+        new = place_before_store(path, files, target, options, job.options, as_file=as_file, overwrite=overwrite)
     else:
         new = new_place(target, as_file=as_file)
     with new as place:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from dcp_rs import _core
 from dcp_rs._url import StorageOptions, Url, options_for
+from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import make_folder
 from dcp_rs.dcp.destination import Destination
 from dcp_rs.errors import CheckpointExistsError, StorageError, StoragePreconditionError
@@ -64,84 +65,107 @@ def check_place(src: Path, files: Sequence[Path], dst: Path, *, overwrite: bool)
             raise CheckpointExistsError(msg, path=dst)
 
 
-def place_on_store(src: Path, dst: Url, options: StorageOptions | None, *, overwrite: bool) -> Place:
+def place_on_store(
+    src: Path, files: Sequence[Path], dst: Url, options: StorageOptions | None, *, overwrite: bool
+) -> Place:
     """A destination on a store, as it is now: the commit replaces that, and nothing else.
 
     Raises:
-        ValueError: it is the source.
+        ValueError: it is the source, or a file of it.
         CheckpointExistsError: there is a checkpoint, and ``overwrite`` is not set.
         StorageError: see :mod:`dcp_rs.errors`.
     """
-    if str(dst) in (str(src), str(src.parent)):
-        msg = f"the destination {dst} is the source"
-        raise ValueError(msg)
+    _check_apart(src, files, dst)
     to = Destination(dst, options)
     to.prepare(None, overwrite=overwrite)
     return Place(dst, dst, to, to.begin(None, overwrite=overwrite))
 
 
+def _check_apart(src: Path, files: Sequence[Path], dst: Url) -> None:
+    if str(dst) in {str(src), str(src.parent), *map(str, files)}:
+        msg = f"the destination {dst} is the source, or part of it"
+        raise ValueError(msg)
+
+
 @contextmanager
 def place_before_store(
-    src: Path, dst: Url, options: StorageOptions | None, write: WriteOptions, *, as_file: bool, overwrite: bool
+    src: Path,
+    files: Sequence[Path],
+    dst: Url,
+    options: StorageOptions | None,
+    write: WriteOptions,
+    *,
+    as_file: bool,
+    overwrite: bool,
 ) -> Iterator[Place]:
     """A temporary folder of this machine, from where the result goes to the store when it is complete.
 
     Files of other formats are not written from their beginning to their end. The one that names the others is sent last.
 
     Raises:
-        ValueError: it is the source.
+        ValueError: it is the source, or a file of it.
         CheckpointExistsError: something is there, and ``overwrite`` is not set; or it is a folder, which a store cannot replace in one step.
+        StorageUnclearError: it cannot be told whether the result is there, or will be in a moment. Nothing of it is removed.
         StorageError: see :mod:`dcp_rs.errors`.
     """
-    if str(dst) in (str(src), str(src.parent)):
-        msg = f"the destination {dst} is the source"
-        raise ValueError(msg)
+    _check_apart(src, files, dst)
     store = _core.Store(os.fspath(dst), options_for(dst, options) or {})
     limits = {"threads": write.threads or 0, "max_inflight_bytes": write.inflight_bytes(accelerator=False)}
     with tempfile.TemporaryDirectory(prefix="dcp-rs-convert-") as scratch:
-        folder, nothing = Path(scratch, "made"), Path(scratch, "nothing")
+        folder = Path(scratch, "made")
         folder.mkdir()
-        nothing.touch()
-        with _new_file(store, dst, overwrite=overwrite) if as_file else _new_folder(store, dst, nothing):
-            yield Place(folder, folder / dst.name if as_file else folder, Destination(folder, None))
+        to = Destination(folder, None)
+        if as_file:
+            _check_new(store, dst, overwrite=overwrite)
+            yield Place(folder, folder / dst.name, to)
+            store.upload_file(folder / dst.name, dst, overwrite=overwrite, **limits)
+            return
+        with _new_folder(store, dst) as claim:
+            yield Place(folder, folder, to)
             made = sorted(folder.iterdir())
             last = next((path for path in made if _names_others(path)), None)
-            store.upload(
-                [(path, dst if as_file else dst / path.name) for path in made if path != last],
+            store.upload_folder(
+                [(path, dst / path.name) for path in made if path != last],
                 None if last is None else (last, dst / last.name),
-                anew=not as_file,
+                claim=claim,
                 **limits,
             )
 
 
-@contextmanager
-def _new_file(store: _core.Store, dst: Url, *, overwrite: bool) -> Iterator[None]:
-    """An object appears whole, in place of another."""
+def _check_new(store: _core.Store, dst: Url, *, overwrite: bool) -> None:
+    """Before anything is made; that there is none is looked at once more when it is stored."""
     ((files, _),) = store.list([dst.parent])
     if not overwrite and any(name == dst.name for name, *_ in files):
         msg = f"{dst} exists; overwrite=True replaces it"
         raise CheckpointExistsError(msg, path=dst)
-    yield
 
 
 @contextmanager
-def _new_folder(store: _core.Store, dst: Url, nothing: Path) -> Iterator[None]:
-    """A folder that is nobody else's while this lasts: of two who put files of the same names there, one would be read with data of the other."""
-    claim = dst / ".dcp-rs-converting"
+def _new_folder(store: _core.Store, dst: Url) -> Iterator[tuple[Path, bytes]]:
+    """A folder that is nobody else's while this lasts: of two who put files of the same names there, one would be read with data of the other.
+
+    It is claimed by an object, with bytes at random: what tells it from another's.
+    """
+    if not store.asks_conditions(dst):
+        warn_caller(
+            f"the store of {dst} ignores conditions: two conversions to this place that begin at the same moment may mix their files"
+        )
+    claim, token = dst / ".dcp-rs-converting", secrets.token_hex(16).encode()
     try:
-        store.upload([], (nothing, claim), anew=True, threads=1, max_inflight_bytes=1 << 20)
-    except StoragePreconditionError:
-        msg = f"another conversion to {dst} is under way, or was killed: then remove what is there"
-        raise CheckpointExistsError(msg, path=dst) from None
-    try:
+        try:
+            store.put_new(claim, token)
+        except StoragePreconditionError:
+            msg = f"another conversion to {dst} is under way, or was killed: then remove what is there"
+            raise CheckpointExistsError(msg, path=dst) from None
         ((files, folders),) = store.list([dst])
         if folders or any(name != claim.name for name, *_ in files):
             msg = f"{dst} exists, and a store cannot replace a folder of this format in one step: remove it, or convert to another one"
             raise CheckpointExistsError(msg, path=dst)
-        yield
+        yield claim, token
     finally:
         with suppress(StorageError):  # of what went before, or nothing: the result is whole
-            store.remove([claim])
+            if store.has(claim, token):
+                store.remove_seen(claim)
 
 
 def _names_others(path: Path) -> bool:

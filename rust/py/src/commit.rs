@@ -11,9 +11,9 @@ use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::convert::to_value;
-use crate::error::{IntoPy, StorageUnclearError, plan_error, to_py};
+use crate::error::{IntoPy, plan_error};
 use crate::panics::guarded;
-use crate::remote::Store;
+use crate::remote::{Store, with_cause};
 use crate::save_item::name_of;
 use crate::{index, interrupt};
 
@@ -91,6 +91,7 @@ fn commit_one(
     fsync: bool,
     store: Option<&Store>,
 ) -> PyResult<(index::Index, Vec<String>)> {
+    let path = folder.join(rank.map_or(INDEX_NAME.to_owned(), rank_index_name));
     let mut stored = None;
     let committed = interrupt::run(py, |control| {
         let index = index()?;
@@ -104,23 +105,14 @@ fn commit_one(
         let committed = match store {
             Some(store) => {
                 let committed = store.commit(folder, rank, &index, control);
-                stored = checkpoint::may_be_stored(folder, rank, &committed);
+                stored = checkpoint::may_be_stored(&path, &committed);
                 committed?
             }
             None => checkpoint::commit_index(folder, rank, &index, fsync, control)?,
         };
         Ok((index, committed.left))
     });
-    let (index, left) = committed.map_err(|raised| match stored {
-        // What a signal raised stands for what came of the commit, and says no more than that.
-        Some(stored) if !raised.is_instance_of::<StorageUnclearError>(py) => {
-            let unclear = to_py(py, &stored);
-            unclear.set_cause(py, raised.cause(py));
-            raised.set_cause(py, Some(unclear));
-            raised
-        }
-        _ => raised,
-    })?;
+    let (index, left) = committed.map_err(|raised| with_cause(py, raised, stored))?;
     let index = index::Index {
         inner: Arc::new(index),
         allow_external: false,

@@ -8,14 +8,14 @@ use std::time::Duration;
 use dcp_rs_core::checkpoint::{self, Begun, Committed, RecoverOptions};
 use dcp_rs_core::format::Index;
 use dcp_rs_core::store::{self, Condition, Folder, Listed, Remote, StoringConnection};
-use dcp_rs_core::write::{WriteOptions, upload};
+use dcp_rs_core::write::{WriteOptions, upload_file, upload_folder};
 use dcp_rs_core::{Control, Error, Result};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
 
 use crate::clean::{CleanedRows, to_rows};
-use crate::error::IntoPy;
+use crate::error::{IntoPy, StorageUnclearError, to_py};
 use crate::interrupt;
 use crate::panics::guarded;
 use crate::rows::Leftover;
@@ -111,27 +111,59 @@ impl Store {
         })
     }
 
-    /// Stores files of this machine, from and to; then the last one, which says what the others are. With `anew` nothing is there yet: the last one must
-    /// not be, and what fails is removed.
-    #[pyo3(signature = (files, last, *, anew, threads, max_inflight_bytes))]
-    fn upload(
+    /// Whether the store refuses to store a file in `folder` whose condition does not hold.
+    fn asks_conditions(&self, py: Python<'_>, folder: PathBuf) -> PyResult<bool> {
+        self.ask(py, |connection, control| connection.keeps_conditions(&folder, control))
+    }
+
+    /// Stores a file of which there is none.
+    fn put_new(&self, py: Python<'_>, path: PathBuf, data: Vec<u8>) -> PyResult<()> {
+        self.ask(py, |connection, control| {
+            let folder = path.parent().unwrap_or(&path);
+            let keeps_conditions = connection.keeps_conditions(folder, control)?;
+            store::put_new(&path, &data, keeps_conditions, connection, control)
+        })
+    }
+
+    /// Whether a file has these bytes, and is the one that was seen before, if one was.
+    fn has(&self, py: Python<'_>, path: PathBuf, data: Vec<u8>) -> PyResult<bool> {
+        let found = self.ask(py, |connection, control| store::has(&path, &data, connection, control))?;
+        Ok(found == Some(true))
+    }
+
+    /// Stores a file of this machine under another name; with `overwrite` in place of what is there.
+    #[pyo3(signature = (path, to, *, overwrite, threads, max_inflight_bytes))]
+    fn upload_file(
+        &self,
+        py: Python<'_>,
+        path: PathBuf,
+        to: PathBuf,
+        overwrite: bool,
+        threads: usize,
+        max_inflight_bytes: u64,
+    ) -> PyResult<()> {
+        let options = sending(threads, max_inflight_bytes);
+        told_with(py, &to, |control| {
+            upload_file(&self.inner, &path, &to, overwrite, &options, control)
+        })
+    }
+
+    /// Stores files of this machine, from and to, in a folder that a claim, and what it holds, keeps others out of; then the last one, which says what the others are.
+    #[pyo3(signature = (files, last, *, claim, threads, max_inflight_bytes))]
+    fn upload_folder(
         &self,
         py: Python<'_>,
         files: Vec<(PathBuf, PathBuf)>,
         last: Option<(PathBuf, PathBuf)>,
-        anew: bool,
+        claim: (PathBuf, Vec<u8>),
         threads: usize,
         max_inflight_bytes: u64,
     ) -> PyResult<()> {
-        let options = WriteOptions {
-            threads,
-            max_inflight_bytes,
-            ..WriteOptions::default()
-        };
-        let condition = if anew { Condition::New } else { Condition::Always };
-        let last = last.as_ref().map(|(from, to)| (&**from, &**to, condition));
-        interrupt::run(py, |control| {
-            upload(&self.inner, &files, last, !anew, &options, control)
+        let options = sending(threads, max_inflight_bytes);
+        let shows = last.as_ref().or(files.last()).map_or(&claim.0, |(_, to)| to);
+        let last = last.as_ref().map(|(from, to)| (&**from, &**to));
+        told_with(py, shows, |control| {
+            upload_folder(&self.inner, &files, last, (&claim.0, &claim.1), &options, control)
         })
     }
 
@@ -214,4 +246,35 @@ impl Store {
         let begun = self.has_begun()?;
         checkpoint::commit_remote(folder, rank, index, begun, &*self.inner.connect_to_store(0)?, control)
     }
+}
+
+fn sending(threads: usize, max_inflight_bytes: u64) -> WriteOptions {
+    WriteOptions {
+        threads,
+        max_inflight_bytes,
+        ..WriteOptions::default()
+    }
+}
+
+/// Stores something that `path` makes visible. What a signal raises meanwhile has as its cause that it is there, or may be.
+fn told_with(py: Python<'_>, path: &Path, work: impl FnOnce(&Control) -> Result<()> + Send) -> PyResult<()> {
+    let mut stored = None;
+    let done = interrupt::run(py, |control| {
+        let done = work(control);
+        stored = checkpoint::may_be_stored(path, &done);
+        done
+    });
+    done.map_err(|raised| with_cause(py, raised, stored))
+}
+
+/// What a signal raised stands for what came of it, and says no more than that: `stored` is its cause.
+pub fn with_cause(py: Python<'_>, raised: PyErr, stored: Option<Error>) -> PyErr {
+    if let Some(stored) = stored
+        && !raised.is_instance_of::<StorageUnclearError>(py)
+    {
+        let unclear = to_py(py, &stored);
+        unclear.set_cause(py, raised.cause(py));
+        raised.set_cause(py, Some(unclear));
+    }
+    raised
 }

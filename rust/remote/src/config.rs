@@ -6,7 +6,7 @@ use std::sync::{Arc, Once, OnceLock};
 use std::time::Duration;
 
 use dcp_rs_core::Result;
-use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, AwsCredentialProvider, S3CopyIfNotExists};
+use object_store::aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey, AwsCredentialProvider, S3CopyIfNotExists};
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::client::{ClientConfigKey, HttpClient, HttpConnector, ReqwestConnector};
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
@@ -14,7 +14,7 @@ use object_store::http::HttpBuilder;
 use object_store::list::PaginatedListStore;
 use object_store::multipart::MultipartStore;
 use object_store::{ClientOptions, ObjectStore, RetryConfig};
-use reqwest::header::{HeaderMap, HeaderValue, IF_MATCH};
+use reqwest::header::{HeaderMap, HeaderName, HeaderValue, IF_MATCH, IF_NONE_MATCH};
 
 use crate::secrets::Secrets;
 use crate::unsupported;
@@ -287,14 +287,24 @@ impl Config {
     /// What removes an object only if it has this tag: a client whose requests all say so, for it has no word for it where something is removed. `None` of
     /// stores whose clients have no way to say it at all.
     pub fn removing(&self, client: &Client, tag: &str) -> object_store::Result<Option<Arc<dyn ObjectStore>>> {
-        let (Some(copying), Ok(tag)) = (&client.copying, HeaderValue::from_str(tag)) else {
+        let store = self.saying(client, IF_MATCH, tag)?;
+        Ok(store.map(|store| Arc::new(store) as _))
+    }
+
+    /// What completes an upload only where there is no object of its name; as [`removing`](Self::removing).
+    pub fn completing_new(&self, client: &Client) -> object_store::Result<Option<Arc<dyn MultipartStore>>> {
+        let store = self.saying(client, IF_NONE_MATCH, "*")?;
+        Ok(store.map(|store| Arc::new(store) as _))
+    }
+
+    /// A client of S3 whose requests all have this header.
+    fn saying(&self, client: &Client, name: HeaderName, value: &str) -> object_store::Result<Option<AmazonS3>> {
+        let (Some(copying), Ok(value)) = (&client.copying, HeaderValue::from_str(value)) else {
             return Ok(None);
         };
-        let options = client_options().with_default_headers(HeaderMap::from_iter([(IF_MATCH, tag)]));
+        let options = client_options().with_default_headers(HeaderMap::from_iter([(name, value)]));
         let builder = self.s3(options).with_credentials(Arc::clone(&copying.credentials));
-        Ok(Some(Arc::new(
-            builder.with_http_connector(copying.client.clone()).build()?,
-        )))
+        Ok(Some(builder.with_http_connector(copying.client.clone()).build()?))
     }
 
     /// Gives a builder the options; what the environment says of the client itself was lost with the options that were set before.

@@ -85,12 +85,27 @@ impl Connected {
     where
         F: Future<Output = Result<T>> + Send + 'static,
     {
+        self.send_or(StorageFault::Failed, path, pieces, control, work)
+    }
+
+    /// The same; `lost` is what is said where no answer came.
+    fn send_or<T: Send + 'static, F>(
+        &self,
+        lost: StorageFault,
+        path: &Path,
+        pieces: &[&[u8]],
+        control: &Control,
+        work: impl Fn(Arc<Shared>, Vec<Bytes>) -> F,
+    ) -> Result<T>
+    where
+        F: Future<Output = Result<T>> + Send + 'static,
+    {
         let began = Instant::now();
         loop {
             let sent = self.send_once(pieces, control, &work)?;
             // Cut by another call that was given up: what has had as long as that one is not begun anew.
             if !matches!(sent, Outcome::Cut) || began.elapsed() >= self.config.limits.time {
-                return sent.result(StorageFault::Failed, "write", path);
+                return sent.result(lost, "write", path);
             }
         }
     }
@@ -287,11 +302,11 @@ impl StoringConnection for Connected {
         sent.result(StorageFault::Unclear, "write", path)
     }
 
-    fn begin(&self, path: &Path, control: &Control) -> Result<Upload> {
+    fn begin(&self, path: &Path, condition: Condition, control: &Control) -> Result<Upload> {
         let name = self.config.name(path)?;
         self.send(path, &[], control, |shared, _| {
             let (path, name) = (path.to_owned(), name.clone());
-            async move { store::begin(&shared, &path, &name).await }
+            async move { store::begin(&shared, &path, &name, condition).await }
         })
     }
 
@@ -305,9 +320,16 @@ impl StoringConnection for Connected {
 
     fn complete(&self, upload: &Upload, parts: Vec<String>, size: u64, control: &Control) -> Result<()> {
         let name = self.config.name(&upload.path)?;
-        self.send(&upload.path, &[], control, |shared, _| {
+        // One that was cut may have been done.
+        let again = AtomicBool::new(false);
+        let lost = match upload.condition {
+            Condition::Always => StorageFault::Failed,
+            _ => StorageFault::Unclear,
+        };
+        self.send_or(lost, &upload.path, &[], control, |shared, _| {
             let (upload, name, parts) = (upload.clone(), name.clone(), parts.clone());
-            async move { store::complete(&shared, &upload, &name, parts, size).await }
+            let again = again.swap(true, Ordering::Relaxed);
+            async move { store::complete(&shared, &upload, &name, parts, size, again).await }
         })
     }
 

@@ -18,6 +18,7 @@ fn upload() -> Upload {
     Upload {
         path: "s3://bucket/file".into(),
         id: "1".into(),
+        condition: Condition::Always,
     }
 }
 

@@ -62,6 +62,18 @@ impl Shared {
         as_seen(&self.config, &self.seen, path)
     }
 
+    /// The file as it was when it was seen.
+    pub fn before(&self, path: &Path) -> Option<Seen> {
+        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.get(path).cloned()
+    }
+
+    /// The file is this one from now on.
+    pub fn note(&self, path: &Path, now: Seen) {
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.insert(path.to_owned(), now);
+    }
+
     /// The file is another one from now on.
     pub fn forget(&self, path: &Path) {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner).remove(path);

@@ -10,10 +10,12 @@ use dcp_rs_core::store::{Condition, Upload};
 use dcp_rs_core::{Error, Result, StorageFault};
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
+use md5::{Digest as _, Md5};
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path as Name;
 use object_store::{
-    CopyMode, CopyOptions, ObjectStore as _, ObjectStoreExt as _, PutMode, PutOptions, PutPayload, UpdateVersion,
+    CopyMode, CopyOptions, ObjectMeta, ObjectStore as _, ObjectStoreExt as _, PutMode, PutOptions, PutPayload,
+    UpdateVersion,
 };
 use tokio::time::{Instant, timeout, timeout_at};
 
@@ -90,15 +92,28 @@ pub async fn put(shared: &Shared, path: &Path, name: &Name, bytes: Vec<Bytes>, c
     }
 }
 
-/// Begins to store an object in parts.
-pub async fn begin(shared: &Shared, path: &Path, name: &Name) -> Result<Upload> {
+/// Begins to store an object in parts. What there is now is noted, but where nobody else has the name.
+pub async fn begin(shared: &Shared, path: &Path, name: &Name, condition: Condition) -> Result<Upload> {
     let parts = parts(shared, path)?;
+    if condition == Condition::Unchanged {
+        let reason = format!("{}: what has parts does not replace what was seen", path.display());
+        return Err(Error::Unsupported(reason));
+    }
+    if condition != Condition::Always {
+        shared.forget(path);
+        match found(shared, path, name).await? {
+            Some(_) if condition == Condition::New => return Err(there_is_one(shared, path, 1)),
+            Some(before) => shared.note(path, Seen::of(before)),
+            None => {}
+        }
+    }
     let id = shared
         .persist("write", path, 0, || parts.create_multipart(name))
         .await?;
     Ok(Upload {
         path: path.to_owned(),
         id,
+        condition,
     })
 }
 
@@ -118,36 +133,128 @@ pub async fn put_part(
     Ok(part.content_id)
 }
 
-/// Makes parts an object.
-pub async fn complete(shared: &Shared, upload: &Upload, name: &Name, answers: Vec<String>, size: u64) -> Result<()> {
-    let parts = parts(shared, &upload.path)?;
+/// Makes parts an object. `again`: an attempt was made of which nothing is known.
+pub async fn complete(
+    shared: &Shared,
+    upload: &Upload,
+    name: &Name,
+    answers: Vec<String>,
+    size: u64,
+    again: bool,
+) -> Result<()> {
+    let plain = parts(shared, &upload.path)?;
+    let failed =
+        |failure: Failure, attempts| failure.into_error("write", &upload.path, attempts, &shared.config.secrets);
+    let mut conditional = None;
+    if upload.condition == Condition::New {
+        let made = shared.config.completing_new(&shared.client);
+        conditional = made.map_err(|error| failed(Failure::of(&error), 1))?;
+    }
+    let made = Made {
+        size,
+        tag: tag_of_parts(&answers),
+    };
     let ids: Vec<PartId> = answers.into_iter().map(|content_id| PartId { content_id }).collect();
     let work = JOINING.saturating_mul(u32::try_from(ids.len()).unwrap_or(u32::MAX));
     let mut patience = Patience::new(shared.config.limits);
-    let mut may_be_done = false;
+    let mut may_be_done = again;
     loop {
+        // Not all stores look at a condition.
+        if upload.condition == Condition::New && !may_be_done && found(shared, &upload.path, name).await?.is_some() {
+            return Err(there_is_one(shared, &upload.path, patience.attempts()));
+        }
+        let parts = conditional.as_ref().unwrap_or(&plain);
         let attempt = parts.complete_multipart(name, &upload.id, ids.clone());
         let Err(mut failure) = answered(&patience, work, attempt).await else {
+            shared.forget(&upload.path);
             return Ok(());
         };
+        if conditional.is_some() && matches!(failure.status, Some(400 | 501)) {
+            // The store may know no such condition; what is wrong with the request itself it says once more.
+            conditional = None;
+            continue;
+        }
         may_be_done |= failure.may_be_done();
         // What was completed by an attempt whose answer was lost is no upload any more: stores say 404 of it, or 400, each in its way.
         let is_gone = failure.status == Some(404);
+        let mut is_known = !may_be_done || upload.condition == Condition::Always;
         if may_be_done || is_gone {
-            match is_stored(shared, &upload.path, name, size).await {
-                Ok(true) => return Ok(()),
-                Ok(false) if is_gone => {
-                    let reason = "the store has no such upload, and no such object of this length";
+            let is_sent = may_be_done || upload.condition == Condition::Always;
+            match came_of(shared, upload, name, &made).await {
+                Ok(Came::Stored) if is_sent => {
+                    shared.forget(&upload.path);
+                    return Ok(());
+                }
+                Ok(Came::Nothing) if is_gone => {
+                    let reason = "the store has no such upload, and has not made it an object";
                     failure = Failure::lasting(StorageFault::NotFound, reason);
+                    is_known = true;
                 }
                 // The store will say more of it, or has.
                 _ => {}
             }
         }
-        if !patience.endures(&failure).await {
-            return Err(failure.into_error("write", &upload.path, patience.attempts(), &shared.config.secrets));
+        if patience.endures(&failure).await {
+            continue;
         }
+        if !is_known {
+            shared.forget(&upload.path);
+            failure.kind = StorageFault::Unclear;
+        }
+        return Err(failed(failure, patience.attempts()));
     }
+}
+
+/// An object that parts are to become.
+struct Made {
+    size: u64,
+    /// The tag that it gets on S3, where the parts have such as tell it.
+    tag: Option<String>,
+}
+
+/// What came of an attempt that was not answered, as far as the object tells.
+enum Came {
+    Stored,
+    /// What is there is what was there before.
+    Nothing,
+    Unknown,
+}
+
+async fn came_of(shared: &Shared, upload: &Upload, name: &Name, made: &Made) -> Result<Came> {
+    let before = shared.before(&upload.path);
+    let Some(now) = found(shared, &upload.path, name).await?.map(Seen::of) else {
+        return Ok(Came::Nothing);
+    };
+    let is_it = made.tag.is_some() && now.tag == made.tag;
+    Ok(match upload.condition {
+        // Nobody else stores one of this name.
+        Condition::Always if now.size == made.size => Came::Stored,
+        Condition::Always => Came::Nothing,
+        _ if is_it => Came::Stored,
+        // Without a tag, one that was stored within the second looks the same.
+        Condition::Unguarded if before.as_ref() == Some(&now) && now.tag.is_some() => Came::Nothing,
+        Condition::Unguarded if before.as_ref() == Some(&now) => Came::Unknown,
+        // Another one than was there: this, or one that somebody stored after it.
+        Condition::Unguarded if now.size == made.size => Came::Stored,
+        _ => Came::Unknown,
+    })
+}
+
+/// The tag of an object made of parts with these tags: the digest of their digests, and how many they are.
+fn tag_of_parts(tags: &[String]) -> Option<String> {
+    let mut digest = Md5::new();
+    for tag in tags {
+        let text = tag.trim_matches('"');
+        let number = (text.len() == 32).then(|| u128::from_str_radix(text, 16).ok())??;
+        digest.update(number.to_be_bytes());
+    }
+    let digest: String = digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+    Some(format!("\"{digest}-{}\"", tags.len()))
+}
+
+fn there_is_one(shared: &Shared, path: &Path, attempts: u32) -> Error {
+    let failure = Failure::lasting(StorageFault::Precondition, "there is one by now; it was not touched");
+    failure.into_error("write", path, attempts, &shared.config.secrets)
 }
 
 /// How long it takes a store to copy so many bytes, at most; it says nothing meanwhile.
@@ -193,15 +300,21 @@ pub async fn copy(shared: &Shared, path: &Path, from: &Name, to: &Name, size: u6
 
 /// Whether there is an object of this length: nobody else stores one of this name.
 async fn is_stored(shared: &Shared, path: &Path, name: &Name, size: u64) -> Result<bool> {
+    let found = found(shared, path, name).await?;
+    Ok(found.is_some_and(|found| found.size == size))
+}
+
+/// What is said of an object, now; `None` where there is none.
+async fn found(shared: &Shared, path: &Path, name: &Name) -> Result<Option<ObjectMeta>> {
     let looked = shared
         .persist("look at", path, 0, || shared.client.objects.head(name))
         .await;
     match looked {
-        Ok(found) => Ok(found.size == size),
+        Ok(found) => Ok(Some(found)),
         Err(Error::Storage {
             kind: StorageFault::NotFound,
             ..
-        }) => Ok(false),
+        }) => Ok(None),
         Err(error) => Err(error),
     }
 }
@@ -295,21 +408,14 @@ pub async fn remove_seen(shared: &Shared, path: &Path, name: &Name) -> Result<()
 /// # Errors
 /// [`StorageFault::Precondition`] where it is another.
 async fn is_as_seen(shared: &Shared, path: &Path, name: &Name, attempts: u32) -> Result<bool> {
-    let looked = shared
-        .persist("look at", path, 0, || shared.client.objects.head(name))
-        .await;
-    let found = match looked {
-        Err(Error::Storage {
-            kind: StorageFault::NotFound,
-            ..
-        }) => return Ok(false),
-        looked => Seen::of(looked?),
+    let Some(found) = found(shared, path, name).await? else {
+        return Ok(false);
     };
     let another = |reason: String| {
         let failure = Failure::lasting(StorageFault::Precondition, format!("it was left alone: {reason}"));
         failure.into_error("remove", path, attempts, &shared.config.secrets)
     };
-    see(&shared.seen, path, found).map_err(another)?;
+    see(&shared.seen, path, Seen::of(found)).map_err(another)?;
     Ok(true)
 }
 

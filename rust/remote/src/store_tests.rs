@@ -25,6 +25,7 @@ fn completed(
     let upload = Upload {
         path: format!("{root}/file").into(),
         id: "1".into(),
+        condition: Condition::Always,
     };
     let parts = (1..=2).map(|number| format!("{number}")).collect();
     let done = connection.complete(&upload, parts, SIZE as u64, &Control::new());
@@ -86,6 +87,146 @@ fn what_is_refused_is_not_looked_at() {
         })
     ));
     assert_eq!((attempts, looks), (1, 0));
+}
+
+/// Completes an upload of what may replace another, of the same length, on a store that answers the n-th attempt so, and the n-th look at the object. The first look is that of its
+/// beginning. Returns also how many attempts there were.
+fn replaced(
+    condition: Condition,
+    attempts: impl Fn(usize) -> Reply + Send + Sync + 'static,
+    looks: impl Fn(usize) -> Reply + Send + Sync + 'static,
+) -> (Result<()>, usize) {
+    let (url, asked) = serve(move |question, before| match question {
+        _ if question.starts_with("HEAD") => looks(before),
+        _ if question.contains("?uploads") => Reply::ok("<X><UploadId>1</UploadId></X>"),
+        _ => attempts(before),
+    });
+    let store = Store::new("s3://bucket", options("s3", &url, &[("max_retries", "3")])).unwrap();
+    let connection = store.connect_to_store(1).unwrap();
+    let control = Control::new();
+    let done = connection
+        .begin("s3://bucket/file".as_ref(), condition, &control)
+        .and_then(|upload| connection.complete(&upload, tags(), SIZE as u64, &control));
+    let asked = asked.lock().unwrap();
+    let is_attempt = |question: &&String| question.starts_with("POST") && question.contains("uploadId");
+    (done, asked.iter().filter(is_attempt).count())
+}
+
+/// Those of the parts `a` and `b`: what they are put together to has the tag `OF_BOTH`.
+fn tags() -> Vec<String> {
+    ["0cc175b9c0f1b6a831c399e269772661", "92eb5ffee6ae2fec3ad71c777531578f"]
+        .map(|tag| format!("\"{tag}\""))
+        .into()
+}
+
+const OF_BOTH: &str = "\"96e024ba2074fe77e8e965ba43a704be-2\"";
+
+fn fault(done: &Result<()>) -> Option<StorageFault> {
+    match done {
+        Ok(()) => None,
+        Err(Error::Storage { kind, .. }) => Some(*kind),
+        Err(error) => panic!("{error}"),
+    }
+}
+
+fn completed_as(status: u16, code: &'static str) -> impl Fn(usize) -> Reply {
+    move |_| Reply::of(status, code)
+}
+
+const DONE: &str = "<X><ETag>t</ETag></X>";
+
+#[test]
+fn what_was_there_before_is_not_what_was_stored() {
+    let old = |_| Reply::head(SIZE);
+    for (status, code, kind) in [
+        (500, "InternalError", StorageFault::Unclear),
+        (503, "SlowDown", StorageFault::Unclear),
+        (200, "InternalError", StorageFault::Unclear),
+        (404, "NoSuchUpload", StorageFault::NotFound),
+        (403, "AccessDenied", StorageFault::Denied),
+    ] {
+        let (done, attempts) = replaced(Condition::Unguarded, completed_as(status, code), old);
+        assert_eq!(fault(&done), Some(kind), "{code}");
+        let is_final = matches!(status, 403 | 404);
+        assert_eq!(attempts, if is_final { 1 } else { 4 }, "{code}");
+    }
+    // Tried again where it was not done, it is.
+    let once = |before| match before {
+        0 => Reply::of(503, "SlowDown"),
+        _ => Reply::ok(DONE),
+    };
+    let (done, attempts) = replaced(Condition::Unguarded, once, old);
+    assert_eq!((fault(&done), attempts), (None, 2));
+}
+
+#[test]
+fn what_replaced_it_is_found() {
+    let lost = |before| match before {
+        0 => Reply::of(500, "InternalError"),
+        _ => Reply::of(404, "NoSuchUpload"),
+    };
+    let then = |tag: &'static str, length| {
+        move |before| match before {
+            0 => Reply::head(SIZE),
+            _ => Reply::head(length).tagged(tag),
+        }
+    };
+    for tag in [OF_BOTH, "\"of another kind\""] {
+        let (done, attempts) = replaced(Condition::Unguarded, lost, then(tag, SIZE));
+        assert_eq!((fault(&done), attempts), (None, 1), "{tag}");
+    }
+    let (done, _) = replaced(Condition::Unguarded, lost, then("\"x\"", SIZE + 1));
+    assert_eq!(fault(&done), Some(StorageFault::Unclear));
+    // Of one whose upload was gone before, it was not this that did it.
+    let (done, _) = replaced(
+        Condition::Unguarded,
+        completed_as(404, "NoSuchUpload"),
+        then("\"x\"", SIZE),
+    );
+    assert_eq!(fault(&done), Some(StorageFault::NotFound));
+}
+
+#[test]
+fn a_new_one_is_known_by_its_parts() {
+    let lost = |before| match before {
+        0 => Reply::of(500, "InternalError"),
+        _ => Reply::of(412, "PreconditionFailed"),
+    };
+    // None at the beginning, none before the first attempt, then this.
+    let then = |tag: &'static str| {
+        move |before| match before {
+            0 | 1 => Reply::of(404, ""),
+            _ => Reply::head(SIZE).tagged(tag),
+        }
+    };
+    let (done, attempts) = replaced(Condition::New, lost, then(OF_BOTH));
+    assert_eq!((fault(&done), attempts), (None, 1));
+    let (done, attempts) = replaced(Condition::New, lost, then("\"theirs\""));
+    assert_eq!((fault(&done), attempts), (Some(StorageFault::Unclear), 2));
+    let refused = completed_as(412, "PreconditionFailed");
+    let (done, attempts) = replaced(Condition::New, refused, then("\"theirs\""));
+    assert_eq!((fault(&done), attempts), (Some(StorageFault::Precondition), 1));
+    // It appeared since this began; or was there before.
+    let late = |before| match before {
+        0 => Reply::of(404, ""),
+        _ => Reply::head(SIZE),
+    };
+    let (done, attempts) = replaced(Condition::New, |_| Reply::ok(DONE), late);
+    assert_eq!((fault(&done), attempts), (Some(StorageFault::Precondition), 0));
+    let (done, attempts) = replaced(Condition::New, |_| Reply::ok(DONE), |_| Reply::head(SIZE));
+    assert_eq!((fault(&done), attempts), (Some(StorageFault::Precondition), 0));
+}
+
+#[test]
+fn a_store_that_knows_no_such_condition_completes_it_all_the_same() {
+    for (status, code) in [(501, "NotImplemented"), (400, "InvalidRequest")] {
+        let first = move |before| match before {
+            0 => Reply::of(status, code),
+            _ => Reply::ok(DONE),
+        };
+        let (done, attempts) = replaced(Condition::New, first, |_| Reply::of(404, ""));
+        assert_eq!((fault(&done), attempts), (None, 2), "{code}");
+    }
 }
 
 #[test]

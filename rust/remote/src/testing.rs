@@ -12,6 +12,7 @@ pub struct Reply {
     /// The value of `Content-Length` where the body, as that of a HEAD, is not sent.
     pub length: Option<usize>,
     pub body: String,
+    pub tag: &'static str,
     /// Before the body of the request is read, which never is: the connection stays open.
     pub early: bool,
     /// Before anything.
@@ -24,6 +25,7 @@ impl Reply {
             status,
             length: None,
             body: format!("<Error><Code>{code}</Code></Error>"),
+            tag: "\"t\"",
             early: false,
             delay: Duration::ZERO,
         }
@@ -41,6 +43,10 @@ impl Reply {
             length: Some(length),
             ..Self::ok("")
         }
+    }
+
+    pub fn tagged(self, tag: &'static str) -> Self {
+        Self { tag, ..self }
     }
 
     pub fn early(self) -> Self {
@@ -100,9 +106,10 @@ fn converse(reader: &mut BufReader<TcpStream>, answer: &dyn Fn(&str, usize) -> R
     }
     thread::sleep(reply.delay);
     let told = format!(
-        "HTTP/1.1 {} x\r\nContent-Length: {}\r\nETag: \"t\"\r\nLast-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\n\r\n{}",
+        "HTTP/1.1 {} x\r\nContent-Length: {}\r\nETag: {}\r\nLast-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\n\r\n{}",
         reply.status,
         reply.length.unwrap_or(reply.body.len()),
+        reply.tag,
         reply.body
     );
     reader.get_mut().write_all(told.as_bytes()).ok()?;

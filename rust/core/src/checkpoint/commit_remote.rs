@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::commit::{Committed, check_found, generation_after, index_name, own_files, written};
 use super::locate::check_no_rank_names;
 use crate::format::{Identity, Index, parse_rank_index_name};
-use crate::store::{Condition, Files, StoringConnection};
+use crate::store::{Condition, Files, StoringConnection, another, has, is_refused, put_and_look, put_new, unclear};
 use crate::{Control, Error, Result, StorageFault, parallel};
 
 /// Looks at data files at a time.
@@ -155,67 +155,15 @@ fn publish_over(
     connection: &dyn StoringConnection,
     control: &Control,
 ) -> Result<()> {
-    // Some stores look at the one condition and not at the other.
-    if !begun.replaces && connection.start(path, 1, true, control)?.is_some() {
-        return Err(another(path));
+    if !begun.replaces {
+        return put_new(path, bytes, begun.keeps_conditions, connection, control);
     }
-    let condition = match (begun.keeps_conditions, begun.replaces) {
-        (true, true) => Condition::Unchanged,
-        (true, false) => Condition::New,
-        (false, _) => Condition::Unguarded,
+    let condition = if begun.keeps_conditions {
+        Condition::Unchanged
+    } else {
+        Condition::Unguarded
     };
-    publish(path, bytes, condition, connection, control)
-}
-
-/// Stores an index, and looks what is there where the answer does not say it.
-fn publish(
-    path: &Path,
-    bytes: &[u8],
-    condition: Condition,
-    connection: &dyn StoringConnection,
-    control: &Control,
-) -> Result<()> {
-    let put = connection.put(path, &[bytes], condition, control);
-    match &put {
-        Ok(()) if condition == Condition::Unchanged => return Ok(()),
-        // The store may have looked at nothing.
-        Ok(()) => {}
-        Err(Error::Storage { kind, .. }) => {
-            if !matches!(kind, StorageFault::Precondition | StorageFault::Unclear) {
-                // An answer, and no other was lost: it is not stored.
-                return put;
-            }
-        }
-        // It was stopped, and what was sent may yet be done.
-        Err(_) => return put.map_err(|error| unclear(path, error)),
-    }
-    match (has(path, bytes, connection, control), put) {
-        (Ok(Some(true)), _) => Ok(()),
-        // It was taken, and is not shown yet: what is between may remember that there was nothing.
-        (Ok(None), Ok(())) => Err(Error::Storage {
-            kind: StorageFault::Unclear,
-            action: "write",
-            path: path.to_owned(),
-            attempts: 1,
-            reason: "the store took it, and does not show it".into(),
-        }),
-        // Refused, or done and replaced: nothing of it is on its way any more.
-        (Ok(_), Ok(())) => Err(another(path)),
-        (Ok(_), Err(error)) if is_refused(&error) => Err(another(path)),
-        (Err(error), Ok(())) => Err(unclear(path, error)),
-        (Err(error), Err(refused)) if is_refused(&refused) => Err(unclear(path, error)),
-        (_, Err(error)) => Err(error),
-    }
-}
-
-/// Whether a file has these bytes, for ids may be given twice; `None` where there is none.
-fn has(path: &Path, bytes: &[u8], connection: &dyn StoringConnection, control: &Control) -> Result<Option<bool>> {
-    match connection.start(path, bytes.len() as u64 + 1, false, control) {
-        Ok(found) => Ok(found.map(|(found, _)| found == bytes)),
-        // Another one than a moment ago.
-        Err(error) if is_refused(&error) => Ok(Some(false)),
-        Err(error) => Err(error),
-    }
+    put_and_look(path, bytes, condition, connection, control)
 }
 
 /// After the index was stored a file of it is missing: `lost` says which. Puts back what was there `before`, and returns the error to raise; `None` where the
@@ -241,7 +189,7 @@ fn take_back(
         Condition::Unguarded
     };
     let back = if let Some(bytes) = before {
-        publish(path, bytes, condition, connection, &control)
+        put_and_look(path, bytes, condition, connection, &control)
     } else {
         connection.remove_seen(path, &control)
     };
@@ -251,60 +199,11 @@ fn take_back(
     })
 }
 
-fn is_refused(error: &Error) -> bool {
-    matches!(
-        error,
-        Error::Storage {
-            kind: StorageFault::Precondition,
-            ..
-        }
-    )
-}
-
-fn another(path: &Path) -> Error {
-    Error::Storage {
-        kind: StorageFault::Precondition,
-        action: "replace",
-        path: path.to_owned(),
-        attempts: 1,
-        reason:
-            "another save to this place was committed, or its index removed, since this one began; it was not touched"
-                .into(),
-    }
-}
-
-/// The index may be stored, or be yet.
-fn unclear(path: &Path, error: Error) -> Error {
-    let (action, path, attempts, reason) = match error {
-        Error::Storage {
-            action,
-            path,
-            attempts,
-            reason,
-            ..
-        } => (action, path, attempts, reason),
-        Error::Interrupted => (
-            "write",
-            path.to_owned(),
-            1,
-            "it was stopped before it was answered".into(),
-        ),
-        error => ("write", path.to_owned(), 1, error.to_string()),
-    };
-    Error::Storage {
-        kind: StorageFault::Unclear,
-        action,
-        path,
-        attempts,
-        reason,
-    }
-}
-
-/// What is to be said of a commit whose end the caller did not wait for: that its index is stored, or may be. `None` where it is not.
+/// What is to be said of the storing of a file whose end the caller did not wait for: that it is there, or may be. `None` where it is not.
 #[must_use]
-pub fn may_be_stored(dir: &Path, rank: Option<u32>, committed: &Result<Committed>) -> Option<Error> {
-    let (path, attempts, reason) = match committed {
-        Ok(_) => (dir.join(index_name(rank)), 1, "it was stored before that was stopped"),
+pub fn may_be_stored<T>(path: &Path, stored: &Result<T>) -> Option<Error> {
+    let (path, attempts, reason) = match stored {
+        Ok(_) => (path.to_owned(), 1, "it was stored before that was stopped"),
         Err(Error::Storage {
             kind: StorageFault::Unclear,
             path,

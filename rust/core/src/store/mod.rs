@@ -1,6 +1,7 @@
 //! Files, folders and mappings: what the operating system offers, or a store of objects, without knowledge of the format.
 
 mod buffer;
+mod conditional;
 pub(crate) mod disk;
 mod faults;
 mod file;
@@ -16,6 +17,8 @@ mod remote;
 mod residency;
 
 pub(crate) use buffer::Buffer;
+pub(crate) use conditional::{another, is_refused, put_and_look, put_over, unclear};
+pub use conditional::{has, put_new};
 pub use faults::{Faulted, arm, disarm};
 pub use file::FileRef;
 pub(crate) use file::{open_file, read_all, read_at, read_direct_at};

@@ -65,6 +65,8 @@ pub struct Upload {
     pub path: PathBuf,
     /// How the store calls what is on its way.
     pub id: String,
+    /// What has to be so when it is completed.
+    pub condition: Condition,
 }
 
 /// A file, as a store lists it.
@@ -147,14 +149,21 @@ pub trait StoringConnection: Connection {
     /// attempt whose answer was lost does not meet the condition of the next. In either case the file may be another one from then on than it was.
     fn put(&self, path: &Path, pieces: &[&[u8]], condition: Condition, control: &Control) -> Result<()>;
 
-    /// Begins to store a file in parts.
-    fn begin(&self, path: &Path, control: &Control) -> Result<Upload>;
+    /// Begins to store a file in parts. But for [`Condition::Always`] it is looked at what is there now: that, when it is completed, is not it.
+    ///
+    /// # Errors
+    /// [`StorageFault::Precondition`](crate::StorageFault::Precondition) where there is one, and none may be; [`Error::Unsupported`] for
+    /// [`Condition::Unchanged`].
+    fn begin(&self, path: &Path, condition: Condition, control: &Control) -> Result<Upload>;
 
     /// Stores a part, the one of this number from 0 on. All but the last have the same length, which is 5 MiB at least. Returns what
     /// [`complete`](Self::complete) asks for. When this returns, the pieces are not read any more.
     fn put_part(&self, upload: &Upload, number: usize, pieces: &[&[u8]], control: &Control) -> Result<String>;
 
     /// Makes the parts, whose answers are given in their order, a file of `size` bytes.
+    ///
+    /// Where a condition does not hold, that is [`StorageFault::Precondition`](crate::StorageFault::Precondition); but for [`Condition::Always`], where it
+    /// cannot be told whether the file was stored, [`StorageFault::Unclear`](crate::StorageFault::Unclear).
     fn complete(&self, upload: &Upload, parts: Vec<String>, size: u64, control: &Control) -> Result<()>;
 
     /// Whether the store copies a file of `size` bytes at all; nothing is asked of it.

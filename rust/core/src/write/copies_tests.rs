@@ -144,7 +144,7 @@ impl StoringConnection for Store {
         Ok(())
     }
 
-    fn begin(&self, path: &Path, _: &Control) -> Result<Upload> {
+    fn begin(&self, path: &Path, _: Condition, _: &Control) -> Result<Upload> {
         Err(refused(path))
     }
 

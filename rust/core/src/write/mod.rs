@@ -25,4 +25,4 @@ pub use layout::{FilePlan, HEADER_LIMIT, Layout, Place, plan_files};
 pub use options::{WriteIo, WriteOptions};
 pub use reuse::Reuse;
 pub use sink::Sums;
-pub use upload::upload;
+pub use upload::{upload_file, upload_folder};

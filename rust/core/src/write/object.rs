@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use crate::store::{Condition, Remote, StoringConnection, Upload};
-use crate::{Control, Result};
+use crate::store::{Condition, Remote, StoringConnection, Upload, unclear};
+use crate::{Control, Error, Result};
 
 /// How long a failed save takes to remove what it stored; and one that was interrupted.
 const CLEANING: Duration = Duration::from_secs(10);
@@ -14,6 +14,7 @@ const LEAVING: Duration = Duration::from_millis(700);
 
 pub(super) struct Object {
     pub path: PathBuf,
+    condition: Condition,
     /// Of one that has several parts.
     upload: OnceLock<Upload>,
     /// It may be there.
@@ -23,9 +24,10 @@ pub(super) struct Object {
 }
 
 impl Object {
-    pub fn new(path: PathBuf) -> Self {
+    pub fn new(path: PathBuf, condition: Condition) -> Self {
         Self {
             path,
+            condition,
             upload: OnceLock::new(),
             stored: AtomicBool::new(false),
             complete: AtomicBool::new(false),
@@ -34,7 +36,7 @@ impl Object {
 
     /// Begins to store it in parts. Called once, or not at all.
     pub fn begin(&self, connection: &dyn StoringConnection, control: &Control) -> Result<()> {
-        let _ = self.upload.set(connection.begin(&self.path, control)?);
+        let _ = self.upload.set(connection.begin(&self.path, self.condition, control)?);
         Ok(())
     }
 
@@ -50,7 +52,7 @@ impl Object {
             return connection.put_part(upload, number, pieces, control);
         }
         self.stored.store(true, Ordering::Relaxed);
-        let put = connection.put(&self.path, pieces, Condition::Always, control);
+        let put = connection.put(&self.path, pieces, self.condition, control);
         put.map(|()| String::new())
     }
 
@@ -64,15 +66,21 @@ impl Object {
     ) -> Result<()> {
         if let Some(upload) = self.upload.get() {
             self.stored.store(true, Ordering::Relaxed);
-            connection.complete(upload, answers.collect(), size, control)?;
+            let done = connection.complete(upload, answers.collect(), size, control);
+            done.map_err(|error| match error {
+                // What was sent may yet be done.
+                Error::Interrupted if self.condition != Condition::Always => unclear(&self.path, error),
+                error => error,
+            })?;
         }
         self.complete.store(true, Ordering::Relaxed);
         Ok(())
     }
 
-    /// Where it may be there, its path.
+    /// Where it may be there, its path; not of one whose name may be another's.
     pub fn may_be_at(&self) -> Option<PathBuf> {
-        self.stored.load(Ordering::Relaxed).then(|| self.path.clone())
+        let is_own = self.condition == Condition::Always;
+        (is_own && self.stored.load(Ordering::Relaxed)).then(|| self.path.clone())
     }
 
     /// What was begun, and is not completed.

@@ -13,7 +13,7 @@ use super::layout::Layout;
 use super::object::{Object, give_up};
 use super::options::WriteOptions;
 use super::sink::{Digests, Grain, Hand, Sink, to_usize};
-use crate::store::{FileLock, Remote, StoringConnection, Upload};
+use crate::store::{Condition, FileLock, Remote, StoringConnection, Upload};
 use crate::{Control, Error, Result, parallel};
 
 /// Bytes of a part.
@@ -77,7 +77,7 @@ impl ToStore {
         let largest = layout.files.iter().map(|file| file.size).max().unwrap_or(0);
         let part_bytes = part_bytes(largest, options.max_inflight_bytes);
         let files = layout.files.iter().map(|file| File {
-            object: Object::new(dir.join(&file.name)),
+            object: Object::new(dir.join(&file.name), Condition::Always),
             parts: std::iter::repeat_with(Mutex::default)
                 .take(to_usize(file.size.div_ceil(part_bytes).max(1)))
                 .collect(),

@@ -10,7 +10,7 @@ use tempfile::tempdir;
 use super::*;
 use crate::StorageFault;
 use crate::format::{INDEX_NAME, Index, PAYLOAD_ALIGNMENT, Value};
-use crate::store::{self, Condition, Connection};
+use crate::store::{self, Connection};
 use crate::write::engine::{Part as Piece, Save};
 use crate::write::testing::{INFO, assert_saved, contents, parts, saves, value, whole};
 
@@ -68,11 +68,11 @@ impl StoringConnection for Store {
         Ok(())
     }
 
-    fn begin(&self, path: &Path, _: &Control) -> Result<Upload> {
+    fn begin(&self, path: &Path, condition: Condition, _: &Control) -> Result<Upload> {
         let id = path.file_name().unwrap().to_str().unwrap().to_owned();
         self.0.uploads.lock().unwrap().insert(id.clone(), HashMap::new());
         let path = path.to_owned();
-        Ok(Upload { path, id })
+        Ok(Upload { path, id, condition })
     }
 
     fn put_part(&self, upload: &Upload, number: usize, pieces: &[&[u8]], _: &Control) -> Result<String> {

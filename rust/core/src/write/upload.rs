@@ -8,52 +8,81 @@ use super::object::{Object, give_up};
 use super::options::WriteOptions;
 use super::sink::to_usize;
 use super::to_store::{in_flight, part_bytes};
-use crate::store::{Condition, Remote, StoringConnection, Upload, open_file, read_all, read_at};
+use crate::store::{
+    Condition, Remote, StoringConnection, Upload, has, open_file, put_new, put_over, read_all, read_at,
+};
 use crate::{Control, Error, Result, StorageFault, parallel};
 
-/// Stores files under other names, `(from, to)`, in parts, many at a time; then `last`, that says what the others are, by one request which its
-/// condition is for.
-///
-/// What fails leaves nothing. But with `replaces`, a file is what it was before until it is the new one; and where it is not known whether `last` is
-/// there, all stays.
+/// Stores a file under another name: at once, so that what is there is what was there before until it is the new one. With `overwrite` in place of whatever is there; without
+/// it there must be none, when this begins and when it ends.
 ///
 /// # Errors
-/// Those of the store; [`Error::Io`] for a file that cannot be read.
-pub fn upload(
+/// Those of the store: with [`StorageFault::Precondition`] nothing was touched, with [`StorageFault::Unclear`] the file may be the new one, now or in a moment, and
+/// after any other it is not. [`Error::Io`] for a file that cannot be read.
+pub fn upload_file(
     remote: &Arc<dyn Remote>,
-    files: &[(PathBuf, PathBuf)],
-    last: Option<(&Path, &Path, Condition)>,
-    replaces: bool,
+    from: &Path,
+    to: &Path,
+    overwrite: bool,
     options: &WriteOptions,
     control: &Control,
 ) -> Result<()> {
-    let connection = remote.connect_to_store(0)?;
-    let opened: Vec<(File, u64)> = files.iter().map(|(from, _)| open(from)).collect::<Result<_>>()?;
-    let largest = opened.iter().map(|(_, size)| *size).max().unwrap_or(0);
-    let part_bytes = part_bytes(largest, options.max_inflight_bytes);
-    let sent = files.iter().zip(opened).map(|((from, to), (file, size))| Sent {
-        file,
-        from: from.clone(),
-        size,
-        object: Object::new(to.clone()),
-        answers: std::iter::repeat_with(Mutex::default)
-            .take(to_usize(size.div_ceil(part_bytes).max(1)))
-            .collect(),
-    });
-    let sent: Vec<Sent> = sent.collect();
-    let give_up = |error: &Error| {
-        let objects = || sent.iter().map(|file| &file.object);
-        let uploads: Vec<Upload> = objects().filter_map(Object::open_upload).collect();
-        let stored: Vec<PathBuf> = objects().filter(|_| !replaces).filter_map(Object::may_be_at).collect();
-        give_up(remote, &stored, &uploads, matches!(error, Error::Interrupted));
+    let connection = &*remote.connect_to_store(0)?;
+    let condition = if overwrite {
+        Condition::Unguarded
+    } else {
+        Condition::New
     };
-    store(&*connection, &sent, part_bytes, options, control).inspect_err(give_up)?;
-    let Some((from, to, condition)) = last else {
+    let sending = Sending::new(&[(from.to_owned(), to.to_owned())], condition, options)?;
+    if sending.files.iter().all(|file| file.answers.len() > 1) {
+        let sent = sending.send(connection, options, control);
+        return sent.inspect_err(|error| sending.give_up(remote, error, control));
+    }
+    let bytes = read_all(from).map_err(|error| Error::io("read", from, error))?;
+    control.check()?;
+    if overwrite {
+        return put_over(to, &bytes, connection, control);
+    }
+    let keeps_conditions = connection.keeps_conditions(folder_of(to), control)?;
+    put_new(to, &bytes, keeps_conditions, connection, control)
+}
+
+/// Stores files under other names, `(from, to)`, in parts, many at a time; then `last`, that says what the others are, by one request, of which there must be none. All
+/// the while a file, the `claim`, has to hold the bytes that whoever calls this put there: what keeps others out.
+///
+/// # Errors
+/// Those of the store; [`Error::Io`] for a file that cannot be read. What fails leaves nothing. But all stays with [`StorageFault::Unclear`], where it is not known whether `last` is
+/// there; and where the claim is another's by then ([`StorageFault::Precondition`]), as the files may be as well.
+pub fn upload_folder(
+    remote: &Arc<dyn Remote>,
+    files: &[(PathBuf, PathBuf)],
+    last: Option<(&Path, &Path)>,
+    claim: (&Path, &[u8]),
+    options: &WriteOptions,
+    control: &Control,
+) -> Result<()> {
+    let connection = &*remote.connect_to_store(0)?;
+    let is_ours = || has(claim.0, claim.1, connection, control).map(|found| found == Some(true));
+    if !is_ours()? {
+        return Err(claimed(claim.0));
+    }
+    let sending = Sending::new(files, Condition::Always, options)?;
+    let give_up = |error: &Error| sending.give_up(remote, error, control);
+    sending.send(connection, options, control).inspect_err(give_up)?;
+    if !is_ours().inspect_err(give_up)? {
+        return Err(claimed(claim.0));
+    }
+    let Some((from, to)) = last else {
         return Ok(());
     };
-    let bytes = read_all(from).map_err(|error| Error::io("read", from, error));
-    let done = bytes.and_then(|bytes| connection.put(to, &[&bytes], condition, control));
-    match done {
+    let prepared = || {
+        let bytes = read_all(from).map_err(|error| Error::io("read", from, error))?;
+        let keeps_conditions = connection.keeps_conditions(folder_of(to), control)?;
+        control.check()?;
+        Ok((bytes, keeps_conditions))
+    };
+    let (bytes, keeps_conditions) = prepared().inspect_err(give_up)?;
+    match put_new(to, &bytes, keeps_conditions, connection, control) {
         Err(
             error @ Error::Storage {
                 kind: StorageFault::Unclear,
@@ -61,6 +90,60 @@ pub fn upload(
             },
         ) => Err(error),
         done => done.inspect_err(give_up),
+    }
+}
+
+fn folder_of(path: &Path) -> &Path {
+    path.parent().unwrap_or(path)
+}
+
+fn claimed(claim: &Path) -> Error {
+    Error::Storage {
+        kind: StorageFault::Precondition,
+        action: "write",
+        path: claim.to_owned(),
+        attempts: 1,
+        reason: "it does not say any more that the folder is this conversion's: another one may be at work there, or it was removed".into(),
+    }
+}
+
+/// Files on their way.
+struct Sending {
+    files: Vec<Sent>,
+    part_bytes: u64,
+}
+
+impl Sending {
+    fn new(files: &[(PathBuf, PathBuf)], condition: Condition, options: &WriteOptions) -> Result<Self> {
+        let opened: Vec<(File, u64)> = files.iter().map(|(from, _)| open(from)).collect::<Result<_>>()?;
+        let largest = opened.iter().map(|(_, size)| *size).max().unwrap_or(0);
+        let part_bytes = part_bytes(largest, options.max_inflight_bytes);
+        let sent = files.iter().zip(opened).map(|((from, to), (file, size))| Sent {
+            file,
+            from: from.clone(),
+            size,
+            object: Object::new(to.clone(), condition),
+            answers: std::iter::repeat_with(Mutex::default)
+                .take(to_usize(size.div_ceil(part_bytes).max(1)))
+                .collect(),
+        });
+        Ok(Self {
+            files: sent.collect(),
+            part_bytes,
+        })
+    }
+
+    fn send(&self, connection: &dyn StoringConnection, options: &WriteOptions, control: &Control) -> Result<()> {
+        store(connection, &self.files, self.part_bytes, options, control)
+    }
+
+    /// Removes what was stored, and what was begun.
+    fn give_up(&self, remote: &Arc<dyn Remote>, error: &Error, control: &Control) {
+        let objects = || self.files.iter().map(|file| &file.object);
+        let uploads: Vec<Upload> = objects().filter_map(Object::open_upload).collect();
+        let stored: Vec<PathBuf> = objects().filter_map(Object::may_be_at).collect();
+        let interrupted = matches!(error, Error::Interrupted) || control.check().is_err();
+        give_up(remote, &stored, &uploads, interrupted);
     }
 }
 
