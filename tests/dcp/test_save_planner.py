@@ -72,6 +72,19 @@ def test_values_that_know_their_state(ckpt):
     assert_state_equal(other.state_dict(), module.state_dict())
 
 
+@pytest.mark.parametrize("name", ["uint1", "uint4", "uint7", "int1", "int4", "int7"])
+def test_a_dtype_that_torch_does_not_save_is_refused_by_name(ckpt, name):
+    dtype = getattr(torch, name, None)
+    if dtype is None:
+        pytest.skip("this torch has no such dtype")
+    state = {"x": torch.empty(4, dtype=dtype), "w": torch.ones(1)}
+    for save in (dcp_rs.save, lambda *args: dcp_rs.async_save(*args).result()):
+        with pytest.raises(UnsupportedError, match=rf"'x' .*its dtype is torch\.{name}") as raised:
+            save(state, ckpt)
+        assert raised.value.tensor == "x"
+        assert not list(ckpt.glob("g*"))
+
+
 def test_a_tensor_without_values_is_refused_by_name(ckpt):
     with pytest.raises(UnsupportedError, match="'m' is on the meta device"):
         dcp_rs.save({"m": torch.empty(2, device="meta")}, ckpt)

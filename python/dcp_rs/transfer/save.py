@@ -61,7 +61,10 @@ def as_object(fqn: str, tensor: torch.Tensor, refusal: str) -> bytes:
     try:
         data = objects.dump(tensor)
         objects.check_loadable(fqn, data)
-    except (CorruptDataError, UnsafePickleError, RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+    except (
+        *(CorruptDataError, UnsafePickleError, RuntimeError, NotImplementedError, TypeError, AttributeError),
+        KeyError,  # of a dtype that torch.save does not know
+    ) as error:
         msg = f"tensor {fqn!r} cannot be saved as raw bytes ({refusal}), nor as an object that loads with weights_only=True: {error}"
         raise UnsupportedError(msg, tensor=fqn) from error
     return data
