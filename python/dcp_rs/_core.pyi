@@ -554,8 +554,10 @@ class Store:
         threads: int,
         max_inflight_bytes: int,
     ) -> None:
-        """Stores files of this machine, from and to; then the last one, of which there must be none. What fails is removed, but where it cannot be told
-        whether the last one is there, or where ``claim`` (a file, and what it holds) is another's."""
+        """Stores files of this machine, from and to; then the last one, of which there must be none.
+
+        What fails is removed, but where it cannot be told whether the last one is there, or where ``claim`` (a file, and what it holds) is another's.
+        """
     def remove(self, paths: Sequence[str | Path]) -> None:
         """Removes files, where they are there; raises for the first that could not be, after all were tried."""
     def remove_seen(self, path: str | Path) -> None:

@@ -154,9 +154,9 @@ class StoragePreconditionError(StorageError):
 
 
 class StorageUnclearError(StorageError):
-    """A store did not answer to the commit of a save, or to the last request of a conversion, or was not waited for: the checkpoint may be there, now or in
-    a moment. Nothing of it is removed.
+    """A store did not answer to the last request of a save or a conversion, or was not waited for: it may be there, now or in a moment.
 
+    Nothing of it is removed.
     Where Ctrl-C or the handler of a signal ended the wait, what that raised has this as its ``__cause__``. The other ranks raise this one.
     """
 

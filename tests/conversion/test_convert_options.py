@@ -129,3 +129,26 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
         assert [done for done, _ in seen] == sorted(done for done, _ in seen)
         assert {total for _, total in seen} == {report.bytes}
         assert seen[-1] == (report.bytes, report.bytes)
+
+
+@pytest.mark.parametrize("to", ["dcp-rs", "dcp", "torch"])
+def test_a_name_that_would_be_in_and_at_once_another_is_refused(to: str, tmp_path: Path) -> None:
+    empty = {} if to == "dcp" else {"empty": {}}  # which DCP cannot hold
+    source = make("torch", {"a": {"b": torch.ones(2)}, "x": torch.ones(3)} | empty, tmp_path / "x.pt")
+    for name in ("a", *empty):
+        rename = {"x": name}
+        with pytest.raises(PlanError, match="contradict each other"):
+            dcp_rs.convert(source, tmp_path / "out", to=to, rename=rename)
+        assert [file.name for file in tmp_path.iterdir()] == ["x.pt"]
+    # Beside each other they are two.
+    dcp_rs.convert(source, tmp_path / "out.pt", to="torch", rename={"x": "a.c"})
+    judge("torch", tmp_path / "out.pt", {"a": {"b": torch.ones(2)}, "a.c": torch.ones(3)} | empty)
+
+
+def test_names_without_nesting_may_be_the_beginnings_of_others(tmp_path: Path) -> None:
+    state = {"a": torch.ones(1), "a.b": torch.ones(2), "x": torch.ones(3)}
+    make("safetensors", state, tmp_path / "src")
+    want = {"a": state["a"], "a.b": state["a.b"], "a.b.c": state["x"]}
+    for to in ("dcp-rs", "dcp", "torch"):
+        dcp_rs.convert(tmp_path / "src", tmp_path / to, to=to, rename={"x": "a.b.c"})
+        judge(to, tmp_path / to, want)

@@ -21,6 +21,7 @@ from dcp_rs.conversion.job import (
     ConvertReport,
     Job,
     Task,
+    check_renamed,
     parse_dtype,
     refuse_unsupported,
     select,
@@ -112,7 +113,7 @@ def convert(
         StoragePreconditionError: something was stored at ``out`` meanwhile, and was not touched.
         StorageUnclearError: a store did not answer, or was not waited for, and does not tell: the result may be there, now or in a moment.
         StorageError: a store fails; see :mod:`dcp_rs.errors`.
-        PlanError: two entries would have one name, or none is wanted.
+        PlanError: two entries would have one name, or one would be where ``rename`` puts another's container; or none is wanted.
         ValueError: an option, or ``out`` is the source, or a file of it.
         OSError: the disk is full, or fails.
 
@@ -147,6 +148,8 @@ def convert(
         check_place(source_path, source.files, target, overwrite=overwrite)
     tasks = select(source, dtype=cast_to, include=include, exclude=exclude, rename=rename)
     containers = select_containers(source, tasks, include=include, exclude=exclude, rename=rename)
+    if to != "safetensors":
+        check_renamed(source, tasks, containers)
     if source.kind == "torch" and weights_only:
         for task in tasks:
             if task.dtype is None:

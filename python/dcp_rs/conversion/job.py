@@ -19,9 +19,9 @@ from dcp_rs.checkpoint.source import Item, Source
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.options import WriteOptions
 from dcp_rs.tensors.dtypes import BY_NAME, cast_to
-from dcp_rs.tensors.nesting import Container, TreePath, name_of, remaining
+from dcp_rs.tensors.nesting import Container, TreePath, name_of, nest, remaining
 
-__all__ = ["ConvertReport", "Job", "Task", "parse_dtype", "select", "select_containers", "split"]
+__all__ = ["ConvertReport", "Job", "Task", "check_renamed", "parse_dtype", "select", "select_containers", "split"]
 
 _ALIASES = {
     "bf16": "bfloat16",
@@ -236,6 +236,26 @@ def select_containers(
         elif container.path not in holding:
             containers.append(Container(container.position, (new,), container.kind))
     return containers
+
+
+def check_renamed(source: Source, tasks: Sequence[Task], containers: Sequence[Container] | None) -> None:
+    """Checks that what was renamed can be nested beside the rest. What contradicts itself in the source may go on to do so.
+
+    Raises:
+        PlanError: it cannot.
+    """
+    has_paths = source.root is None or isinstance(source.root, dict)
+    if not has_paths or all(task.name == task.item.name for task in tasks):
+        return
+    try:
+        nest(((task.item.position, task.path, None) for task in tasks), containers or ())
+    except PlanError:
+        paths = ((task.item.position, task.item.path or (task.item.name,), None) for task in tasks)
+        try:
+            nest(paths, source.containers or ())
+        except PlanError:
+            return
+        raise
 
 
 def refuse_unsupported(
