@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.storage import StorageReader
@@ -24,9 +24,13 @@ from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.reports import LoadReport
 from dcp_rs.dcp.together import Ranks
 from dcp_rs.errors import PlanError
-from dcp_rs.tensors.trees import is_stateful
-from dcp_rs.training.extra import PerRank, RngState, merge, rank_key, state_of, unpack
-from dcp_rs.training.optimizers import SavedOptimizers, nest, optimizer_state, stored_paths
+from dcp_rs.training.choice import Choice
+from dcp_rs.training.counters import counters_as_they_are
+from dcp_rs.training.extra import PerRank, RngState, state_of
+from dcp_rs.training.optimizers import optimizer_state
+from dcp_rs.training.saved import SavedOptimizers
+from dcp_rs.training.saved_extra import EXTRA, SavedExtra
+from dcp_rs.training.stored import join, nest, stored_paths
 
 __all__ = [
     "PerRank",
@@ -37,7 +41,7 @@ __all__ = [
     "training_state",
 ]
 
-MODEL, OPTIM, EXTRA = "model", "optim", "extra"
+MODEL, OPTIM = "model", "optim"
 
 Optimizers = Optimizer | Iterable[Optimizer]
 
@@ -66,8 +70,12 @@ def _training_state(
     def make() -> dict[str, Any]:
         state: dict[str, Any] = {MODEL: get_model_state_dict(model)}
         several = _several(optimizers)
+        # Every rank takes the steps in it, whatever it has: others may have optimizers.
+        optim = optimizer_state(model, several, ranks)
         if several:
-            state[OPTIM] = optimizer_state(model, several, ranks)
+            state[OPTIM] = optim
+        elif optim["param_groups"]:
+            state[OPTIM] = {"param_groups": optim["param_groups"]}
         if extra:
             state[EXTRA] = {name: state_of(value) for name, value in extra.items()}
         return state
@@ -93,12 +101,13 @@ def save_training_state(
     Args:
         path: the folder.
         model: its parameters and persistent buffers.
-        optimizers: one, or several for different parameters of the model. One that has made no step yet is saved as such.
+        optimizers: one, or several for different parameters of the model. One that has made no step yet is saved as such. Ranks
+            that train nothing have none.
         extra: by name, whatever else is to be there after a restart: objects with ``state_dict`` and ``load_state_dict`` (learning rate
             schedulers, gradient scalers, data loaders, EMA models), tensors and plain values. What differs from rank to rank goes into
             :class:`PerRank`; :class:`RngState` is for random numbers.
         process_group, no_dist: as in ``dcp.save``.
-        planner: default: that of :func:`dcp_rs.save`.
+        planner: default: that of :func:`dcp_rs.save`. Its ``dtype`` is not for the optimizers' state without dimensions (``step``).
         write_options: arguments of :class:`dcp_rs.RsWriter`.
 
     Raises:
@@ -106,7 +115,8 @@ def save_training_state(
         DcpRsError: as :func:`dcp_rs.save`.
     """
     state = _training_state(model, optimizers, extra, Ranks(process_group, no_dist=no_dist))
-    return save(state, path, planner=planner, process_group=process_group, no_dist=no_dist, **write_options)
+    with counters_as_they_are(planner, {OPTIM: state.get(OPTIM, {})}):
+        return save(state, path, planner=planner, process_group=process_group, no_dist=no_dist, **write_options)
 
 
 @formerly(strict=("allow_partial_load", not_))
@@ -129,11 +139,13 @@ def load_training_state(
     Args:
         path: a checkpoint.
         model: filled in place.
-        optimizers: as in the save, in any order: parameters are found by name. Their state before the load does not matter.
+        optimizers: as in the save, in any order: parameters are found by name. What is loaded takes the place of their state.
         extra: as in the save. Objects get their state; tensors are filled in place; other values are replaced in ``extra``.
-        allow_partial_load: leave alone what model, optimizers and ``extra`` have and the checkpoint lacks. Otherwise that is an error.
+        allow_partial_load: leave alone what model, optimizers and ``extra`` have and the checkpoint lacks, and the state of parameters
+            which it has in another shape, or not wholly. Otherwise that is an error.
         process_group, no_dist: as in ``dcp.load``.
-        planner: default: :class:`dcp_rs.RsLoadPlanner`, with the same ``allow_partial_load``.
+        planner: default: :class:`dcp_rs.RsLoadPlanner`, with the same ``allow_partial_load``. What one of that class does not include
+            stays as it is; its ``dtype`` is not for the optimizers' state without dimensions (``step``).
         read_options: arguments of :class:`dcp_rs.RsReader`.
 
     Returns:
@@ -141,7 +153,8 @@ def load_training_state(
         (``optim.state.<fqn>``, or ``optim`` where none was saved), and the entries of ``extra`` that the checkpoint lacks.
 
     Raises (on every rank):
-        PlanError: something is missing, or of another shape; an optimizer has parameters that the saved ones had not.
+        PlanError: something is missing, or of another shape; an optimizer has parameters that the saved ones had not, or other groups
+            where state was saved by number. Nothing was read then.
         DcpRsError: as :func:`dcp_rs.load`.
     """
     several, extra = _several(optimizers), {} if extra is None else extra
@@ -169,44 +182,33 @@ def _load_training_state(
     """Loads what the path holds when it begins, all of one save."""
     reader, metadata = ranks.together(lambda: _opened(path, read_options))
     state: dict[str, Any] = {}
-    extras: dict[str, tuple[bool, dict[str, Any], dict[str, tuple[Any, ...]]]] = {}
+    extras: list[SavedExtra] = []
 
-    def begin() -> SavedOptimizers | None:
+    def begin() -> tuple[Choice, SavedOptimizers | None]:
+        choice = Choice(metadata, planner, partial=partial)
         state[MODEL] = get_model_state_dict(model)
-        saved = _saved_optimizers(reader, metadata, OPTIM, partial=partial) if optimizers else None
+        saved = _saved_optimizers(reader, metadata, OPTIM, choice) if optimizers else None
         if saved is not None:
-            state.update(saved.template(model, optimizers, partial=partial))
-        for name, value in extra.items():
-            extras[name] = _extra_template(metadata, name, value, partial=partial)
-            state.update(extras[name][1])
-        return saved
+            state.update(saved.template(model, optimizers))
+        extras.extend(SavedExtra(metadata, name, value, choice) for name, value in extra.items())
+        for one in extras:
+            state.update(one.template)
+        return choice, saved
 
     def end() -> None:
         if saved is not None:
             saved.fill(state)
-            saved.apply(model, optimizers, partial=partial)
+            saved.apply(model)
         set_model_state_dict(model, state[MODEL], options=StateDictOptions(strict=not partial))
-        for name, (found, template, paths) in extras.items():
-            if found:
-                loaded = unpack(nest({path: state[key] for key, path in paths.items()}) if template else {})
-                _put_extra(extra, name, loaded)
+        for one in extras:
+            one.put(extra, state)
 
-    saved = ranks.together(begin)
-    _load(ranks, state, reader, metadata, planner)
+    choice, saved = ranks.together(begin)
+    with choice.counters_as_they_are():
+        _load(ranks, state, reader, metadata, planner)
     ranks.together(end)
-    if not isinstance(planner, RsLoadPlanner):
-        return
-    if optimizers:
-        planner.report.missing += [OPTIM] if saved is None else [f"{OPTIM}.state.{fqn}" for fqn in saved.missing]
-    planner.report.missing += [_extra_name(name, extra[name]) for name, (found, *_) in extras.items() if not found]
-    # What was read before there was a plan, or is there for other ranks.
     beside = [f"{OPTIM}.param_groups"] if saved is not None else []
-    beside += [f"{EXTRA}.{name}" for name, value in extra.items() if isinstance(value, PerRank)]
-    planner.report.unexpected = [
-        name
-        for name in planner.report.unexpected
-        if not any(name == prefix or name.startswith(f"{prefix}.") for prefix in beside)
-    ]
+    choice.tell(beside + [f"{EXTRA}.{name}" for name, value in extra.items() if isinstance(value, PerRank)])
 
 
 @formerly(strict=("allow_partial_load", not_))
@@ -233,34 +235,39 @@ def load_optim_state_dict(
     Args:
         path: a checkpoint.
         model: the model whose parameters ``optimizer`` has; it is not loaded.
-        optimizer: any state that it has is replaced.
+        optimizer: what is loaded takes the place of its state.
         key: the entry of the saved state dict; dots go deeper; ``""`` if the optimizer's state dict was all that was saved.
-        allow_partial_load: leave alone the parameters of ``optimizer`` that are not among those saved. Otherwise that is an error.
+        allow_partial_load: leave alone the state of parameters that are not among those saved, or whose state is of another shape or
+            not wholly there. Otherwise that is an error.
         process_group, no_dist: as in ``dcp.load``.
-        planner: default: :class:`dcp_rs.RsLoadPlanner`.
+        planner: default: :class:`dcp_rs.RsLoadPlanner`; as in :func:`load_training_state`. Its ``report`` names what was left alone.
         read_options: arguments of :class:`dcp_rs.RsReader`.
 
     Raises (on every rank):
-        PlanError: there is no optimizer state under ``key``, or it is of other parameters.
+        PlanError: there is no optimizer state under ``key``, or it is of other parameters, groups or shapes. Nothing was read then.
         DcpRsError: as :func:`dcp_rs.load`.
     """
     ranks = Ranks(process_group, no_dist=no_dist)
+    own_planner = RsLoadPlanner() if planner is None else planner
 
     def load() -> None:
         reader, metadata = ranks.together(lambda: _opened(path, read_options))
 
-        def begin() -> tuple[SavedOptimizers, dict[str, Any]]:
-            saved = _saved_optimizers(reader, metadata, key, partial=False)
-            assert saved is not None  # noqa: S101  # where nothing may be missing
-            return saved, saved.template(model, (optimizer,), partial=allow_partial_load)
+        def begin() -> tuple[Choice, SavedOptimizers | None, dict[str, Any]]:
+            choice = Choice(metadata, own_planner, partial=allow_partial_load)
+            saved = _saved_optimizers(reader, metadata, key, choice, needed=True)
+            return choice, saved, {} if saved is None else saved.template(model, (optimizer,))
 
         def end() -> None:
-            saved.fill(state)
-            saved.apply(model, (optimizer,), partial=allow_partial_load)
+            if saved is not None:
+                saved.fill(state)
+                saved.apply(model)
 
-        saved, state = ranks.together(begin)
-        _load(ranks, state, reader, metadata, RsLoadPlanner() if planner is None else planner)
+        choice, saved, state = ranks.together(begin)
+        with choice.counters_as_they_are():
+            _load(ranks, state, reader, metadata, own_planner)
         ranks.together(end)
+        choice.tell([join(key, "param_groups")])
 
     protocol.again_where_replaced(ranks, load)
 
@@ -285,23 +292,36 @@ def _several(optimizers: Optimizers) -> tuple[Optimizer, ...]:
     return (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
 
 
-def _saved_optimizers(reader: RsReader, metadata: Metadata, key: str, *, partial: bool) -> SavedOptimizers | None:
+def _saved_optimizers(
+    reader: RsReader, metadata: Metadata, key: str, choice: Choice, *, needed: bool = False
+) -> SavedOptimizers | None:
+    """The optimizer state under a key; None where there is none, or the load leaves out all of it.
+
+    Raises:
+        PlanError: there is none, and that is an error: with ``needed`` in a partial load, too.
+    """
+    start = f"{key}." if key else ""
+    names = [name for name in metadata.state_dict_metadata if name.startswith(start)]
+    if not any(map(choice.wants, names or [join(key, "param_groups")])):
+        choice.left_out(names)
+        return None
     groups = _saved_groups(reader, metadata, key)
     if groups is None:
-        if partial:
+        if choice.is_partial and not needed:
+            choice.report.missing.append(key)
             return None
-        msg = f"the checkpoint has no optimizer state under {key!r}: there is no {_join(key, 'param_groups')!r}"
-        names = (f".{name}" for name in metadata.state_dict_metadata)
-        groups_of = (name.split(".param_groups")[0].removeprefix(".") for name in names if ".param_groups" in name)
+        msg = f"the checkpoint has no optimizer state under {key!r}: there is no {join(key, 'param_groups')!r}"
+        dotted = (f".{name}" for name in metadata.state_dict_metadata)
+        groups_of = (name.split(".param_groups")[0].removeprefix(".") for name in dotted if ".param_groups" in name)
         if (other := next(groups_of, None)) is not None:
             msg += f". There is one under {other!r}: load_optim_state_dict(..., key={other!r}) takes it"
-        raise PlanError(msg, tensor=_join(key, "param_groups"))
-    return SavedOptimizers(metadata, key, groups)
+        raise PlanError(msg, tensor=join(key, "param_groups"))
+    return SavedOptimizers(metadata, key, groups, choice)
 
 
 def _saved_groups(reader: RsReader, metadata: Metadata, key: str) -> list[dict[str, Any]] | None:
     """The parameter groups in the checkpoint: one value, or, where they hold tensors, a list that was flattened."""
-    name = _join(key, "param_groups")
+    name = join(key, "param_groups")
     if name in metadata.state_dict_metadata:
         groups: list[dict[str, Any]] = reader.read_value(name)
         return groups
@@ -314,54 +334,3 @@ def _saved_groups(reader: RsReader, metadata: Metadata, key: str) -> list[dict[s
         # By parameter, as `flatten_optimizer_state_dict` has it.
         return [{**settings, "params": [fqn]} for fqn, settings in groups.items()]
     return groups
-
-
-def _extra_template(
-    metadata: Metadata, name: str, value: Any, *, partial: bool
-) -> tuple[bool, dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """Whether there is a state for an entry of ``extra``; memory for it by name in the checkpoint; and where in it that belongs."""
-    prefix = (EXTRA, name, rank_key()) if isinstance(value, PerRank) else (EXTRA, name)
-    stored = {key: path[len(prefix) :] for key, path in stored_paths(metadata, prefix)}
-    if ".".join(prefix) in metadata.state_dict_metadata:
-        stored = {".".join(prefix): ()}
-    if isinstance(value, PerRank) and not stored:  # this rank was not there
-        return False, {}, {}
-    empty = not stored and state_of(value) in ({}, [])
-    if not stored and not empty and not partial:
-        msg = f"the checkpoint has no {EXTRA}.{name}"
-        raise PlanError(msg, tensor=f"{EXTRA}.{name}")
-    own = _leaves(value.state_dict() if is_stateful(value) else value)
-    template: dict[str, Any] = {}
-    for key, path in stored.items():
-        entry = metadata.state_dict_metadata[key]
-        if isinstance(entry, TensorStorageMetadata):
-            mine = own.get(tuple(map(str, path)))
-            template[key] = mine if mine is not None else torch.empty(entry.size, dtype=entry.properties.dtype)
-        else:
-            template[key] = None
-    return bool(stored) or empty, template, stored
-
-
-def _extra_name(name: str, value: Any) -> str:
-    """Where the state of an entry of ``extra`` is in the checkpoint."""
-    return f"{EXTRA}.{name}.{rank_key()}" if isinstance(value, PerRank) else f"{EXTRA}.{name}"
-
-
-def _leaves(tree: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], torch.Tensor]:
-    """The tensors of a tree by path."""
-    if isinstance(tree, torch.Tensor):
-        return {path: tree}
-    pairs = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else ()
-    return {leaf: tensor for key, value in pairs for leaf, tensor in _leaves(value, (*path, str(key))).items()}
-
-
-def _put_extra(extra: dict[str, Any], name: str, loaded: Any) -> None:
-    value = extra[name]
-    if is_stateful(value):
-        value.load_state_dict(loaded)
-    else:
-        extra[name] = merge(value, loaded)
-
-
-def _join(key: str, name: str) -> str:
-    return f"{key}.{name}" if key else name

@@ -193,7 +193,9 @@ def test_state_by_number_under_any_key(ckpt, key):
     load_optim_state_dict(ckpt, model, resumed, key=key)
     assert_state_equal(resumed.state_dict(), optimizer.state_dict())
     fewer = torch.optim.Adam(model[0].parameters())
-    with pytest.raises(PlanError, match=r"has 4 parameters, which go by number, and this one has 2"):
+    with pytest.raises(
+        PlanError, match=r"has 1 group of 4 parameters, which go by number, and this one has 1 group of 2"
+    ):
         load_optim_state_dict(ckpt, model, fewer, key=key)
     with pytest.raises(PlanError, match=rf"There is one under {key!r}: .*key={key!r}"):
         load_optim_state_dict(ckpt, model, resumed, key="adam")
@@ -422,3 +424,25 @@ def pipeline(path):
 
 def test_ranks_with_parameters_of_their_own(ckpt):
     run_ranks(2, pipeline, ckpt)
+
+
+def partly_trained(path):
+    """A rank that trains nothing, as a frozen stage of a pipeline, has no optimizer."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = nn.ModuleDict({f"stage{rank}": nn.Linear(3, 3)})
+    optimizers = []
+    if rank == 0:
+        optimizers = [torch.optim.Adam(model.parameters(), lr=0.1)]
+        model["stage0"](torch.ones(1, 3)).sum().backward()
+        optimizers[0].step()
+    save_training_state(path, model, optimizers, fsync=False)
+    resumed = [torch.optim.Adam(model.parameters(), lr=9.0)] if optimizers else []
+    load_training_state(path, model, resumed)
+    for old, new in zip(optimizers, resumed, strict=True):
+        assert_state_equal(new.state_dict(), old.state_dict())
+
+
+def test_a_rank_without_an_optimizer(tmp_path):
+    """All ranks waited for each other until the group gave up."""
+    run_ranks(2, partly_trained, tmp_path, timeout=30)

@@ -31,6 +31,11 @@ class LoadNames:
         """Another load begins: of another checkpoint, or into another state dict."""
         self._renamed = None
 
+    @property
+    def is_selective(self) -> bool:
+        """Whether there is an ``include`` or an ``exclude``."""
+        return self._passes is not None
+
     def wants(self, fqn: str) -> bool:
         """Whether an entry of the state dict is to be loaded."""
         return self._passes is None or self._passes(fqn)

@@ -35,7 +35,7 @@ from dcp_rs.tensors.shards import Layouts, local_pieces
 from dcp_rs.tensors.trees import WriteThrough, flatten, get_at, is_plain_state_dict, set_at
 from dcp_rs.transfer.target import Target
 
-__all__ = ["RsLoadPlanner", "local_reads"]
+__all__ = ["RsLoadPlanner", "local_reads", "names_of"]
 
 
 class RsLoadPlanner(DefaultLoadPlanner):
@@ -81,9 +81,9 @@ class RsLoadPlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
         self._given: dict[str, Any] = {"dtype": dtype, "device": device, "rename": rename, "include": include}
         self._given |= {"exclude": exclude, "allow_partial_load": allow_partial_load or None}
-        self.dtype = dtype
         self.device = None if device is None else torch.device(device)
-        self.dtype_policy = dtype_policy
+        self.dtype, self.dtype_policy = dtype, dtype_policy
+        self.spared: set[int] = set()  # the `id` of tensors that `dtype` is not for
         self.report = LoadReport()
         self._names = LoadNames(rename, include, exclude)
         CastRule(dtype, dtype_policy)  # a policy that is none is an error here
@@ -91,7 +91,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         self._checkpoint_path = checkpoint
         self.metadata: Metadata | None = None
         self._paths: dict[str, TreePath] = {}  # with keys as they are, where `mappings` has text
-        self._new = Replacements(self.dtype, self.device, self.set_value)
+        self._new = Replacements(self.dtype, self.device, self.set_value, self.spared)
         self._reads: LocalReads | None = None
         self._items = LocalItems()
         self._planned: dict[str, str] = {}  # what is read, and what the checkpoint calls it
@@ -116,7 +116,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         self.metadata = metadata
         self.is_coordinator = is_coordinator
         self._names.forget()
-        self._new = Replacements(self.dtype, self.device, self.set_value)
+        self._new = Replacements(self.dtype, self.device, self.set_value, self.spared)
         if self.flatten_sharded_tensors and not is_plain_state_dict(state_dict):
             state_dict = _torch.flatten_sharded_tensors(state_dict)
         if self.flatten_state_dict:
@@ -131,7 +131,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """Checks everything that can be known before the first byte is read."""
         self.report = LoadReport()
-        self._new = Replacements(self.dtype, self.device, self.set_value)
+        self._new = Replacements(self.dtype, self.device, self.set_value, self.spared)
         stored = None if self.metadata is None else self.metadata.state_dict_metadata
         wanted, self.report.excluded = self._names.choose(self.state_dict, stored)
         casts = CastRule(self.dtype, self.dtype_policy)
@@ -387,11 +387,14 @@ _PLANNING = {"set_up_planner", "create_local_plan", "create_global_plan", "finis
 def local_reads(plan: LoadPlan, planner: LoadPlanner) -> LocalReads | None:
     """What is to be read for the plan, where that needs no items: none was changed, and nobody wants to be called for each."""
     own: RsLoadPlanner | None = planner_of(plan)
-    if own is None:
-        return None
     per_item = _METHODS.names - _PLANNING
-    if _METHODS.replaced(own, per_item):
+    if own is None or _METHODS.replaced(own, per_item):
         return None
     if planner is not own and any(getattr(planner, name, None) != getattr(own, name) for name in per_item):
         return None
     return own._reads  # noqa: SLF001  # of this module
+
+
+def names_of(planner: LoadPlanner) -> LoadNames | None:
+    """Which names a planner loads, where it is one of ours."""
+    return planner._names if isinstance(planner, RsLoadPlanner) else None  # noqa: SLF001  # of this module

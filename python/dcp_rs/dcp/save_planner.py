@@ -127,6 +127,7 @@ class RsSavePlanner(DefaultSavePlanner):
             "enable_plan_caching": enable_plan_caching or None,
         }
         self.dtype = dtype
+        self.spared: frozenset[str] = frozenset()  # names that `dtype` is not for
         self.include = include
         self.exclude = exclude
         self._compact = False
@@ -209,7 +210,9 @@ class RsSavePlanner(DefaultSavePlanner):
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(objects.dump_named(write_item.index.fqn, object))
         made = super().transform_object(write_item, object)
-        return made.to(self._becomes(made.dtype)) if isinstance(made, torch.Tensor) else made
+        if not isinstance(made, torch.Tensor) or write_item.index.fqn in self.spared:
+            return made
+        return made.to(self._becomes(made.dtype))
 
     def writes(self, plan: SavePlan, *, strict: bool) -> Writes:
         """What this rank writes of its own plan, without items. With ``strict``, values that would not load back are refused."""
@@ -229,18 +232,29 @@ class RsSavePlanner(DefaultSavePlanner):
         return cast_to(dtype, self.dtype)
 
     def _plan(self) -> _Local:
-        names, values = list(self.state_dict), list(self.state_dict.values())
+        names = list(self.state_dict)
+        if self.spared:  # they come last: the others are cast in one go
+            names.sort(key=self.spared.__contains__)
+        values = list(map(self.state_dict.__getitem__, names))
+        end = sum(name not in self.spared for name in names) if self.spared else len(names)
         nested = self._nesting
         paths, positions = (None, None) if nested is None else nested.places(names)
         plan = _core.SavePlan()
         cast = None if self.dtype is None else NAMES[self.dtype]
-        rest = plan.add_plain(names, paths, values, _torch.PLAIN_TYPES, NAMES, positions=positions, cast=cast)
+        first = slice(end)
+        rest = plan.add_plain(
+            *(names[first], None if paths is None else paths[first], values[first], _torch.PLAIN_TYPES, NAMES),
+            positions=None if positions is None else positions[first],
+            cast=cast,
+        )
+        rest = [*rest, *range(end, len(names))]
         others = set(rest)
         local = _Local(plan, values, [name for i, name in enumerate(names) if i not in others])
         layouts: Layouts = {}
         for i in rest:
             path, position = paths[i] if paths else None, positions[i] if positions else None
-            local.others += held_items(names[i], values[i], path, position, layouts, self._becomes)
+            becomes = self._becomes if i < end else _as_it_is
+            local.others += held_items(names[i], values[i], path, position, layouts, becomes)
         plan.add([other.item() for other in local.others])
         return local
 
@@ -290,7 +304,8 @@ class RsSavePlanner(DefaultSavePlanner):
         items = []
         for item in plan.items:
             data = item.tensor_data
-            if item.type != WriteItemType.BYTE_IO and data is not None:
+            spared = item.type == WriteItemType.BYTE_IO or item.index.fqn in self.spared
+            if not spared and data is not None:
                 properties = dataclasses.replace(data.properties, dtype=self._becomes(data.properties.dtype))
                 item = dataclasses.replace(item, tensor_data=dataclasses.replace(data, properties=properties))  # noqa: PLW2901
             items.append(item)
@@ -347,6 +362,10 @@ def _request(plan: SavePlan) -> _Request:
         return note
     data = request_of(plan.items, plan.planner_data)
     return _Request(hashlib.blake2b(data, digest_size=16).digest(), data)
+
+
+def _as_it_is(dtype: torch.dtype) -> torch.dtype:
+    return dtype
 
 
 def _has_nested(values: Collection[Any]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -31,14 +31,20 @@ class Replacements:
         dtype: what floating-point tensors become.
         device: where tensors come into being; None: where they are, or on the default device if they are nowhere (on ``meta``).
         put: puts a new tensor into the caller's state dict, under a name: a method of the planner, which has this, and is not kept alive by it.
+        spared: tensors that keep their dtype, by ``id``.
     """
 
     def __init__(
-        self, dtype: torch.dtype | None, device: torch.device | None, put: Callable[[str, torch.Tensor], None]
+        self,
+        dtype: torch.dtype | None,
+        device: torch.device | None,
+        put: Callable[[str, torch.Tensor], None],
+        spared: Container[int] = (),
     ) -> None:
         self._dtype = dtype
         self._device = device
         self._put = WeakMethod(put)
+        self._spared = spared
         # By name, and no object for each: the garbage collector looks at those of a large model again and again.
         self._old: dict[str, torch.Tensor] = {}
         self._new: dict[str, torch.Tensor] = {}
@@ -48,11 +54,13 @@ class Replacements:
 
     def dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
         """What ``tensor`` becomes."""
-        return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        if self._dtype is None or not tensor.is_floating_point() or id(tensor) in self._spared:
+            return tensor.dtype
+        return self._dtype
 
     def applies_to(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor cannot stay as it is."""
-        if self._dtype is not None and tensor.dtype != self._dtype and tensor.is_floating_point():
+        if self._dtype is not None and self.dtype_of(tensor) != tensor.dtype:
             return True
         is_at, device = tensor.device, self._device_of(tensor)
         return is_at is not device and not (is_at.type == device.type and device.index in (None, is_at.index))

@@ -1,0 +1,96 @@
+"""What state an optimizer makes for a parameter: shapes, and whether it is sharded as the parameter is. No step of the optimizer itself is taken."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dcp_rs import _torch
+from dcp_rs.tensors.shards import global_shape
+
+__all__ = ["MadeState"]
+
+#: Kinds of attributes that another optimizer of the class may have as well: nothing that leads to the parameters.
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
+#: Settings that choose between ways of taking the same step, some of which are for accelerators alone.
+_WAYS = ("foreach", "fused", "capturable", "differentiable")
+
+
+class MadeState:
+    """The state that an optimizer makes, asked of another one of its class, which takes a step on ``meta`` with one parameter.
+
+    Nothing is computed there, and nothing sent to other ranks. An optimizer that cannot do it tells nothing: one that needs
+    values, or that wraps another.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._known: dict[Any, dict[tuple[Any, ...], torch.Tensor]] = {}
+
+    def of(self, param: torch.Tensor, group: int) -> dict[tuple[Any, ...], torch.Tensor]:
+        """The tensors of a parameter's state by path: on ``meta``, but for those that the optimizer puts elsewhere.
+
+        Args:
+            param: of the optimizer.
+            group: the number of the group that it is in.
+        """
+        sharding = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
+        local = param.to_local().shape if isinstance(param, DTensor) else param.shape
+        key = (group, type(param), global_shape(param), local, param.dtype, sharding)
+        if key not in self._known:
+            self._known[key] = self._ask(param, group)
+        return self._known[key]
+
+    def _ask(self, param: torch.Tensor, group: int) -> dict[tuple[Any, ...], torch.Tensor]:
+        if not param.is_floating_point():
+            return {}
+        kind = type(self._optimizer)
+        meta = torch.device("meta")
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            like = torch.nn.Parameter(_torch.empty_like(param.detach(), dtype=param.dtype, device=meta))
+            like.grad = _torch.empty_like(param.detach(), dtype=param.dtype, device=meta)
+            other = object.__new__(kind)
+            # Whatever goes wrong in the code of others: some state may be there already.
+            with contextlib.suppress(Exception):
+                other.__dict__.update({k: v for k, v in vars(self._optimizer).items() if isinstance(v, _PLAIN)})
+                other.__setstate__(
+                    {
+                        "defaults": dict(self._optimizer.defaults),
+                        "state": defaultdict(dict),
+                        "param_groups": [self._settings(group) | {"params": [like]}],
+                    }
+                )
+                kind.step(other)
+            with contextlib.suppress(Exception):
+                return {path: value for path, value in _tensors(dict(other.state[like])) if not _is_partial(value)}
+        return {}
+
+    def _settings(self, group: int) -> dict[str, Any]:
+        settings = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in self._optimizer.param_groups[group].items()
+            if name not in ("params", "param_names")
+        }
+        return settings | {way: False for way in _WAYS if way in settings}
+
+
+def _tensors(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+        return
+    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in pairs:
+        yield from _tensors(value, (*path, key))
+
+
+def _is_partial(tensor: torch.Tensor) -> bool:
+    """Whether its values are yet to be summed: nothing can be loaded into that."""
+    return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)

@@ -1,0 +1,107 @@
+"""What rode along in a checkpoint, on its way into the entries of ``extra``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from dcp_rs.errors import PlanError
+from dcp_rs.tensors.trees import flatten, is_stateful
+from dcp_rs.training.choice import Choice
+from dcp_rs.training.extra import PerRank, merge, pack, rank_key, state_of, unpack
+from dcp_rs.training.stored import nest, stored_paths
+
+__all__ = ["EXTRA", "SavedExtra"]
+
+#: Where these entries are in the checkpoint.
+EXTRA = "extra"
+
+
+class SavedExtra:
+    """The state of one entry of ``extra``, and where it goes.
+
+    Args:
+        metadata: of the checkpoint.
+        name: of the entry.
+        value: what is there now.
+        choice: what of it is loaded.
+
+    Attributes:
+        template: memory for it, by name in the checkpoint.
+
+    Raises:
+        PlanError: the checkpoint lacks it, and that is an error.
+    """
+
+    def __init__(self, metadata: Metadata, name: str, value: Any, choice: Choice) -> None:
+        self._name = name
+        self.template: dict[str, Any] = {}
+        prefix = (EXTRA, name, rank_key()) if isinstance(value, PerRank) else (EXTRA, name)
+        whole = ".".join(prefix)
+        # The names of its leaves in the checkpoint, and where in it they belong.
+        self._paths = {key: path[len(prefix) :] for key, path in stored_paths(metadata, prefix)}
+        if whole in metadata.state_dict_metadata:
+            self._paths = {whole: ()}
+        #: Whether it gets a state: else it is left alone.
+        self._is_loaded = bool(self._paths) or (not isinstance(value, PerRank) and state_of(value) in ({}, []))
+        self._kept: dict[tuple[Any, ...], Any] = {}  # leaves that stay as they are
+        if not self._is_loaded and choice.wants(whole):
+            # A rank that was not there keeps its own.
+            if not isinstance(value, PerRank) and not choice.is_partial:
+                msg = f"the checkpoint has no {EXTRA}.{name}"
+                raise PlanError(msg, tensor=f"{EXTRA}.{name}")
+            choice.report.missing.append(whole)
+        left = choice.left_out(self._paths)
+        left |= choice.held_in_part(key for key in self._paths if key not in left)
+        if left:
+            self._keep(value, left, choice)
+        own = _leaves(value.state_dict() if is_stateful(value) else value)
+        for key, path in self._paths.items():
+            entry = metadata.state_dict_metadata[key]
+            if isinstance(entry, TensorStorageMetadata):
+                mine = own.get(_text(path))
+                self.template[key] = mine if mine is not None else torch.empty(entry.size, dtype=entry.properties.dtype)
+            else:
+                self.template[key] = None
+
+    def put(self, extra: dict[str, Any], loaded: Mapping[str, Any]) -> None:
+        """Puts what was loaded, by name in the checkpoint, into the entry."""
+        if not self._is_loaded:
+            return
+        leaves = self._kept | {path: loaded[key] for key, path in self._paths.items()}
+        state = unpack(nest(leaves) if leaves else {})
+        value = extra[self._name]
+        if is_stateful(value):
+            value.load_state_dict(state)
+        else:
+            extra[self._name] = merge(value, state)
+
+    def _keep(self, value: Any, left: set[str], choice: Choice) -> None:
+        """Leaves these names alone. What they stand for stays as it is: in the state that an object gets, too."""
+        packed = pack(value.state_dict() if is_stateful(value) else value)
+        # One level down, as what is packed need not be a mapping.
+        flat = flatten({"": packed})
+        own = {_text(path[1:]): flat.values[name] for name, path in flat.text_paths().items()}
+        gone = {path: own.get(_text(path), own) for key, path in self._paths.items() if key in left}
+        self._paths = {key: path for key, path in self._paths.items() if key not in left}
+        self._kept = {path: leaf for path, leaf in gone.items() if leaf is not own}
+        in_list = any(leaf is own and any(type(key) is int for key in path) for path, leaf in gone.items())
+        if in_list:  # there is no list without one of its entries
+            choice.report.excluded += self._paths
+            self._paths = {}
+        self._is_loaded = bool(self._paths)
+
+
+def _text(path: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(map(str, path))
+
+
+def _leaves(tree: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], torch.Tensor]:
+    """The tensors of a tree by path."""
+    if isinstance(tree, torch.Tensor):
+        return {path: tree}
+    pairs = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else ()
+    return {leaf: tensor for key, value in pairs for leaf, tensor in _leaves(value, (*path, str(key))).items()}

@@ -1,0 +1,82 @@
+"""Counters keep their dtype. Adam's ``step`` in bfloat16 stood still at 256, as one more is rounded away."""
+
+import pytest
+import torch
+from torch import nn
+
+import dcp_rs
+from dcp_rs import RsLoadPlanner, RsSavePlanner
+from dcp_rs.optim import load_optim_state_dict, load_training_state, save_training_state
+from support import run_ranks
+from support.training import parallelize, quiet, train_step
+
+STEPS = 301.0
+
+
+def start(steps=0):
+    model = nn.Linear(4, 4)
+    model.register_buffer("scale", torch.tensor(1.5))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    if steps:
+        optimizer.step()
+        for state in optimizer.state.values():
+            state["step"].fill_(steps)
+    return model, optimizer
+
+
+class Subclass(RsSavePlanner):
+    """Plans with items, as torch does."""
+
+    def transform_object(self, write_item, object):  # noqa: A002  # torch's name
+        return super().transform_object(write_item, object)
+
+
+@pytest.mark.parametrize("kind", [RsSavePlanner, Subclass])
+def test_a_save_as_bfloat16_stores_counters_as_they_are(ckpt, kind):
+    model, optimizer = start(STEPS)
+    planner = kind(dtype=torch.bfloat16)
+    save_training_state(ckpt, model, optimizer, planner=planner, fsync=False)
+    with dcp_rs.open(ckpt) as opened:
+        assert opened["optim.state.weight.step"].dtype == torch.float32
+        assert opened["optim.state.weight.step"].item() == STEPS
+        assert opened["optim.state.weight.exp_avg"].dtype == torch.bfloat16
+        assert opened["model.weight"].dtype == opened["model.scale"].dtype == torch.bfloat16
+    other, resumed = start()
+    with quiet():
+        load_training_state(ckpt, other, resumed)
+    resumed.step()
+    assert [state["step"].item() for state in resumed.state.values()] == [STEPS + 1] * 2
+    # The planner is as it was.
+    dcp_rs.save({"optim": {"state": {"weight": {"step": torch.tensor(1.0)}}}}, ckpt, planner=planner, overwrite=True)
+    with dcp_rs.open(ckpt) as opened:
+        assert opened["optim.state.weight.step"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("steps", [0, 1.0])
+@pytest.mark.parametrize("alone", [False, True], ids=["training", "optim"])
+def test_a_load_as_bfloat16_leaves_counters_as_they_are(ckpt, alone, steps):
+    save_training_state(ckpt, *start(STEPS), fsync=False)
+    model, optimizer = start(steps)
+    planner = RsLoadPlanner(dtype=torch.bfloat16)
+    load = load_optim_state_dict if alone else load_training_state
+    load(ckpt, model, optimizer, planner=planner)
+    assert planner.spared == set()
+    assert model.weight.dtype == (torch.float32 if alone else model.weight.dtype)
+    for state in optimizer.state.values():
+        assert (state["step"].dtype, state["step"].item()) == (torch.float32, STEPS)
+
+
+def on_ranks(path):
+    with quiet():
+        model = parallelize("fsdp2", 0)
+        optimizer = torch.optim.Adam([param for param in model.parameters() if param.requires_grad])
+        train_step(model, [optimizer], 0)
+        save_training_state(path, model, optimizer, planner=RsSavePlanner(dtype=torch.bfloat16), fsync=False)
+    with dcp_rs.open(path) as opened:
+        kinds = {name.rsplit(".", 1)[1]: opened[name].dtype for name in opened if name.startswith("optim.state.")}
+    assert kinds == {"step": torch.float32, "exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}
+
+
+def test_counters_of_a_sharded_model(tmp_path):
+    run_ranks(2, on_ranks, tmp_path)

@@ -1,0 +1,256 @@
+"""State that does not fit its optimizer is refused before anything is read, and what fits comes back as the optimizer makes it."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import dcp_rs
+from dcp_rs import RsReader
+from dcp_rs.errors import PlanError
+from dcp_rs.optim import load_optim_state_dict, load_training_state, save_training_state
+from support import assert_state_equal, run_ranks
+from support.training import quiet
+
+
+class Four(nn.Module):
+    """Parameters of one shape, so that nothing but their order tells them apart."""
+
+    def __init__(self, size=4):
+        super().__init__()
+        for at, name in enumerate("abcd"):
+            setattr(self, name, nn.Parameter(torch.full((size,), at + 1.0)))
+
+    def forward(self, x):
+        return x * self.a + 2 * x * self.b + 3 * x * self.c + 4 * x * self.d
+
+
+def train(model, optimizer, steps=2, size=4):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, size)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["training", "optim"])
+def test_numbers_are_of_groups(ckpt, alone):
+    """State by number went to other parameters where groups differed."""
+    model = Four()
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer)
+    dcp_rs.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, ckpt, fsync=False)
+    other = Four()
+    groups = [{"params": [other.a, other.c]}, {"params": [other.b, other.d], "weight_decay": 0.1}]
+    resumed = torch.optim.Adam(groups)
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        resumed.load_state_dict(optimizer.state_dict())
+    load = load_optim_state_dict if alone else load_training_state
+    with pytest.raises(
+        PlanError,
+        match=r"has 1 group of 4 parameters, which go by number, and this one has 2 groups of 2, 2 parameters",
+    ):
+        load(ckpt, other, resumed)
+    assert len(resumed.state) == 0
+    dcp_rs.save({"model": other.state_dict(), "optim": resumed.state_dict()}, ckpt, fsync=False, overwrite=True)
+    three = torch.optim.Adam([{"params": [other.a, other.c, other.b]}, {"params": [other.d]}])
+    with pytest.raises(PlanError, match=r"2 groups of 2, 2 parameters.* 2 groups of 3, 1 parameters"):
+        load(ckpt, other, three)
+
+
+def test_numbers_follow_the_groups(ckpt):
+    model = Four()
+    optimizer = torch.optim.Adam([{"params": [model.d, model.a]}, {"params": [model.c, model.b], "lr": 0.5}])
+    train(model, optimizer)
+    dcp_rs.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, ckpt, fsync=False)
+    other = Four()
+    resumed = torch.optim.Adam([{"params": [other.d, other.a]}, {"params": [other.c, other.b]}])
+    load_training_state(ckpt, other, resumed)
+    assert_state_equal(resumed.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_numbers_of_parameters_of_other_shapes(ckpt, steps):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer)
+    dcp_rs.save({"optim": optimizer.state_dict()}, ckpt, fsync=False)
+    by_dim = sorted(model.parameters(), key=lambda param: -param.dim())
+    resumed = torch.optim.Adam(by_dim)
+    train(model, resumed, steps)
+    before = resumed.state_dict()
+    with pytest.raises(PlanError, match=r"'optim.state.1.exp_avg' has shape \(4, 4\) in the optimizer, and \(4,\) in"):
+        load_optim_state_dict(ckpt, model, resumed)
+    assert_state_equal(resumed.state_dict(), before)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_state_of_another_shape(ckpt, steps):
+    """It was taken, and the next step failed, or broadcast it."""
+    small, large = Four(1), Four(5)
+    optimizer = torch.optim.Adam(small.parameters())
+    train(small, optimizer, size=1)
+    save_training_state(ckpt, small, optimizer, fsync=False)
+    resumed = torch.optim.Adam(large.parameters())
+    train(large, resumed, steps, size=5)
+    before = resumed.state_dict()
+    message = r"'optim.state.a.exp_avg' has shape \(5,\) in the optimizer, and \(1,\) in the checkpoint"
+    with pytest.raises(PlanError, match=message):
+        load_optim_state_dict(ckpt, large, resumed)
+    with pytest.raises(PlanError, match=r"has shape \(5,\)"):
+        load_training_state(ckpt, large, resumed)
+    report = load_training_state(ckpt, large, resumed, allow_partial_load=True)
+    found = {mismatch.name: (mismatch.expected, mismatch.got) for mismatch in report.shape_mismatched}
+    assert found["optim.state.a.exp_avg"] == ((5,), (1,))
+    assert_state_equal(resumed.state_dict(), before)
+    train(large, resumed, 1, size=5)
+
+
+def test_asking_an_optimizer_takes_no_step_of_it(ckpt):
+    """Its hooks are not called, and schedulers, which count steps, hear of none."""
+    model = Four()
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1), foreach=False, weight_decay=0.5)
+    train(model, optimizer)
+    save_training_state(ckpt, model, optimizer, fsync=False)
+    other = Four()
+    resumed = torch.optim.Adam(other.parameters(), lr=torch.tensor(0.1), foreach=False, weight_decay=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(resumed, 1)
+    calls = []
+    resumed.register_step_pre_hook(lambda *_: calls.append("step"))
+    parameters = [param.clone() for param in other.parameters()]
+    random = torch.get_rng_state()
+    load_optim_state_dict(ckpt, other, resumed)
+    assert calls == []
+    assert schedule.last_epoch == 0
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(map(torch.equal, other.parameters(), parameters))
+    assert all(param.grad is None for param in other.parameters())
+    assert_state_equal(resumed.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+class Wrapping(torch.optim.Optimizer):
+    """One within another, as some libraries have it: a step of a copy of the outer one is a step of the inner one."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+        self.state = inner.state
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def test_asking_an_optimizer_reaches_none_within_it(ckpt):
+    model = Four()
+    optimizer = Wrapping(torch.optim.Adam(model.parameters()))
+    train(model, optimizer)
+    save_training_state(ckpt, model, optimizer, fsync=False)
+    other = Four()
+    resumed = Wrapping(torch.optim.Adam(other.parameters()))
+    other(torch.ones(2, 4)).sum().backward()
+    parameters = [param.clone() for param in other.parameters()]
+    load_optim_state_dict(ckpt, other, resumed)
+    assert all(map(torch.equal, other.parameters(), parameters))
+    assert_state_equal(resumed.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_what_is_known_of_groups_is_said_before_anything_is_read(ckpt):
+    """The model and the moments were overwritten by then."""
+    model = Four()
+    optimizer = torch.optim.Adam([{"params": [model.a, model.b], "lr": 0.1}, {"params": [model.c, model.d], "lr": 0.2}])
+    train(model, optimizer)
+    save_training_state(ckpt, model, optimizer, fsync=False)
+    other = Four()
+    resumed = torch.optim.Adam(other.parameters())
+    train(other, resumed, 5)
+    parameters = [param.clone() for param in other.parameters()]
+    moments = [resumed.state[param]["exp_avg"].clone() for param in other.parameters()]
+    with pytest.raises(PlanError, match=r"group 0 of optimizer 0 were saved in groups with different settings"):
+        load_training_state(ckpt, other, resumed)
+    assert all(map(torch.equal, other.parameters(), parameters))
+    assert all(map(torch.equal, (resumed.state[param]["exp_avg"] for param in other.parameters()), moments))
+
+
+# --- kinds of tensors -------------------------------------------------------------------------------
+
+
+class Rows(torch.optim.Optimizer):
+    """A statistic for each row, as factored optimizers keep it: sharded where the parameter is."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                square = param.grad.square()
+                row = square.mean(-1, keepdim=True) if param.dim() > 1 else square
+                if not state:
+                    state["row"] = torch.zeros_like(row)
+                state["row"].add_(row)
+                param.sub_(param.grad / (state["row"].sqrt() + 1e-6) * group["lr"])
+
+
+class Masked(torch.optim.SGD):
+    """State that is no DTensor, of the shape of the whole parameter."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                mask = (torch.arange(float(param.numel())).view(param.shape) + 1) % 2
+                self.state[param].setdefault("mask", mask)
+        return super().step(closure)
+
+
+def sharded(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6))
+    for layer in model:
+        fully_shard(layer)
+    model = fully_shard(model)
+    return model, kind(model.parameters(), lr=0.1)
+
+
+def kinds(optimizer, model):
+    found = {}
+    for fqn, param in model.named_parameters():
+        for name, value in optimizer.state[param].items():
+            spec = value.placements if isinstance(value, DTensor) else None
+            found[fqn, name] = (type(value), tuple(value.shape), spec)
+    return found
+
+
+def as_made(path):
+    with quiet():
+        for kind in (Rows, Masked):
+            where = f"{path}/{kind.__name__}"
+            model, optimizer = sharded(kind)
+            train(model, optimizer, size=6)
+            save_training_state(where, model, optimizer, fsync=False)
+            made = kinds(optimizer, model)
+            train(model, optimizer, 1, size=6)
+            want = [param.full_tensor() for param in model.parameters()]
+            for steps in (0, 1):
+                other, resumed = sharded(kind)
+                train(other, resumed, steps, size=6)
+                load_training_state(where, other, resumed)
+                assert kinds(resumed, other) == made
+                train(other, resumed, 1, size=6)
+                assert all(map(torch.equal, (param.full_tensor() for param in other.parameters()), want))
+            # Stock torch is the judge.
+            other, resumed = sharded(kind)
+            state = dict(zip(("model", "optim"), get_state_dict(other, resumed), strict=True))
+            dcp.load(state, storage_reader=RsReader(where))
+            set_state_dict(other, resumed, model_state_dict=state["model"], optim_state_dict=state["optim"])
+            assert kinds(resumed, other) == made
+
+
+def test_state_comes_back_as_the_optimizer_makes_it(tmp_path):
+    """Sharded statistics of rows came back as plain tensors, and a plain mask as a DTensor."""
+    run_ranks(2, as_made, tmp_path)
