@@ -333,9 +333,9 @@ def test_a_file_of_the_source_is_not_replaced(tmp_path, server, include):
     dcp_rs.save({"a": torch.ones(1000), "b": torch.ones(1000)}, tmp_path / "state")
     dcp_rs.convert(tmp_path / "state", tmp_path / "hf", to="safetensors", shards=2)
     server.put_folder(tmp_path / "hf", "hf")
-    before = {key: server.objects[key].tag for key in server.keys()}
+    before = {key: stored.tag for key, stored in server.objects.items()}
     for file in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
         for to in ("safetensors", "dcp-rs"):
             with pytest.raises(ValueError, match="the source, or part of it"):
                 converted(server.url("hf"), server, f"hf/{file}", include=include, overwrite=True, to=to)
-    assert {key: server.objects[key].tag for key in server.keys()} == before
+    assert {key: stored.tag for key, stored in server.objects.items()} == before

@@ -248,8 +248,8 @@ fn tag_of_parts(tags: &[String]) -> Option<String> {
         let number = (text.len() == 32).then(|| u128::from_str_radix(text, 16).ok())??;
         digest.update(number.to_be_bytes());
     }
-    let digest: String = digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
-    Some(format!("\"{digest}-{}\"", tags.len()))
+    let digest = u128::from_be_bytes(digest.finalize().into());
+    Some(format!("\"{digest:032x}-{}\"", tags.len()))
 }
 
 fn there_is_one(shared: &Shared, path: &Path, attempts: u32) -> Error {

@@ -119,8 +119,9 @@ pub(crate) fn another(path: &Path) -> Error {
         action: "replace",
         path: path.to_owned(),
         attempts: 1,
-        reason: "another one was stored in this place, or what was there removed, since this began; it was not touched"
-            .into(),
+        reason:
+            "another save to this place was done, or what was there removed, since this one began; it was not touched"
+                .into(),
     }
 }
 
