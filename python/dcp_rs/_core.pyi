@@ -694,9 +694,13 @@ def commit_indexes(
     items: int | None,
     names: Iterable[str],
     fsync: bool,
+    overwrite: bool = True,
     store: Store | None = None,
 ) -> tuple[Index, list[str]]:
-    """Merges the indexes of all ranks and commits them; (the index, why files of the checkpoint before are still there)."""
+    """Merges the indexes of all ranks and commits them; (the index, why files of the checkpoint before are still there).
+
+    Without ``overwrite`` nothing is replaced in a folder of the file system; of a store that is said when a save begins.
+    """
 
 def check_no_rank_indexes(folder: str) -> None:
     """Raises where a rank has an index of its own in the folder."""
@@ -721,11 +725,21 @@ def create_folder(folder: str) -> None:
 def publish(folder: str, name: str, data: bytes, fsync: bool) -> None:
     """Gives ``data`` the name, in one step."""
 
-def replace_index(folder: str, index: bytes, fsync: bool) -> None:
-    """Makes ``index`` that of the folder, in one step and under its lock; removes nothing."""
+@final
+class Occupant:
+    """What was at a path: a file, or a folder with what lies in it."""
 
-def put_in_place(from_: str, to: str, replace: bool) -> None:
-    """Renames a finished file or folder in one step; with ``replace``, a folder that had the name before is at ``from_`` then."""
+def occupant(path: str) -> Occupant | None:
+    """What is at a path now."""
+
+def replace_index(folder: str, index: bytes, before: Occupant | None, fsync: bool) -> None:
+    """Makes ``index`` that of the folder, in one step and under its lock, if the one there is what it was ``before``; removes nothing."""
+
+def put_in_place(from_: str, to: str, before: Occupant | None) -> None:
+    """Renames a finished file or folder in one step, in place of what was there ``before``, and of nothing else.
+
+    That lies at ``from_`` or beside it then. An ``OSError`` with a ``filename2`` names where it is, if it could not be put back.
+    """
 
 LOCK_NAME: str
 

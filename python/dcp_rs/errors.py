@@ -59,7 +59,9 @@ class CheckpointNotFoundError(DcpRsError, FileNotFoundError):
 
 
 class CheckpointExistsError(DcpRsError, FileExistsError):
-    """There is a checkpoint at the path already, and ``overwrite=False`` was given; or something that is no folder, where one is to be made."""
+    """There is a checkpoint at the path already, and ``overwrite=False`` was given; or something that is no folder, where one is to be made; or what came
+    there meanwhile.
+    """
 
 
 class EntryNotFoundError(DcpRsError, KeyError):

@@ -183,3 +183,36 @@ def test_the_metadata_that_save_returns(ckpt):
     read = RsReader(ckpt).read_metadata()
     assert set(metadata.state_dict_metadata) == set(read.state_dict_metadata)
     assert metadata.storage_meta.save_id == read.storage_meta.save_id
+
+
+def save_unless_there(path, others):
+    """A save that refuses to replace anything, while another one to the same path is committed."""
+    rank = int(os.environ.get("RANK", "0"))
+    done = []
+
+    def other(*_):
+        if rank == 0 and others and not done:
+            done.append(1)
+            dcp_rs.save({"w": torch.full((1000,), 7.0)}, path, overwrite=False, no_dist=True)
+
+    try:
+        dcp_rs.save({"w": torch.ones(1000), f"of.{rank}": torch.ones(3)}, path, overwrite=False, progress=other)
+    except CheckpointExistsError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_was_committed_meanwhile_is_not_replaced_unless_that_is_asked_for(ckpt, ranks):
+    run = (
+        (lambda *args: [save_unless_there(*args)])
+        if ranks == 1
+        else (lambda *args: run_ranks(2, save_unless_there, *args))
+    )
+    for refusal in run(ckpt, True):
+        assert "came there meanwhile" in refusal
+    assert len(data_files(ckpt)) == 1
+    assert dcp_rs.verify(ckpt)
+    assert torch.equal(load_rs({"w": torch.zeros(1000)}, ckpt)["w"], torch.full((1000,), 7.0))
+    for refusal in run(ckpt, False):
+        assert "overwrite=False" in refusal

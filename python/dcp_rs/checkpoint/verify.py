@@ -174,11 +174,12 @@ def index(
     index such a link is followed only with ``allow_external=True``.
 
     Raises:
-        CheckpointExistsError: there is an index already, and ``overwrite`` is not set.
+        CheckpointExistsError: there is an index already, or by now, and ``overwrite`` is not set.
+        CheckpointReplacedError: a save was committed there meanwhile, or the data is gone; what is there was not touched.
         CheckpointNotFoundError: there is no data to index.
         UnsupportedError: the folder holds a rank-local save (``use_collectives=False``): an index of all ranks would hide it; or several
             models, none of which transformers or diffusers would choose; or ``out`` where one of the two is on a store.
-        StoragePreconditionError: on a store, a save was committed there meanwhile; it was not touched.
+        StoragePreconditionError: the same on a store.
         StorageError: see :mod:`dcp_rs.errors`.
     """
     source, options = location(path), StorageOptions.of(storage_options)
@@ -201,6 +202,7 @@ def index(
     target = folder if out is None else local_path(out)
     if target.is_dir():
         _core.check_no_rank_indexes(os.fspath(target))
+    before = _core.occupant(os.fspath(target / INDEX_NAME))
     if (target / INDEX_NAME).exists() and not overwrite:
         msg = f"there is an index at {target / INDEX_NAME}; pass overwrite=True to replace it"
         raise CheckpointExistsError(msg, path=target / INDEX_NAME)
@@ -225,7 +227,7 @@ def index(
         tell = None if watch is None else lambda done: watch(done, total)
         data = found.copy(prefix=prefix, digests=digests, save_id=own.bytes, threads=count, progress=tell)
     make_folder(target)
-    _core.replace_index(os.fspath(target), data, True)
+    _core.replace_index(os.fspath(target), data, before, True)
     return target / INDEX_NAME
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from dcp_rs import _core
 from dcp_rs._progress import Progress, watching
 from dcp_rs._url import StorageOptions, Url, location, options_for
 from dcp_rs._warnings import formerly
@@ -91,7 +92,7 @@ def convert(
             Renamed entries are not nested any more, unless all that is written was in one container, and is named as it is there.
         name: what files are called in a folder of ``to="safetensors"``: ``"model"`` for transformers, ``"diffusion_pytorch_model"``, ``"adapter_model"``.
         skip_unsupported: leave out what ``out`` cannot hold; without it that is an error.
-        overwrite: replace a checkpoint at ``out``.
+        overwrite: replace the checkpoint that is at ``out`` when this begins.
         progress: called now and then with the bytes written, and all that are to be written; ``True`` draws a bar, on a terminal and in notebooks.
         threads: see :class:`dcp_rs.options.ReadOptions`.
         verify: check the source's digests on the way, where it has some: the result gets digests of its own, which would make damage look whole.
@@ -107,8 +108,8 @@ def convert(
 
     Raises:
         CheckpointNotFoundError, CorruptIndexError, CorruptDataError, UnsafePickleError: from the source.
-        CheckpointExistsError: ``out`` is there, and ``overwrite`` is not set; or it holds more than a checkpoint; or it is a folder on a store, and not
-            ``to="dcp-rs"``.
+        CheckpointExistsError: ``out`` is there, and ``overwrite`` is not set; or it holds more than a checkpoint; or something came there meanwhile, which
+            is not replaced; or it is a folder on a store, and not ``to="dcp-rs"``.
         UnsupportedError: ``out`` cannot hold something; it is named.
         StoragePreconditionError: something was stored at ``out`` meanwhile, and was not touched.
         StorageUnclearError: a store did not answer, or was not waited for, and does not tell: the result may be there, now or in a moment.
@@ -144,8 +145,7 @@ def convert(
         allow_external=allow_external,
         storage_options=of_source,
     )
-    if not isinstance(target, Url):
-        check_place(source_path, source.files, target, overwrite=overwrite)
+    before = None if isinstance(target, Url) else check_place(source_path, source.files, target, overwrite=overwrite)
     tasks = select(source, dtype=cast_to, include=include, exclude=exclude, rename=rename)
     containers = select_containers(source, tasks, include=include, exclude=exclude, rename=rename)
     if to != "safetensors":
@@ -176,7 +176,7 @@ def convert(
         filtered=len(tasks) < len(source.items),
     )
     with (
-        _place(job, source_path, target, of_out, to=to, as_file=as_file, overwrite=overwrite) as place,
+        _place(job, source_path, target, of_out, before, to=to, as_file=as_file, overwrite=overwrite) as place,
         watching(progress, "converting") as job.progress,
     ):
         _WRITERS[to](job, place)
@@ -213,7 +213,15 @@ def _stores(
 
 @contextmanager
 def _place(
-    job: Job, path: Path, target: Path, options: StorageOptions | None, *, to: Target, as_file: bool, overwrite: bool
+    job: Job,
+    path: Path,
+    target: Path,
+    options: StorageOptions | None,
+    before: _core.Occupant | None,
+    *,
+    to: Target,
+    as_file: bool,
+    overwrite: bool,
 ) -> Iterator[Place]:
     """Where the result is made. It stays only if the source is still what it was: a save to a store looks before it commits."""
     files = job.source.files
@@ -223,7 +231,7 @@ def _place(
     if isinstance(target, Url):
         new = place_before_store(path, files, target, options, job.options, as_file=as_file, overwrite=overwrite)
     else:
-        new = new_place(target, as_file=as_file)
+        new = new_place(target, before, as_file=as_file)
     with new as place:
         yield place
         job.source.check_again()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -10,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from dcp_rs import _core
 from dcp_rs._url import StorageOptions, Url, options_for
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import make_folder
 from dcp_rs.dcp.destination import Destination
-from dcp_rs.errors import CheckpointExistsError, StorageError, StoragePreconditionError
+from dcp_rs.errors import CheckpointExistsError, DcpRsError, StorageError, StoragePreconditionError
 from dcp_rs.options import WriteOptions
 
 __all__ = ["Place", "check_place", "new_place", "place_before_store", "place_on_store"]
@@ -38,8 +40,8 @@ class Place:
     generation: int = 1
 
 
-def check_place(src: Path, files: Sequence[Path], dst: Path, *, overwrite: bool) -> None:
-    """Raises where ``dst`` may not be written to: it is (part of) the source, or it is there already.
+def check_place(src: Path, files: Sequence[Path], dst: Path, *, overwrite: bool) -> _core.Occupant | None:
+    """What is at ``dst`` and may be replaced: for :func:`new_place`. None where there is nothing.
 
     Raises:
         ValueError: writing it would change the source.
@@ -50,8 +52,9 @@ def check_place(src: Path, files: Sequence[Path], dst: Path, *, overwrite: bool)
     if holds and not isinstance(src, Url):  # that is on no file system
         msg = f"the destination {dst} is the source, or holds it"
         raise ValueError(msg)
-    if not (dst.exists() or dst.is_symlink()) or (dst.is_dir() and all(_is_lock(entry) for entry in dst.iterdir())):
-        return
+    before = _core.occupant(os.fspath(dst))
+    if before is None or (dst.is_dir() and not dst.is_symlink() and all(_is_lock(entry) for entry in dst.iterdir())):
+        return before
     if not overwrite:
         msg = f"{dst} exists; overwrite=True replaces it"
         raise CheckpointExistsError(msg, path=dst)
@@ -63,6 +66,7 @@ def check_place(src: Path, files: Sequence[Path], dst: Path, *, overwrite: bool)
         if other is not None:
             msg = f"{dst} also holds {other.name!r}, which is no part of a checkpoint: it is not replaced"
             raise CheckpointExistsError(msg, path=dst)
+    return before
 
 
 def place_on_store(
@@ -182,14 +186,20 @@ def _is_lock(entry: Path) -> bool:
 
 
 @contextmanager
-def new_place(dst: Path, *, as_file: bool) -> Iterator[Place]:
+def new_place(dst: Path, before: _core.Occupant | Literal["anything"] | None, *, as_file: bool) -> Iterator[Place]:
     """A place to make ``dst`` in. It takes its name at the end; after an error, or Ctrl-C, nothing is left of it.
 
-    While it lasts its folder is locked: ``dcp_rs.clean`` removes one that is not, as what a killed process left.
+    What was at ``dst`` ``before`` is replaced, and removed when that is done; what has come there since is not, unless ``before`` is "anything", for files. While this lasts its folder is locked:
+    ``dcp_rs.clean`` removes one that is not, as what a killed process left.
+
+    Raises:
+        CheckpointExistsError: something came to ``dst`` meanwhile.
+        OSError: with a ``filename2``, what was at ``dst`` is there now, and could not be put back.
     """
     make_folder(dst.parent)
     beside = dst.parent / f".{dst.name[:200]}.{secrets.token_hex(8)}.tmp"
     beside.mkdir()
+    is_ours = True
     try:
         _lock = _core.FolderLock(os.fspath(beside))
         result = beside / dst.name
@@ -197,6 +207,28 @@ def new_place(dst: Path, *, as_file: bool) -> Iterator[Place]:
             result.mkdir()
         folder = beside if as_file else result
         yield Place(folder, result, Destination(folder, None))
-        _core.put_in_place(os.fspath(result), os.fspath(dst), dst.exists())
+        is_ours = False  # what is replaced passes through here
+        try:
+            if before == "anything":
+                _replace_file(result, dst)
+            else:
+                _core.put_in_place(os.fspath(result), os.fspath(dst), before)
+        except (OSError, DcpRsError) as error:
+            is_ours = getattr(error, "filename2", None) is None
+            raise
+        is_ours = True
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        if is_ours:
+            shutil.rmtree(beside, ignore_errors=True)
+
+
+def _replace_file(made: Path, dst: Path) -> None:
+    made.replace(dst)
+    folder = os.open(dst.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot, and need not
+            raise
+    finally:
+        os.close(folder)

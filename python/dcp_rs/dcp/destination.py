@@ -98,7 +98,12 @@ class Destination:
         return generation
 
     def commit(self, rank: int | None, indexes: Sequence[bytes], **how: Any) -> tuple[_core.Index, list[str]]:
-        """Merges the indexes of all ranks and commits them; as ``_core.commit_indexes``."""
+        """Merges the indexes of all ranks and commits them; as ``_core.commit_indexes``.
+
+        Raises:
+            CheckpointExistsError: in a folder, another save was committed meanwhile, and this one may not replace it.
+            StoragePreconditionError: the same on a store.
+        """
         return _core.commit_indexes(self.folder, rank, indexes, store=self.store, **how)
 
     def give_up(self, rank: int | None, indexes: Sequence[bytes], error: BaseException) -> None:

@@ -79,7 +79,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         UnsupportedError: ``_extensions``: they change what is stored; a ``path`` or ``parent`` of a scheme that is not known.
 
     Raises (from a save, on every rank):
-        CheckpointExistsError: with ``overwrite=False``.
+        CheckpointExistsError: with ``overwrite=False``; also where another save was committed meanwhile.
         SaveInProgressError: another save to the path is not over in this process, or one that this writer staged.
         UnsupportedError: a value that the format cannot hold; with ``strict_values`` also a key.
         UnsafePickleError: with ``strict_values``, a value that would not load back.
@@ -324,6 +324,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
                 items=getattr(entries, "planned_items", None),
                 names=entries,
                 fsync=self.options.fsync,
+                overwrite=self.overwrite,
             )
         except BaseException as error:
             self._written = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import sys
 from concurrent.futures import Future
@@ -13,9 +12,11 @@ from typing import Any, Unpack
 
 import torch
 
+from dcp_rs import _core
 from dcp_rs.api import async_save, save
 from dcp_rs.checkpoint.frameworks import open as open_checkpoint
 from dcp_rs.checkpoint.locate import local_path
+from dcp_rs.conversion.place import new_place
 from dcp_rs.dcp.arguments import check_options
 from dcp_rs.dcp.writer import RsWriter
 from dcp_rs.integrations._needs import framework
@@ -70,6 +71,7 @@ class DcpRsCheckpointIO(_bases(_FABRIC, "plugins", "CheckpointIO")):  # type: ig
 
         Raises:
             TypeError: there are ``storage_options``.
+            CheckpointExistsError: such a file was written to meanwhile; it is still there.
             Exception: as :func:`dcp_rs.save`.
         """
         if storage_options is not None:
@@ -79,13 +81,8 @@ class DcpRsCheckpointIO(_bases(_FABRIC, "plugins", "CheckpointIO")):  # type: ig
         self.wait()
         target = local_path(path)
         if target.is_file():
-            beside = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
-            try:
-                save(checkpoint, beside, no_dist=True, **self._options)
-                target.unlink()
-                beside.rename(target)
-            finally:
-                shutil.rmtree(beside, ignore_errors=True)
+            with new_place(target, _core.occupant(os.fspath(target)), as_file=False) as place:
+                save(checkpoint, place.result, no_dist=True, **self._options)
         elif self._asynchronous:
             self._saving = async_save(checkpoint, target, no_dist=True, **self._options)
         else:

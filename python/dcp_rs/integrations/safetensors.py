@@ -100,7 +100,7 @@ def save_file(
     for entry in entries:
         values.append(_core.PlacedValue(entry.fqn, 0, at, entry.nbytes))
         at += entry.nbytes
-    with new_place(target, as_file=True) as place:
+    with new_place(target, "anything", as_file=True) as place:
         save = _core.Save.create_files(os.fspath(place.folder), [(target.name, head, at)], values, **options.engine())
         try:
             write_entries(save, entries, options)

@@ -205,7 +205,7 @@ def save_pretrained(
         overwrite: replace such a folder at ``out``.
 
     Raises:
-        CheckpointExistsError: ``out`` is there, and ``overwrite`` is not set; or it holds more than such a folder.
+        CheckpointExistsError: ``out`` is there, and ``overwrite`` is not set; or it holds more than such a folder; or something came there meanwhile.
         FileNotFoundError: there is no configuration.
         Exception: as :func:`dcp_rs.convert`.
     """
@@ -217,8 +217,7 @@ def save_pretrained(
         msg = f"{source} is {said}: config= says where the model's configuration is"
         raise FileNotFoundError(msg)
     target = Path(os.path.abspath(local_path(out)))  # noqa: PTH100  # Path.resolve would follow the last link
-    _check_free(target, overwrite=overwrite)
-    with new_place(target, as_file=False) as place:
+    with new_place(target, _check_free(target, overwrite=overwrite), as_file=False) as place:
         report = convert(
             path,
             place.result,
@@ -252,16 +251,21 @@ def _stem(config: Path) -> str:
     return "diffusion_pytorch_model" if "_class_name" in json.loads(config.read_text("utf-8")) else "model"
 
 
-def _check_free(target: Path, *, overwrite: bool) -> None:
-    if not (target.exists() or target.is_symlink()) or (target.is_dir() and not any(target.iterdir())):
-        return
+def _check_free(target: Path, *, overwrite: bool) -> _core.Occupant | None:
+    """What is at ``target``, and may be replaced."""
+    before = _core.occupant(os.fspath(target))
+    is_folder = target.is_dir() and not target.is_symlink()
+    if before is None or (is_folder and not any(target.iterdir())):
+        return before
     if not overwrite:
         msg = f"{target} exists; overwrite=True replaces it"
         raise CheckpointExistsError(msg, path=target)
-    if target.is_symlink() or not target.is_dir():
+    if not is_folder:
         msg = f"{target} is no folder, and is not replaced"
         raise CheckpointExistsError(msg, path=target)
     for entry in sorted(target.iterdir()):
-        if entry.is_dir() or not (entry.suffix in _BESIDE or entry.name.endswith(_WEIGHTS)):
+        is_known = entry.suffix in _BESIDE or entry.name.endswith(_WEIGHTS) or entry.name == _core.LOCK_NAME
+        if entry.is_dir() or not is_known:
             msg = f"{target} also holds {entry.name!r}, which is no part of a model: it is not replaced"
             raise CheckpointExistsError(msg, path=target)
+    return before

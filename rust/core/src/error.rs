@@ -47,6 +47,22 @@ pub enum Error {
         /// The index that was replaced.
         path: PathBuf,
     },
+    /// Something has come, since this work began, to the place where its result was to go. It stays as it is.
+    #[error("what is at {} came there meanwhile: it is not replaced", path.display())]
+    Exists {
+        /// The place.
+        path: PathBuf,
+    },
+    /// What made room for a result could not be put back when that failed. It is whole, and in another place.
+    #[error("what was at {} is at {} now, and is to be put back by hand: {source}", path.display(), at.display())]
+    Displaced {
+        /// Where it was.
+        path: PathBuf,
+        /// Where it is.
+        at: PathBuf,
+        /// What failed first.
+        source: Box<Error>,
+    },
     /// A pickle asks for something that is not on the list of what is taken from one. Nothing was executed.
     #[error("unsafe pickle {}: it asks for {global}; only tensors and plain values are taken from one. If you trust it, load it with torch and save its state_dict() anew", path.display())]
     UnsafePickle {

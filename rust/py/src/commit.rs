@@ -21,10 +21,10 @@ use crate::{index, interrupt};
 /// replaces are still there, if some are.
 ///
 /// `planner_data` as DCP's `Metadata` has it: a mapping of FQN to path is spread over the tensors; what names no tensor, and any
-/// other value, goes to the root. `items`: how many chunks and values there must be, where that is known; or names that must be there.
+/// other value, goes to the root. Without `overwrite` nothing in a folder of the file system is replaced; of a store that was said when the save began. `items`: how many chunks and values there must be, where that is known; or names that must be there.
 #[guarded]
 #[pyfunction]
-#[pyo3(signature = (folder, rank, indexes, *, save_id, generation, planner_data, items, names, fsync, store=None))]
+#[pyo3(signature = (folder, rank, indexes, *, save_id, generation, planner_data, items, names, fsync, overwrite=true, store=None))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
 pub fn commit_indexes(
     py: Python<'_>,
@@ -37,9 +37,16 @@ pub fn commit_indexes(
     items: Option<u64>,
     names: &Bound<'_, PyAny>,
     fsync: bool,
+    overwrite: bool,
     store: Option<&Bound<'_, Store>>,
 ) -> PyResult<(index::Index, Vec<String>)> {
-    let store = store.map(Bound::get);
+    let to = match store {
+        Some(store) => To::Store(store.get()),
+        None => To::Disk {
+            replace: overwrite,
+            fsync,
+        },
+    };
     let path = folder.join(rank.map_or(INDEX_NAME.to_owned(), rank_index_name));
     if let [index] = indexes.as_slice()
         && planner_data
@@ -50,7 +57,7 @@ pub fn commit_indexes(
         // Nothing to merge: the index of one rank says it all.
         let bytes = index.to_vec();
         let index = move || Index::from_bytes(bytes, &path);
-        return commit_one(py, &folder, rank, index, items, fsync, store);
+        return commit_one(py, &folder, rank, index, items, &to);
     }
     let mut builder = py
         .detach(|| {
@@ -77,9 +84,14 @@ pub fn commit_indexes(
         rank,
         || Index::from_bytes(builder.build()?, &path),
         items,
-        fsync,
-        store,
+        &to,
     )
+}
+
+/// What is committed to, and what is asked of it.
+enum To<'a> {
+    Disk { replace: bool, fsync: bool },
+    Store(&'a Store),
 }
 
 fn commit_one(
@@ -88,8 +100,7 @@ fn commit_one(
     rank: Option<u32>,
     index: impl FnOnce() -> dcp_rs_core::Result<Index> + Send,
     items: Option<u64>,
-    fsync: bool,
-    store: Option<&Store>,
+    to: &To<'_>,
 ) -> PyResult<(index::Index, Vec<String>)> {
     let path = folder.join(rank.map_or(INDEX_NAME.to_owned(), rank_index_name));
     let mut stored = None;
@@ -102,13 +113,13 @@ fn commit_one(
                 items.unwrap_or_default()
             )));
         }
-        let committed = match store {
-            Some(store) => {
+        let committed = match *to {
+            To::Store(store) => {
                 let committed = store.commit(folder, rank, &index, control);
                 stored = checkpoint::may_be_stored(&path, &committed);
                 committed?
             }
-            None => checkpoint::commit_index(folder, rank, &index, fsync, control)?,
+            To::Disk { replace, fsync } => checkpoint::commit_index(folder, rank, &index, replace, fsync, control)?,
         };
         Ok((index, committed.left))
     });
@@ -164,24 +175,10 @@ pub fn publish(py: Python<'_>, folder: PathBuf, name: &str, data: Vec<u8>, fsync
     interrupt::run(py, |control| store::publish(&folder, name, &data, fsync, control))
 }
 
-/// Makes `index` the index of `folder`, atomically, and removes nothing.
-#[guarded]
-#[pyfunction]
-pub fn replace_index(py: Python<'_>, folder: PathBuf, index: Vec<u8>, fsync: bool) -> PyResult<()> {
-    interrupt::run(py, |control| checkpoint::replace_index(&folder, &index, fsync, control))
-}
-
 /// Removes the data files that an index names, but for those that the published index (with `rank`, of that rank) names too: those of a save that was not
 /// committed.
 #[guarded]
 #[pyfunction]
 pub fn discard(py: Python<'_>, folder: PathBuf, rank: Option<u32>, index: PyBackedBytes) -> PyResult<()> {
     interrupt::run(py, |control| checkpoint::discard(&folder, rank, index, control))
-}
-
-/// Gives a finished file or folder its name; with `replace`, a folder that had it before is at `from` then.
-#[guarded]
-#[pyfunction]
-pub fn put_in_place(py: Python<'_>, from: PathBuf, to: PathBuf, replace: bool) -> PyResult<()> {
-    interrupt::run(py, |control| store::put_in_place(&from, &to, replace, control))
 }

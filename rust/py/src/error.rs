@@ -10,6 +10,7 @@ use pyo3::types::PyDict;
 use crate::convert::FsPath;
 use crate::panics::internal_error;
 
+pyo3::import_exception!(dcp_rs.errors, CheckpointExistsError);
 pyo3::import_exception!(dcp_rs.errors, CheckpointNotFoundError);
 pyo3::import_exception!(dcp_rs.errors, CheckpointReplacedError);
 pyo3::import_exception!(dcp_rs.errors, CorruptDataError);
@@ -45,6 +46,16 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
             *offset,
         ),
         Error::Replaced { path } => with_place(py, CheckpointReplacedError::new_err(message), Some(path), None, None),
+        Error::Exists { path } => with_place(py, CheckpointExistsError::new_err(message), Some(path), None, None),
+        // As of a rename that failed: of two names.
+        Error::Displaced { path, at, source } => {
+            let name = |path| FsPath::text(py, path).map_or_else(|_| py.None(), Bound::unbind);
+            let number = match &**source {
+                Error::Io { source, .. } => source.raw_os_error().unwrap_or(EIO),
+                _ => EIO,
+            };
+            PyOSError::new_err((number, message, name(path), py.None(), name(at)))
+        }
         Error::UnsafePickle { path, .. } => with_place(py, UnsafePickleError::new_err(message), Some(path), None, None),
         Error::Unsupported(_) => UnsupportedError::new_err(message),
         Error::TensorPlan { path, tensor, .. } => with_place(

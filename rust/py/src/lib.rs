@@ -12,6 +12,7 @@ mod faults;
 mod index;
 mod interrupt;
 mod panics;
+mod place;
 mod plain;
 mod read;
 mod remote;
@@ -37,15 +38,15 @@ mod _core {
     #[pymodule_export]
     use crate::clean::{FolderLock, clean, leftovers};
     #[pymodule_export]
-    use crate::commit::{
-        commit_indexes, create_folder, discard, next_generation, publish, put_in_place, replace_index,
-    };
+    use crate::commit::{commit_indexes, create_folder, discard, next_generation, publish};
     #[pymodule_export]
     use crate::faults::{arm_fault, disarm_fault};
     #[pymodule_export]
     use crate::index::{FileMapping, Index};
     #[pymodule_export]
     use crate::panics::panic;
+    #[pymodule_export]
+    use crate::place::{Occupant, occupant, put_in_place, replace_index};
     #[pymodule_export]
     use crate::remote::Store;
     #[pymodule_export]

@@ -7,9 +7,10 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::index_file::identity_of;
+use super::locate::check_no_rank_indexes;
 use crate::format::{DataFileName, FileView, INDEX_NAME, Identity, Index, parse_rank_index_name, rank_index_name};
 use crate::store::disk::Disk;
-use crate::store::{FolderLock, Mode, publish_on, read_all};
+use crate::store::{FolderLock, Mode, Occupant, publish_on, read_all};
 use crate::{Control, Error, Result};
 
 /// What a discard waits for the folder. What it cannot remove, `clean` does.
@@ -45,15 +46,23 @@ pub(super) fn commit_on(
     control: &Control,
 ) -> Result<Committed> {
     let index = Index::from_bytes(index, &dir.join(index_name(rank)))?;
-    commit_index_on(disk, dir, rank, &index, fsync, control)
+    commit_index_on(disk, dir, rank, &index, true, fsync, control)
 }
 
-/// [`commit`] for an index that has been checked already.
+/// [`commit`] for an index that has been checked already. Without `replace`, what is there stays.
 ///
 /// # Errors
-/// As [`commit`].
-pub fn commit_index(dir: &Path, rank: Option<u32>, index: &Index, fsync: bool, control: &Control) -> Result<Committed> {
-    commit_index_on(&Disk::default(), dir, rank, index, fsync, control)
+/// As [`commit`]; [`Error::Exists`] where a save was committed that this one does not replace: without `replace` any of the same kind, and one
+/// of all ranks before that of a single one.
+pub fn commit_index(
+    dir: &Path,
+    rank: Option<u32>,
+    index: &Index,
+    replace: bool,
+    fsync: bool,
+    control: &Control,
+) -> Result<Committed> {
+    commit_index_on(&Disk::default(), dir, rank, index, replace, fsync, control)
 }
 
 fn commit_index_on(
@@ -61,12 +70,17 @@ fn commit_index_on(
     dir: &Path,
     rank: Option<u32>,
     index: &Index,
+    replace: bool,
     fsync: bool,
     control: &Control,
 ) -> Result<Committed> {
     let name = index_name(rank);
     // A rank that takes the save for failed removes what it wrote: before this, and then there is nothing to commit, or never.
     let lock = FolderLock::take_on(disk, dir, Mode::Exclusive, control)?;
+    let kept = [(!replace).then_some(name.as_str()), rank.map(|_| INDEX_NAME)];
+    if kept.into_iter().flatten().any(|name| dir.join(name).exists()) {
+        return Err(Error::Exists { path: dir.to_owned() });
+    }
     check_written(dir, index, control)?;
     let of_ranks = if rank.is_none() { rank_indexes(dir)? } else { Vec::new() };
     let before = read_all(&dir.join(&name)).ok();
@@ -99,14 +113,40 @@ fn commit_index_on(
     Ok(committed)
 }
 
-/// Makes `bytes` the index of a folder whose data files are what they were: of others, or of a save whose index was lost. No file is removed.
+/// Makes `index` the index of a folder whose data files are what they were: of others, or of a save whose index was lost. No file is removed.
+/// `before`: the index that was there before the data was looked at, if any: what has come since is not replaced.
 ///
 /// # Errors
-/// [`Error::Io`], [`Error::Interrupted`], [`Error::Busy`]. What was there before stays then.
-pub fn replace_index(dir: &Path, bytes: &[u8], fsync: bool, control: &Control) -> Result<()> {
+/// [`Error::Exists`], [`Error::Replaced`]: a save was committed meanwhile, or the data is gone; [`Error::CorruptIndex`], [`Error::Io`],
+/// [`Error::Interrupted`], [`Error::Busy`]. What is there stays then.
+pub fn replace_index(
+    dir: &Path,
+    index: Vec<u8>,
+    before: Option<&Occupant>,
+    fsync: bool,
+    control: &Control,
+) -> Result<()> {
     let disk = Disk::default();
+    let path = dir.join(INDEX_NAME);
+    let index = Index::from_bytes(index, &path)?;
     let _lock = FolderLock::take_on(&disk, dir, Mode::Exclusive, control)?;
-    publish_on(&disk, dir, INDEX_NAME, bytes, fsync, control)
+    let found = Occupant::at(&path)?;
+    if found.as_ref() != before {
+        return Err(match before {
+            None => Error::Exists { path },
+            Some(_) => Error::Replaced { path },
+        });
+    }
+    check_no_rank_indexes(dir)?;
+    // Of a save that was under way, and failed.
+    for file in written(&index) {
+        control.check()?;
+        if fs::metadata(dir.join(file.name)).is_ok_and(|found| found.len() == file.size) {
+            continue;
+        }
+        return Err(Error::Replaced { path });
+    }
+    publish_on(&disk, dir, INDEX_NAME, index.bytes(), fsync, control)
 }
 
 /// Checks that the files of a save are there as its ranks wrote them.

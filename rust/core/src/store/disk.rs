@@ -38,6 +38,8 @@ pub(crate) enum Call {
     Link,
     /// Renames a file; the path is the new one.
     Rename,
+    /// Renames a file or folder to a free name, or changes its place with another; the path is the new one.
+    RenameApart,
     /// Puts a folder's entries on stable storage.
     SyncFolder,
     /// Removes a file.
@@ -55,6 +57,9 @@ const WRITE_BACK: usize = 64 << 20;
 
 /// What a file system says that has no locks; `EBADF`: for a file that is not open for writing.
 const NO_LOCKS: [i32; 5] = [libc::ENOTSUP, libc::EOPNOTSUPP, libc::ENOLCK, libc::ENOSYS, libc::EBADF];
+
+/// What a file system says that has plain renames only.
+const NO_SUCH_RENAME: [i32; 4] = [libc::EINVAL, libc::ENOSYS, libc::EOPNOTSUPP, libc::ENOTSUP];
 
 fn is_same_file(a: &Path, b: &Path) -> bool {
     let identity = |path| fs::symlink_metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
@@ -278,13 +283,13 @@ impl Disk {
         } else {
             RenameFlags::NOREPLACE
         };
-        let rename = |_| match renameat_with(CWD, from, CWD, to, flags) {
-            Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => Ok(false),
-            result => Ok(result.map(|()| true)?),
-        };
-        self.before(Call::Rename, to)
-            .and_then(rename)
-            .map_err(|error| Error::io("rename to", to, error))
+        let rename = |_| Ok(renameat_with(CWD, from, CWD, to, flags)?);
+        let renamed: io::Result<()> = self.before(Call::RenameApart, to).and_then(rename);
+        match renamed {
+            Ok(()) => Ok(true),
+            Err(error) if error.raw_os_error().is_some_and(|code| NO_SUCH_RENAME.contains(&code)) => Ok(false),
+            Err(error) => Err(Error::io("rename to", to, error)),
+        }
     }
 
     /// Puts the entries of a folder on stable storage.

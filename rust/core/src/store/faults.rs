@@ -78,7 +78,7 @@ fn name(call: Call) -> &'static str {
         Call::OpenDirect | Call::Open => "open",
         Call::Write { .. } => "write",
         Call::WriteBack | Call::Sync => "sync",
-        Call::Rename => "rename",
+        Call::Rename | Call::RenameApart => "rename",
         Call::Link => "link",
         Call::SyncFolder => "sync folder",
         Call::Remove | Call::RemoveTree => "remove",

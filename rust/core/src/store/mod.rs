@@ -9,6 +9,7 @@ mod files;
 mod fork;
 mod lock;
 mod mapping;
+mod occupant;
 mod platform;
 mod private;
 mod publish;
@@ -26,8 +27,9 @@ pub(crate) use files::{Files, Opened, Stat};
 pub(crate) use lock::Claimed;
 pub use lock::{FileLock, FolderLock, LOCK_NAME, Mode};
 pub use mapping::Mapping;
+pub use occupant::Occupant;
 pub use private::PrivateMapping;
-pub use publish::{ASIDE, create_folder, publish, put_in_place};
+pub use publish::{ASIDE, create_folder, lock_replaced, publish, put_in_place};
 pub(crate) use publish::{name_of_temporary, publish_on};
 pub use random::{random_bytes, random_token};
 pub use remote::{

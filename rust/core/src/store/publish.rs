@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::disk::Disk;
-use super::{FolderLock, Mode, random_token};
+use super::{FolderLock, Mode, Occupant, random_token};
 use crate::{Control, Error, Result};
 
 /// What the name of a folder ends in that makes room for the one that replaces it, where that takes two steps. After a crash between them,
@@ -67,94 +67,256 @@ pub fn create_folder(folder: &Path) -> Result<()> {
     changed.iter().try_for_each(|parent| disk.sync_folder(parent))
 }
 
-/// Gives a finished file or folder its name, in one step. With `replace`, a folder that had the name before is then at `from`, for the caller
-/// to remove; without, a name that is taken is an error.
+/// Waits until nobody commits to the folder at `to`, or removes anything in it. `None` where there is none.
 ///
 /// # Errors
-/// [`Error::Io`]; [`Error::Interrupted`], [`Error::Busy`] while waiting for those who commit to the folder that is replaced.
-pub fn put_in_place(from: &Path, to: &Path, replace: bool, control: &Control) -> Result<()> {
-    let disk = Disk::default();
+/// [`Error::Io`], [`Error::Interrupted`], [`Error::Busy`].
+pub fn lock_replaced(to: &Path, control: &Control) -> Result<Option<FolderLock>> {
+    let is_folder = to.symlink_metadata().is_ok_and(|meta| meta.is_dir());
+    is_folder
+        .then(|| FolderLock::take(to, Mode::Exclusive, control))
+        .transpose()
+}
+
+/// Gives a finished file or folder its name, in one step. What has the name is replaced if it is what it was `before`, and then lies at `from` or
+/// beside it, in a folder that the caller removes. Whatever else has come to have the name stays.
+///
+/// Who replaces a folder holds [its lock](lock_replaced).
+///
+/// # Errors
+/// [`Error::Exists`]; [`Error::Io`]: all is as it was, unless it was the last sync that failed; [`Error::Displaced`]: what was to be replaced is where that says.
+pub fn put_in_place(from: &Path, to: &Path, before: Option<&Occupant>) -> Result<()> {
+    put_in_place_on(&Disk::default(), from, to, before)
+}
+
+fn put_in_place_on(disk: &Disk, from: &Path, to: &Path, before: Option<&Occupant>) -> Result<()> {
     if from.is_dir() {
         // What it holds is durable before its name is.
         disk.sync_folder(from)?;
     }
-    if replace && from.is_file() && to.is_file() {
-        disk.rename(from, to)?;
-    } else {
-        let is_checkpoint = replace && to.is_dir();
-        let _lock = is_checkpoint
-            .then(|| FolderLock::take(to, Mode::Exclusive, control))
-            .transpose()?;
-        if !disk.rename_apart(from, to, replace)? {
-            // Some network file systems have plain renames only.
-            put_in_place_by_steps(&disk, from, to, replace)?;
-        }
+    match Occupant::at(to)? {
+        None => take_free_name(disk, from, to)?,
+        Some(found) if before == Some(&found) => replace(disk, from, to, &found)?,
+        Some(_) => return Err(came_meanwhile(to)),
     }
     let parent = to.parent().filter(|parent| !parent.as_os_str().is_empty());
     disk.sync_folder(parent.unwrap_or(Path::new(".")))
 }
 
-fn put_in_place_by_steps(disk: &Disk, from: &Path, to: &Path, replace: bool) -> Result<()> {
-    if !replace {
-        if to.symlink_metadata().is_ok() {
-            return Err(Error::io("rename to", to, std::io::ErrorKind::AlreadyExists.into()));
-        }
+fn replace(disk: &Disk, from: &Path, to: &Path, before: &Occupant) -> Result<()> {
+    if !disk.rename_apart(from, to, true)? {
+        return replace_by_steps(disk, from, to, before);
+    }
+    if is_still(from, before) {
+        return Ok(());
+    }
+    // It came between the look and the step.
+    match disk.rename_apart(from, to, true) {
+        Ok(_) => Err(came_meanwhile(to)),
+        Err(error) => Err(displaced(to, from, error)),
+    }
+}
+
+/// For file systems that have plain renames only, as some network ones.
+fn replace_by_steps(disk: &Disk, from: &Path, to: &Path, before: &Occupant) -> Result<()> {
+    if from.is_file() && to.is_file() {
         return disk.rename(from, to);
     }
-    let aside = from.with_extension(ASIDE);
-    disk.rename(to, &aside)?;
-    if let Err(error) = disk.rename(from, to) {
-        disk.rename(&aside, to)?;
-        return Err(error);
+    let mut name = from.as_os_str().to_owned();
+    name.push(".");
+    name.push(ASIDE);
+    let aside = Path::new(&name);
+    disk.rename(to, aside)?;
+    let replaced = if is_still(aside, before) {
+        take_free_name(disk, from, to)
+    } else {
+        Err(came_meanwhile(to))
+    };
+    match replaced {
+        Ok(()) => {
+            // Only so that nobody takes it for what is missing: the caller removes both.
+            let _ = disk.rename(aside, from);
+            Ok(())
+        }
+        Err(error) => match take_free_name(disk, aside, to) {
+            Ok(()) => Err(error),
+            Err(_) => Err(displaced(to, aside, error)),
+        },
     }
-    disk.rename(&aside, from)
+}
+
+fn take_free_name(disk: &Disk, from: &Path, to: &Path) -> Result<()> {
+    use std::io::ErrorKind::{AlreadyExists, DirectoryNotEmpty, NotADirectory};
+    let refused = |error| match error {
+        Error::Io { source, .. } if matches!(source.kind(), AlreadyExists | DirectoryNotEmpty | NotADirectory) => {
+            came_meanwhile(to)
+        }
+        error => error,
+    };
+    if disk.rename_apart(from, to, false).map_err(refused)? {
+        return Ok(());
+    }
+    if from.is_file() && disk.link(from, to).map_err(refused)?.is_ok() {
+        // Two names are one too many, and no harm.
+        let _ = disk.remove(from);
+        return Ok(());
+    }
+    if to.symlink_metadata().is_ok() {
+        return Err(came_meanwhile(to));
+    }
+    // Of a folder it replaces an empty one at most.
+    disk.rename(from, to).map_err(refused)
+}
+
+fn is_still(path: &Path, before: &Occupant) -> bool {
+    Occupant::at(path).is_ok_and(|found| found.as_ref() == Some(before))
+}
+
+fn came_meanwhile(path: &Path) -> Error {
+    Error::Exists { path: path.to_owned() }
+}
+
+fn displaced(path: &Path, at: &Path, error: Error) -> Error {
+    Error::Displaced {
+        path: path.to_owned(),
+        at: at.to_owned(),
+        source: Box::new(error),
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::store::disk::{Call, Hook};
 
-    fn in_place(from: &Path, to: &Path, replace: bool) -> Result<()> {
-        put_in_place(from, to, replace, &Control::new())
+    /// A disk without some calls, or that refuses them: what is answered to each of them in turn.
+    struct Answers(std::sync::Mutex<std::collections::VecDeque<i32>>);
+
+    impl Hook for Answers {
+        fn before(&self, call: Call, _: &Path) -> std::io::Result<usize> {
+            let answer = match call {
+                Call::RenameApart => libc::ENOSYS,
+                Call::Rename => self.0.lock().unwrap().pop_front().unwrap_or(0),
+                _ => 0,
+            };
+            if answer == 0 {
+                return Ok(usize::MAX);
+            }
+            Err(std::io::Error::from_raw_os_error(answer))
+        }
     }
 
-    fn by_steps(from: &Path, to: &Path, replace: bool) -> Result<()> {
-        put_in_place_by_steps(&Disk::default(), from, to, replace)
+    /// A disk with plain renames only, which are answered by these errors in turn; 0: by none.
+    fn plain(answers: &[i32]) -> Disk {
+        Disk::hooked(std::sync::Arc::new(Answers(std::sync::Mutex::new(
+            answers.iter().copied().collect(),
+        ))))
+    }
+
+    fn put(disk: &Disk, from: &Path, to: &Path, before: Option<&Occupant>) -> Result<()> {
+        put_in_place_on(disk, from, to, before)
+    }
+
+    /// Folders `new` and `old`, each with a file that says which it is.
+    fn two_folders(dir: &Path) -> [std::path::PathBuf; 2] {
+        ["new", "old"].map(|name| {
+            std::fs::create_dir(dir.join(name)).unwrap();
+            std::fs::write(dir.join(name).join("file"), name).unwrap();
+            dir.join(name)
+        })
+    }
+
+    fn read(path: &Path) -> Option<String> {
+        std::fs::read_to_string(path.join("file")).ok()
     }
 
     #[test]
-    fn takes_a_free_name_or_changes_places() {
-        for rename in [in_place, by_steps] {
+    fn takes_a_free_name_or_that_of_what_was_there_before() {
+        for disk in [Disk::default(), plain(&[])] {
             let dir = tempfile::tempdir().unwrap();
-            let [new, old] = ["new", "old"].map(|name| dir.path().join(name));
-            let read = |path: &Path| std::fs::read_to_string(path.join("file")).ok();
-            for folder in [&new, &old] {
-                std::fs::create_dir(folder).unwrap();
-                std::fs::write(folder.join("file"), folder.file_name().unwrap().as_encoded_bytes()).unwrap();
-            }
-            assert!(matches!(rename(&new, &old, false), Err(Error::Io { .. })));
-            assert_eq!(read(&old).as_deref(), Some("old"));
-            rename(&new, &old, true).unwrap();
+            let [new, old] = two_folders(dir.path());
+            assert!(matches!(put(&disk, &new, &old, None), Err(Error::Exists { .. })));
+            let before = Occupant::at(&old).unwrap();
+            std::fs::write(old.join("notes"), "").unwrap();
+            assert!(matches!(
+                put(&disk, &new, &old, before.as_ref()),
+                Err(Error::Exists { .. })
+            ));
+            assert_eq!(
+                (read(&old).as_deref(), read(&new).as_deref()),
+                (Some("old"), Some("new"))
+            );
+            let before = Occupant::at(&old).unwrap();
+            put(&disk, &new, &old, before.as_ref()).unwrap();
             assert_eq!(
                 (read(&old).as_deref(), read(&new).as_deref()),
                 (Some("new"), Some("old"))
             );
             let free = dir.path().join("free");
-            rename(&old, &free, false).unwrap();
+            put(&disk, &old, &free, None).unwrap();
             assert_eq!((read(&free).as_deref(), read(&old)), (Some("new"), None));
+            // What was there and is gone leaves a free name.
+            let before = Occupant::at(&free).unwrap();
+            std::fs::remove_dir_all(&free).unwrap();
+            put(&disk, &new, &free, before.as_ref()).unwrap();
+            assert_eq!(read(&free).as_deref(), Some("old"));
         }
     }
 
     #[test]
-    fn a_file_takes_the_place_of_a_file() {
-        let dir = tempfile::tempdir().unwrap();
-        let [new, old] = ["new", "old"].map(|name| dir.path().join(name));
-        for file in [&new, &old] {
-            std::fs::write(file, file.file_name().unwrap().as_encoded_bytes()).unwrap();
+    fn a_file_takes_the_place_of_a_file_that_was_there_before_and_of_no_other() {
+        for disk in [Disk::default(), plain(&[])] {
+            let dir = tempfile::tempdir().unwrap();
+            let [new, old] = ["new", "old"].map(|name| dir.path().join(name));
+            for file in [&new, &old] {
+                std::fs::write(file, file.file_name().unwrap().as_encoded_bytes()).unwrap();
+            }
+            assert!(matches!(put(&disk, &new, &old, None), Err(Error::Exists { .. })));
+            assert_eq!(std::fs::read(&old).unwrap(), b"old");
+            let before = Occupant::at(&old).unwrap();
+            put(&disk, &new, &old, before.as_ref()).unwrap();
+            assert_eq!(std::fs::read(&old).unwrap(), b"new");
+            let free = dir.path().join("free");
+            put(&disk, &old, &free, None).unwrap();
+            assert_eq!((std::fs::read(&free).unwrap(), old.exists()), (b"new".to_vec(), false));
         }
-        in_place(&new, &old, true).unwrap();
-        assert_eq!(std::fs::read(&old).unwrap(), b"new");
-        assert!(!new.exists());
+    }
+
+    #[test]
+    fn a_folder_takes_the_place_of_a_file() {
+        for disk in [Disk::default(), plain(&[])] {
+            let dir = tempfile::tempdir().unwrap();
+            let [new, _] = two_folders(dir.path());
+            let file = dir.path().join("file");
+            std::fs::write(&file, "").unwrap();
+            let before = Occupant::at(&file).unwrap();
+            put(&disk, &new, &file, before.as_ref()).unwrap();
+            assert_eq!((read(&file).as_deref(), new.is_dir()), (Some("new"), false));
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_replaced_is_put_back_or_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let [new, old] = two_folders(dir.path());
+        let before = Occupant::at(&old).unwrap();
+        // Out of the way; into its place.
+        for answers in [&[libc::EIO][..], &[0, libc::EIO]] {
+            let error = put(&plain(answers), &new, &old, before.as_ref()).unwrap_err();
+            assert!(matches!(error, Error::Io { .. }), "{error}");
+            assert_eq!(
+                (read(&old).as_deref(), read(&new).as_deref()),
+                (Some("old"), Some("new"))
+            );
+        }
+        let error = put(&plain(&[0, libc::EIO, libc::EIO]), &new, &old, before.as_ref()).unwrap_err();
+        let Error::Displaced { path, at, .. } = &error else {
+            panic!("{error}")
+        };
+        assert_eq!((path, read(at).as_deref()), (&old, Some("old")));
+        assert!(error.to_string().contains(at.to_str().unwrap()));
+        assert!(!old.exists());
+        assert_eq!(at.extension(), Some(ASIDE.as_ref()));
     }
 
     #[test]

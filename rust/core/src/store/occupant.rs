@@ -1,0 +1,104 @@
+//! What has a name in a folder: noted before work that takes long, and compared when its result is to get that name.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::fs::{self, Metadata};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
+
+use super::LOCK_NAME;
+use crate::{Error, Result};
+
+/// A file, a link, or a folder with what lies in it, as they were at one moment. Two are equal if nothing came, went, or was written to in between; of
+/// folders in the folder only their own entries count, and its lock does not.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Occupant {
+    own: Entry,
+    entries: BTreeMap<OsString, Entry>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Entry {
+    device: u64,
+    number: u64,
+    is_folder: bool,
+    /// Length, and when it was written to (seconds, nanoseconds): a number is given again to a file that comes later.
+    written: Option<(u64, i64, i64)>,
+}
+
+impl Entry {
+    fn new(meta: &Metadata) -> Self {
+        Self {
+            device: meta.dev(),
+            number: meta.ino(),
+            is_folder: meta.is_dir(),
+            written: Some((meta.size(), meta.mtime(), meta.mtime_nsec())),
+        }
+    }
+}
+
+impl Occupant {
+    /// What is at `path`; a link is not followed. `None` where there is nothing.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn at(path: &Path) -> Result<Option<Self>> {
+        Self::look(path).map_err(|error| Error::io("look at", path, error))
+    }
+
+    fn look(path: &Path) -> io::Result<Option<Self>> {
+        let Some(meta) = unless_gone(fs::symlink_metadata(path))? else {
+            return Ok(None);
+        };
+        let mut own = Entry::new(&meta);
+        let mut entries = BTreeMap::new();
+        if own.is_folder {
+            own.written = None; // its lock's file may come
+            for entry in fs::read_dir(path)? {
+                let entry = entry?;
+                if entry.file_name() != LOCK_NAME
+                    && let Some(meta) = unless_gone(entry.metadata())?
+                {
+                    entries.insert(entry.file_name(), Entry::new(&meta));
+                }
+            }
+        }
+        Ok(Some(Self { own, entries }))
+    }
+}
+
+fn unless_gone(meta: io::Result<Metadata>) -> io::Result<Option<Metadata>> {
+    match meta {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        meta => meta.map(Some),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whatever_comes_goes_or_is_written_makes_it_another_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("folder");
+        let look = || Occupant::at(&path).unwrap();
+        assert_eq!(look(), None);
+        fs::create_dir(&path).unwrap();
+        fs::write(path.join("a"), "1").unwrap();
+        let before = look();
+        assert_eq!(look(), before);
+        fs::write(path.join(LOCK_NAME), "").unwrap();
+        assert_eq!(look(), before);
+        fs::write(path.join("b"), "").unwrap();
+        assert_ne!(look(), before);
+        fs::remove_file(path.join("b")).unwrap();
+        assert_eq!(look(), before);
+        fs::write(path.join("a"), "22").unwrap();
+        assert_ne!(look(), before);
+        fs::remove_dir_all(&path).unwrap();
+        fs::write(&path, "").unwrap();
+        assert_ne!(look(), before);
+    }
+}

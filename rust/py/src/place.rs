@@ -1,0 +1,55 @@
+//! How a result takes the place of what was there before, as Python sees it.
+
+use std::path::PathBuf;
+
+use dcp_rs_core::{checkpoint, store};
+use pyo3::prelude::*;
+
+use crate::error::IntoPy as _;
+use crate::interrupt;
+use crate::panics::guarded;
+
+/// What is at a path, to tell later whether it is still that.
+#[pyclass(frozen, module = "dcp_rs._core")]
+pub struct Occupant {
+    inner: store::Occupant,
+}
+
+/// What is at a path now; `None` where there is nothing.
+#[guarded]
+#[pyfunction]
+pub fn occupant(py: Python<'_>, path: PathBuf) -> PyResult<Option<Occupant>> {
+    let found = py.detach(|| store::Occupant::at(&path)).into_py(py)?;
+    Ok(found.map(|inner| Occupant { inner }))
+}
+
+/// Gives a finished file or folder its name, in place of what it was `before`, and of nothing else. Signals end the wait for a lock, and nothing after it: what
+/// this raises says where everything is.
+#[guarded]
+#[pyfunction]
+pub fn put_in_place(py: Python<'_>, from: PathBuf, to: PathBuf, before: Option<&Bound<'_, Occupant>>) -> PyResult<()> {
+    let before = before.map(|before| &before.get().inner);
+    let lock = match before {
+        Some(_) => interrupt::run(py, |control| store::lock_replaced(&to, control))?,
+        None => None,
+    };
+    let put = py.detach(|| store::put_in_place(&from, &to, before));
+    drop(lock);
+    put.into_py(py)
+}
+
+/// Makes `index` the index of `folder`, atomically, in place of what it was `before`; removes nothing.
+#[guarded]
+#[pyfunction]
+pub fn replace_index(
+    py: Python<'_>,
+    folder: PathBuf,
+    index: Vec<u8>,
+    before: Option<&Bound<'_, Occupant>>,
+    fsync: bool,
+) -> PyResult<()> {
+    let before = before.map(|before| &before.get().inner);
+    interrupt::run(py, |control| {
+        checkpoint::replace_index(&folder, index, before, fsync, control)
+    })
+}
