@@ -59,9 +59,7 @@ class CheckpointNotFoundError(DcpRsError, FileNotFoundError):
 
 
 class CheckpointExistsError(DcpRsError, FileExistsError):
-    """There is a checkpoint at the path already, and ``overwrite=False`` was given; or something that is no folder, where one is to be made; or what came
-    there meanwhile.
-    """
+    """There is a checkpoint already, and ``overwrite=False`` was given; or no folder, where one is to be made; or what came there meanwhile."""
 
 
 class EntryNotFoundError(DcpRsError, KeyError):

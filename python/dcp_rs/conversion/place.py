@@ -189,8 +189,8 @@ def _is_lock(entry: Path) -> bool:
 def new_place(dst: Path, before: _core.Occupant | Literal["anything"] | None, *, as_file: bool) -> Iterator[Place]:
     """A place to make ``dst`` in. It takes its name at the end; after an error, or Ctrl-C, nothing is left of it.
 
-    What was at ``dst`` ``before`` is replaced, and removed when that is done; what has come there since is not, unless ``before`` is "anything", for files. While this lasts its folder is locked:
-    ``dcp_rs.clean`` removes one that is not, as what a killed process left.
+    What was at ``dst`` ``before`` is replaced, and removed when that is done; what has come there since is not, unless ``before`` is "anything", for files.
+    While this lasts its folder is locked: ``dcp_rs.clean`` removes one that is not, as what a killed process left.
 
     Raises:
         CheckpointExistsError: something came to ``dst`` meanwhile.
@@ -207,12 +207,12 @@ def new_place(dst: Path, before: _core.Occupant | Literal["anything"] | None, *,
             result.mkdir()
         folder = beside if as_file else result
         yield Place(folder, result, Destination(folder, None))
+        if before == "anything":
+            _replace_file(result, dst)
+            return
         is_ours = False  # what is replaced passes through here
         try:
-            if before == "anything":
-                _replace_file(result, dst)
-            else:
-                _core.put_in_place(os.fspath(result), os.fspath(dst), before)
+            _core.put_in_place(os.fspath(result), os.fspath(dst), before)
         except (OSError, DcpRsError) as error:
             is_ours = getattr(error, "filename2", None) is None
             raise
