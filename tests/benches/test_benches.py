@@ -147,7 +147,7 @@ def test_planning_of_loads_is_simulated():
         ("4", "ours"),
         ("4", "stock"),
     ]
-    assert rows[0][4] == rows[2][4]  # a rank sends the same, whatever their number
+    assert rows[0][5] == rows[2][5]  # a rank sends the same, whatever their number
 
 
 def test_planning_of_saves_is_simulated():
