@@ -132,7 +132,9 @@ def sdist_faults(path: Path) -> list[str]:
     wanted = {
         name
         for name in tracked
-        if name.startswith(("python/", "rust/core/", "rust/remote/", "rust/py/", "tests/", "benches/", "docs/", "examples/"))
+        if name.startswith(
+            ("python/", "rust/core/", "rust/remote/", "rust/py/", "tests/", "benches/", "docs/", "examples/")
+        )
         or name in ("Makefile", "LICENSE", "README.md", "mkdocs.yml", "CITATION.cff")
     }
     faults = [f"no {name}" for name in sorted(wanted - names)[:10]]

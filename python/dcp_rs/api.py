@@ -305,8 +305,9 @@ def _fulfil(
         try:
             writer.close()  # where the copy failed, nobody did
         finally:
-            _log.error("the save in the background to %s failed: %s", os.fspath(writer.path), error)
             future.set_exception(error)
+            # Its words alone: who keeps records of the log would keep what was staged, by the frames of the error.
+            _log.error("the save in the background to %s failed: %s", os.fspath(writer.path), str(error))
     else:
         future.report = writer.report
         future.set_result(metadata)
