@@ -78,8 +78,11 @@ fn commit_index_on(
     // A rank that takes the save for failed removes what it wrote: before this, and then there is nothing to commit, or never.
     let lock = FolderLock::take_on(disk, dir, Mode::Exclusive, control)?;
     let kept = [(!replace).then_some(name.as_str()), rank.map(|_| INDEX_NAME)];
-    if kept.into_iter().flatten().any(|name| dir.join(name).exists()) {
-        return Err(Error::Exists { path: dir.to_owned() });
+    for name in kept.into_iter().flatten() {
+        // A look that fails says nothing of what is there.
+        if Occupant::at(&dir.join(name))?.is_some() {
+            return Err(Error::Exists { path: dir.to_owned() });
+        }
     }
     check_written(dir, index, control)?;
     let of_ranks = if rank.is_none() { rank_indexes(dir)? } else { Vec::new() };

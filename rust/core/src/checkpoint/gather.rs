@@ -135,12 +135,7 @@ impl Gather {
             return Ok(());
         }
         let itemsize = dtype.size();
-        let strides = view.strides.clone().unwrap_or_else(|| row_major(&view.sizes));
-        let first: u64 = offsets
-            .iter()
-            .zip(&strides)
-            .map(|(offset, stride)| offset * stride)
-            .sum();
+        let (src_offset, src_strides) = bytes_of(view, itemsize, offsets);
         let file = self.place(view.file)?;
         self.push(ReadReq {
             file,
@@ -150,8 +145,8 @@ impl Gather {
             digests: view.digests.as_ref().map(|range| range.start),
             itemsize,
             shape: Dims::from_slice(sizes),
-            src_offset: first * itemsize,
-            src_strides: strides.iter().map(|stride| stride * itemsize).collect(),
+            src_offset,
+            src_strides,
             dst: to.address,
             dst_strides: to.strides,
             signs: view.signs.bits(dtype).expect("checked at open"),
@@ -302,6 +297,14 @@ fn step_by(address: Destination, offsets: &[u64], strides: &[u64]) -> Result<Des
         .sum();
     let bytes = usize::try_from(bytes).map_err(|_| Error::Plan("destination too large".into()))?;
     Ok(Destination(address.0.wrapping_add(bytes)))
+}
+
+/// Where a rectangle of a chunk begins in it, and how far elements are apart; in bytes.
+fn bytes_of(view: &ChunkView, itemsize: u64, offsets: &[u64]) -> (u64, Dims) {
+    let strides = view.strides.clone().unwrap_or_else(|| row_major(&view.sizes));
+    let strides: Dims = strides.iter().map(|stride| stride * itemsize).collect();
+    let first = offsets.iter().zip(&strides).map(|(offset, stride)| offset * stride);
+    (first.sum(), strides)
 }
 
 /// The parts of a region that was checked, and the chunks that hold them.

@@ -214,17 +214,15 @@ fn verify_records(
 /// A file that was refused for `reason`: missing, of another length than it should have, or modified.
 fn file_problem(there: Files<'_>, path: PathBuf, file_ref: &FileRef, reason: String) -> Problem {
     let size = file_ref.size;
-    let mend = match file_ref.mend {
-        "" => String::new(),
-        mend => format!("; {mend}"),
-    };
     let file = format!("a file of {size} bytes");
     let (expected, got) = match std::fs::metadata(&path) {
         _ if there.is_remote() => (file, reason),
-        Ok(found) if found.is_file() && found.len() != size => (file, format!("one of {} bytes{mend}", found.len())),
+        Ok(found) if found.is_file() && found.len() != size => {
+            (file, file_ref.with_mend(&format!("one of {} bytes", found.len())))
+        }
         Ok(found) if found.is_file() => ("the file that was indexed".into(), format!("another: {reason}")),
         Ok(_) => (file, reason),
-        Err(_) => (file, format!("none{mend}")),
+        Err(_) => (file, file_ref.with_mend("none")),
     };
     Problem {
         path,

@@ -108,8 +108,13 @@ impl FileRef {
 
     /// It is not the file that was indexed.
     fn another(&self, reason: &str) -> Error {
+        self.corrupt(self.with_mend(reason))
+    }
+
+    /// A reason, and what to do.
+    pub fn with_mend(&self, reason: &str) -> String {
         let semicolon = if self.mend.is_empty() { "" } else { "; " };
-        self.corrupt(format!("{reason}{semicolon}{}", self.mend))
+        format!("{reason}{semicolon}{}", self.mend)
     }
 
     fn corrupt(&self, reason: impl Into<String>) -> Error {

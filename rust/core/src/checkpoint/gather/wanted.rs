@@ -3,11 +3,10 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::{Gather, Source};
+use super::{Gather, Source, bytes_of};
 use crate::format::Index;
 use crate::geometry::overlap::{self, Overlap, Region};
-use crate::geometry::{Dims, row_major};
-use crate::read::{Common, Sketch, file_key, span};
+use crate::read::{Common, ReadReq, Sketch, file_key, span};
 
 /// What one rank wants, all of its batches together.
 pub struct Wanted {
@@ -45,7 +44,7 @@ impl Wanted {
         for request in &batch.requests {
             let file = numbers[request.file as usize];
             let key = self.key(file);
-            let start = request.chunk_offset + request.src_offset;
+            let (start, _) = span(request);
             self.sketch
                 .add(file, key, start, request.itemsize, &request.shape, &request.src_strides);
         }
@@ -80,13 +79,7 @@ impl Wanted {
             return;
         }
         let itemsize = dtype.size();
-        let strides = view.strides.unwrap_or_else(|| row_major(&view.sizes));
-        let strides: Dims = strides.iter().map(|stride| stride * itemsize).collect();
-        let first: u64 = offsets
-            .iter()
-            .zip(&strides)
-            .map(|(offset, stride)| offset * stride)
-            .sum();
+        let (first, strides) = bytes_of(&view, itemsize, offsets);
         let key = self.key(view.file);
         self.sketch
             .add(view.file, key, view.offset + first, itemsize, sizes, &strides);
@@ -101,7 +94,7 @@ impl Gather {
             return;
         }
         let numbers = self.numbers();
-        let stretch = |request: &crate::read::ReadReq| {
+        let stretch = |request: &ReadReq| {
             let (start, end) = span(request);
             (numbers[request.file as usize], start, end)
         };
@@ -146,6 +139,7 @@ mod tests {
     use crate::checkpoint::Memory;
     use crate::copy::Signs;
     use crate::format::{ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry};
+    use crate::geometry::Dims;
     use crate::read::{Destination, ReadOptions, Sharing, compare};
 
     const ROWS: u64 = 1 << 13;
