@@ -123,6 +123,8 @@ def _perform(call: _Call) -> Outcome:
             world_size=call.size,
             timeout=timedelta(seconds=call.timeout),
         )
+        # torch lets a rank go on while others still connect: one that was done at once would fail theirs.
+        dist.barrier()
         value = function(*args)
         try:
             pickle.dumps(value)
