@@ -1,5 +1,6 @@
 """`dcp_rs.async_save`: saves in the background of training."""
 
+import logging
 import threading
 
 import pytest
@@ -80,6 +81,18 @@ def test_the_future_tells_what_went_wrong(ckpt):
     assert data_files(ckpt) == before
     dcp_rs.async_save({"w": torch.zeros(2)}, ckpt).result(60)
     assert not dcp_rs.open(ckpt)["w"].any()
+
+
+def test_the_future_tells_it_even_where_the_log_fails(ckpt, monkeypatch):
+    class Failing(logging.Handler):
+        def emit(self, record):
+            raise KeyError(record.levelname)
+
+    monkeypatch.setattr(logging.getLogger("dcp_rs"), "handlers", [Failing()])
+    future = dcp_rs.async_save({"m": torch.empty(1, device="meta")}, ckpt)
+    with pytest.raises(UnsupportedError, match="meta device"):
+        future.result(60)
+    dcp_rs.async_save({"w": torch.ones(2)}, ckpt).result(60)
 
 
 def test_another_process_needs_a_process_group(ckpt):

@@ -153,9 +153,13 @@ def load_with_logs(path):
     log = logging.getLogger("dcp_rs")
     log.setLevel(logging.DEBUG)
     log.addHandler(handler)
-    state = {"w": torch.full((4,), float(dist.get_rank()))}
-    dcp_rs.save(state, path)
-    report = dcp_rs.load(state, path)
+    try:
+        state = {"w": torch.full((4,), float(dist.get_rank()))}
+        dcp_rs.save(state, path)
+        report = dcp_rs.load(state, path)
+    finally:  # the process serves other tests
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
     return lines["INFO"], [line for line in lines["DEBUG"] if line in ("saved", "loaded")], report.bytes_wanted
 
 
