@@ -245,15 +245,55 @@ class FailsToFinish(RsLoadPlanner):
         return super().finish_plan(new_plan)
 
 
-def load_and_fail_before(path):
-    dcp_rs.load({"big": torch.zeros(700, 1000)}, path, replicas="all", planner=FailsToFinish())
+def load_and_fail_before(path, as_torch_does):
+    state = {"big": torch.zeros(700, 1000)}
+    try:
+        if as_torch_does:
+            dcp.load(state, storage_reader=RsReader(path, replicas="all"), planner=FailsToFinish())
+        else:
+            dcp_rs.load(state, path, replicas="all", planner=FailsToFinish())
+    finally:
+        dist.barrier()  # all of them are through
+        dcp_rs.load(state, path, replicas="all")
+        assert torch.equal(state["big"], numbered((700, 1000)))
 
 
-def test_a_rank_that_fails_before_it_comes_to_the_exchange(ckpt):
+@pytest.mark.parametrize("as_torch_does", [False, True])
+def test_a_rank_that_fails_before_it_comes_to_the_exchange(ckpt, as_torch_does):
     save_whole(ckpt)
-    for outcome in rank_outcomes(3, load_and_fail_before, ckpt, timeout=60):
-        assert type(outcome.error) is PlanError, outcome
-        assert outcome.error.__notes__ == ["raised on rank 1"]
+    for outcome in rank_outcomes(3, load_and_fail_before, ckpt, as_torch_does, timeout=60):
+        if as_torch_does:
+            assert type(outcome.error) is CheckpointException, outcome
+            assert set(outcome.error.failures) == {1}
+            assert type(outcome.error.failures[1][0]) is PlanError
+        else:
+            assert type(outcome.error) is PlanError, outcome
+            assert outcome.error.__notes__ == ["raised on rank 1"]
+
+
+class FailsToFinishOnTwo(RsLoadPlanner):
+    def finish_plan(self, new_plan):
+        if dist.get_rank() > 0:
+            raise PlanError(f"not on {dist.get_rank()}")
+        return super().finish_plan(new_plan)
+
+
+def load_a_bad_value_while_others_fail(path):
+    state = {"big": torch.zeros(700, 1000), "bad": None}
+    try:
+        dcp.load(state, storage_reader=RsReader(path, replicas="all"), planner=FailsToFinishOnTwo())
+    finally:
+        dist.barrier()
+
+
+@pytest.mark.filterwarnings("ignore:value 'bad'")
+def test_ranks_that_fail_before_and_at_the_exchange(ckpt):
+    dcp_rs.save({"big": numbered((700, 1000)), "bad": Path("x")}, ckpt)
+    zero, one, two = rank_outcomes(3, load_a_bad_value_while_others_fail, ckpt, timeout=60)
+    failures = {rank: type(error) for rank, (error, _) in zero.error.failures.items()}
+    assert failures == {0: UnsafePickleError, 1: PlanError, 2: PlanError}
+    for outcome in (one, two):  # which are at torch's step, and hear of each other there
+        assert set(outcome.error.failures) == {1, 2}
 
 
 #: Of different dimensions: what ranks share is all that is cut alike.

@@ -32,6 +32,7 @@ from dcp_rs.dcp.optimizer_state import warn_of_left_out_state
 from dcp_rs.dcp.reports import LoadReport, Phases
 from dcp_rs.dcp.stock_arguments import one_of, say_ignored
 from dcp_rs.dcp.together import Ranks
+from dcp_rs.dcp.torchs_ranks import TorchsRanks
 from dcp_rs.dcp.wanted import common, tell, wanted_of
 from dcp_rs.errors import CheckpointNotFoundError, PlanError, UnsupportedError
 from dcp_rs.options import ReadOptions
@@ -336,7 +337,7 @@ class RsReader(StorageReader):
         told: Ranks | None = getattr(self._local, "ranks", None)
         if self.replicas == "each" or count == 1:
             return Ranks(no_dist=True)
-        return Ranks(self._process_group) if told is None else told
+        return TorchsRanks(self._process_group) if told is None else told
 
     def _begin_local(self, reads: LocalReads, ranks: Ranks, known: _core.Common | None) -> _Local:
         """Does what can fail before the first tensor is filled."""

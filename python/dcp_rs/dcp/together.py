@@ -17,7 +17,7 @@ from dcp_rs import _torch
 from dcp_rs.dcp.unclear import unclear
 from dcp_rs.errors import DcpRsError, RankLostError, UnsupportedError
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "failures_among"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -91,7 +91,7 @@ class Ranks:
         """Every rank does its part. Returns what this one's gave."""
         mine = self._do(work)
         if not self.is_alone:
-            self._meet(_failed(self._all_gather(mine.failure)), mine)
+            self._meet(failures_among(self._all_gather(mine.failure)), mine)
         return mine.value
 
     def all(self, work: Callable[[], T]) -> list[T]:
@@ -100,7 +100,7 @@ class Ranks:
         if self.is_alone:
             return [mine.value]
         said = self._all_gather(mine.told())
-        self._meet(_failed(said), mine)
+        self._meet(failures_among(said), mine)
         return [pickle.loads(value) for value in said]  # noqa: S301  # of a rank of this job
 
     def told_by_first(self, work: Callable[[], T]) -> T:
@@ -201,7 +201,7 @@ class Ranks:
 
     def _conclude(self, said: list[Any], mine: _Done[Any], work: Callable[[list[Any]], T]) -> T | dict[int, _Failure]:
         """What the coordinator makes of what all gave, or who failed, itself among them."""
-        failures = _failed(said)
+        failures = failures_among(said)
         if not failures:
             whole = self._do(lambda: work([pickle.loads(value) for value in said]))  # noqa: S301  # of a rank of this job
             if whole.error is None:
@@ -329,5 +329,6 @@ class _Done(Generic[T]):
         return _Failure.of(self.error)
 
 
-def _failed(said: list[Any]) -> dict[int, _Failure]:
+def failures_among(said: list[Any]) -> dict[int, _Failure]:
+    """The errors in what ranks told each other, by rank."""
     return {rank: value for rank, value in enumerate(said) if isinstance(value, _Failure)}
