@@ -105,7 +105,7 @@ def save_training_state(
             that train nothing have none.
         extra: by name, whatever else is to be there after a restart: objects with ``state_dict`` and ``load_state_dict`` (learning rate
             schedulers, gradient scalers, data loaders, EMA models), tensors and plain values. What differs from rank to rank goes into
-            :class:`PerRank`; :class:`RngState` is for random numbers.
+            :class:`PerRank`; :class:`RngState` is for random numbers. NumPy's numbers, as schedulers make them, are saved as Python's: those load under ``weights_only=True``.
         process_group, no_dist: as in ``dcp.save``.
         planner: default: that of :func:`dcp_rs.save`. Its ``dtype`` is not for the optimizers' state without dimensions (``step``).
         write_options: arguments of :class:`dcp_rs.RsWriter`.

@@ -3,12 +3,13 @@
 Every rank trains on the same batches, so that the number of ranks changes nothing but the order of sums.
 """
 
+import numpy as np
 import pytest
 import torch
 
 import dcp_rs
 from dcp_rs.optim import PerRank, RngState, load_training_state, save_training_state
-from support import run_ranks
+from support import assert_state_equal, run_ranks
 from support.training import KINDS, parallelize, quiet, train_step, whole_parameters
 
 BEFORE, AFTER = 3, 3
@@ -125,3 +126,36 @@ def test_a_resumed_job_equals_one_that_never_stopped(tmp_path, ranks):
     with dcp_rs.open(tmp_path / "fsdp1") as checkpoint:
         assert "optim.state.blocks.0.up.weight.exp_avg" in checkpoint
         assert checkpoint["model.blocks.0.up.weight"].shape == (12, 8)
+
+
+def trained_with_numpys_numbers(steps):
+    """Learning rates as NumPy computes them: torch keeps their type."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(
+        [{"params": model.parameters(), "lr": np.float64(0.1), "betas": (np.float32(0.5), 0.9)}]
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: np.cos(epoch / 10))
+    for _ in range(steps):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return model, optimizer, scheduler
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_of_numpy_come_back(ckpt):
+    model, optimizer, scheduler = trained_with_numpys_numbers(3)
+    assert type(optimizer.param_groups[0]["lr"]) is np.float64
+    counts = {"seen": np.int64(7), "losses": [np.float32(0.5)], "who": "a"}
+    save_training_state(ckpt, model, optimizer, {"scheduler": scheduler, "counts": counts})
+    assert type(counts["seen"]) is np.int64  # the caller's own
+    got, into, after = trained_with_numpys_numbers(0)
+    extra = {"scheduler": after, "counts": {"seen": 0, "losses": [], "who": ""}}
+    load_training_state(ckpt, got, into, extra)
+    assert extra["counts"] == counts
+    assert into.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] != 0.1
+    assert into.param_groups[0]["betas"] == (0.5, 0.9)
+    assert after.get_last_lr() == scheduler.get_last_lr()
+    assert_state_equal(into.state_dict()["state"], optimizer.state_dict()["state"])

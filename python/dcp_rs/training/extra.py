@@ -13,6 +13,7 @@ import torch.distributed as dist
 from dcp_rs.checkpoint.values import WHOLE, unwrap
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.trees import is_stateful
+from dcp_rs.training.numbers import plain_numbers
 
 __all__ = ["PerRank", "RngState", "merge", "pack", "state_of", "unpack"]
 
@@ -74,8 +75,8 @@ class RngState(PerRank):
 def state_of(value: Any) -> Any:
     """What is saved for an entry of ``extra``."""
     if isinstance(value, PerRank):
-        return {rank_key(): pack(value.state_dict())}
-    return pack(value.state_dict() if is_stateful(value) else value)
+        return {rank_key(): pack(plain_numbers(value.state_dict()))}
+    return pack(plain_numbers(value.state_dict() if is_stateful(value) else value))
 
 
 def rank_key() -> str:

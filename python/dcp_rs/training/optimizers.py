@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from dcp_rs.dcp.together import Ranks
 from dcp_rs.errors import PlanError
 from dcp_rs.training.fsdp1 import fsdp1_group, is_fsdp1, sharded_state_dicts
+from dcp_rs.training.numbers import plain_numbers
 from dcp_rs.training.parameters import names_by_key, without_compiler
 
 __all__ = ["WHO", "fsdp1_state", "optimizer_state", "text_of"]
@@ -35,7 +36,9 @@ def optimizer_state(model: torch.nn.Module, optimizers: Sequence[Optimizer], ran
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for number, optimizer in enumerate(optimizers):
-        osd = fsdp1_state(model, optimizer) if is_fsdp1(model) else _named_state(model, optimizer, number)
+        osd = plain_numbers(
+            fsdp1_state(model, optimizer) if is_fsdp1(model) else _named_state(model, optimizer, number)
+        )
         twice = next((fqn for fqn in osd["state"] if fqn in state), None)
         if twice is not None:
             msg = f"two optimizers have state for parameter {twice!r}"
