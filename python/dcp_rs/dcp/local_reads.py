@@ -55,6 +55,13 @@ class LocalReads:
             plain = [tensor for i, tensor in enumerate(plain) if i not in left_out]
         return [*plain, *(target.tensor for target in self.targets)]
 
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors, as they are stored."""
+        tensors = self.tensors()
+        plain = sum(tensor.nbytes for tensor in tensors[: len(tensors) - len(self.targets)])
+        return plain + sum(target.nbytes for target in self.targets)
+
     def stored_names(self) -> tuple[list[str], Iterable[str]]:
         """Of values, and of tensors."""
         values = [self.index.name(value) for value, _ in self.values]

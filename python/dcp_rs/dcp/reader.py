@@ -347,7 +347,7 @@ class RsReader(StorageReader):
         turns = load.arrange()
         stored = index.read_bytes([index.first_chunk(i) for i, _ in reads.values], **self.options.engine())
         if self._local.counts.watch is not None:
-            self._local.counts.expected = _bytes_of(reads) + sum(map(len, stored))
+            self._local.counts.expected = reads.nbytes + sum(map(len, stored))
         self._local.counts.add_values(sum(map(len, stored)))
         values = {
             fqn: objects.load(fqn, data, weights_only=self.weights_only)
@@ -390,13 +390,6 @@ class RsReader(StorageReader):
         self._process_group = None
         self.progress = None
         self._local = threading.local()
-
-
-def _bytes_of(reads: LocalReads) -> int:
-    """Of all tensors, as they are stored."""
-    tensors = reads.tensors()
-    plain = sum(tensor.nbytes for tensor in tensors[: len(tensors) - len(reads.targets)])
-    return plain + sum(target.tensor.numel() * target.dtype.itemsize for target in reads.targets)
 
 
 def _new_id() -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from traceback import StackSummary
 from typing import Any, NoReturn
 
-from torch.distributed.checkpoint.api import CheckpointException, _is_wrapped_exception, _wrap_exception
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_rs.dcp.together import Ranks, failures_among
 
@@ -20,11 +21,18 @@ class TorchsRanks(Ranks):
 
     def _all_gather(self, value: Any) -> list[Any]:
         values = super()._all_gather(value)
-        failures = {rank: said for rank, said in enumerate(values) if _is_wrapped_exception(said)}
+        failures = {rank: said for rank, said in enumerate(values) if _is_of_torch(said)}
         if failures:
-            failures |= {rank: _wrap_exception(failure.error()) for rank, failure in failures_among(values).items()}
+            failures |= {rank: (failure.error(), StackSummary()) for rank, failure in failures_among(values).items()}
             raise _KnownToAll(CheckpointException("read", failures))
         return values
+
+
+def _is_of_torch(said: Any) -> bool:
+    """Whether it is the error of a rank as torch tells it: a pair, the error and the stack, as in ``CheckpointException.failures``."""
+    return (
+        isinstance(said, tuple) and tuple(map(type, said[1:])) == (StackSummary,) and isinstance(said[0], BaseException)
+    )
 
 
 class _KnownToAll(Exception):  # noqa: N818  # never raised to a caller

@@ -68,7 +68,7 @@ class SharedReads:
     @property
     def nbytes(self) -> int:
         """Of the targets, as they are stored."""
-        return sum(target.tensor.numel() * target.dtype.itemsize for target in self.targets)
+        return sum(target.nbytes for target in self.targets)
 
 
 def read_shared(

@@ -68,7 +68,7 @@ def offer(
             (-(-whole // size), at // size) for whole, at, size in zip(shape, target.offsets, sizes, strict=True)
         )
         classes.setdefault((_way(target, kinds), cut), []).append(target)
-    by_size = sorted(classes.items(), key=lambda entry: _bytes_of(entry[1]), reverse=True)
+    by_size = sorted(classes.items(), key=lambda entry: sum(target.nbytes for target in entry[1]), reverse=True)
     found = Offer(dist.get_rank() // _local_world_size() if scope == "node" else 0)
     for (way, _), members in by_size[:_MAX_CLASSES]:
         members.sort(key=lambda target: (target.index, tuple(target.offsets)))
@@ -120,10 +120,6 @@ def whole_targets(
         for at, row in zip(kept, described, strict=True)
         if row is not None
     ]
-
-
-def _bytes_of(targets: Sequence[Target]) -> int:
-    return sum(target.tensor.numel() * target.dtype.itemsize for target in targets)
 
 
 def _digest(way: str, targets: Sequence[Target]) -> bytes:

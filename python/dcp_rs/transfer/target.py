@@ -35,6 +35,11 @@ class Target:
     place: int = 0
     of_chunk: bool = False
 
+    @property
+    def nbytes(self) -> int:
+        """Of the region, as it is stored."""
+        return self.tensor.numel() * self.dtype.itemsize
+
 
 def stored_dtype(name: str, dtype: str | None) -> torch.dtype:
     """The torch dtype for a name of the format.
