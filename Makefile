@@ -8,6 +8,8 @@ VENV   ?= .venv
 TORCH  ?=
 # Arguments for pytest (make test ARGS='-k compat'), the demo or the benchmarks.
 ARGS   ?=
+# How many processes share the Python tests, by files; 0 for a debugger.
+JOBS   ?= 2
 # How long each fuzz target runs.
 FUZZ_SECONDS ?= 60
 # How long the soak and the differential test run.
@@ -21,6 +23,7 @@ STEPS  ?= 10000
 
 BIN  := $(VENV)/bin
 PY   := $(BIN)/python
+PYTEST := -m pytest --numprocesses $(JOBS) --dist loadfile
 UV   := $(BIN)/uv
 RUST_SOURCES := Cargo.toml $(wildcard Cargo.lock) $(shell find rust -path rust/fuzz -prune -o \( -name '*.rs' -o -name 'Cargo.toml' \) -print)
 # What ruff formats and checks.
@@ -72,10 +75,10 @@ test-rust: $(VENV)/.uv
 	cargo test --package dcp-rs-core --package dcp-rs-remote
 
 test-python: $(VENV)/.built
-	$(PY) -m pytest $(ARGS)
+	$(PY) $(PYTEST) $(ARGS)
 
 test-slow: $(VENV)/.built  ## The slow Python tests as well
-	$(PY) -m pytest --slow $(ARGS)
+	$(PY) $(PYTEST) --slow $(ARGS)
 
 # Each has an environment of its own, with the newest release there is. The extension is the one that was built: it works with every Python from 3.11.
 test-frameworks: $(VENV)/.built  ## The integrations, each with the newest release of its framework (FRAMEWORKS, ARGS)
@@ -196,7 +199,7 @@ test-wheel: $(VENV)/.deps  ## The Python tests on a built wheel, away from this 
 	$(UV) pip install --quiet --python $(WHEEL_PLACE)/venv/bin/python "$$(ls $(if $(WHEEL),$(WHEEL),$(WHEEL_PLACE)/*.whl))[cli,testing]" $(TORCH) --group tests --group stores
 	tar -xzf $(WHEEL_PLACE)/dcp_rs-*.tar.gz -C $(WHEEL_PLACE)
 	cd $(WHEEL_PLACE)/dcp_rs-*/ && ../venv/bin/python -c 'import dcp_rs, torch; assert "site-packages" in dcp_rs.__file__; print("dcp-rs", dcp_rs.__version__, dcp_rs.__file__, "torch", torch.__version__)' \
-		&& ../venv/bin/python -m pytest $(ARGS)
+		&& ../venv/bin/python $(PYTEST) $(ARGS)
 
 # --- the site --------------------------------------------------------------------------------------
 

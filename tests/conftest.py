@@ -32,7 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slow = config.getoption("--slow")
-    # A process that has the simulated device keeps it, and torch then takes it for the accelerator.
+    # A process that has the simulated device keeps it, and torch then takes it for the accelerator. No file has tests of both kinds, as
+    # several processes share the tests by files, in this order.
     items.sort(key=lambda item: [name in getattr(item, "fixturenames", ()) for name in ("sim", "accelerator")])
     for item in items:
         if item.get_closest_marker("slow") and not slow:

@@ -1,4 +1,4 @@
-"""One file of torch.save, loaded by ranks and onto devices: each takes its part of what one process saved whole."""
+"""One file of torch.save, loaded by ranks: each takes its part of what one process saved whole."""
 
 import pytest
 import torch
@@ -11,31 +11,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader
-from support import ALL_DTYPES, assert_state_equal, random_tensor, run_ranks
-from support.simulated import host, on
-
-ROWS = 100_000
-
-
-def whole():
-    """What lies in the file: rows in order, views of one memory, types that need not be aligned."""
-    base = torch.arange(600.0).reshape(30, 20)
-    return {
-        "rows": torch.arange(ROWS * 3.0).reshape(ROWS, 3),
-        "nested": {"turned": base.t(), "part": base[5:16, 3:], "repeated": torch.arange(8.0).expand(7, 8)},
-        "conj": torch.complex(torch.arange(33.0), -torch.arange(33.0)).reshape(11, 3).conj(),
-        "half": torch.arange(21.0).reshape(7, 3).bfloat16(),
-        "bytes": torch.arange(13, dtype=torch.uint8).reshape(13, 1),
-        "step": 7,
-    }
-
-
-def tensors(tree, prefix=""):
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from tensors(value, f"{prefix}{key}.")
-        elif isinstance(value, torch.Tensor):
-            yield f"{prefix}{key}", value
+from support import assert_state_equal, run_ranks
+from support.torch_files import ROWS, tensors, whole
 
 
 def placed(state, make):
@@ -108,31 +85,3 @@ def test_each_rank_takes_its_part(tmp_path, ranks, zipped):
     for wanted, read in run_ranks(ranks, load_parts, path):
         assert wanted == nbytes // ranks
         assert read < nbytes // ranks + (1 << 20)  # its rows, and no more
-
-
-@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
-def test_onto_a_device(tmp_path, sim, device, zipped):
-    path = tmp_path / "checkpoint.pth"
-    state = whole()
-    if zipped:
-        state["dtypes"] = {str(dtype): random_tensor((37, 5), dtype) for dtype in ALL_DTYPES}
-    torch.save(state, path, _use_new_zipfile_serialization=zipped)
-    want = {name: value.resolve_conj().contiguous() for name, value in tensors(state)}
-    got = on(device, want)
-    sim.delay = 300
-    report = dcp_rs.load(got, path, no_dist=True)
-    sim.delay = 0
-    assert_state_equal(host(got), want)
-    assert report.bytes_wanted == sum(value.nbytes for value in want.values())
-    with dcp_rs.open(path, device=device) as opened:
-        sim.delay = 300
-        streamed = dict(opened.stream())
-        rows = opened.get_slice("rows")[100:300]
-        sim.delay = 0
-        assert {value.device for name, value in streamed.items() if name != "step"} == {device}
-        assert_state_equal(host({name: streamed[name] for name in want}), want)
-        assert_state_equal(host({"rows": rows}), {"rows": want["rows"][100:300]})
-    planner = RsLoadPlanner(checkpoint=path)
-    half = planner.resolve_tensor("rows", device=device, dtype=torch.bfloat16)
-    assert half.device == device
-    assert_state_equal(host({"rows": half}), {"rows": want["rows"].bfloat16()})

@@ -16,6 +16,8 @@ from support import assert_state_equal, run_ranks
 from support.simulated import install
 from support.simulated.collectives import register, sent
 
+#: Of this process too: what has the simulated device comes last, as ranks keep it.
+pytestmark = pytest.mark.usefixtures("sim")
 WHOLE = {
     "rows": torch.arange(70_000.0).reshape(700, 100),
     "columns": torch.arange(9000, dtype=torch.int32).reshape(30, 300),
@@ -188,7 +190,6 @@ def load_replicas(path):
     return waits
 
 
-@pytest.mark.usefixtures("sim")
 def test_replicas_on_devices(ckpt):
     dcp_rs.save(WHOLE, ckpt)
     run_ranks(2, load_replicas, ckpt, timeout=200)

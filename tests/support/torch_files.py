@@ -1,4 +1,4 @@
-"""What files of torch.save may hold, compared as torch.load gives it."""
+"""What files of torch.save may hold, and its comparison with what torch.load gives."""
 
 import collections
 
@@ -7,6 +7,9 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from dcp_rs.testing.states import dtypes_state, shapes_state
 from support import same_bits
+
+#: Of the largest tensor of `whole`.
+ROWS = 100_000
 
 
 def rich_state():
@@ -47,6 +50,27 @@ def rich_state():
         "none": None,
         5: "five",
     } | {"shapes": shapes, "dtypes": dtypes_state()}
+
+
+def whole():
+    """What lies in the file: rows in order, views of one memory, types that need not be aligned."""
+    base = torch.arange(600.0).reshape(30, 20)
+    return {
+        "rows": torch.arange(ROWS * 3.0).reshape(ROWS, 3),
+        "nested": {"turned": base.t(), "part": base[5:16, 3:], "repeated": torch.arange(8.0).expand(7, 8)},
+        "conj": torch.complex(torch.arange(33.0), -torch.arange(33.0)).reshape(11, 3).conj(),
+        "half": torch.arange(21.0).reshape(7, 3).bfloat16(),
+        "bytes": torch.arange(13, dtype=torch.uint8).reshape(13, 1),
+        "step": 7,
+    }
+
+
+def tensors(tree, prefix=""):
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from tensors(value, f"{prefix}{key}.")
+        elif isinstance(value, torch.Tensor):
+            yield f"{prefix}{key}", value
 
 
 def same(got, want):
