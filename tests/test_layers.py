@@ -29,7 +29,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
             {"transfer"},
             {"tensors"},
             {"options", "_torch", "_warnings"},
-            {"_progress"},
+            {"_progress", "_signals"},
             {"_shown"},
             {"_url"},
             {"errors"},

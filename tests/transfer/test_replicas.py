@@ -1,6 +1,8 @@
 """Ranks that need the same bytes read them once, and send each other what they read."""
 
+import dataclasses
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,14 +10,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader
-from dcp_rs.errors import CorruptDataError, PlanError, UnsafePickleError
+from dcp_rs.errors import CorruptDataError, DcpRsError, PlanError, UnsafePickleError
 from dcp_rs.optim import load_training_state, save_training_state
-from dcp_rs.transfer.exchange import _cut
+from dcp_rs.transfer.exchange import _cut, _Exchange
 from support import assert_state_equal, rank_outcomes, run_ranks
 
 MIB = 1 << 20
@@ -294,6 +297,93 @@ def test_ranks_that_fail_before_and_at_the_exchange(ckpt):
     assert failures == {0: UnsafePickleError, 1: PlanError, 2: PlanError}
     for outcome in (one, two):  # which are at torch's step, and hear of each other there
         assert set(outcome.error.failures) == {1, 2}
+
+
+class Commits(RsLoadPlanner):
+    """Works on items, with nothing to share."""
+
+    def commit_tensor(self, read_item, tensor):
+        super().commit_tensor(read_item, tensor)
+
+
+class DropsOne(RsLoadPlanner):
+    def finish_plan(self, new_plan):
+        plan = super().finish_plan(new_plan)
+        kept = [item for item in plan.items if item.dest_index.fqn != "other"]
+        return dataclasses.replace(plan, items=kept) if dist.get_rank() == 2 else plan
+
+
+class MakesAnew(RsLoadPlanner):
+    def finish_plan(self, new_plan):
+        plan = super().finish_plan(new_plan)
+        return LoadPlan(plan.items) if dist.get_rank() == 2 else plan
+
+
+def load_each_in_its_way(path, kind, as_torch_does):
+    state = {"big": torch.zeros(700, 1000), "other": torch.zeros(10)}
+    planner = kind() if kind is not Commits or dist.get_rank() == 2 else RsLoadPlanner()
+    try:
+        if as_torch_does:
+            dcp.load(state, storage_reader=RsReader(path, replicas="all"), planner=planner)
+        else:
+            dcp_rs.load(state, path, replicas="all", planner=planner)
+    finally:
+        dist.barrier()
+    return state["big"].equal(numbered((700, 1000))), state["other"].tolist() == [3.0] * 10
+
+
+@pytest.mark.parametrize("as_torch_does", [False, True])
+@pytest.mark.parametrize("kind", [Commits, DropsOne, MakesAnew])
+def test_a_rank_that_reads_in_another_way_keeps_nobody_waiting(ckpt, kind, as_torch_does):
+    dcp_rs.save({"big": numbered((700, 1000)), "other": torch.full((10,), 3.0)}, ckpt)
+    outcomes = rank_outcomes(3, load_each_in_its_way, ckpt, kind, as_torch_does, timeout=60)
+    if kind is MakesAnew and as_torch_does:  # nobody knows any more who is in the load
+        for outcome in outcomes:
+            assert type(outcome.error) is CheckpointException, outcome
+            assert {rank: type(error) for rank, (error, _) in outcome.error.failures.items()} == {2: PlanError}
+        return
+    assert [outcome.error for outcome in outcomes] == [None] * 3
+    assert [outcome.value for outcome in outcomes] == [(True, True)] * 2 + [(True, kind is not DropsOne)]
+
+
+class StopError(BaseException):
+    """What the handler of a signal raises, as Ctrl-C's does."""
+
+
+def be_stopped_in_the_exchange(path, after):
+    """On rank 1, when it has read as many pieces of its own as ``after``."""
+
+    def stop(*_):
+        raise StopError("stop")
+
+    signal.signal(signal.SIGUSR2, stop)
+    fill, filled = _Exchange._fill, []
+
+    def fill_and_stop(self, *arguments):
+        fill(self, *arguments)
+        filled.append(1)
+        if dist.get_rank() == 1 and len(filled) == after:
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+    _Exchange._fill = fill_and_stop
+    try:
+        dcp_rs.load({"big": torch.zeros(700, 1000)}, path, replicas="all", max_inflight_bytes=1 << 18)
+    finally:
+        _Exchange._fill = fill
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        dist.barrier()  # the connections hold
+        state = {"big": torch.zeros(700, 1000)}
+        dcp_rs.load(state, path, replicas="all")
+        assert torch.equal(state["big"], numbered((700, 1000)))
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_a_signal_on_one_rank_ends_the_exchange_of_all(ckpt, after):
+    save_whole(ckpt)
+    zero, one = rank_outcomes(2, be_stopped_in_the_exchange, ckpt, after, timeout=60)
+    assert type(one.error) is StopError, one
+    assert type(zero.error) is DcpRsError, zero  # what is no Exception stays with its process
+    assert "StopError: stop" in str(zero.error)
 
 
 #: Of different dimensions: what ranks share is all that is cut alike.

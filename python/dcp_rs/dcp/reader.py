@@ -158,7 +158,7 @@ class RsReader(StorageReader):
         self.bytes_read = 0
         self.report: LoadReport | None = None
         self._process_group = process_group
-        self.load_id = _new_id()
+        self.load_id = str(uuid.uuid4())
         # Each thread that loads through this reader reads the index that its own `read_metadata` opened.
         self._local = threading.local()
 
@@ -171,7 +171,7 @@ class RsReader(StorageReader):
         """Begins a new load, of another path where one is given."""
         if checkpoint_id:
             self.path = location(checkpoint_id)
-        self.load_id = _new_id()
+        self.load_id = str(uuid.uuid4())
         self._local = threading.local()
 
     @property
@@ -254,17 +254,19 @@ class RsReader(StorageReader):
             local = None if reads is None else self._begin_local(reads, ranks, known)
             return Offer().told() if local is None else local.offer.told()
 
-        opened = opened_of(plan) or Opened(None, ranks=1)
-        known = common(getattr(self._local, "wanted", None), opened.answer, opened.ranks)
-        ranks = self._ranks(opened.ranks)
+        opened = opened_of(plan)
+        answer, count = (None, None) if opened is None else (opened.answer, opened.ranks)
+        known = common(getattr(self._local, "wanted", None), answer, count or 1)
+        ranks = self._ranks(count)
         offers = ranks.all(begin)
         if local is None:
             index, counts, check = self._index(), self._local.counts, self.weights_only
+            if is_shared(offers):  # by others: that is a step of all ranks
+                read_shared(index, [], self.options.alone(), ranks)
             ItemReads(index, self._options(), counts, planner, weights_only=check, common=known).read(plan)
         else:
             is_whole = self._read_local(local, ranks, offers)
-        own = planner_of(plan)
-        if own is not None and is_whole:
+        if is_whole and (own := planner_of(plan)) is not None:
             own.finish_reads({} if local is None else local.values)
         future: Future[None] = Future()
         future.set_result(None)
@@ -332,11 +334,18 @@ class RsReader(StorageReader):
     def _options(self) -> ReadOptions:
         return self.options if self._is_of_all_ranks() else self.options.alone()
 
-    def _ranks(self, count: int) -> Ranks:
-        """Who reads together, of the ``count`` ranks of the load."""
+    def _ranks(self, count: int | None) -> Ranks:
+        """Who reads together, of the ``count`` ranks of the load; None where the plan does not say any more.
+
+        Raises:
+            PlanError: nothing else says it, either.
+        """
         told: Ranks | None = getattr(self._local, "ranks", None)
-        if self.replicas == "each" or count == 1:
+        if self.replicas == "each" or count == 1 or not self._is_of_all_ranks():
             return Ranks(no_dist=True)
+        if count is None and told is None and dist.is_initialized():
+            msg = f"RsReader(replicas={self.replicas!r}) needs the storage_data of the plan, which the planner has left out: keep it, as dataclasses.replace(plan, items=...) does"
+            raise PlanError(msg, path=self.path)
         return TorchsRanks(self._process_group) if told is None else told
 
     def _begin_local(self, reads: LocalReads, ranks: Ranks, known: _core.Common | None) -> _Local:
@@ -381,16 +390,11 @@ class RsReader(StorageReader):
         return is_whole
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            key: value for key, value in self.__dict__.items() if key not in ("_local", "_process_group", "progress")
-        }
+        left_out = ("_local", "_process_group", "progress")
+        return {key: value for key, value in self.__dict__.items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._process_group = None
         self.progress = None
         self._local = threading.local()
-
-
-def _new_id() -> str:
-    return str(uuid.uuid4())

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_rs import _torch
+from dcp_rs._signals import held
 from dcp_rs.dcp.unclear import unclear
 from dcp_rs.errors import DcpRsError, RankLostError, UnsupportedError
 
@@ -147,18 +148,19 @@ class Ranks:
 
     @contextmanager
     def talking(self) -> Iterator[None]:
-        """Around what sends and receives over the group: an error there is that a rank is lost.
+        """Around what sends and receives over the group: an error there is that a rank is lost. Signals whose handlers raise are held until it is over.
 
         Raises:
             RankLostError: in place of any other.
         """
         if isinstance(self._met, RankLostError):
             raise self._met
-        try:
-            yield
-        except Exception as error:
-            self._met = self._give_up(error)
-            raise self._met from error
+        with held():
+            try:
+                yield
+            except Exception as error:
+                self._met = self._give_up(error)
+                raise self._met from error
 
     # --- what a step is made of -----------------------------------------------------------------------
 

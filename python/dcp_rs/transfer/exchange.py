@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_rs import _core
+from dcp_rs._signals import held
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.memory import is_plain
 from dcp_rs.transfer import slabs
@@ -89,16 +90,17 @@ def read_shared(
         ways = {exchange.way for exchange in exchanges}
         return exchanges, {way: _Room(way, [exchange for exchange in exchanges if exchange.way == way]) for way in ways}
 
-    exchanges, rooms = peers.together(prepare)
-    halted = False
-    try:
-        for exchange in exchanges:
-            exchange.halted = halted
-            exchange.run(rooms[exchange.way])
-            halted = exchange.halted
-    finally:
-        for room in rooms.values():
-            room.close()
+    with held() as deliver:
+        exchanges, rooms = peers.together(prepare)
+        halted = False
+        try:
+            for exchange in exchanges:
+                exchange.halted = halted
+                exchange.run(rooms[exchange.way], deliver)
+                halted = exchange.halted
+        finally:
+            for room in rooms.values():
+                room.close()
     error = next((exchange.error for exchange in exchanges if exchange.error is not None), None)
     if error is not None:
         raise error
@@ -119,7 +121,7 @@ class _Exchange:
     """
 
     def __init__(self, index: _core.Index, reads: SharedReads, options: ReadOptions, peers: Peers) -> None:
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.halted = False
         self.counts = Counts()
         self.way = reads.way
@@ -139,8 +141,8 @@ class _Exchange:
         in_place = self._on_host and all(piece.memory() is not None for piece in pieces)
         self.nbytes = 0 if in_place else max(piece.nbytes for piece in pieces)
 
-    def run(self, room: _Room) -> None:
-        """Sends and receives, round by round, until all is there or one has failed."""
+    def run(self, room: _Room, deliver: Callable[[], None]) -> None:
+        """Sends and receives, round by round, until all is there or one has failed. ``deliver`` raises what a signal that came meanwhile is to."""
         ready = self._read(0, room)
         for number, pieces in enumerate(self._rounds):
             buffers, works = self._start(pieces, ready, room)
@@ -152,7 +154,7 @@ class _Exchange:
                 if self._flags.any():  # of those who share, all see the same
                     self.halted = True
                     return
-            self._unpack(pieces, buffers)
+            self._unpack(pieces, buffers, deliver)
 
     def _read(self, number: int, room: _Room) -> torch.Tensor | None:
         """Reads this rank's piece of a round, if it has one."""
@@ -206,15 +208,16 @@ class _Exchange:
         own = piece.memory() if self._on_host else None
         return slot[: piece.nbytes] if own is None else own
 
-    def _unpack(self, pieces: Sequence[_Piece], buffers: Sequence[torch.Tensor]) -> None:
+    def _unpack(self, pieces: Sequence[_Piece], buffers: Sequence[torch.Tensor], deliver: Callable[[], None]) -> None:
         if not self.halted:
             try:
+                deliver()
                 for piece, buffer in zip(pieces, buffers, strict=True):
                     piece.unpack(buffer)
-            except Exception as error:  # noqa: BLE001  # as above
+            except BaseException as error:  # noqa: BLE001  # as above
                 self._fail(error)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         self.error, self.halted = error, True
 
 
