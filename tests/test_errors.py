@@ -272,7 +272,9 @@ class OnItems(RsSavePlanner):
         return super().lookup_object(index)
 
 
-@pytest.mark.parametrize("value", [lambda: 0, threading.Lock(), {"deep": [threading.Lock()]}], ids=repr)
+@pytest.mark.parametrize(
+    "value", [lambda: 0, threading.Lock(), {"deep": [threading.Lock()]}], ids=["function", "lock", "deep"]
+)
 @pytest.mark.parametrize("planner", [None, OnItems()])
 def test_a_value_that_does_not_pickle_is_named(ckpt, value, planner):
     with pytest.raises(errors.UnsupportedError, match=r"value 'trainer\.thing.*' \(.*\) cannot be pickled: ") as raised:
