@@ -71,6 +71,15 @@ const STORAGES: [(&str, &str); 12] = [
     ("ShortStorage", "int16"),
 ];
 
+/// Those of tensors that are values here, and the bytes of an element.
+const QUANTIZED: [(&str, u64); 5] = [
+    ("QInt8Storage", 1),
+    ("QInt32Storage", 4),
+    ("QUInt2x4Storage", 1),
+    ("QUInt4x2Storage", 1),
+    ("QUInt8Storage", 1),
+];
+
 /// What may be named. More than can be read: what is known to be a tensor of another kind is reported as that.
 fn allow(module: &str, name: &str) -> bool {
     match module {
@@ -103,10 +112,19 @@ pub(super) fn read(pickle: &Pickle<'_>, item: Item) -> FaultResult<StoredTensor>
     Reader { pickle }.tensor(item, 0)
 }
 
-/// Key and length in bytes of the storage that a persistent id stands for, where it is one.
-pub(super) fn read_storage<'a>(pickle: &'a Pickle<'_>, id: Item) -> Option<(&'a str, u64)> {
-    let storage = Reader { pickle }.storage_of(id).ok()?;
-    Some((storage.key, storage.len()?))
+/// Key and length in bytes of the storage that a persistent id stands for, where it is one; also of those whose tensors are values here.
+pub(super) fn storage_extent<'a>(pickle: &'a Pickle<'_>, id: Item) -> Option<(&'a str, u64)> {
+    let reader = Reader { pickle };
+    let (class, key, count) = reader.storage_parts(id).ok()?;
+    let quantized = match pickle.as_global(class) {
+        Some(("torch", name)) => QUANTIZED.iter().find(|(storage, _)| *storage == name),
+        _ => None,
+    };
+    let size = match quantized {
+        Some((_, size)) => *size,
+        None => reader.element(class).ok()?.map_or(1, Dtype::size),
+    };
+    Some((key, count.checked_mul(size)?))
 }
 
 /// Whether an item is a tensor of any kind, as far as what makes it tells.
@@ -246,13 +264,19 @@ impl<'a> Reader<'a> {
     }
 
     fn storage_of(&self, id: Item) -> FaultResult<Storage<'a>> {
+        let (class, key, count) = self.storage_parts(id)?;
+        let dtype = self.element(class)?;
+        Ok(Storage { key, dtype, count })
+    }
+
+    /// Class, key and number of elements.
+    fn storage_parts(&self, id: Item) -> FaultResult<(Item, &'a str, u64)> {
         // Torch before 1.6 has a sixth part, for views of storages.
         let Some([tag, class, key, location, count] | [tag, class, key, location, count, Item::None]) =
             self.pickle.as_tuple(id)
         else {
             return Err(odd("a storage of an unknown form"));
         };
-        let class = self.pickle.as_global(*class);
         let (Some("storage"), Some(key), Some(count)) =
             (self.pickle.as_str(*tag), self.pickle.as_str(*key), size(*count))
         else {
@@ -261,15 +285,19 @@ impl<'a> Reader<'a> {
         if self.pickle.as_str(*location) == Some("meta") {
             return Err(Fault::Unsupported("stored on the meta device, without data".into()));
         }
-        let dtype = match class {
-            Some(("torch.storage", "UntypedStorage")) => None,
+        Ok((*class, key, count))
+    }
+
+    /// What a storage of this class holds; `None` for bytes without a type.
+    fn element(&self, class: Item) -> FaultResult<Option<Dtype>> {
+        match self.pickle.as_global(class) {
+            Some(("torch.storage", "UntypedStorage")) => Ok(None),
             Some(("torch", name)) => match STORAGES.iter().find(|(storage, _)| *storage == name) {
-                Some((_, dtype)) => Dtype::from_name(dtype),
-                None => return Err(Fault::Unsupported(format!("stored in a torch.{name}"))),
+                Some((_, dtype)) => Ok(Dtype::from_name(dtype)),
+                None => Err(Fault::Unsupported(format!("stored in a torch.{name}"))),
             },
-            _ => return Err(odd("a storage of an unknown form")),
-        };
-        Ok(Storage { key, dtype, count })
+            _ => Err(odd("a storage of an unknown form")),
+        }
     }
 
     fn dtype(&self, item: Item) -> FaultResult<Dtype> {

@@ -132,6 +132,18 @@ impl Machine<'_, '_> {
                 let len = self.take::<1>()?[0].into();
                 self.text(len)?;
             }
+            // BINSTRING, of over 255 bytes; INT, which Python 2 writes for more than 32 bits
+            b'T' if self.rules.keep => {
+                let len = u32::from_le_bytes(self.take()?).into();
+                self.text(len)?;
+            }
+            b'I' if self.rules.keep => {
+                let digits = self.line()?;
+                match self.pickle.str(digits).parse() {
+                    Ok(n) => self.push(Item::Int(n)),
+                    Err(_) => return Err(self.fault("a number that is none")),
+                }
+            }
             b'X' => {
                 let len = u32::from_le_bytes(self.take()?).into();
                 self.text(len)?;
@@ -152,6 +164,24 @@ impl Machine<'_, '_> {
                 let len = u64::from_le_bytes(self.take()?);
                 self.blob(len)?;
             }
+            // BYTEARRAY8
+            0x96 if self.rules.keep => {
+                let len = u64::from_le_bytes(self.take()?);
+                let bytes = self.span(len)?;
+                self.push_node(Node::ByteArray(bytes), self.op_at)?;
+            }
+            // POP, POP_MARK: after a tuple in itself, which is in the memo by then
+            b'0' if self.rules.keep => {
+                if self.stack.len() > self.base() {
+                    self.pop()?;
+                } else {
+                    self.pop_mark()?;
+                }
+            }
+            b'1' if self.rules.keep => {
+                let height = self.pop_mark()?.height;
+                self.stack.truncate(height);
+            }
             b'(' => self.marks.push(Mark {
                 height: self.stack.len(),
                 at: self.op_at,
@@ -171,6 +201,17 @@ impl Machine<'_, '_> {
                 self.push_node(Node::List { items, places }, self.op_at)?;
             }
             b'}' => self.push_node(empty_dict(false), self.op_at)?,
+            // EMPTY_SET, ADDITEMS, FROZENSET
+            0x8f if self.rules.keep => self.push_node(set(false, Vec::new()), self.op_at)?,
+            0x90 if self.rules.keep => {
+                let from = self.pop_mark()?.height;
+                self.add(from)?;
+            }
+            0x91 if self.rules.keep => {
+                let mark = self.pop_mark()?;
+                let items = self.stack.drain(mark.height..).map(|slot| slot.item).collect();
+                self.push_node(set(true, items), mark.at)?;
+            }
             b'a' => {
                 let from = self.floor(1)?;
                 self.append(from)?;
@@ -222,6 +263,11 @@ impl Machine<'_, '_> {
             },
             b'R' => self.object(Made::Called)?,
             0x81 => self.object(Made::New)?,
+            // NEWOBJ_EX
+            0x92 if self.rules.keep => {
+                let named = self.pop()?.item;
+                self.object(Made::NewWith(named))?;
+            }
             b'b' => self.build()?,
             b'Q' if self.rules.persistent => {
                 let id = self.pop()?;
@@ -431,6 +477,17 @@ impl Machine<'_, '_> {
         }
     }
 
+    fn add(&mut self, from: usize) -> FaultResult<()> {
+        let id = self.container(from)?;
+        match &mut self.pickle.nodes[id as usize] {
+            Node::Set { items, frozen: false } => {
+                items.extend(self.stack.drain(from..).map(|slot| slot.item));
+                Ok(())
+            }
+            _ => Err(self.fault("an item for what is not a set")),
+        }
+    }
+
     fn set_items(&mut self, from: usize) -> FaultResult<()> {
         let id = self.container(from)?;
         let slots = &self.stack[from..];
@@ -492,12 +549,15 @@ impl Machine<'_, '_> {
         let (Item::Node(callable), Item::Node(arguments)) = (made_by.item, args) else {
             return Err(self.not_a_call());
         };
-        let is_tuple = matches!(self.pickle.node(arguments), Node::Tuple { .. });
-        let Some(global) = self.pickle.as_global(made_by.item).filter(|_| is_tuple) else {
+        let Node::Tuple { len, .. } = *self.pickle.node(arguments) else {
             return Err(self.not_a_call());
         };
-        let is_empty = matches!(self.pickle.node(arguments), Node::Tuple { len: 0, .. });
-        let node = if global == ("collections", "OrderedDict") && is_empty {
+        let global = self.pickle.as_global(made_by.item);
+        // Of what is kept, anything may be called: whoever loads it finds out whether it can.
+        if global.is_none() && !self.rules.keep {
+            return Err(self.not_a_call());
+        }
+        let node = if global == Some(("collections", "OrderedDict")) && len == 0 {
             empty_dict(true)
         } else {
             Node::Object {
@@ -545,4 +605,8 @@ fn empty_dict(ordered: bool) -> Node {
         places: Vec::new(),
         state: None,
     }
+}
+
+fn set(frozen: bool, items: Vec<Item>) -> Node {
+    Node::Set { frozen, items }
 }

@@ -29,7 +29,7 @@ pub(super) enum Item {
 }
 
 /// A range of the input.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Span {
     pub at: u32,
     pub len: u32,
@@ -54,12 +54,17 @@ pub(super) enum Node {
         /// Attributes, which an `OrderedDict` may have.
         state: Option<Item>,
     },
+    Set {
+        frozen: bool,
+        items: Vec<Item>,
+    },
+    ByteArray(Span),
     Global {
         module: Span,
         name: Span,
     },
     /// `callable(*args)` or `class.__new__(class, *args)`, and what was done with it afterwards.
-    /// `callable` is a global's node, `args` a tuple's.
+    /// `callable` is a global's node, with [`Rules::keep`] any; `args` is a tuple's.
     Object {
         callable: u32,
         args: u32,
@@ -71,10 +76,12 @@ pub(super) enum Node {
 }
 
 /// How an object is made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Made {
     Called,
     New,
+    /// With these arguments by name, a dict.
+    NewWith(Item),
 }
 
 /// What is done with a new object.
@@ -229,7 +236,10 @@ impl Pickle<'_> {
     #[allow(clippy::type_complexity)] // three parts that are taken apart at once
     pub(super) fn as_object(&self, item: Item) -> Option<((&str, &str), &[Item], Option<Item>)> {
         let Node::Object {
-            callable, args, then, ..
+            callable,
+            args,
+            how: Made::Called | Made::New,
+            then,
         } = self.node_of(item)?
         else {
             return None;
@@ -244,6 +254,14 @@ impl Pickle<'_> {
             self.tuple(Item::Node(*args))?,
             state,
         ))
+    }
+
+    /// The class of modules that a persistent id stands for, in files of torch before 1.6.
+    fn module_class(&self, id: Item) -> Option<Item> {
+        match self.tuple(id)? {
+            [tag, class, ..] if self.as_str(*tag) == Some("module") => Some(*class),
+            _ => None,
+        }
     }
 
     /// All that persistent ids stand for.
@@ -262,12 +280,37 @@ impl Pickle<'_> {
         }
     }
 
+    /// The name of a global, also of one in a class, which protocols 2 and 3 have as `getattr(class, name)`; of what is neither, that of what
+    /// makes it.
+    fn name_of(&self, id: u32) -> String {
+        let mut within = Vec::new();
+        let mut id = id;
+        // A node is made of earlier ones.
+        loop {
+            match self.node(id) {
+                Node::Global { module, name } => {
+                    let outer = [self.str(*module), self.str(*name)];
+                    let parts: Vec<&str> = outer.into_iter().chain(within.into_iter().rev()).collect();
+                    return parts.join(".");
+                }
+                Node::Object { callable, .. } => match self.as_object(Item::Node(id)) {
+                    Some((("__builtin__" | "builtins", "getattr"), [Item::Node(of), Item::Str(name)], None)) => {
+                        within.push(self.str(*name));
+                        id = *of;
+                    }
+                    _ => {
+                        within.clear();
+                        id = *callable;
+                    }
+                },
+                _ => return "what is no class".into(),
+            }
+        }
+    }
+
     /// What an item is, for messages.
     pub(super) fn describe(&self, item: Item) -> Described {
-        let object = |global| {
-            let (module, name) = self.as_global(Item::Node(global)).unwrap_or_default();
-            Described::Object(format!("{module}.{name}"))
-        };
+        let object = |made_by| Described::Object(self.name_of(made_by));
         Described::Plain(match item {
             Item::None => "None",
             Item::Bool(_) => "a truth value",
@@ -278,6 +321,8 @@ impl Pickle<'_> {
                 Node::Tuple { .. } => "a tuple",
                 Node::List { .. } => "a list",
                 Node::Dict { .. } => "a dict with keys that have no simple text",
+                Node::Set { .. } => "a set",
+                Node::ByteArray(_) => "bytes",
                 Node::Persistent(_) => "a storage",
                 Node::Global { .. } => return object(id),
                 Node::Object { callable, .. } => return object(*callable),

@@ -12,16 +12,17 @@ impl Pickle<'_> {
     /// A pickle (of protocol 2, which is what `torch.save` writes) of one value, and the persistent ids in it, each once.
     ///
     /// # Errors
-    /// Values nested too deep, or in themselves through a tuple; names that protocol 2 cannot write.
+    /// Values nested too deep; names that protocol 2 cannot write; more than the pickle accounts for.
     pub(in crate::foreign) fn write(&self, item: Item) -> FaultResult<(Vec<u8>, Vec<Item>)> {
         let mut writer = Writer {
             pickle: self,
             out: b"\x80\x02".to_vec(),
+            longest: 64 * self.len() + (1 << 20),
+            todo: vec![Task::Out(b"."), Task::Item(item, 0)],
             memo: HashMap::new(),
             persistent: Vec::new(),
         };
-        writer.item(item, 0)?;
-        writer.out.push(b'.');
+        writer.run()?;
         Ok((writer.out, writer.persistent))
     }
 }
@@ -29,15 +30,71 @@ impl Pickle<'_> {
 struct Writer<'a> {
     pickle: &'a Pickle<'a>,
     out: Vec<u8>,
-    /// The number of each node in the new memo.
-    memo: HashMap<u32, u32>,
+    /// Some parts are written as often as they are used: honest values stay far below this.
+    longest: usize,
+    /// What is to be written, the next last. No depth of nesting can exhaust the stack.
+    todo: Vec<Task<'a>>,
+    /// The number of each node and text in the new memo.
+    memo: HashMap<Known, u32>,
     persistent: Vec<Item>,
 }
 
-impl Writer<'_> {
+/// What is to be written. The numbers are how deep it is.
+#[derive(Clone, Copy)]
+enum Task<'a> {
+    Out(&'static [u8]),
+    Item(Item, u32),
+    Items(&'a [Item], u32),
+    Pairs(&'a [(Item, Item)], u32),
+    /// The end of a node, which is remembered.
+    Made(u32),
+    /// What is done with an object that was made.
+    Filled(u32, u32),
+}
+
+/// What the memo knows.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Known {
+    Node(u32),
+    /// A text, or bytes.
+    Span(Span),
+}
+
+impl<'a> Writer<'a> {
+    fn run(&mut self) -> FaultResult<()> {
+        while let Some(task) = self.todo.pop() {
+            match task {
+                Task::Out(bytes) => self.out.extend(bytes),
+                Task::Item(item, depth) => self.item(item, depth)?,
+                Task::Items([first, rest @ ..], depth) => {
+                    self.next([Task::Item(*first, depth), Task::Items(rest, depth)])
+                }
+                Task::Pairs([(key, value), rest @ ..], depth) => self.next([
+                    Task::Item(*key, depth),
+                    Task::Item(*value, depth),
+                    Task::Pairs(rest, depth),
+                ]),
+                Task::Items([], _) | Task::Pairs([], _) => {}
+                Task::Made(id) => {
+                    self.remember_unless_made(id);
+                }
+                Task::Filled(id, depth) => self.fill(id, depth),
+            }
+            if self.out.len() > self.longest {
+                return Err(Fault::Unsupported("a value that repeats itself without measure".into()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes these next, in this order.
+    fn next<const N: usize>(&mut self, tasks: [Task<'a>; N]) {
+        self.todo.extend(tasks.into_iter().rev());
+    }
+
     fn item(&mut self, item: Item, depth: u32) -> FaultResult<()> {
         if depth > MAX_DEPTH {
-            let what = format!("a value nested more than {MAX_DEPTH} deep, or in itself");
+            let what = format!("a value nested more than {MAX_DEPTH} deep");
             return Err(Fault::Unsupported(what));
         }
         match item {
@@ -56,18 +113,24 @@ impl Writer<'_> {
                 self.out.extend(self.pickle.bytes(span));
             }
             Item::Float(x) => self.op(b'G', &x.to_be_bytes()),
-            Item::Str(span) | Item::Surrogates(span) => self.text(span),
-            // Protocol 2 has none: a call, as Python writes it.
-            Item::Bytes(span) => {
-                let latin: String = self.pickle.bytes(span).iter().map(|&byte| char::from(byte)).collect();
-                self.out.extend(b"c_codecs\nencode\n");
-                let len = u32::try_from(latin.len()).map_err(|_| Fault::Unsupported("bytes over 2 GiB".into()))?;
-                self.op(b'X', &len.to_le_bytes());
-                self.out.extend(latin.as_bytes());
-                self.op(b'X', &6_u32.to_le_bytes());
-                self.out.extend(b"latin1\x86R");
+            Item::Str(span) | Item::Surrogates(span) => {
+                if !self.recall(Known::Span(span)) {
+                    self.op(b'X', &span.len.to_le_bytes());
+                    self.out.extend(self.pickle.bytes(span));
+                    self.remember(Known::Span(span));
+                }
             }
-            Item::Node(id) => self.node(id, depth + 1)?,
+            Item::Bytes(span) => {
+                if !self.recall(Known::Span(span)) {
+                    self.bytes(span)?;
+                    self.remember(Known::Span(span));
+                }
+            }
+            Item::Node(id) => {
+                if !self.recall(Known::Node(id)) {
+                    self.node(id, depth + 1)?;
+                }
+            }
         }
         Ok(())
     }
@@ -77,35 +140,55 @@ impl Writer<'_> {
         self.out.extend(argument);
     }
 
-    fn text(&mut self, span: Span) {
-        self.op(b'X', &span.len.to_le_bytes());
-        self.out.extend(self.pickle.bytes(span));
+    /// Protocol 2 has none: a call, as Python writes it.
+    fn bytes(&mut self, span: Span) -> FaultResult<()> {
+        let latin: String = self.pickle.bytes(span).iter().map(|&byte| char::from(byte)).collect();
+        self.out.extend(b"c_codecs\nencode\n");
+        let len = u32::try_from(latin.len()).map_err(|_| Fault::Unsupported("bytes over 2 GiB".into()))?;
+        self.op(b'X', &len.to_le_bytes());
+        self.out.extend(latin.as_bytes());
+        self.op(b'X', &6_u32.to_le_bytes());
+        self.out.extend(b"latin1\x86R");
+        Ok(())
     }
 
-    fn remember(&mut self, id: u32) {
-        let index = u32::try_from(self.memo.len()).expect("no more than there are nodes");
-        self.memo.insert(id, index);
+    fn remember(&mut self, known: Known) {
+        let index = u32::try_from(self.memo.len()).expect("no more than there are nodes and texts");
+        self.memo.insert(known, index);
         self.op(b'r', &index.to_le_bytes());
     }
 
-    fn node(&mut self, id: u32, depth: u32) -> FaultResult<()> {
-        if let Some(index) = self.memo.get(&id) {
-            let index = index.to_le_bytes();
-            self.op(b'j', &index);
-            return Ok(());
+    /// Takes it from the memo, if it is there.
+    fn recall(&mut self, known: Known) -> bool {
+        let index = self.memo.get(&known).copied();
+        if let Some(index) = index {
+            self.op(b'j', &index.to_le_bytes());
         }
+        index.is_some()
+    }
+
+    /// Remembers what was just made; true where something within it that it is in made it before: then it is that.
+    fn remember_unless_made(&mut self, id: u32) -> bool {
+        if self.memo.contains_key(&Known::Node(id)) {
+            self.out.push(b'0');
+            return self.recall(Known::Node(id));
+        }
+        self.remember(Known::Node(id));
+        false
+    }
+
+    fn node(&mut self, id: u32, depth: u32) -> FaultResult<()> {
         let pickle = self.pickle;
         match pickle.node(id) {
             Node::Tuple { .. } => {
+                let items = pickle.tuple(Item::Node(id)).unwrap_or_default();
                 self.out.push(b'(');
-                self.items(pickle.tuple(Item::Node(id)).unwrap_or_default(), depth)?;
-                self.out.push(b't');
-                self.remember(id);
+                self.next([Task::Items(items, depth), Task::Out(b"t"), Task::Made(id)]);
             }
             Node::List { items, .. } => {
                 self.out.push(b']');
-                self.remember(id);
-                self.append(items, depth)?;
+                self.remember(Known::Node(id));
+                self.append(items, depth);
             }
             Node::Dict {
                 ordered, pairs, state, ..
@@ -116,89 +199,106 @@ impl Writer<'_> {
                     b"}"
                 };
                 self.out.extend(begin);
-                self.remember(id);
-                self.set(pairs, depth)?;
+                self.remember(Known::Node(id));
                 if let Some(state) = state {
-                    self.state(*state, depth)?;
+                    self.next([Task::Item(*state, depth), Task::Out(b"b")]);
                 }
+                self.set(pairs, depth);
+            }
+            Node::Set { frozen, items } => {
+                let class: &[u8] = if *frozen {
+                    b"c__builtin__\nfrozenset\n]"
+                } else {
+                    b"c__builtin__\nset\n]"
+                };
+                self.out.extend(class);
+                self.next([Task::Out(b"\x85R"), Task::Made(id)]);
+                self.append(items, depth);
+            }
+            Node::ByteArray(span) => {
+                self.out.extend(b"c__builtin__\nbytearray\n");
+                self.bytes(*span)?;
+                self.out.extend(b"\x85R");
+                self.remember(Known::Node(id));
             }
             Node::Global { module, name } => {
-                let [module, name] = [*module, *name].map(|span| pickle.str(span));
-                if module.contains('\n') || name.contains('\n') {
-                    return Err(Fault::Forbidden(format!("{module}.{name}")));
-                }
-                self.out.extend(format!("c{module}\n{name}\n").bytes());
-                self.remember(id);
+                self.global(*module, *name)?;
+                self.remember(Known::Node(id));
             }
             Node::Object {
-                callable,
-                args,
-                how,
-                then,
+                callable, args, how, ..
             } => {
-                self.node(*callable, depth + 1)?;
-                self.item(Item::Node(*args), depth)?;
-                self.out.push(if *how == Made::Called { b'R' } else { 0x81 });
-                self.remember(id);
-                for then in then {
-                    match then {
-                        Then::State(state) => self.state(*state, depth)?,
-                        Then::Append(items) => self.append(items, depth)?,
-                        Then::Set(pairs) => self.set(pairs, depth)?,
+                let [callable, args] = [*callable, *args].map(|id| Task::Item(Item::Node(id), depth));
+                let then = Task::Filled(id, depth);
+                match how {
+                    Made::Called => self.next([callable, args, Task::Out(b"R"), then]),
+                    Made::New => self.next([callable, args, Task::Out(b"\x81"), then]),
+                    // The function that stands for this opcode in other protocols.
+                    Made::NewWith(named) => {
+                        self.out.extend(b"ccopyreg\n__newobj_ex__\n(");
+                        self.next([callable, args, Task::Item(*named, depth), Task::Out(b"tR"), then]);
                     }
                 }
             }
             Node::Persistent(item) => {
+                // Of a class of modules, files of torch before 1.6 have the source too.
+                if let Some(class) = pickle.module_class(*item) {
+                    self.next([Task::Item(class, depth)]);
+                    return Ok(());
+                }
                 self.persistent.push(*item);
-                self.persistent_id(*item, depth)?;
-                self.out.push(b'Q');
-                self.remember(id);
+                self.next([Task::Out(b"Q"), Task::Made(id)]);
+                self.persistent_id(*item, depth);
             }
         }
         Ok(())
+    }
+
+    fn global(&mut self, module: Span, name: Span) -> FaultResult<()> {
+        let [module, name] = [module, name].map(|span| self.pickle.str(span));
+        if module.contains('\n') || name.contains('\n') {
+            return Err(Fault::Forbidden(format!("{module}.{name}")));
+        }
+        self.out.extend(format!("c{module}\n{name}\n").bytes());
+        Ok(())
+    }
+
+    /// What is done with an object, unless it was made before.
+    fn fill(&mut self, id: u32, depth: u32) {
+        if self.remember_unless_made(id) {
+            return;
+        }
+        let pickle = self.pickle;
+        if let Node::Object { then, .. } = pickle.node(id) {
+            for then in then.iter().rev() {
+                match then {
+                    Then::State(state) => self.next([Task::Item(*state, depth), Task::Out(b"b")]),
+                    Then::Append(items) => self.append(items, depth),
+                    Then::Set(pairs) => self.set(pairs, depth),
+                }
+            }
+        }
     }
 
     /// Of a storage. What torch before 1.6 wrote has a sixth part, for views, which is `None`.
-    fn persistent_id(&mut self, item: Item, depth: u32) -> FaultResult<()> {
+    fn persistent_id(&mut self, item: Item, depth: u32) {
         match self.pickle.tuple(item) {
             Some([parts @ .., Item::None]) if parts.len() == 5 => {
-                self.out.push(b'(');
-                self.items(parts, depth)?;
-                self.out.push(b't');
-                Ok(())
+                self.next([Task::Out(b"("), Task::Items(parts, depth), Task::Out(b"t")]);
             }
-            _ => self.item(item, depth),
+            _ => self.next([Task::Item(item, depth)]),
         }
     }
 
-    fn items(&mut self, items: &[Item], depth: u32) -> FaultResult<()> {
-        items.iter().try_for_each(|item| self.item(*item, depth))
-    }
-
-    fn append(&mut self, items: &[Item], depth: u32) -> FaultResult<()> {
+    fn append(&mut self, items: &'a [Item], depth: u32) {
         if !items.is_empty() {
-            self.out.push(b'(');
-            self.items(items, depth)?;
-            self.out.push(b'e');
+            self.next([Task::Out(b"("), Task::Items(items, depth), Task::Out(b"e")]);
         }
-        Ok(())
     }
 
-    fn set(&mut self, pairs: &[(Item, Item)], depth: u32) -> FaultResult<()> {
+    fn set(&mut self, pairs: &'a [(Item, Item)], depth: u32) {
         if !pairs.is_empty() {
-            self.out.push(b'(');
-            for (key, value) in pairs {
-                self.item(*key, depth)?;
-                self.item(*value, depth)?;
-            }
-            self.out.push(b'u');
+            self.next([Task::Out(b"("), Task::Pairs(pairs, depth), Task::Out(b"u")]);
         }
-        Ok(())
-    }
-
-    fn state(&mut self, state: Item, depth: u32) -> FaultResult<()> {
-        self.item(state, depth)?;
-        self.out.push(b'b');
-        Ok(())
     }
 }

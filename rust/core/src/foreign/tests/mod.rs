@@ -1,6 +1,7 @@
 //! Checkpoints of others, whole, damaged and hostile.
 
 mod hostile;
+mod pickles;
 mod safetensors;
 mod stock;
 

@@ -39,7 +39,7 @@ pub(super) fn look_at(window: &Window<'_>) -> FaultResult<Parts> {
     let keys = cursor.pickle()?;
     let lengths: HashMap<&str, u64> = pickle
         .persistent()
-        .filter_map(|id| tensor_pickle::read_storage(&pickle, id))
+        .filter_map(|id| tensor_pickle::storage_extent(&pickle, id))
         .collect();
     let mut storages = HashMap::new();
     let bad = |at, what: &str| Fault::corrupt(at, format!("the storages of a file of torch before 1.6: {what}"));

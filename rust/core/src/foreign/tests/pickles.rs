@@ -1,0 +1,135 @@
+//! Pickles that are kept whole, and parts of them written anew.
+
+use crate::foreign::fault::{Fault, FaultResult};
+use crate::foreign::pickle::{Described, Pickle, Rules};
+
+const KEEP: Rules = Rules {
+    allow: |_, _| true,
+    persistent: true,
+    keep: true,
+};
+
+fn kept(bytes: &[u8]) -> FaultResult<Pickle<'_>> {
+    Pickle::parse(bytes, &KEEP)
+}
+
+/// What is written for the value, which can be read again.
+fn written(bytes: &[u8]) -> Vec<u8> {
+    let pickle = kept(bytes).unwrap();
+    let (out, _) = pickle.write(pickle.top()).unwrap();
+    assert!(kept(&out).is_ok(), "{bytes:?}: {out:?}");
+    out
+}
+
+fn contains(bytes: &[u8], part: &[u8]) -> bool {
+    bytes.windows(part.len()).any(|window| window == part)
+}
+
+#[test]
+fn anything_may_be_called_where_all_is_kept() {
+    // getattr(Outer, "Kind")(1)
+    let nested = b"\x80\x02c__builtin__\ngetattr\ncm\nOuter\nX\x04\0\0\0Kind\x86RK\x01\x85R.";
+    let out = written(nested);
+    assert!(contains(&out, b"cm\nOuter\n"));
+    assert!(contains(&out, b"Kind"));
+    let pickle = kept(nested).unwrap();
+    match pickle.describe(pickle.top()) {
+        Described::Object(name) => assert_eq!(name, "m.Outer.Kind"),
+        Described::Plain(what) => panic!("{what}"),
+    }
+    // A class of modules, which files of torch before 1.6 have with its source.
+    let (out, persistent) = {
+        let pickle = kept(b"\x80\x02(X\x06\0\0\0modulecm\nNet\nNNtQ)\x81.").unwrap();
+        pickle.write(pickle.top()).unwrap()
+    };
+    assert!(persistent.is_empty() && contains(&out, b"cm\nNet\n") && !out.contains(&b'Q'));
+    for (bytes, part) in [
+        (&b"\x80\x02K\x01)R."[..], "a call of what"),
+        (b"\x80\x02cm\nf\n]R.", "a call of what"),
+        (b"\x80\x04cm\nf\n]}\x92.", "a call of what"),
+    ] {
+        match kept(bytes) {
+            Err(Fault::Corrupt { reason, .. }) => assert!(reason.contains(part), "{reason}"),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[test]
+fn opcodes_of_other_protocols_become_those_of_protocol_2() {
+    let cases: [(&[u8], &[u8]); 7] = [
+        (
+            b"\x80\x04\x8f\x94(K\x01K\x02\x90.",
+            b"c__builtin__\nset\n](J\x01\0\0\0J\x02\0\0\0e\x85R",
+        ),
+        (
+            b"\x80\x04(K\x01\x91\x94.",
+            b"c__builtin__\nfrozenset\n](J\x01\0\0\0e\x85R",
+        ),
+        (
+            b"\x80\x05\x96\x01\0\0\0\0\0\0\0x.",
+            b"c__builtin__\nbytearray\nc_codecs\n",
+        ),
+        (b"\x80\x04cm\nC\n)}\x92.", b"ccopyreg\n__newobj_ex__\n(cm\nC\n"),
+        (b"\x80\x02T\x03\0\0\0abc.", b"X\x03\0\0\0abc"),
+        (b"\x80\x02I4294967296\n.", b"\x8a\x08\0\0\0\0\x01\0\0\0"),
+        // A tuple in a list in it: ([...],)
+        (
+            b"\x80\x02]q\0h\0\x85q\x01a0h\x01.",
+            b"(]r\0\0\0\0((j\0\0\0\0tr\x01\0\0\0et0j\x01\0\0\0",
+        ),
+    ];
+    for (bytes, part) in cases {
+        let out = written(bytes);
+        assert!(contains(&out, part), "{bytes:?}: {out:?}");
+    }
+    for bytes in [
+        &b"\x80\x040."[..],
+        b"\x80\x041.",
+        b"\x80\x04(K\x01\x91(K\x01\x90.",
+        b"\x80\x04](K\x01\x90.",
+        b"\x80\x02Iabc\n.",
+        b"\x80\x02T\xff\xff\xff\xffabc.",
+        b"\x80\x05\x96\xff\xff\xff\xff\xff\xff\xff\xffx.",
+    ] {
+        assert!(matches!(kept(bytes), Err(Fault::Corrupt { .. })), "{bytes:?}");
+    }
+}
+
+#[test]
+fn what_is_written_is_no_longer_than_its_pickle_accounts_for() {
+    // A text that is used often is written once.
+    let text = [&b"X\0\0\x10\0"[..], &[b'x'; 1 << 20], b"q\0"].concat();
+    let used = [b"\x80\x02(", &text[..], &b"h\0".repeat(100_000), b"t."].concat();
+    assert!(written(&used).len() < 2 << 20);
+    // The name of a global is written with every global that has it.
+    let global = b"h\0h\0\x93".repeat(1000);
+    let named = [b"\x80\x04(", &text[..], &global, b"t."].concat();
+    let pickle = kept(&named).unwrap();
+    match pickle.write(pickle.top()) {
+        Err(Fault::Unsupported(what)) => assert!(what.contains("without measure"), "{what}"),
+        other => panic!("{:?}", other.map(|(bytes, _)| bytes.len())),
+    }
+    // A tuple that many lists within it lead back to.
+    let lists: Vec<u8> = (0..200).flat_map(|i: u8| [b']', b'q', i]).collect();
+    let back: Vec<u8> = (0..200).flat_map(|i: u8| [b'h', i, b'h', 200, b'a', b'0']).collect();
+    let tuple = [
+        b"\x80\x02(",
+        &lists[..],
+        &b"K\x01".repeat(100_000),
+        b"tq\xc8",
+        &back,
+        b".",
+    ]
+    .concat();
+    let pickle = kept(&tuple).unwrap();
+    match pickle.write(pickle.top()) {
+        Err(Fault::Unsupported(what)) => assert!(what.contains("without measure"), "{what}"),
+        other => panic!("{:?}", other.map(|(bytes, _)| bytes.len())),
+    }
+    // Calls of calls are nested.
+    let calls = [b"\x80\x02cm\nf\n", &b")R".repeat(100_000)[..], b"."].concat();
+    let pickle = kept(&calls).unwrap();
+    assert!(matches!(pickle.write(pickle.top()), Err(Fault::Unsupported(what)) if what.contains("deep")));
+    assert!(matches!(pickle.describe(pickle.top()), Described::Object(name) if name == "m.f"));
+}
