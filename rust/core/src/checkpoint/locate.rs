@@ -94,7 +94,7 @@ fn file(path: &Path) -> Result<Option<Foreign>> {
 fn start(path: &Path) -> Result<Vec<u8>> {
     let file = store::open_file(path).map_err(|e| Error::io("open", path, e))?;
     let mut start = Vec::new();
-    match file.take(16).read_to_end(&mut start) {
+    match file.take(torch_file::START as u64).read_to_end(&mut start) {
         Ok(_) => Ok(start),
         Err(e) => Err(Error::io("read", path, e)),
     }

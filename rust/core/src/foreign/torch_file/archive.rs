@@ -17,8 +17,10 @@ use crate::{Error, Result, parallel};
 const LONGEST: u64 = 256 << 20;
 /// Where the end of a directory is, and all of a small one.
 const TAIL: u64 = 64 << 10;
-/// What files of torch before 1.6 begin with: a pickle of a number.
-const LEGACY_MAGIC: [u8; 14] = *b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19";
+/// The number whose pickle files of torch before 1.6 begin with.
+const LEGACY_MAGIC: [u8; 12] = *b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19";
+/// The longest beginning by which a file is told: that pickle, with its protocol and a frame.
+pub(crate) const START: usize = 2 + 9 + LEGACY_MAGIC.len();
 /// A file whose name ends so is one of `torch.save`, or should be.
 const ENDINGS: [&str; 4] = [".pt", ".pth", ".bin", ".ckpt"];
 
@@ -68,7 +70,17 @@ pub(super) struct StorageRecord {
 /// how its first record is compressed.)
 pub(crate) fn is_torch_file(name: &str, start: &[u8]) -> bool {
     let is_zip = start.starts_with(&LOCAL_MAGIC) && start.get(8) != Some(&b'{');
-    is_zip || start.starts_with(&LEGACY_MAGIC) || ENDINGS.iter().any(|ending| name.ends_with(ending))
+    is_zip || is_legacy(start) || ENDINGS.iter().any(|ending| name.ends_with(ending))
+}
+
+/// Whether a file begins with the number, in a pickle of any protocol; from the fourth on, it is in a frame.
+fn is_legacy(start: &[u8]) -> bool {
+    match start {
+        [0x80, 2 | 3, number @ ..] | [0x80, 4 | 5, 0x95, _, _, _, _, _, _, _, _, number @ ..] => {
+            number.starts_with(&LEGACY_MAGIC)
+        }
+        _ => false,
+    }
 }
 
 impl TorchFile {
@@ -212,11 +224,11 @@ enum Format {
 }
 
 fn kind_of(window: &Window<'_>) -> FaultResult<Format> {
-    let start = window.get(0, window.len.min(LEGACY_MAGIC.len() as u64))?;
+    let start = window.get(0, window.len.min(START as u64))?;
     if start.starts_with(&LOCAL_MAGIC) {
         return Ok(Format::Zip);
     }
-    if start.starts_with(&LEGACY_MAGIC) {
+    if is_legacy(&start) {
         return Ok(Format::Legacy);
     }
     let ustar = window.get(257, 5);
@@ -251,4 +263,25 @@ fn check_apart(records: &[Record], payloads: &[u64]) -> FaultResult<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_of_torch_before_1_6_begin_with_a_number_of_any_protocol() {
+        let frame = b"\x95\x0d\0\0\0\0\0\0\0";
+        for (start, is_one) in [
+            ([b"\x80\x02", &LEGACY_MAGIC[..]].concat(), true),
+            ([b"\x80\x03", &LEGACY_MAGIC[..], b".more"].concat(), true),
+            ([b"\x80\x04", &frame[..], &LEGACY_MAGIC].concat(), true),
+            ([b"\x80\x05", &frame[..], &LEGACY_MAGIC].concat(), true),
+            ([b"\x80\x06", &frame[..], &LEGACY_MAGIC].concat(), false),
+            ([b"\x80\x04", &frame[..], &LEGACY_MAGIC[..11]].concat(), false),
+            (b"\x80\x02N.".to_vec(), false),
+        ] {
+            assert_eq!(is_torch_file("x", &start), is_one, "{start:?}");
+        }
+    }
 }

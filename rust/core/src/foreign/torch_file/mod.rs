@@ -13,8 +13,8 @@ mod value;
 use std::collections::HashMap;
 use std::path::Path;
 
-pub(crate) use self::archive::is_torch_file;
 use self::archive::{Parts, TorchFile};
+pub(crate) use self::archive::{START, is_torch_file};
 pub(crate) use self::checksums::check_records;
 use self::tree::{Content, Leaf};
 pub use self::value::ValueReader;
