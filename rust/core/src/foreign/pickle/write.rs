@@ -254,12 +254,24 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
+    /// A name within a class, which protocol 4 has with dots, is `getattr(class, name)`, as Python writes it.
     fn global(&mut self, module: Span, name: Span) -> FaultResult<()> {
         let [module, name] = [module, name].map(|span| self.pickle.str(span));
         if module.contains('\n') || name.contains('\n') {
             return Err(Fault::Forbidden(format!("{module}.{name}")));
         }
-        self.out.extend(format!("c{module}\n{name}\n").bytes());
+        let mut parts = name.split('.');
+        let outermost = parts.next().unwrap_or_default();
+        for _ in parts.clone() {
+            self.out.extend(b"c__builtin__\ngetattr\n");
+        }
+        self.out.extend(format!("c{module}\n{outermost}\n").bytes());
+        for part in parts {
+            let len = u32::try_from(part.len()).expect("part of a pickle");
+            self.op(b'X', &len.to_le_bytes());
+            self.out.extend(part.bytes());
+            self.out.extend(b"\x86R");
+        }
         Ok(())
     }
 

@@ -133,3 +133,11 @@ fn what_is_written_is_no_longer_than_its_pickle_accounts_for() {
     assert!(matches!(pickle.write(pickle.top()), Err(Fault::Unsupported(what)) if what.contains("deep")));
     assert!(matches!(pickle.describe(pickle.top()), Described::Object(name) if name == "m.f"));
 }
+
+#[test]
+fn names_within_classes_are_written_as_python_writes_them() {
+    assert_eq!(
+        written(b"\x80\x04\x8c\x01m\x94\x8c\x05A.B.C\x94\x93\x94."),
+        b"\x80\x02c__builtin__\ngetattr\nc__builtin__\ngetattr\ncm\nA\nX\x01\0\0\0B\x86RX\x01\0\0\0C\x86Rr\0\0\0\0."
+    );
+}

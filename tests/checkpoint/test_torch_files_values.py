@@ -1,0 +1,163 @@
+"""Values of any kind beside tensors: what torch.load makes of them is what comes back, and none keeps the rest from being read."""
+
+import collections
+import dataclasses
+import enum
+import pickle
+import struct
+import types
+from typing import ClassVar
+
+import pytest
+import torch
+
+import dcp_rs
+from dcp_rs.errors import UnsafePickleError
+from support.torch_files import same
+
+
+class Outer:
+    class Kind(enum.Enum):
+        A = 1
+
+    @dataclasses.dataclass
+    class Config:
+        depth: int = 3
+
+
+class Named:
+    def __new__(cls, *, size):
+        made = object.__new__(cls)
+        made.size = size
+        return made
+
+    def __getnewargs_ex__(self):
+        return (), {"size": self.size}
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(3.0))
+
+
+VALUES = {
+    "a member of a nested enum": Outer.Kind.A,
+    "an object of a nested class": Outer.Config(),
+    "arguments by name": Named(size=2),
+    "a set": {1, "a", (2, 3)},
+    "a frozen set": frozenset({1, 2}),
+    "a set of objects": {Outer.Kind.A},
+    "a bytearray": bytearray(b"\x00\xff"),
+    "bytes": [b"ab"] * 3,
+    "a memory format": torch.channels_last,
+}
+
+
+def opened(path, name):
+    """The value, as opening gives it without refusing anything."""
+    with dcp_rs.open(path, weights_only=False) as checkpoint:
+        assert torch.equal(checkpoint["w"], torch.arange(3.0))
+        return checkpoint.state_dict(copy=True)[name]
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("kind", VALUES)
+def test_values_come_back_as_torch_loads_them(tmp_path, kind, protocol, zipped):
+    path = tmp_path / "x.pth"
+    state = {"w": torch.arange(3.0), "value": VALUES[kind], "step": 3}
+    try:
+        torch.save(state, path, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
+    except TypeError:
+        pytest.skip("torch does not save it with this protocol")
+    want = torch.load(path, weights_only=False)["value"]
+    got = opened(path, "value")
+    assert type(got) is type(want)
+    assert got == want or vars(got) == vars(want)
+    with dcp_rs.open(path) as checkpoint:  # what need not be allowed is read all the same
+        assert checkpoint["step"] == 3
+        assert torch.equal(checkpoint["w"], torch.arange(3.0))
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_value_of_a_nested_class_is_refused_alone(tmp_path, protocol):
+    torch.save({"w": torch.arange(3.0), "kind": Outer.Kind.A}, tmp_path / "x.pth", pickle_protocol=protocol)
+    with dcp_rs.open(tmp_path / "x.pth") as checkpoint:
+        assert torch.equal(checkpoint["w"], torch.arange(3.0))
+        with pytest.raises(UnsafePickleError, match="'kind'"):
+            checkpoint["kind"]
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_tuple_in_itself(tmp_path, protocol, count):
+    inner = [torch.ones(2)]
+    outer = (inner, *range(1, count))
+    inner.append(outer)
+    torch.save({"w": torch.arange(3.0), "value": outer}, tmp_path / "x.pth", pickle_protocol=protocol)
+    got = opened(tmp_path / "x.pth", "value")
+    assert got[0][1] is got
+    assert got[1:] == outer[1:]
+    assert torch.equal(got[0][0], torch.ones(2))
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_a_module_and_quantized_tensors_beside_tensors(tmp_path, protocol, zipped):
+    path = tmp_path / "x.pth"
+    channels = torch.quantize_per_channel(
+        torch.ones(3, 2), torch.ones(3), torch.zeros(3, dtype=torch.long), 0, torch.qint32
+    )
+    state = {
+        "q": torch.quantize_per_tensor(torch.ones(5), 0.1, 2, torch.qint8),
+        "per_channel": channels,
+        "w": torch.arange(3.0),
+        "model": Model(),
+    }
+    torch.save(state, path, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
+    with dcp_rs.open(path, weights_only=False) as checkpoint:
+        assert torch.equal(checkpoint["w"], state["w"])
+        for name in ("q", "per_channel"):
+            assert same(checkpoint[name], state[name])
+        model = checkpoint["model"]
+    assert type(model) is Model
+    assert torch.equal(model.weight, state["model"].weight)
+
+
+class Python2(pickle._Pickler):
+    """Writes dicts with an order, texts and large integers as Python 2 does."""
+
+    dispatch: ClassVar = dict(pickle._Pickler.dispatch)
+
+    def _ordered(self, value):
+        self.save_reduce(collections.OrderedDict, ([[key, item] for key, item in value.items()],), obj=value)
+
+    def _text(self, value):
+        data = value.encode()
+        self.write(b"U" + bytes([len(data)]) if len(data) < 256 else b"T" + struct.pack("<i", len(data)))
+        self.write(data)
+        self.memoize(value)
+
+    def _int(self, value):
+        if abs(value) < 2**31 or abs(value) > 2**63:
+            self.save_long(value)
+        else:
+            self.write(b"I%d\n" % value)
+
+    dispatch |= {collections.OrderedDict: _ordered, str: _text, int: _int}
+
+
+PYTHON_2 = types.SimpleNamespace(
+    __name__="python2", Pickler=Python2, dump=lambda value, file, protocol=2: Python2(file, protocol).dump(value)
+)
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_long_texts_and_integers_of_python_2(tmp_path, zipped):
+    path = tmp_path / "x.pth"
+    state = {"w": torch.arange(3.0), "text": "x" * 300, "large": 2**40, "x" * 400: 1}
+    torch.save(state, path, pickle_module=PYTHON_2, _use_new_zipfile_serialization=zipped)
+    assert torch.load(path, weights_only=False)["text"] == "x" * 300
+    with dcp_rs.open(path) as checkpoint:
+        assert same(checkpoint.state_dict(copy=True), state)
