@@ -13,7 +13,7 @@ import torch
 
 import dcp_rs
 from dcp_rs.errors import UnsafePickleError
-from support.torch_files import same
+from support.torch_files import flat, same
 
 
 class Outer:
@@ -161,3 +161,18 @@ def test_long_texts_and_integers_of_python_2(tmp_path, zipped):
     assert torch.load(path, weights_only=False)["text"] == "x" * 300
     with dcp_rs.open(path) as checkpoint:
         assert same(checkpoint.state_dict(copy=True), state)
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_ordered_dicts_of_python_2(tmp_path, nested, zipped):
+    path = tmp_path / "x.pth"
+    state = collections.OrderedDict(
+        a=torch.ones(2), b=torch.zeros(1), c=collections.OrderedDict(step=2, t=torch.ones(1))
+    )
+    state = {"model": state, "epoch": 1} if nested else state
+    torch.save(state, path, pickle_module=PYTHON_2, _use_new_zipfile_serialization=zipped)
+    want = torch.load(path)
+    with dcp_rs.open(path) as checkpoint:
+        assert list(checkpoint) == list(flat(want))
+        assert same(checkpoint.state_dict(copy=True), want)

@@ -29,6 +29,7 @@ pub(super) fn run<'a>(input: Cow<'a, [u8]>, rules: &Rules) -> FaultResult<(Pickl
         marks: Vec::new(),
         memo: Vec::new(),
         empty: None,
+        taken: 0,
     };
     machine.run()?;
     Ok((machine.pickle, machine.at))
@@ -60,6 +61,8 @@ struct Machine<'a, 'r> {
     memo: Vec<Item>,
     /// The tuple of nothing, once there was one.
     empty: Option<Item>,
+    /// Pairs that dicts took from lists.
+    taken: usize,
 }
 
 impl Machine<'_, '_> {
@@ -557,17 +560,54 @@ impl Machine<'_, '_> {
         if global.is_none() && !self.rules.keep {
             return Err(self.not_a_call());
         }
-        let node = if global == Some(("collections", "OrderedDict")) && len == 0 {
-            empty_dict(true)
-        } else {
-            Node::Object {
+        let is_ordered = global == Some(("collections", "OrderedDict"));
+        let node = match is_ordered
+            .then(|| self.dict_of_pairs(arguments, len))
+            .transpose()?
+            .flatten()
+        {
+            Some(dict) => dict,
+            None => Node::Object {
                 callable,
                 args: arguments,
                 how,
                 then: Vec::new(),
-            }
+            },
         };
         self.push_node(node, made_by.at)
+    }
+
+    /// What an `OrderedDict` of these arguments is: of none, or of a list of lists of two, as Python 2 has it.
+    fn dict_of_pairs(&mut self, arguments: u32, count: u32) -> FaultResult<Option<Node>> {
+        let list = match self.pickle.tuple(Item::Node(arguments)) {
+            _ if count == 0 => return Ok(Some(empty_dict(true))),
+            Some([list]) if self.rules.keep => *list,
+            _ => return Ok(None),
+        };
+        let Some(lists) = self.pickle.as_list(list) else {
+            return Ok(None);
+        };
+        // Each list is used once, unless someone means to fill the memory.
+        self.taken += lists.len();
+        if self.taken > self.pickle.input.len() {
+            return Err(Fault::Unsupported("it repeats itself without measure".into()));
+        }
+        let (mut pairs, mut places) = (Vec::new(), Vec::new());
+        for list in lists {
+            match (self.pickle.as_list(*list), self.pickle.places(*list)) {
+                (Some([key, value]), [_, place]) => {
+                    pairs.push((*key, *value));
+                    places.push(*place);
+                }
+                _ => return Ok(None),
+            }
+        }
+        Ok(Some(Node::Dict {
+            ordered: true,
+            pairs,
+            places,
+            state: None,
+        }))
     }
 
     fn not_a_call(&self) -> Fault {

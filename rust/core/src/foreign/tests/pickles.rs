@@ -141,3 +141,38 @@ fn names_within_classes_are_written_as_python_writes_them() {
         b"\x80\x02c__builtin__\ngetattr\nc__builtin__\ngetattr\ncm\nA\nX\x01\0\0\0B\x86RX\x01\0\0\0C\x86Rr\0\0\0\0."
     );
 }
+
+#[test]
+fn an_ordered_dict_of_a_list_of_pairs_is_one() {
+    let pair = |key: u8| [b"](X\x01\0\0\0", &[key][..], b"K", &[key], b"e"].concat();
+    let of = |list: &[u8]| [b"\x80\x02ccollections\nOrderedDict\nq\0](", list, b"e\x85R."].concat();
+    let bytes = of(&[pair(b'a'), pair(b'b')].concat());
+    let pickle = kept(&bytes).unwrap();
+    let pairs = pickle.as_dict(pickle.top()).unwrap();
+    let keys: Vec<_> = pairs.iter().map(|(key, _)| pickle.as_str(*key).unwrap()).collect();
+    assert_eq!(keys, ["a", "b"]);
+    assert_eq!(pickle.mapping_kind(pickle.top()), "OrderedDict");
+    for (place, value) in pickle.places(pickle.top()).iter().zip([b"Ka", b"Kb"]) {
+        assert_eq!(pickle.bytes(*place), value);
+    }
+    for other in [&b"K\x01"[..], b"]", b"](K\x01K\x02K\x03e", b"K\x01K\x02\x86"] {
+        let bytes = of(other);
+        let pickle = kept(&bytes).unwrap();
+        assert!(pickle.as_dict(pickle.top()).is_none(), "{other:?}");
+    }
+    // One list for many dicts.
+    let lists = [&pair(b'a')[..], &b"q\x01"[..], &b"h\x01".repeat(1000)].concat();
+    let dicts = b"h\0h\x02R".repeat(1000);
+    let bytes = [
+        b"\x80\x02ccollections\nOrderedDict\nq\00](",
+        &lists[..],
+        b"e\x85q\x020(",
+        &dicts,
+        b"t.",
+    ]
+    .concat();
+    match kept(&bytes) {
+        Err(Fault::Unsupported(what)) => assert!(what.contains("without measure"), "{what}"),
+        other => panic!("{}", other.is_ok()),
+    }
+}
