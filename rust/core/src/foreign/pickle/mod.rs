@@ -303,6 +303,10 @@ impl Pickle<'_> {
                         id = *callable;
                     }
                 },
+                Node::Persistent(made_by) => match self.module_class(*made_by) {
+                    Some(Item::Node(class)) => id = class,
+                    _ => return "a storage".into(),
+                },
                 _ => return "what is no class".into(),
             }
         }

@@ -38,10 +38,9 @@ fn anything_may_be_called_where_all_is_kept() {
         Described::Plain(what) => panic!("{what}"),
     }
     // A class of modules, which files of torch before 1.6 have with its source.
-    let (out, persistent) = {
-        let pickle = kept(b"\x80\x02(X\x06\0\0\0modulecm\nNet\nNNtQ)\x81.").unwrap();
-        pickle.write(pickle.top()).unwrap()
-    };
+    let pickle = kept(b"\x80\x02(X\x06\0\0\0modulecm\nNet\nNNtQ)\x81.").unwrap();
+    assert!(matches!(pickle.describe(pickle.top()), Described::Object(name) if name == "m.Net"));
+    let (out, persistent) = pickle.write(pickle.top()).unwrap();
     assert!(persistent.is_empty() && contains(&out, b"cm\nNet\n") && !out.contains(&b'Q'));
     for (bytes, part) in [
         (&b"\x80\x02K\x01)R."[..], "a call of what"),
