@@ -17,12 +17,12 @@ TENSOR = (
 )
 
 
-def archive(pickle, *, storage=bytes(16), method=zipfile.ZIP_STORED, more=()):
+def archive(pickle, *, storage=bytes(16), order=b"little", method=zipfile.ZIP_STORED, more=()):
     """A file of torch.save with this pickle."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", method) as file:
         file.writestr("x/data.pkl", pickle)
-        file.writestr("x/byteorder", b"little")
+        file.writestr("x/byteorder", order)
         file.writestr("x/data/0", storage)
         for name, data in more:
             file.writestr(name, data)
@@ -73,7 +73,7 @@ LIES = {
     "nothing": (b"", CorruptDataError, "it is empty"),
     "text": (b"junk", CorruptDataError, "it begins as none does"),
     "a tar archive": (bytes(257) + b"ustar" + bytes(300), UnsupportedError, "tar archive"),
-    "a big-endian file": (archive(one(b"N")).replace(b"little", b"bigger"), UnsupportedError, "byte order"),
+    "a big-endian file": (archive(one(b"N"), order=b"big"), UnsupportedError, "byte order"),
 }
 
 
@@ -101,6 +101,38 @@ def test_records_that_share_bytes(tmp_path):
     (tmp_path / "y.pth").write_bytes(forged)
     with pytest.raises(CorruptDataError, match="share bytes"):
         dcp_rs.open(tmp_path / "y.pth")
+
+
+@pytest.mark.parametrize(
+    "follows", [b"\0" * 100, b"x" * 0xFFFF, b"PK\x05\x06"], ids=["zeros", "much", "the beginning of an end"]
+)
+def test_what_follows_an_archive_is_no_part_of_it(tmp_path, follows):
+    path = tmp_path / "x.pth"
+    torch.save({"w": torch.arange(4.0)}, path)
+    with path.open("ab") as file:
+        file.write(follows)
+    assert torch.equal(dcp_rs.open(path)["w"], torch.load(path)["w"])
+    assert dcp_rs.verify(path).ok
+
+
+def test_a_comment_of_an_archive(tmp_path):
+    path = tmp_path / "x.pth"
+    torch.save({"w": torch.arange(4.0)}, path)
+    with zipfile.ZipFile(path, "a") as file:
+        file.comment = b"what this is"
+    assert torch.equal(dcp_rs.open(path)["w"], torch.load(path)["w"])
+
+
+@pytest.mark.parametrize("follows", [b"x" * 0x10000, b"PK\x05\x06" + b"x" * 18], ids=["too much", "another end"])
+def test_what_torch_cannot_find_the_end_of(tmp_path, follows):
+    path = tmp_path / "x.pth"
+    torch.save({"w": torch.arange(4.0)}, path)
+    with path.open("ab") as file:
+        file.write(follows)
+    with pytest.raises(RuntimeError):
+        torch.load(path)
+    with pytest.raises(CorruptDataError):
+        dcp_rs.open(path)
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])

@@ -4,7 +4,8 @@
 //! local header (30 bytes, name, extra), payload, descriptor     for every record
 //! central directory: 46 bytes, name, extra, comment             for every record
 //! zip64 end of directory (56), its locator (20)                 where there is a zip64 one
-//! end of directory (22), which is the end of the archive
+//! end of directory (22), comment
+//! whatever follows, which is no part of it
 //! ```
 //!
 //! The central directory is what counts, as it does for torch; the local header is read for the place
@@ -14,6 +15,9 @@ use super::fault::{Fault, FaultResult};
 use super::window::Window;
 
 const END_LEN: u64 = 22;
+const END_MAGIC: [u8; 4] = *b"PK\x05\x06";
+/// How far from the end of a file its end record may be: a comment is no longer. Torch looks as far.
+const LONGEST_COMMENT: u64 = 0xffff;
 const LOCATOR_LEN: u64 = 20;
 const END64_LEN: u64 = 56;
 const ENTRY_LEN: usize = 46;
@@ -92,21 +96,10 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 }
 
 impl Archive {
-    /// Reads the directory of the archive that `window` holds exactly.
+    /// Reads the directory of the archive that `window` holds; a comment, or something short, may follow it.
     pub(super) fn open(window: &Window<'_>) -> FaultResult<Self> {
-        let Some(end_at) = window.len.checked_sub(END_LEN) else {
-            return Err(Fault::corrupt(
-                0,
-                format!("{} bytes are too few for a zip archive", window.len),
-            ));
-        };
+        let end_at = find_end(window)?;
         let end = window.get(end_at, END_LEN)?;
-        if !end.starts_with(b"PK\x05\x06") || u16_at(&end, 20) != 0 {
-            return Err(Fault::corrupt(
-                end_at,
-                "the zip archive does not end here, with its directory: it was cut short, or something follows it",
-            ));
-        }
         let mut count = u64::from(u16_at(&end, 10));
         let mut size = u64::from(u32_at(&end, 12));
         let mut directory_at = u64::from(u32_at(&end, 16));
@@ -192,6 +185,33 @@ impl Archive {
     }
 }
 
+/// Where the last end record is.
+fn find_end(window: &Window<'_>) -> FaultResult<u64> {
+    let Some(last) = window.len.checked_sub(END_LEN) else {
+        return Err(Fault::corrupt(
+            0,
+            format!("{} bytes are too few for a zip archive", window.len),
+        ));
+    };
+    // Where it nearly always is.
+    if window.get(last, END_LEN)?.starts_with(&END_MAGIC) {
+        return Ok(last);
+    }
+    let from = last.saturating_sub(LONGEST_COMMENT);
+    let tail = window.get(from, window.len - from)?;
+    let found = tail
+        .windows(END_MAGIC.len())
+        .take((last - from) as usize)
+        .rposition(|bytes| *bytes == END_MAGIC);
+    match found {
+        Some(at) => Ok(from + at as u64),
+        None => Err(Fault::corrupt(
+            last,
+            "the zip archive does not end here, with its directory: it was cut short, or more than a comment follows it",
+        )),
+    }
+}
+
 fn read_directory(directory: &[u8], directory_at: u64, count: u64) -> FaultResult<Vec<Record>> {
     let mut records: Vec<Record> = Vec::new();
     let mut rest = directory;
@@ -258,4 +278,87 @@ fn zip64_fields(mut extra: &[u8]) -> &[u8] {
         extra = rest.get(len..).unwrap_or_default();
     }
     &[]
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::foreign::window::{Fetched, MAX_PIECE, Source};
+    use crate::store::Opened;
+
+    /// Names of the records.
+    fn names(bytes: &[u8]) -> FaultResult<Vec<String>> {
+        let source = Source {
+            file: &Opened::Nowhere,
+            path: Path::new("x.pt"),
+            size: bytes.len() as u64,
+        };
+        let fetched = [Fetched {
+            at: 0,
+            bytes: bytes.to_vec(),
+        }];
+        let window = Window {
+            source: &source,
+            start: 0,
+            len: source.size,
+            max_piece: MAX_PIECE,
+            fetched: &fetched,
+        };
+        let archive = Archive::open(&window)?;
+        Ok(archive.records().iter().map(|record| record.name.clone()).collect())
+    }
+
+    /// An archive of one empty record.
+    fn archive(comment: &[u8]) -> Vec<u8> {
+        let entry = [&b"PK\x01\x02"[..], &[0; 24], b"\x01\0", &[0; 16], b"a"].concat();
+        let local = [&LOCAL_MAGIC[..], &[0; 22], b"\x01\0\0\0a"].concat();
+        let [len, at] = [entry.len(), local.len()].map(|n| u32::try_from(n).unwrap().to_le_bytes());
+        let comment_len = u16::try_from(comment.len()).unwrap().to_le_bytes();
+        let end = [
+            &END_MAGIC[..],
+            &[0, 0, 0, 0, 1, 0, 1, 0],
+            &len,
+            &at,
+            &comment_len,
+            comment,
+        ]
+        .concat();
+        [local, entry, end].concat()
+    }
+
+    #[test]
+    fn a_comment_or_something_short_may_follow() {
+        let longest = vec![b'.'; 0xffff];
+        for bytes in [
+            archive(b""),
+            archive(b"a comment"),
+            archive(&longest),
+            [archive(b""), vec![0; 100]].concat(),
+            [archive(b""), longest.clone()].concat(),
+            [archive(b""), b"PK\x05\x06".to_vec()].concat(), // too short for another end
+        ] {
+            assert_eq!(names(&bytes).unwrap(), ["a"], "{}", bytes.len());
+        }
+        for (bytes, part) in [
+            ([archive(b""), longest, vec![0]].concat(), "does not end here"),
+            (archive(b"")[1..].to_vec(), "does not lie before"),
+            (
+                [archive(b""), b"PK\x05\x06".to_vec(), vec![0; 18]].concat(),
+                "does not lie before",
+            ),
+            (
+                [archive(b""), b"PK\x05\x06".to_vec(), vec![0; 30]].concat(),
+                "does not lie before",
+            ),
+            (archive(b"")[..60].to_vec(), "does not end here"),
+            (vec![0; 21], "too few"),
+        ] {
+            match names(&bytes) {
+                Err(Fault::Corrupt { reason, .. }) => assert!(reason.contains(part), "{part}: {reason}"),
+                other => panic!("{part}: {other:?}"),
+            }
+        }
+    }
 }
