@@ -103,7 +103,9 @@ class Damage:
     def path(self) -> Path: ...
     @property
     def tensor(self) -> str:
-        """Empty where it is the header, or the whole file."""
+        """Empty where it is a part that belongs to none, or the whole file."""
+    @property
+    def whole_file(self) -> bool: ...
     @property
     def block(self) -> int: ...
     @property

@@ -1,7 +1,9 @@
 """What else takes files of torch.save: verify, index, convert, the command line."""
 
+import os
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import torch
@@ -32,6 +34,67 @@ def test_damage_is_found_by_the_file_s_own_checksums(tmp_path):
     path.write_bytes(data)
     with pytest.raises(CorruptDataError, match="its pickle has CRC-32"):
         dcp_rs.open(path)
+
+
+def damage(path, part):
+    """Changes one bit of what holds these bytes."""
+    data = bytearray(path.read_bytes())
+    data[data.index(part)] ^= 1
+    path.write_bytes(data)
+
+
+def bits(*numbers):
+    return torch.tensor(numbers, dtype=torch.float32).numpy().tobytes()
+
+
+@pytest.mark.parametrize("where", [1000.0, 1005.0])
+def test_all_that_lies_over_damage_is_lost(tmp_path, where):
+    path = tmp_path / "x.pth"
+    base = torch.arange(6.0) + 1000
+    shared = {"a": base, "b": base, "part": base[3:], "turned": base.view(2, 3).t(), "in": {"value": (base, 3)}}
+    torch.save(shared | {"other": torch.ones(2), "empty": base[:0], "step": 1}, path)
+    damage(path, bits(where))
+    report = dcp_rs.verify(path)
+    assert report.lost == ["a", "b", "part", "turned", "in.value"]
+    assert [problem.tensor for problem in report.problems] == report.lost
+    assert len({problem.offset for problem in report.problems}) == 1
+
+
+def test_a_value_over_damage_is_lost_alone(tmp_path):
+    path = tmp_path / "x.pth"
+    sparse = torch.eye(3).to_sparse() * 99
+    torch.save(
+        {"a": torch.ones(4), "v": (1, [{"k": torch.tensor([77.0, 78.0])}]), "sparse": sparse, "z": torch.zeros(3)}, path
+    )
+    damage(path, bits(77.0, 78.0))
+    assert dcp_rs.verify(path).lost == ["v"]
+    damage(path, bits(99.0, 99.0, 99.0))
+    report = dcp_rs.verify(path)
+    assert report.lost == ["v", "sparse"]
+    assert report.entries == 4
+
+
+def test_damage_in_what_belongs_to_no_entry_loses_none(tmp_path):
+    path = tmp_path / "x.pth"
+    torch.save({"a": torch.ones(4)}, path)
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr("x/data/7", b"unused by any")
+    damage(path, b"unused")
+    report = dcp_rs.verify(path)
+    assert not report.ok
+    assert report.lost == []
+
+
+def test_a_file_whose_pickle_was_damaged_after_it_was_indexed(tmp_path):
+    path = tmp_path / "x.pth"
+    torch.save({"a": torch.ones(4), "value": (3,)}, path)
+    dcp_rs.index(path)
+    times = path.stat()
+    damage(path, b"value")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    report = dcp_rs.verify(tmp_path)
+    assert report.lost == ["a", "value"]
+    assert any("its pickle has CRC-32" in problem.got for problem in report.problems)
 
 
 def test_files_without_checksums_are_said_to_have_none(tmp_path):

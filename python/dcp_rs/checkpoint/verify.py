@@ -35,7 +35,7 @@ class Problem:
 
     Attributes:
         file: path of the data file; of an index, or a stock ``.metadata``, where that is why nothing opens.
-        tensor: FQN; empty where it is the file's header, or the whole file.
+        tensor: FQN, of a tensor or value; empty where it is the file's header, another part that belongs to none, or the whole file.
         block: number of the damaged block (1 MiB) in its chunk.
         offset: where in the file the block, or what is wrong, begins, in bytes.
         expected, got: digests, or what else differs.
@@ -117,7 +117,7 @@ def verify(
         tell = None if watch is None else lambda done: watch(done, total)
         found, hashed, without = opened.verify(threads=threads or 0, progress=tell)
     problems = [Problem(str(at.path), at.tensor, at.block, at.offset, at.expected, at.got) for at in found]
-    return VerifyReport(problems, hashed, without, seen_beside(path), _lost(opened, problems), opened.tensor_count)
+    return VerifyReport(problems, hashed, without, seen_beside(path), _lost(opened, found), opened.tensor_count)
 
 
 def _why_unopened(path: str | os.PathLike[str], error: CorruptDataError | CorruptIndexError) -> Problem:
@@ -125,11 +125,11 @@ def _why_unopened(path: str | os.PathLike[str], error: CorruptDataError | Corrup
     return Problem(file, error.tensor or "", 0, error.offset or 0, "a checkpoint that opens", str(error))
 
 
-def _lost(index: _core.Index, problems: Sequence[Problem]) -> list[str]:
+def _lost(index: _core.Index, problems: Sequence[_core.Damage]) -> list[str]:
     """Names of what is in the damaged blocks, and in files that are not there as they were."""
     if not problems:
         return []
-    gone = {problem.file for problem in problems if not problem.tensor and "header" not in problem.expected}
+    gone = {str(problem.path) for problem in problems if problem.whole_file}
     files = {number for number, file in enumerate(index.file_paths()) if str(file) in gone}
     damaged = {problem.tensor for problem in problems if problem.tensor}
     return [

@@ -107,6 +107,7 @@ impl Overlap {
 pub struct Damage {
     path: Py<PyAny>,
     tensor: String,
+    whole_file: bool,
     block: u64,
     offset: u64,
     expected: String,
@@ -118,6 +119,7 @@ impl Damage {
         Ok(Self {
             path: FsPath(problem.path).into_py_any(py)?,
             tensor: problem.tensor,
+            whole_file: problem.whole_file,
             block: problem.block,
             offset: problem.offset,
             expected: problem.expected,

@@ -17,8 +17,10 @@ use crate::{Control, Error, Result, parallel};
 pub struct Problem {
     /// The data file.
     pub path: PathBuf,
-    /// FQN of the tensor concerned; empty where it is the file's header, or the whole file.
+    /// FQN of the tensor or value concerned; empty where it is a part that belongs to none, or the whole file.
     pub tensor: String,
+    /// Whether nothing in the file is what was indexed.
+    pub whole_file: bool,
     /// Number of the block in its chunk.
     pub block: u64,
     /// Where in the file the block, or what is wrong, begins.
@@ -147,6 +149,7 @@ fn compare(index: &Index, files: &BTreeMap<u32, FileRef>, block: &Block, got: u6
     (got != expected).then(|| Problem {
         path: files[&block.file].path.clone(),
         tensor: index.name(chunk.tensor).to_owned(),
+        whole_file: false,
         block: block.number,
         offset: block.offset,
         expected: format!("{expected:016x}"),
@@ -167,7 +170,23 @@ fn verify_records(
         .collect();
     chunks.sort_unstable();
     for (&number, file_ref) in files {
-        let (records, pickle_is_checked) = torch_file::check_records(&file_ref.path, threads, control)?;
+        let (records, pickle_is_checked) = match torch_file::check_records(&file_ref.path, threads, control) {
+            Ok(checked) => checked,
+            // It was indexed once.
+            Err(Error::CorruptData { offset, reason, .. }) => {
+                verified.problems.push(Problem {
+                    path: file_ref.path.clone(),
+                    tensor: String::new(),
+                    whole_file: true,
+                    block: 0,
+                    offset: offset.unwrap_or(0),
+                    expected: "a file that opens".into(),
+                    got: reason,
+                });
+                continue;
+            }
+            Err(other) => return Err(other),
+        };
         for record in records {
             let first = chunks.partition_point(|&(file, offset, _)| (file, offset) < (number, record.at));
             let within = chunks[first..]
@@ -178,24 +197,36 @@ fn verify_records(
                 continue;
             };
             verified.bytes += record.size;
-            let mut tensor = String::new();
+            // Of a tensor that is elsewhere, this file has a copy.
+            let is_here = |tensor: &u32| index.chunk_file(index.tensor(*tensor).chunks.start) == number;
+            let values = record.values.iter().filter_map(|name| index.find(name)).filter(is_here);
+            let mut parts: Vec<u32> = values.collect();
             for chunk in within {
-                if tensor.is_empty() {
-                    index.name(chunk.tensor).clone_into(&mut tensor);
-                }
                 if chunk.digests.is_none() {
                     verified.bytes_without_digest -= chunk.length;
                 }
+                if chunk.length > 0 {
+                    parts.push(chunk.tensor);
+                }
             }
             if got != expected {
-                verified.problems.push(Problem {
+                let problem = |tensor: &str| Problem {
                     path: file_ref.path.clone(),
-                    tensor,
+                    tensor: tensor.to_owned(),
+                    whole_file: false,
                     block: 0,
                     offset: record.at,
                     expected: format!("a record of {} bytes with CRC-32 {expected:08x}", record.size),
                     got: format!("{got:08x}"),
-                });
+                };
+                // Every tensor over it, and every value: the checksum does not tell which of them is damaged.
+                parts.sort_unstable();
+                parts.dedup();
+                if parts.is_empty() {
+                    verified.problems.push(problem(""));
+                }
+                let names = parts.iter().map(|&tensor| index.name(tensor));
+                verified.problems.extend(names.map(problem));
             }
         }
         if !pickle_is_checked {
@@ -227,6 +258,7 @@ fn file_problem(there: Files<'_>, path: PathBuf, file_ref: &FileRef, reason: Str
     Problem {
         path,
         tensor: String::new(),
+        whole_file: true,
         block: 0,
         offset: 0,
         expected,
@@ -246,6 +278,7 @@ fn check_head(index: &Index, number: u32, file: &Opened<'_>, file_ref: &FileRef)
     Ok((got != expected).then(|| Problem {
         path: file_ref.path.clone(),
         tensor: String::new(),
+        whole_file: false,
         block: 0,
         offset: 0,
         expected: format!("a header of digest {expected:016x}"),

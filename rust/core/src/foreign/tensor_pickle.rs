@@ -112,6 +112,11 @@ pub(super) fn read(pickle: &Pickle<'_>, item: Item) -> FaultResult<StoredTensor>
     Reader { pickle }.tensor(item, 0)
 }
 
+/// Key of the storage that a persistent id stands for, of whatever class it is.
+pub(super) fn storage_key<'a>(pickle: &'a Pickle<'_>, id: Item) -> Option<&'a str> {
+    pickle.as_str(*pickle.as_tuple(id)?.get(2)?)
+}
+
 /// Key and length in bytes of the storage that a persistent id stands for, where it is one; also of those whose tensors are values here.
 pub(super) fn storage_extent<'a>(pickle: &'a Pickle<'_>, id: Item) -> Option<(&'a str, u64)> {
     let reader = Reader { pickle };

@@ -3,6 +3,7 @@
 //! Nodes refer to each other by number, so no depth of nesting can exhaust the stack while one is read.
 
 mod machine;
+mod reach;
 mod write;
 
 pub(super) use self::write::MAX_DEPTH;

@@ -9,6 +9,7 @@ use super::archive::TorchFile;
 use crate::checkpoint::file_ref;
 use crate::foreign::fault::{Fault, FaultResult};
 use crate::foreign::pickle::Item;
+use crate::foreign::tensor_pickle;
 use crate::format::Index;
 use crate::store::read_at;
 use crate::{Error, Result};
@@ -70,8 +71,7 @@ fn archive_of(torch: &TorchFile, file: &File, item: Item) -> FaultResult<Vec<u8>
     archive.record("byteorder", b"little")?;
     let mut seen = HashSet::new();
     for id in persistent {
-        let key = pickle.as_tuple(id).and_then(|parts| pickle.as_str(*parts.get(2)?));
-        let Some(key) = key.filter(|&key| seen.insert(key)) else {
+        let Some(key) = tensor_pickle::storage_key(pickle, id).filter(|&key| seen.insert(key)) else {
             continue; // torch has the words for what is no storage
         };
         let record = torch.parts.storage(key)?;
