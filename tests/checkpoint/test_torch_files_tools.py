@@ -97,6 +97,16 @@ def test_a_file_whose_pickle_was_damaged_after_it_was_indexed(tmp_path):
     assert any("its pickle has CRC-32" in problem.got for problem in report.problems)
 
 
+def test_a_byte_order_that_is_damaged_is_damage(tmp_path):
+    path = tmp_path / "x.pth"
+    torch.save({"a": torch.ones(4)}, path)
+    damage(path, b"little")
+    (problem,) = dcp_rs.verify(path).problems
+    assert "its byte order has CRC-32" in problem.got
+    with pytest.raises(CorruptDataError, match="its byte order has CRC-32"):
+        dcp_rs.open(path)
+
+
 def test_files_without_checksums_are_said_to_have_none(tmp_path):
     state = {"a": torch.ones(1000), "value": 3}
     before = torch.serialization.get_crc32_options()

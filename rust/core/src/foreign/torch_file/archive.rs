@@ -1,5 +1,6 @@
 //! The parts of a file of `torch.save`: its pickle, and where its storages are.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
@@ -165,7 +166,11 @@ fn look_at_archive(window: &Window<'_>, threads: usize) -> FaultResult<Parts> {
         }
     }
     if let Some(&i) = by_name.get("byteorder") {
-        let order = window.get(places[i], records[i].size.min(16))?;
+        let order = if records[i].size <= 16 {
+            checked(window, &records[i], places[i], "byte order")?
+        } else {
+            window.get(places[i], 16)?
+        };
         if *order != *b"little" {
             let order = String::from_utf8_lossy(&order).into_owned();
             return Err(Fault::Unsupported(format!("stored in byte order {order:?}")));
@@ -177,15 +182,7 @@ fn look_at_archive(window: &Window<'_>, threads: usize) -> FaultResult<Parts> {
             "a zip archive without data.pkl: torch.save did not write it",
         ));
     };
-    let bytes = window.get(places[of_pickle], records[of_pickle].size)?.into_owned();
-    // It is small, and decides what every other byte means.
-    let (crc, got) = (records[of_pickle].crc, crc32fast::hash(&bytes));
-    if crc != 0 && crc != got {
-        return Err(Fault::corrupt(
-            places[of_pickle],
-            format!("its pickle has CRC-32 {got:08x}, expected {crc:08x}"),
-        ));
-    }
+    let bytes = checked(window, &records[of_pickle], places[of_pickle], "pickle")?.into_owned();
     let pickle = Pickle::parse(bytes, &RULES).map_err(|fault| shift(fault, places[of_pickle]))?;
     let storages = by_name.iter().filter_map(|(name, &i)| {
         let record = StorageRecord {
@@ -198,9 +195,20 @@ fn look_at_archive(window: &Window<'_>, threads: usize) -> FaultResult<Parts> {
     Ok(Parts {
         pickle,
         pickle_at: places[of_pickle],
-        pickle_is_checked: crc != 0,
+        pickle_is_checked: records[of_pickle].crc != 0,
         storages: storages.collect(),
     })
+}
+
+/// A record that is small, and decides what other bytes mean.
+fn checked<'a>(window: &Window<'a>, record: &Record, at: u64, what: &str) -> FaultResult<Cow<'a, [u8]>> {
+    let bytes = window.get(at, record.size)?;
+    let (crc, got) = (record.crc, crc32fast::hash(&bytes));
+    if crc != 0 && crc != got {
+        let reason = format!("its {what} has CRC-32 {got:08x}, expected {crc:08x}");
+        return Err(Fault::corrupt(at, reason));
+    }
+    Ok(bytes)
 }
 
 /// Looking at a record is one short read: few are not worth a thread.
