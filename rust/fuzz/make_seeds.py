@@ -48,6 +48,11 @@ def torch_files() -> None:
             buffer = io.BytesIO()
             torch.save(state, buffer, _use_new_zipfile_serialization=zipped)
             put("torch_file", f"{name}-{kind}", buffer.getvalue())
+    kinds = {"s": {1}, "f": frozenset({2}), "b": bytearray(b"x"), "m": torch.channels_last, "g": torch.Generator, "w": base}
+    for kind, zipped in (("zip", True), ("legacy", False)):
+        buffer = io.BytesIO()
+        torch.save(kinds, buffer, pickle_protocol=5, _use_new_zipfile_serialization=zipped)
+        put("torch_file", f"protocol5-{kind}", buffer.getvalue())
 
 
 def main() -> None:

@@ -1,5 +1,7 @@
 //! Pickles that are kept whole, and parts of them written anew.
 
+use proptest::prelude::*;
+
 use crate::foreign::fault::{Fault, FaultResult};
 use crate::foreign::pickle::{Described, Pickle, Rules};
 
@@ -173,5 +175,59 @@ fn an_ordered_dict_of_a_list_of_pairs_is_one() {
     match kept(&bytes) {
         Err(Fault::Unsupported(what)) => assert!(what.contains("without measure"), "{what}"),
         other => panic!("{}", other.is_ok()),
+    }
+}
+
+/// Opcodes with what follows them.
+const PARTS: &[&[u8]] = &[
+    b"(",
+    b")",
+    b"t",
+    b"}",
+    b"]",
+    b"u",
+    b"e",
+    b"a",
+    b"s",
+    b"N",
+    b"R",
+    b"b",
+    b"\x81",
+    b"\x92",
+    b"\x94",
+    b"h\0",
+    b"h\x01",
+    b"h\x02",
+    b"\x85",
+    b"\x86",
+    b"Q",
+    b"0",
+    b"1",
+    b"\x8f",
+    b"(\x90",
+    b"\x90",
+    b"\x91",
+    b"K\x01",
+    b"X\x01\0\0\0k",
+    b"U\x01k",
+    b"cm\na.b\n",
+    b"ccollections\nOrderedDict\n",
+    b"C\x01x",
+    b"\x96\x01\0\0\0\0\0\0\0x",
+];
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+
+    /// What is kept can be described, written and looked through, or is refused; what is written can be read.
+    #[test]
+    fn noise_is_safe(bytes in prop::collection::vec(prop::sample::select(PARTS), 0..40)) {
+        let bytes = [b"\x80\x04", &bytes.concat()[..], b"."].concat();
+        if let Ok((pickle, _)) = Pickle::parse_prefix(bytes, &KEEP) {
+            let _ = (pickle.describe(pickle.top()), pickle.leading_to(|_| Some(())).len());
+            if let Ok((out, _)) = pickle.write(pickle.top()) {
+                prop_assert!(kept(&out).is_ok(), "{out:?}");
+            }
+        }
     }
 }
