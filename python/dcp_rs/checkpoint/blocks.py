@@ -122,13 +122,13 @@ class Slabs:
 
     def __init__(self, slab_bytes: int) -> None:
         self.slab_bytes = max(slab_bytes, MIN_SLAB_BYTES)
-        self._slabs = [torch.empty(0, dtype=torch.uint8)] * 3
+        self._slabs = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 3
 
     def get(self, number: int, nbytes: int) -> torch.Tensor:
         """A slab of at least that many bytes."""
         if self._slabs[number].numel() < nbytes:
             # Not a little more each time: what is let go would not come back to the system.
-            self._slabs[number] = torch.empty(min(self.slab_bytes, 4 * nbytes), dtype=torch.uint8)
+            self._slabs[number] = torch.empty(min(self.slab_bytes, 4 * nbytes), dtype=torch.uint8, device="cpu")
         return self._slabs[number]
 
 

@@ -88,7 +88,7 @@ def _read_ahead(
     """To host memory: a group is read while another is used."""
 
     def read(group: Sequence[_Entry]) -> list[torch.Tensor]:
-        made = [torch.empty(entry.shape, dtype=entry.dtype) for entry in group]
+        made = [torch.empty(entry.shape, dtype=entry.dtype, device="cpu") for entry in group]
         _fill(index, group, made, options, counts)
         return made
 

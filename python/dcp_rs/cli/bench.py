@@ -67,7 +67,7 @@ def bench(
     if free is not None and total > free * 0.8:
         msg = f"{size(total)} of tensors do not fit in {size(free)} of free memory: choose some with --include"
         raise UnsupportedError(msg)
-    destination = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in tensors.items()}
+    destination = {name: torch.empty(shape, dtype=dtype, device="cpu") for name, (shape, dtype) in tensors.items()}
     rows = []
     readers = _readers(path, kind, files, threads=threads, allow_external=allow_external)
     with watching(True, "reading", total=total * rounds * len(readers)) as progress, _quiet():

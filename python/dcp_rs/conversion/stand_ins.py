@@ -48,7 +48,7 @@ class StandIns:
         if isinstance(content, Task):
             return None
         if content.nbytes == 0:
-            return torch.empty(content.sizes, dtype=content.dtype)
+            return torch.empty(content.sizes, dtype=content.dtype, device="cpu")
         flat = torch.frombuffer(
             self._memory, dtype=torch.uint8, count=content.nbytes, offset=self._places[number]
         )  # each with a storage of its own

@@ -22,7 +22,7 @@ def can_copy(source: torch.dtype, destination: torch.dtype) -> bool:
         known = not (source.is_complex and not destination.is_complex)  # torch drops the imaginary part
         try:
             if known:
-                torch.zeros(1, dtype=torch.uint8).expand(16).clone().view(source)[:1].to(destination)
+                torch.zeros(1, dtype=torch.uint8, device="cpu").expand(16).clone().view(source)[:1].to(destination)
         except (RuntimeError, NotImplementedError, TypeError):
             known = False
         _COPIES[source, destination] = known

@@ -256,7 +256,7 @@ class Ranks:
             there = next((rank for rank in range(self.size) if rank != self.rank and rank not in gone), None)
             if there is not None:
                 with suppress(Exception):  # gloo closes all connections of a group in which one waited too long
-                    message = torch.empty(1, dtype=torch.uint8)
+                    message = torch.empty(1, dtype=torch.uint8, device="cpu")
                     work = dist.irecv(message, self.global_rank(there), self.process_group, tag=_TAG)
                     work.wait(timedelta(milliseconds=1))  # type: ignore[union-attr]  # this process is in the group
         reason = str(error).partition("\n")[0]
@@ -274,7 +274,9 @@ class Ranks:
         if not _torch.is_gloo(self.process_group):
             return True
         try:
-            dist.isend(torch.empty(1, dtype=torch.uint8), self.global_rank(rank), self.process_group, tag=_TAG)
+            dist.isend(
+                torch.empty(1, dtype=torch.uint8, device="cpu"), self.global_rank(rank), self.process_group, tag=_TAG
+            )
         except RuntimeError:
             return False
         return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ class _Block(nn.Module):
         x = x + self.wo(mixed.transpose(1, 2).reshape(x.shape))
         normed = self.ffn_norm(x)
         gated = functional.silu(self.w1(normed)) * self.w3(normed)
-        return x + torch.as_tensor(self.w2(gated))
+        return cast(torch.Tensor, x + self.w2(gated))
 
 
 def _rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,9 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(width, dtype=torch.bfloat16)
         self.output = nn.Linear(width, vocabulary, bias=False, dtype=torch.bfloat16)
         pairs = width // heads // 2
-        self.register_buffer("frequencies", 10000.0 ** -(torch.arange(pairs) / pairs))
+        self.register_buffer(
+            "frequencies", 10000.0 ** -(torch.arange(pairs, device=torch.get_default_device()) / pairs)
+        )
 
     @staticmethod
     def of_size(size_mb: int) -> Transformer:
@@ -80,7 +82,7 @@ class Transformer(nn.Module):
         x = self.tok_embeddings(tokens)
         for block in self.layers:
             x = block(x, angles)
-        return torch.as_tensor(self.output(self.norm(x)))
+        return cast(torch.Tensor, self.output(self.norm(x)))
 
 
 def training_state(size_mb: int, device: torch.device) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class StoredTensor:
     def __getitem__(self, key: Any) -> torch.Tensor:
         """The elements that ``key`` selects: only they are read."""
         offsets, sizes, local = selection(key, self.shape)
-        values = torch.empty(tuple(sizes), dtype=self.dtype)
+        values = torch.empty(tuple(sizes), dtype=self.dtype, device="cpu")
         fill(self._index, [Target(self._number, offsets, values, self._name, self.dtype)], self._options)
         return values[local]
 

@@ -89,7 +89,7 @@ class Team:
         failed = self.pending is not None and self.pending.done() and self.pending.exception() is not None
         if self._ranks.is_alone:
             return told, failed
-        flags = torch.tensor([told, failed], dtype=torch.int32)
+        flags = torch.tensor([told, failed], dtype=torch.int32, device="cpu")
         with self._ranks.talking():
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._talks_in)
         any_told, any_failed = flags.tolist()

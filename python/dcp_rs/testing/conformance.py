@@ -170,24 +170,24 @@ def _values() -> dict[str, Any]:
 
 
 def _nested(path: Path) -> dict[str, Any]:
-    weight, step = random_tensor((3, 2)), torch.tensor(4.0)
+    weight, step = random_tensor((3, 2)), torch.tensor(4.0, device="cpu")
     state = {"model": {"w": weight}, "optim": {"state": [{"step": step}], "groups": {0: {"lr": 0.1}}}}
     save(state, path, no_dist=True, fsync=False)
     return {"model.w": weight, "optim.state.0.step": step, "optim.groups.0.lr": 0.1}
 
 
 def _replaced(path: Path) -> dict[str, Any]:
-    save({"w": random_tensor((4,), seed=1), "gone": torch.zeros(2)}, path, no_dist=True, fsync=False)
+    save({"w": random_tensor((4,), seed=1), "gone": torch.zeros(2, device="cpu")}, path, no_dist=True, fsync=False)
     return _saved(lambda: {"w": random_tensor((6,), seed=2)})(path)
 
 
 def _blocks() -> dict[str, Any]:
-    return {"w": random_tensor(((1 << 20) + 100,), torch.uint8), "after": torch.arange(3)}
+    return {"w": random_tensor(((1 << 20) + 100,), torch.uint8), "after": torch.arange(3, device="cpu")}
 
 
 def _adopted(path: Path) -> dict[str, Any]:
     path.mkdir()
-    state = {"a.weight": random_tensor((2, 3), torch.bfloat16), "b": torch.arange(5)}
+    state = {"a.weight": random_tensor((2, 3), torch.bfloat16), "b": torch.arange(5, device="cpu")}
     save_file(state, path / "model.safetensors")
     index(path)
     return state

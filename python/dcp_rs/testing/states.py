@@ -34,9 +34,9 @@ def random_tensor(shape: tuple[int, ...] = (4, 6), dtype: torch.dtype = torch.fl
     for size in shape:
         count *= size
     if dtype == torch.bool:
-        return torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8).view(dtype)
-    itemsize = torch.empty(0, dtype=dtype).element_size()
-    raw = torch.randint(0, 256, (count * itemsize,), generator=generator, dtype=torch.uint8)
+        return torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8, device="cpu").view(dtype)
+    itemsize = dtype.itemsize
+    raw = torch.randint(0, 256, (count * itemsize,), generator=generator, dtype=torch.uint8, device="cpu")
     return raw.view(dtype).reshape(shape)
 
 
@@ -74,13 +74,13 @@ def shapes_state(seed: int = 0) -> dict[str, torch.Tensor]:
     """Scalars, empty tensors, and views that are not contiguous or are lazily conjugated or negated."""
     base = random_tensor((6, 8), seed=seed)
     # Finite numbers where a view computes its elements.
-    numbers = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    numbers = torch.arange(24, dtype=torch.float32, device="cpu").reshape(4, 6)
     complex_numbers = torch.complex(numbers, -numbers)
     return {
         "scalar": random_tensor((), seed=seed + 1),
-        "scalar_int": torch.tensor(7),
-        "empty": torch.empty(0),
-        "empty_inside": torch.empty(3, 0, 2, dtype=torch.bfloat16),
+        "scalar_int": torch.tensor(7, device="cpu"),
+        "empty": torch.empty(0, device="cpu"),
+        "empty_inside": torch.empty(3, 0, 2, dtype=torch.bfloat16, device="cpu"),
         "one": random_tensor((1, 1, 1), torch.float64, seed + 2),
         "deep": random_tensor((1, 2, 1, 3, 1, 2, 1, 2), torch.int16, seed + 3),
         "transposed": base.t(),
@@ -106,7 +106,7 @@ def nested_state(seed: int = 0) -> dict[str, Any]:
         "optimizer": {
             "state": {
                 "embedding.weight": {
-                    "step": torch.tensor(12.0),
+                    "step": torch.tensor(12.0, device="cpu"),
                     "exp_avg": random_tensor((8, 4), seed=seed + 2),
                     "exp_avg_sq": random_tensor((8, 4), seed=seed + 3),
                 }
@@ -120,7 +120,7 @@ def nested_state(seed: int = 0) -> dict[str, Any]:
         "name": "ünïcode",
         "flag": True,
         "nothing": None,
-        "buffers": [random_tensor((3,), torch.int64, seed + 4), torch.tensor(1)],
+        "buffers": [random_tensor((3,), torch.int64, seed + 4), torch.tensor(1, device="cpu")],
     }
 
 

@@ -319,7 +319,7 @@ def _memory(
     if expected is None and path != ("step",) and global_shape(like) == shape:
         expected = like
     if expected is None or shape == ():
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return _torch.empty_like(expected.detach(), dtype=dtype, device=device)
 
 

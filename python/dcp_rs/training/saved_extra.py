@@ -63,7 +63,9 @@ class SavedExtra:
             entry = metadata.state_dict_metadata[key]
             if isinstance(entry, TensorStorageMetadata):
                 mine = own.get(_text(path))
-                self.template[key] = mine if mine is not None else torch.empty(entry.size, dtype=entry.properties.dtype)
+                self.template[key] = (
+                    mine if mine is not None else torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+                )
             else:
                 self.template[key] = None
 

@@ -47,14 +47,14 @@ class Block:
         self.pinned = False
         runtime = _runtime(pin) if pin is not None else None
         if shared:
-            self.memory = torch.empty(nbytes, dtype=torch.uint8)
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             self.memory.share_memory_()  # type: ignore[no-untyped-call]
         elif runtime is not None:
             self.memory = torch.frombuffer(_pages(nbytes), dtype=torch.uint8)
         elif pin is not None:
             self.memory, self.pinned = slabs.pinned_memory(nbytes)
         else:
-            self.memory = torch.empty(nbytes, dtype=torch.uint8)
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         if pin is not None and runtime is not None:
             self._register(runtime, pin)
         _all.add(self)
@@ -75,7 +75,7 @@ class Block:
         """The memory such that it can be sent to another process: itself, or a copy."""
         if self.memory.is_shared():  # type: ignore[no-untyped-call]
             return self.memory
-        copied = torch.empty(self.nbytes, dtype=torch.uint8)
+        copied = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
         copied.share_memory_()  # type: ignore[no-untyped-call]
         copied.copy_(self.memory)
         return copied

@@ -129,7 +129,7 @@ def _fill_opaque(index: _core.Index, targets: Sequence[Target], options: ReadOpt
         nbytes = 0
         while at < len(targets) and (not group or nbytes < limit):
             target = targets[at]
-            group.append((target, torch.empty(target.tensor.shape, dtype=target.dtype)))
+            group.append((target, torch.empty(target.tensor.shape, dtype=target.dtype, device="cpu")))
             nbytes += group[-1][1].nbytes
             at += 1
         fill(index, [replace(target, tensor=values) for target, values in group], options, counts)

@@ -120,7 +120,9 @@ def _write_converted(save: _core.Save | _core.Reuse, entries: Sequence[tuple[int
     """Writes host tensors that are cast, strided or lazily conjugated, through a buffer."""
     # Half of the limit: what is conjugated exists twice.
     size = max(BLOCK_BYTES, limit // 2 // BLOCK_BYTES * BLOCK_BYTES)
-    buffer = torch.empty(min(size, sum(entry.nbytes + ALIGNMENT for _, entry in entries)), dtype=torch.uint8)
+    buffer = torch.empty(
+        min(size, sum(entry.nbytes + ALIGNMENT for _, entry in entries)), dtype=torch.uint8, device="cpu"
+    )
     for parts in pack(entries, buffer.nbytes):
         for part in parts:
             for place, source in gathered(part, buffer[part.at : part.stop]):

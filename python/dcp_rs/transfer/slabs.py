@@ -83,15 +83,15 @@ def _new_slab(nbytes: int, *, pinned: bool) -> torch.Tensor:
     if pinned:
         slab, _ = pinned_memory(nbytes)
         return slab if slab.data_ptr() % PAGE == 0 else _aligned(pinned_memory(nbytes + PAGE)[0], nbytes)
-    return _aligned(torch.empty(nbytes + PAGE, dtype=torch.uint8), nbytes)
+    return _aligned(torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu"), nbytes)
 
 
 def pinned_memory(nbytes: int) -> tuple[torch.Tensor, bool]:
     """Memory that torch has pinned, which takes a power of two bytes, and whether it is: the accelerator may have none, and its copies wait."""
     try:
-        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     except (RuntimeError, NotImplementedError):
-        return torch.empty(nbytes, dtype=torch.uint8), False
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu"), False
     global _pinned_in  # noqa: PLW0603
     _pinned_in = os.getpid()
     return memory, True

@@ -191,7 +191,7 @@ class _Found:
             for key, (value, source, at) in self.places.items():
                 number, begin = self.place(at)
                 if source.numel() == 0:
-                    target = torch.empty(source.shape, dtype=source.dtype)
+                    target = torch.empty(source.shape, dtype=source.dtype, device="cpu")
                 else:
                     target = _view(blocks[number][1], begin, source.dtype, source.shape)
                     if at not in copied:
@@ -225,7 +225,8 @@ def _memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _view(block: torch.Tensor, at: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    view: torch.Tensor = torch.empty(0, dtype=dtype).set_(block.untyped_storage(), at // dtype.itemsize, shape)  # type: ignore[call-overload]
+    view: torch.Tensor = torch.empty(0, dtype=dtype, device="cpu")
+    view.set_(block.untyped_storage(), at // dtype.itemsize, shape)  # type: ignore[call-overload]
     return view
 
 
@@ -330,7 +331,7 @@ def _from_blocks(blocks: list[torch.Tensor], placed: dict[str, Any]) -> dict[str
 def _unplaced(value: Any, blocks: list[torch.Tensor]) -> Any:
     if isinstance(value, _At):
         if 0 in value.shape:
-            target = torch.empty(value.shape, dtype=value.dtype)
+            target = torch.empty(value.shape, dtype=value.dtype, device="cpu")
         else:
             target = _view(blocks[value.block], value.offset, value.dtype, torch.Size(value.shape))
         if value.spec is not None:
