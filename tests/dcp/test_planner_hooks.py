@@ -142,6 +142,21 @@ def test_loads_do_what_stock_does(folders, monkeypatch, name, body, way, device)
         assert_state_equal((left_on_meta(got[0][0], blank_of(state())), got[0][1]), want[0])
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("name", "body"), cases(LOADS))
+def test_loads_by_torchs_planner_do_what_stock_does(folders, monkeypatch, name, body, way):
+    """Hooks on the object, or patched in torch's class, were passed by: only a subclass's were seen."""
+    outcomes = []
+    for reader in (dcp.FileSystemReader(folders / "stock"), RsReader(folders / "ours")):
+        with monkeypatch.context() as patch:
+            planner = way(DefaultLoadPlanner, name, body, patch)
+            outcomes.append(outcome(planner, partial(load_with, reader, "cpu")))
+    want, got = outcomes
+    assert want[0] is not None, want[1]
+    assert got[1] == want[1]
+    assert_state_equal(got[0], want[0])
+
+
 def save_with(path, writer, reader, planner):
     dcp.save(state(), storage_writer=writer(path), planner=planner, no_dist=True)
     got = {}
@@ -164,6 +179,22 @@ def test_saves_do_what_stock_does(tmp_path, monkeypatch, name, body, way):
             got = outcome(way(RsSavePlanner, name, body, patch), run)
         assert got[1] == want[1]
         assert_state_equal(got[0], want[0])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("name", "body"), cases(SAVES))
+def test_saves_by_torchs_planner_do_what_stock_does(tmp_path, monkeypatch, name, body, way):
+    outcomes = []
+    for path, writer, reader in (
+        (tmp_path / "stock", dcp.FileSystemWriter, dcp.FileSystemReader),
+        (tmp_path / "ours", RsWriter, RsReader),
+    ):
+        with monkeypatch.context() as patch:
+            planner = way(DefaultSavePlanner, name, body, patch)
+            outcomes.append(outcome(planner, partial(save_with, path, writer, reader)))
+    want, got = outcomes
+    assert got[1] == want[1]
+    assert_state_equal(got[0], want[0])
 
 
 def sharded_state():

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from dcp_rs import _core
 from dcp_rs._torch import PLAIN_TYPES
+from dcp_rs.dcp.hooks import Methods
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
@@ -135,17 +136,17 @@ class ItemReads:
             self._planner.load_bytes(item, io.BytesIO(data))
 
 
+#: What torch's planner does where nobody is to be called for each item.
+_METHODS = Methods(DefaultLoadPlanner, DefaultLoadPlanner)
+
+
 def _resolves_in_place(planner: DefaultLoadPlanner) -> bool:
     """Whether what the planner resolves is memory of the state dict, so that a load need not be cut to bound what is new."""
-    own = type(planner)
-    return all(
-        getattr(own, name) is getattr(DefaultLoadPlanner, name)
-        for name in ("resolve_tensor", "lookup_tensor", "transform_tensor")
-    )
+    return not _METHODS.replaced(planner, ("resolve_tensor", "lookup_tensor", "transform_tensor"))
 
 
 def _commits(planner: LoadPlanner) -> bool:
-    return getattr(type(planner), "commit_tensor", None) is not DefaultLoadPlanner.commit_tensor
+    return not isinstance(planner, DefaultLoadPlanner) or _METHODS.replaced(planner, ("commit_tensor",))
 
 
 def _file_by_file(index: _core.Index, items: list[tuple[int, ReadItem]]) -> list[tuple[int, ReadItem]]:

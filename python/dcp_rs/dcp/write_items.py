@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from dcp_rs import _core, _torch
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._warnings import warn_caller
+from dcp_rs.dcp.hooks import Methods
 from dcp_rs.dcp.metadata import tensor_flags
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.tensors import objects
@@ -156,11 +157,14 @@ def _is_whole(data: TensorWriteData) -> bool:
     return data.chunk.sizes == data.size and not any(data.chunk.offsets)
 
 
+_METHODS = Methods(DefaultSavePlanner, DefaultSavePlanner)
+
+
 def _judge(item: WriteItem, data: Any, planner: SavePlanner, *, strict: bool) -> None:
     """Warns of a value that will not load (``strict``: refuses it), where the planner is one that tells which value it was."""
     if item.type != WriteItemType.BYTE_IO or not isinstance(planner, DefaultSavePlanner):
         return
-    if type(planner).lookup_object is DefaultSavePlanner.lookup_object and "lookup_object" not in vars(planner):
+    if not _METHODS.replaced(planner, ("lookup_object",)):
         objects.warn_unless_loadable(item.index.fqn, planner.lookup_object(item.index), data.getvalue(), strict=strict)
 
 
