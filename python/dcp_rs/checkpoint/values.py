@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from dcp_rs.checkpoint.elements import ITEMSIZES, bits_dtype, numpy_dtype
-from dcp_rs.errors import CorruptDataError, UnsafePickleError
+from dcp_rs.errors import CorruptDataError, UnsafePickleError, UnsupportedError
 
 __all__ = ["WHOLE", "load_value", "unwrap", "unwrap_in"]
 
@@ -47,6 +47,7 @@ def load_value(fqn: str, data: bytes) -> Any:
 
     Raises:
         UnsafePickleError: it needs more than plain types and tensors.
+        UnsupportedError: a tensor in it is of a kind that this release does not know.
         CorruptDataError: it is not what ``torch.save`` writes.
     """
     try:
@@ -54,6 +55,9 @@ def load_value(fqn: str, data: bytes) -> Any:
             return _Unpickler(fqn, archive).load()
     except UnsafePickleError:
         raise
+    except UnsupportedError as error:
+        msg = f"value {fqn!r} holds what is not read without torch: {error}"
+        raise UnsupportedError(msg, tensor=fqn) from error
     except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError) as error:
         msg = f"value {fqn!r} is not what torch.save writes: {error}"
         raise CorruptDataError(msg, tensor=fqn) from error
@@ -115,18 +119,58 @@ class _Storage:
         self.dtype = dtype
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> Any:
+def _tensor_v2(
+    storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any = None, _hooks: Any = None, flags: Any = None
+) -> Any:
+    """Elements of the storage's own dtype."""
+    return _tensor(storage, storage.dtype if isinstance(storage, _Storage) else "", offset, shape, strides, flags)
+
+
+def _tensor_v3(
+    storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any, _hooks: Any, dtype: Any, flags: Any = None
+) -> Any:
+    """Elements of a dtype of its own, over a storage of bytes."""
+    if not isinstance(dtype, str):
+        raise pickle.UnpicklingError("a tensor without a dtype")
+    return _tensor(storage, dtype.removeprefix("torch."), offset, shape, strides, flags)
+
+
+def _tensor(storage: Any, name: str, offset: Any, shape: Any, strides: Any, flags: Any) -> Any:
     import numpy as np
 
     if not isinstance(storage, _Storage):
         raise pickle.UnpicklingError("a tensor without a storage")
-    # _rebuild_tensor_v3 has a dtype of its own, over a storage of bytes.
-    name = next((text.removeprefix("torch.") for text in rest if isinstance(text, str)), storage.dtype)
     dtype = numpy_dtype(name) or bits_dtype(name)
     byte_strides = [stride * dtype.itemsize for stride in strides]
     # NumPy checks that all of it lies in the bytes.
     view: Any = np.ndarray(tuple(shape), dtype, storage.data, offset * dtype.itemsize, byte_strides)
-    return view.copy()
+    array = view.copy()
+    _change_signs(array, name, flags or {})
+    return array
+
+
+def _change_signs(array: Any, name: str, flags: Any) -> None:
+    """In place, what torch computes where a tensor is used: it may be the conjugate, or the negative, of its memory."""
+    import numpy as np
+
+    if not isinstance(flags, dict):
+        raise pickle.UnpicklingError("the flags of a tensor are no dict")
+    on = {flag for flag, value in flags.items() if value}
+    is_complex = "complex" in name
+    if on == {"neg"} and array.dtype.name == name and array.dtype.kind in "iu":
+        np.negative(array, out=array)
+    elif on:
+        signed = is_complex or (name in ("bfloat16", "float16", "float32", "float64") and "conj" not in on)
+        if not signed or on - {"neg", "conj"}:
+            raise UnsupportedError(f"a tensor of {name} with the flags {sorted(map(str, on))}")
+        # Signs are highest bits, whatever NumPy takes the elements for.
+        size = ITEMSIZES[name] // 2 if is_complex else ITEMSIZES[name]
+        sign = 1 << (8 * size - 1)
+        parts = array.reshape(-1).view(f"u{size}")
+        if "neg" in on:
+            parts ^= sign
+        if "conj" in on:
+            parts[1::2] ^= sign
 
 
 def _text(encoded: str, encoding: str = "latin1") -> bytes:
@@ -190,7 +234,7 @@ _GLOBALS: dict[str, Any] = {
     "torch.Size": _size,
     "torch.device": _device,
     "torch.storage.UntypedStorage": "uint8",
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor_v2,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
     "torch._utils._rebuild_parameter": _first,
 }
