@@ -47,7 +47,7 @@ def load_value(fqn: str, data: bytes) -> Any:
 
     Raises:
         UnsafePickleError: it needs more than plain types and tensors.
-        UnsupportedError: a tensor in it is of a kind that this release does not know.
+        UnsupportedError: a tensor in it is of a kind that this release does not know, or in another byte order.
         CorruptDataError: it is not what ``torch.save`` writes.
     """
     try:
@@ -76,6 +76,9 @@ class _Unpickler(pickle.Unpickler):
         self._pickle = next((name for name in archive.namelist() if name.endswith("/data.pkl")), "")
         if not self._pickle:
             raise zipfile.BadZipFile("it holds no data.pkl")
+        says_order = self._pickle.removesuffix("data.pkl") + "byteorder" in archive.namelist()
+        if says_order and (order := self._record("byteorder")) != b"little":  # the core refuses these, too
+            raise UnsupportedError(f"tensors in byte order {order.decode('latin1')[:16]!r}")
         super().__init__(io.BytesIO(self._record("data.pkl")))
 
     def _record(self, name: str) -> bytes:
