@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,10 +14,10 @@ from dcp_rs._url import StorageOptions, Url, location
 from dcp_rs.checkpoint.blocks import rectangles
 from dcp_rs.checkpoint.names import globs, selector
 from dcp_rs.checkpoint.source import Item, Request, Source, open_source
-from dcp_rs.errors import DcpRsError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.nesting import TreePath, name_of, remaining, shown
+from dcp_rs.tensors.same import same
 
 __all__ = ["Comparison", "Difference", "compare"]
 
@@ -125,7 +124,7 @@ def compare(
         differences += [
             Difference(one.name, "path", shown(one.path or ()), shown(other.path or ()))
             for one, other in pairs
-            if not _same(one.path, other.path)
+            if not same(one.path, other.path)
         ]
         differences += _unlike(mappings_a, mappings_b)
     return Comparison(sorted(differences, key=lambda d: d.name), len({**in_a, **in_b}), done)
@@ -155,7 +154,7 @@ def _unlike(a: dict[str, tuple[TreePath, str]], b: dict[str, tuple[TreePath, str
                 yield Difference(name, "kind", kind_a or "dict", kind_b or "dict", container=True)
         elif not kind_a or not kind_b:
             yield Difference(name, "only in a" if kind_a else "only in b", kind_a, kind_b, container=True)
-        elif kind_a != kind_b or not _same(path_a, path_b):
+        elif kind_a != kind_b or not same(path_a, path_b):
             kind: Literal["kind", "path"] = "kind" if kind_a != kind_b else "path"
             yield Difference(name, kind, f"{kind_a} {shown(path_a)}", f"{kind_b} {shown(path_b)}", container=True)
 
@@ -188,36 +187,10 @@ def _value_differs(name: str, one: bytes, other: bytes) -> Difference | None:
         return None
     try:
         # One value has many pickles.
-        values = [objects.load(name, data, weights_only=True) for data in (one, other)]
-        same = _same(values[0], values[1])
-    except (DcpRsError, RuntimeError, ValueError, TypeError):
+        a, b = (objects.load(name, data, weights_only=True) for data in (one, other))
+        return None if same(a, b) else Difference(name, "value", _short(a), _short(b))
+    except Exception:  # noqa: BLE001  # of classes that the caller allowed, whatever: what cannot be compared, or shown, counts as different
         return Difference(name, "value", f"{len(one)} bytes", f"{len(other)} bytes")
-    return None if same else Difference(name, "value", _short(values[0]), _short(values[1]))
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two values are equal and of the same types, all through."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Mapping):
-        return len(one) == len(other) and all(
-            _same(*keys) and _same(one[keys[0]], other[keys[1]])
-            for keys in zip(_sorted(one), _sorted(other), strict=True)
-        )
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, torch.Tensor):
-        same_kind = one.dtype == other.dtype and one.shape == other.shape
-        return same_kind and torch.equal(
-            one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
-        )
-    if isinstance(one, io.BytesIO):
-        return bool(one.getvalue() == other.getvalue())
-    return bool(one == other) or (isinstance(one, float) and one != one and other != other)  # noqa: PLR0124  # NaN
-
-
-def _sorted(mapping: Mapping[Any, Any]) -> list[Any]:
-    return sorted(mapping, key=repr)
 
 
 def _short(value: Any) -> str:

@@ -7,17 +7,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from dcp_rs.tensors.same import raw_bytes
+
 __all__ = ["assert_state_equal", "raw_bytes", "same_bits", "state_differences"]
-
-
-def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in row-major order, as a flat CPU tensor of uint8."""
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-    if plain.element_size() == 1:  # older torch cannot copy its youngest dtypes
-        plain = plain.view(torch.uint8)
-    plain = plain.contiguous()
-    # Not reshape(-1), which leaves the stride of a tensor of one element as it is.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

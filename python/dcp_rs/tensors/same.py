@@ -1,0 +1,121 @@
+"""Whether two values are the same: of the same types and to the bit, all through. NaN payloads and negative zeros count."""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+
+from dcp_rs._torch import PLAIN_TYPES
+from dcp_rs.tensors import objects
+from dcp_rs.tensors.nesting import kind_of
+
+__all__ = ["raw_bytes", "same"]
+
+#: Types of which ``==`` tells all.
+_EXACT = (type(None), bool, int, str, bytes, bytearray, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are the same. The order of a dict does not count, that of an ``OrderedDict`` does.
+
+    What is of no known type is compared as ``torch.save`` writes it.
+
+    Raises:
+        Exception: of whatever type, they cannot be compared.
+    """
+    if type(one) is not type(other):
+        return False
+    if type(one) in _EXACT:
+        return bool(one == other)
+    if isinstance(one, torch.Tensor):
+        return _same_tensors(one, other)
+    if isinstance(one, Mapping):
+        return _same_mappings(one, other)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, set | frozenset):
+        return len(one) == len(other) and set(map(_exact, one)) == set(map(_exact, other))
+    if isinstance(one, io.BytesIO):
+        return bool(one.getvalue() == other.getvalue() and one.tell() == other.tell())
+    if type(one) in (float, complex):
+        return _exact(one) == _exact(other)
+    return objects.dump(one) == objects.dump(other)
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in row-major order, as a flat CPU tensor of uint8. It is strided, and holds its values itself."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+    if plain.element_size() == 1:  # older torch cannot copy its youngest dtypes
+        plain = plain.view(torch.uint8)
+    plain = plain.contiguous()
+    # Not reshape(-1), which leaves the stride of a tensor of one element as it is.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+def _exact(value: Hashable) -> Hashable:
+    """What is equal for the same keys, or members of a set, only: to Python 1, 1.0 and True are one key, 0.0 and -0.0, too."""
+    kind = type(value)
+    if isinstance(value, float):
+        return kind, struct.pack("<d", value)
+    if isinstance(value, complex):
+        return kind, struct.pack("<dd", value.real, value.imag)
+    if isinstance(value, tuple):
+        return kind, tuple(map(_exact, value))
+    if isinstance(value, frozenset):
+        return kind, frozenset(map(_exact, value))
+    return kind, value
+
+
+def _same_mappings(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
+    mine, others = ({_exact(key): value for key, value in mapping.items()} for mapping in (one, other))
+    return (
+        len(one) == len(other) == len(mine)
+        and mine.keys() == others.keys()
+        and (not isinstance(one, OrderedDict) or list(mine) == list(others))
+        and kind_of(one) == kind_of(other)
+        and all(same(value, others[key]) for key, value in mine.items())
+        and same(getattr(one, "__dict__", None), getattr(other, "__dict__", None))
+    )
+
+
+def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if type(one) not in PLAIN_TYPES:
+        return objects.dump(one) == objects.dump(other)
+
+    def kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+        return tensor.dtype, tensor.shape, tensor.layout, tensor.device, tensor.requires_grad, tensor.is_quantized
+
+    if kind(one) != kind(other) or not same(vars(one), vars(other)):
+        return False
+    if one.device.type == "meta":
+        return True
+    one, other = one.detach(), other.detach()
+    if one.is_quantized:
+        return same(_quantizer(one), _quantizer(other)) and same(one.int_repr(), other.int_repr())
+    if one.layout != torch.strided:
+        return same(_stored_in(one), _stored_in(other))
+    return torch.equal(raw_bytes(one), raw_bytes(other))
+
+
+def _quantizer(tensor: torch.Tensor) -> tuple[Any, ...]:
+    scheme = tensor.qscheme()
+    if scheme == torch.per_tensor_affine:
+        return str(scheme), tensor.q_scale(), tensor.q_zero_point()
+    scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    return str(scheme), scales, zero_points, tensor.q_per_channel_axis()
+
+
+def _stored_in(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The indices and values of a sparse tensor, as they are: no two that are one element are added up."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()  # noqa: SLF001  # indices() refuses those that are not coalesced
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    raise TypeError(f"a tensor of layout {tensor.layout}")
