@@ -34,7 +34,7 @@ class Difference:
         kind: what differs; ``"path"``: keys that look the same are of other types, as 0 and "0".
         a, b: what it is in each: a shape, a dtype, a path; empty for values of elements.
         elements: how many elements differ in at least one bit; None where they were not compared.
-        max_abs: the largest absolute difference of two elements; NaN where one is and the other is not.
+        max_abs: the largest absolute difference of two elements, of integers an exact ``int``; NaN where one is and the other is not.
         container: it is no entry but a container that entries do not tell of: an empty one, or one of another kind than ``dict``.
     """
 
@@ -239,12 +239,54 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float | None]:
         same_bits = (a.view(torch.uint8).view(-1, size) == b.view(torch.uint8).view(-1, size)).all(1)
         if not (a.dtype.is_floating_point or a.dtype.is_complex) or bool((~same_bits).sum() * 8 < a.numel()):
             a, b = a[~same_bits], b[~same_bits]  # most are the same
-    wide = torch.complex128 if a.dtype.is_complex or b.dtype.is_complex else torch.float64
     try:
-        x, y = a.to(wide), b.to(wide)
+        number, largest = _exactly(a, b) if _is_integral(a) and _is_integral(b) else _nearly(a, b)
     except (RuntimeError, NotImplementedError):
-        return (0 if same_bits is None else int((~same_bits).sum())), None
+        number, largest = 0, None
+    return number if same_bits is None else int((~same_bits).sum()), largest
+
+
+def _is_integral(tensor: torch.Tensor) -> bool:
+    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+
+
+def _exactly(a: torch.Tensor, b: torch.Tensor) -> tuple[int, int]:
+    """How many integers differ, and by how much at most: beyond 2**53 floating point would lose that."""
+    (high, low), (high_b, low_b) = _halves(a), _halves(b)
+    high, low = high - high_b, low - low_b
+    high, low = high + (low >> 32), low & _LOW  # low is no negative number now
+    negative = high < 0
+    high[negative], low[negative] = -high[negative] - (low[negative] > 0).long(), -low[negative] & _LOW
+    number = int(((high != 0) | (low != 0)).sum())
+    if not number:
+        return 0, 0
+    most = int(high.max())
+    return number, (most << 32) + int(low[high == most].max())
+
+
+#: The lower half of 64 bits.
+_LOW = (1 << 32) - 1
+
+
+def _halves(integers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``high * 2**32 + low``, with ``low`` from 0 to 2**32 - 1."""
+    if integers.dtype == torch.uint64:
+        bits = integers.view(torch.int64)
+        return bits >> 32 & _LOW, bits & _LOW
+    wide = integers.to(torch.int64)
+    return wide >> 32, wide & _LOW
+
+
+def _nearly(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
+    """The same in double precision, part by part of complex numbers."""
+    if a.dtype.is_complex or b.dtype.is_complex:
+        x, y = (torch.view_as_real(tensor.to(torch.complex128)) for tensor in (a, b))
+    else:
+        x, y = a.to(torch.float64), b.to(torch.float64)
     by = (x - y).abs()
     by[(x == y) | (x.isnan() & y.isnan())] = 0.0  # infinities, too
-    number = int((~same_bits).sum()) if same_bits is not None else int((by != 0).sum())
-    return number, float(by.max()) if by.numel() else 0.0
+    if by.ndim > 1:
+        incomparable = by.isnan().any(1)
+        by = torch.hypot(by[:, 0], by[:, 1])
+        by[incomparable] = math.nan
+    return int((by != 0).sum()), float(by.max()) if by.numel() else 0.0
