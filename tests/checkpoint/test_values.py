@@ -10,7 +10,7 @@ import torch
 import dcp_rs
 from dcp_rs.checkpoint import elements
 from dcp_rs.checkpoint.values import load_value
-from dcp_rs.errors import UnsupportedError
+from dcp_rs.errors import CorruptDataError, UnsupportedError
 from dcp_rs.testing.compare import raw_bytes
 
 
@@ -115,3 +115,23 @@ def test_another_byte_order_is_refused():
     with pytest.raises(UnsupportedError, match=r"value 'v' holds .* byte order 'big'"):
         load_value("v", big)
     assert load_value("v", with_record(data, "byteorder", None))[0].tolist() == [1.0, 2.0]
+
+
+def test_a_buffer_is_read_without_torch(tmp_path):
+    """It was said to be damaged."""
+    buffer = io.BytesIO(b"abc\xff")
+    buffer.seek(2)
+    torch.save({"v": buffer, "in": (buffer, io.BytesIO()), "w": torch.ones(1)}, tmp_path / "state.pt")
+    with dcp_rs.open(tmp_path / "state.pt", framework="np") as arrays:
+        assert type(arrays["v"]) is io.BytesIO
+        assert (arrays["v"].getvalue(), arrays["v"].tell()) == (b"abc\xff", 2)
+        assert [one.getvalue() for one in arrays["in"]] == [b"abc\xff", b""]
+
+
+@pytest.mark.parametrize("state", [b"}X\x04\x00\x00\x00readK\x01s", b"(C\x01aK\x00Nt"])
+def test_a_pickle_does_not_change_the_class_of_buffers(state):
+    before = dict(vars(io.BytesIO))
+    data = with_record(saved(1), "data.pkl", b"\x80\x02c_io\nBytesIO\n" + state + b"b.")
+    with pytest.raises(CorruptDataError):
+        load_value("v", data)
+    assert dict(vars(io.BytesIO)) == before

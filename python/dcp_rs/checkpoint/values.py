@@ -96,8 +96,8 @@ class _Unpickler(pickle.Unpickler):
             return full  # a dtype
         if full in _GLOBALS:
             found = _GLOBALS[full]
-            # A pickle can set attributes of what it was given: it gets an object of its own.
-            return found if isinstance(found, str) else partial(found)
+            # A pickle can set attributes of what it was given: it gets an object of its own. Those of BytesIO cannot be set, and only a class makes one.
+            return found if isinstance(found, str) or found is io.BytesIO else partial(found)
         msg = (
             f"value {self._fqn!r} holds a {full}, which is not read without torch: "
             "dcp_rs.open(path) reads it with torch, where that allows the class"
