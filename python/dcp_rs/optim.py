@@ -30,7 +30,7 @@ from dcp_rs.training.extra import PerRank, RngState, state_of
 from dcp_rs.training.optimizers import optimizer_state
 from dcp_rs.training.saved import SavedOptimizers
 from dcp_rs.training.saved_extra import EXTRA, SavedExtra
-from dcp_rs.training.stored import join, nest, stored_paths
+from dcp_rs.training.stored import branch_at, join, tree_of
 
 __all__ = [
     "PerRank",
@@ -325,11 +325,11 @@ def _saved_groups(reader: RsReader, metadata: Metadata, key: str) -> list[dict[s
     if name in metadata.state_dict_metadata:
         groups: list[dict[str, Any]] = reader.read_value(name)
         return groups
-    prefix = tuple(name.split("."))
-    leaves = {path[len(prefix) :]: stored for stored, path in stored_paths(metadata, prefix)}
-    if not leaves:
+    branch = branch_at(metadata, tuple(name.split(".")))
+    if not branch.paths:
         return None
-    groups = nest({path: reader.read_value(stored) for path, stored in leaves.items()})
+    leaves = [(branch.positions[leaf], path, reader.read_value(leaf)) for leaf, path in branch.paths.items()]
+    groups = tree_of(leaves, branch.containers)
     if isinstance(groups, Mapping):
         # By parameter, as `flatten_optimizer_state_dict` has it.
         return [{**settings, "params": [fqn]} for fqn, settings in groups.items()]

@@ -149,16 +149,16 @@ class WriteThrough(dict[str, Any]):
         self._behind[key] = value
 
 
-def get_at(root: Any, path: TreePath) -> Any:
-    """The entry of a nested state dict at ``path``, whose text may stand for other keys; None where there is none."""
+def get_at(root: Any, path: TreePath, default: Any = None) -> Any:
+    """The entry of a nested state dict at ``path``, whose text may stand for other keys; ``default`` where there is none."""
     node = root
     for part in path:
         if isinstance(node, Mapping):
-            node = node.get(_key_in(node, part))
+            node = node.get(_key_in(node, part), default)
         elif isinstance(node, list) and isinstance(part, int) and part < len(node):
             node = node[part]
         else:
-            return None
+            return default
     return node
 
 

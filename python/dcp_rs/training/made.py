@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,14 +14,30 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dcp_rs import _torch
+from dcp_rs.tensors.nesting import TreePath
 from dcp_rs.tensors.shards import global_shape
+from dcp_rs.tensors.trees import flatten
+from dcp_rs.training.keys import keys_of
 
-__all__ = ["MadeState"]
+__all__ = ["Made", "MadeState"]
 
 #: Kinds of attributes that another optimizer of the class may have as well: nothing that leads to the parameters.
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 #: Settings that choose between ways of taking the same step, some of which are for accelerators alone.
 _WAYS = ("foreach", "fused", "capturable", "differentiable")
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """The state that an optimizer makes for a parameter, as far as it tells.
+
+    Attributes:
+        tensors: by path: on ``meta``, but for those that the optimizer puts elsewhere.
+        keys: as :func:`keys_of` gives them.
+    """
+
+    tensors: Mapping[TreePath, torch.Tensor] = field(default_factory=dict)
+    keys: Mapping[TreePath, Any] = field(default_factory=dict)
 
 
 class MadeState:
@@ -32,10 +49,10 @@ class MadeState:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._known: dict[Any, dict[tuple[Any, ...], torch.Tensor]] = {}
+        self._known: dict[Any, Made] = {}
 
-    def of(self, param: torch.Tensor, group: int) -> dict[tuple[Any, ...], torch.Tensor]:
-        """The tensors of a parameter's state by path: on ``meta``, but for those that the optimizer puts elsewhere.
+    def of(self, param: torch.Tensor, group: int) -> Made:
+        """The state of a parameter.
 
         Args:
             param: of the optimizer.
@@ -48,9 +65,9 @@ class MadeState:
             self._known[key] = self._ask(param, group)
         return self._known[key]
 
-    def _ask(self, param: torch.Tensor, group: int) -> dict[tuple[Any, ...], torch.Tensor]:
+    def _ask(self, param: torch.Tensor, group: int) -> Made:
         if not param.is_floating_point():
-            return {}
+            return Made()
         kind = type(self._optimizer)
         meta = torch.device("meta")
         with torch.no_grad(), warnings.catch_warnings():
@@ -70,8 +87,15 @@ class MadeState:
                 )
                 kind.step(other)
             with contextlib.suppress(Exception):
-                return {path: value for path, value in _tensors(dict(other.state[like])) if not _is_partial(value)}
-        return {}
+                state = dict(other.state[like])
+                flat = flatten(state)
+                tensors = {
+                    flat.paths[name]: value
+                    for name, value in flat.values.items()
+                    if isinstance(value, torch.Tensor) and not _is_partial(value)
+                }
+                return Made(tensors, keys_of(state))
+        return Made()
 
     def _settings(self, group: int) -> dict[str, Any]:
         settings = {
@@ -80,15 +104,6 @@ class MadeState:
             if name not in ("params", "param_names")
         }
         return settings | {way: False for way in _WAYS if way in settings}
-
-
-def _tensors(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    if isinstance(tree, torch.Tensor):
-        yield path, tree
-        return
-    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    for key, value in pairs:
-        yield from _tensors(value, (*path, key))
 
 
 def _is_partial(tensor: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,16 +17,22 @@ from torch.optim import Optimizer
 
 from dcp_rs import _torch
 from dcp_rs.errors import PlanError
+from dcp_rs.tensors.nesting import TreePath
 from dcp_rs.tensors.shards import global_shape
+from dcp_rs.tensors.trees import get_at
 from dcp_rs.training.choice import Choice
 from dcp_rs.training.counters import is_counter
 from dcp_rs.training.fsdp1 import fsdp1_group, is_fsdp1, sharded_state_dicts
 from dcp_rs.training.made import MadeState
 from dcp_rs.training.optimizers import WHO, fsdp1_state, text_of
 from dcp_rs.training.parameters import compiler_names, is_named, names_by_key, parameter_names
-from dcp_rs.training.stored import MISSING, at, join, nest, stored_paths
+from dcp_rs.training.saved_state import SavedState
+from dcp_rs.training.stored import join
 
 __all__ = ["SavedOptimizers"]
+
+#: Stands for what is not in a state.
+_MISSING: Any = object()
 
 
 @dataclass
@@ -62,12 +69,8 @@ class SavedOptimizers:
         self._groups = groups
         self._choice = choice
         self._prefix = join(key, "state")
-        # Parameter (name, or number as text) to the paths of its entries and their names in the checkpoint.
-        self._entries: dict[str, dict[tuple[Any, ...], str]] = {}
-        prefix = tuple(self._prefix.split("."))
-        for name, path in stored_paths(metadata, prefix):
-            rest = path[len(prefix) :]
-            self._entries.setdefault(str(rest[0]), {})[tuple(rest[1:])] = name
+        known = {str(param) for group in groups for param in group["params"]}
+        self._state = SavedState(metadata, self._prefix, known, choice)
         #: Whether parameters go by their number among those of the optimizer.
         self.by_id = any(isinstance(param, int) for group in groups for param in group["params"])
         base = join(key, "param_groups")
@@ -107,10 +110,14 @@ class SavedOptimizers:
             group_of = [at for at, group in enumerate(optimizer.param_groups) for _ in group["params"]]
             for (param, fqns), group in zip(names, group_of, strict=True):
                 rooms: dict[str, dict[str, Any] | None] = {}
+                keys_made = partial(_keys_made, made, None if fsdp1 else param, group)
                 for fqn in fqns:
+                    if fqn not in kept:
+                        self._state.take_keys(keys[fqn], part.own.get(fqn, {}), keys_made)
                     entries = None if fqn in kept else self._chosen(fqn, keys[fqn], part.own.get(fqn, {}))
                     rooms[fqn] = None if entries is None else self._room(entries, fqn, shards, param, part, made, group)
                 self._take(rooms, kept)
+        self._state.warn()
         self._choice.counters |= {id(value) for value in self._values.values() if is_counter(value)}
         return self._values
 
@@ -124,21 +131,17 @@ class SavedOptimizers:
         for part in self._parts:
             if not self._takes_groups and part.kept.issuperset(part.keys):
                 continue
-            state = {
-                fqn: nest(
-                    {
-                        path: self._values[name] if name in self._values else at(part.own[fqn], path)
-                        for path, name in self._entries[key].items()
-                    }
-                )
-                for fqn, key in part.keys.items()
-                if key in self._entries and fqn not in part.kept
-            }
+            loaded = {fqn: key for fqn, key in part.keys.items() if key in self._state and fqn not in part.kept}
+            state = self._state.trees(loaded, partial(self._value, part.own))
             if fsdp1:
                 stays = {fqn: part.own[fqn] for fqn in part.kept if fqn in part.own}
                 self._apply_fsdp1(model, part.optimizer, state | stays, part.groups)
             else:
                 self._apply_plain(model, part, state)
+
+    def _value(self, own: Mapping[str, Mapping[Any, Any]], fqn: str, path: TreePath, name: str) -> Any:
+        """What an entry of a parameter's state becomes: what was loaded, else it stays."""
+        return self._values[name] if name in self._values else get_at(own[fqn], path)
 
     def _apply_plain(self, model: torch.nn.Module, part: _Part, state: dict[str, Any]) -> None:
         _prepare(part.optimizer)
@@ -247,16 +250,16 @@ class SavedOptimizers:
 
     # --- memory -------------------------------------------------------------------------------------
 
-    def _chosen(self, fqn: str, key: str, own: Mapping[Any, Any]) -> dict[tuple[Any, ...], str] | None:
+    def _chosen(self, fqn: str, key: str, own: Mapping[Any, Any]) -> dict[TreePath, str] | None:
         """The entries of a parameter's state that are loaded; None where the state that it has is to stay, or that it has none.
 
         Optimizers take a state for a whole one. So what is left out has to be there, or nothing is loaded.
         """
-        entries = self._entries.get(key, {})
+        entries = self._state.of(key)
         if not entries and not self._choice.wants(f"{self._prefix}.{fqn}"):
             return None
         left = self._choice.left_out(entries.values())
-        whole = any(name in left and at(own, path) is MISSING for path, name in entries.items())
+        whole = any(name in left and get_at(own, path, _MISSING) is _MISSING for path, name in entries.items())
         if left and (whole or left.issuperset(entries.values())):
             self._choice.report.excluded += [name for name in entries.values() if name not in left]
             return None
@@ -278,7 +281,7 @@ class SavedOptimizers:
 
     def _room(
         self,
-        entries: dict[tuple[Any, ...], str],
+        entries: dict[TreePath, str],
         fqn: str,
         shards: Mapping[str, Any],
         param: torch.Tensor,
@@ -300,10 +303,10 @@ class SavedOptimizers:
                 expected, own = (like if is_shard else None), None
             else:
                 like = param
-                own = at(part.own.get(fqn, {}), path)
+                own = get_at(part.own.get(fqn, {}), path)
                 own = expected = own if isinstance(own, torch.Tensor) else None
                 if expected is None and path != ("step",):
-                    expected = made.of(param, group).get(path)
+                    expected = made.of(param, group).tensors.get(path)
             if expected is not None and tuple(global_shape(expected)) != shape:
                 self._choice.refuse(name, tuple(global_shape(expected)), shape)
                 return None
@@ -311,8 +314,13 @@ class SavedOptimizers:
         return room
 
 
+def _keys_made(made: MadeState, param: torch.Tensor | None, group: int) -> Mapping[TreePath, Any]:
+    """The keys of the state that an optimizer makes for a parameter; for one that is a part of a flat one, none."""
+    return {} if param is None else made.of(param, group).keys
+
+
 def _memory(
-    shape: tuple[int, ...], dtype: torch.dtype, path: tuple[Any, ...], like: Any, expected: torch.Tensor | None
+    shape: tuple[int, ...], dtype: torch.dtype, path: TreePath, like: Any, expected: torch.Tensor | None
 ) -> torch.Tensor:
     """New memory for an entry of a parameter's state: as the optimizer makes it (``expected``), if that is known, else as the parameter is."""
     device = _torch.default_device() if like.device.type == "meta" else like.device

@@ -9,10 +9,11 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcp_rs.errors import PlanError
+from dcp_rs.tensors.nesting import TreePath, remaining, text_path
 from dcp_rs.tensors.trees import flatten, is_stateful
 from dcp_rs.training.choice import Choice
 from dcp_rs.training.extra import PerRank, merge, pack, rank_key, state_of, unpack
-from dcp_rs.training.stored import nest, stored_paths
+from dcp_rs.training.stored import branch_at, join, tree_of
 
 __all__ = ["EXTRA", "SavedExtra"]
 
@@ -42,12 +43,14 @@ class SavedExtra:
         prefix = (EXTRA, name, rank_key()) if isinstance(value, PerRank) else (EXTRA, name)
         whole = ".".join(prefix)
         # The names of its leaves in the checkpoint, and where in it they belong.
-        self._paths = {key: path[len(prefix) :] for key, path in stored_paths(metadata, prefix)}
+        branch = branch_at(metadata, prefix)
+        self._paths, self._positions, self._containers = branch.paths, branch.positions, branch.containers
         if whole in metadata.state_dict_metadata:
             self._paths = {whole: ()}
         #: Whether it gets a state: else it is left alone.
-        self._is_loaded = bool(self._paths) or (not isinstance(value, PerRank) and state_of(value) in ({}, []))
-        self._kept: dict[tuple[Any, ...], Any] = {}  # leaves that stay as they are
+        is_empty = not isinstance(value, PerRank) and state_of(value) in ({}, [])
+        self._is_loaded = bool(self._paths) or (bool(self._containers) and choice.wants(whole)) or is_empty
+        self._kept: dict[TreePath, Any] = {}  # leaves that stay as they are
         if not self._is_loaded and choice.wants(whole):
             # A rank that was not there keeps its own.
             if not isinstance(value, PerRank) and not choice.is_partial:
@@ -58,6 +61,8 @@ class SavedExtra:
         left |= choice.held_in_part(key for key in self._paths if key not in left)
         if left:
             self._keep(value, left, choice)
+        leaves = self._paths.values()
+        self._containers = remaining(self._containers, leaves, lambda name: choice.wants(join(whole, name)))
         own = _leaves(value.state_dict() if is_stateful(value) else value)
         for key, path in self._paths.items():
             entry = metadata.state_dict_metadata[key]
@@ -73,8 +78,9 @@ class SavedExtra:
         """Puts what was loaded, by name in the checkpoint, into the entry."""
         if not self._is_loaded:
             return
-        leaves = self._kept | {path: loaded[key] for key, path in self._paths.items()}
-        state = unpack(nest(leaves) if leaves else {})
+        kept = [(None, path, leaf) for path, leaf in self._kept.items()]
+        leaves = [(self._positions.get(key), path, loaded[key]) for key, path in self._paths.items()]
+        state = unpack(tree_of(kept + leaves, self._containers))
         value = extra[self._name]
         if is_stateful(value):
             value.load_state_dict(state)
@@ -97,8 +103,8 @@ class SavedExtra:
         self._is_loaded = bool(self._paths)
 
 
-def _text(path: tuple[Any, ...]) -> tuple[str, ...]:
-    return tuple(map(str, path))
+def _text(path: TreePath) -> tuple[str, ...]:
+    return tuple(map(str, text_path(path)))
 
 
 def _leaves(tree: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], torch.Tensor]:
