@@ -68,7 +68,7 @@ def load_state_dict(
         return state_dict, storage_reader, DefaultLoadPlanner() if planner is None else planner
 
     ranks = Ranks(process_group, no_dist=no_dist, coordinator=coordinator_rank)
-    protocol.again_where_replaced(ranks, lambda: protocol.load(ranks, begin))
+    protocol.again_where_replaced(ranks, lambda attempts: protocol.load(ranks, begin, attempts))
     return storage_reader.report if isinstance(storage_reader, RsReader) else None
 
 
@@ -120,7 +120,7 @@ def load(
             holder.load_state_dict(loaded.pop(key))
         state_dict.update(loaded)
 
-    protocol.again_where_replaced(ranks, lambda: protocol.load(ranks, begin))
+    protocol.again_where_replaced(ranks, lambda attempts: protocol.load(ranks, begin, attempts))
     ranks.together(hand_over)
     return (reader.report if reader is not None else None) or LoadReport()
 

@@ -75,7 +75,7 @@ class CorruptIndexError(DcpRsError):
 
 
 class CorruptDataError(DcpRsError):
-    """A data file is missing, has another length than the index says, or does not match its digest."""
+    """A data file is missing, has another length than the index says, or does not match its digest; or a partial load would leave alone what a load before it filled from such a file."""
 
 
 class UnsupportedError(DcpRsError):

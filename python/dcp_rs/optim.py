@@ -19,6 +19,7 @@ from dcp_rs._warnings import formerly
 from dcp_rs.api import save
 from dcp_rs.dcp import protocol
 from dcp_rs.dcp.arguments import check_state_dict
+from dcp_rs.dcp.attempts import Attempts
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.reports import LoadReport
@@ -161,8 +162,9 @@ def load_training_state(
     planner = RsLoadPlanner(allow_partial_load=allow_partial_load) if planner is None else planner
     ranks = Ranks(process_group, no_dist=no_dist)
 
-    def load() -> None:
-        _load_training_state(path, model, several, extra, planner, ranks, read_options, partial=allow_partial_load)
+    def load(attempts: Attempts) -> None:
+        given = (path, model, several, extra, planner, ranks, attempts, read_options)
+        _load_training_state(*given, partial=allow_partial_load)
 
     protocol.again_where_replaced(ranks, load)
     return planner.report if isinstance(planner, RsLoadPlanner) else None
@@ -175,6 +177,7 @@ def _load_training_state(
     extra: dict[str, Any],
     planner: LoadPlanner,
     ranks: Ranks,
+    attempts: Attempts,
     read_options: dict[str, Any],
     *,
     partial: bool,
@@ -205,7 +208,7 @@ def _load_training_state(
 
     choice, saved = ranks.together(begin)
     with choice.counters_as_they_are():
-        _load(ranks, state, reader, metadata, planner)
+        _load(ranks, state, reader, metadata, planner, attempts, choice)
     ranks.together(end)
     beside = [f"{OPTIM}.param_groups"] if saved is not None else []
     choice.tell(beside + [f"{EXTRA}.{name}" for name, value in extra.items() if isinstance(value, PerRank)])
@@ -250,7 +253,7 @@ def load_optim_state_dict(
     ranks = Ranks(process_group, no_dist=no_dist)
     own_planner = RsLoadPlanner() if planner is None else planner
 
-    def load() -> None:
+    def load(attempts: Attempts) -> None:
         reader, metadata = ranks.together(lambda: _opened(path, read_options))
 
         def begin() -> tuple[Choice, SavedOptimizers | None, dict[str, Any]]:
@@ -265,7 +268,7 @@ def load_optim_state_dict(
 
         choice, saved, state = ranks.together(begin)
         with choice.counters_as_they_are():
-            _load(ranks, state, reader, metadata, own_planner)
+            _load(ranks, state, reader, metadata, own_planner, attempts, choice)
         ranks.together(end)
         choice.tell([join(key, "param_groups")])
 
@@ -277,7 +280,15 @@ def _opened(path: str | os.PathLike[str], read_options: dict[str, Any]) -> tuple
     return reader, reader.read_metadata()
 
 
-def _load(ranks: Ranks, state: dict[str, Any], reader: RsReader, metadata: Metadata, planner: LoadPlanner) -> None:
+def _load(
+    ranks: Ranks,
+    state: dict[str, Any],
+    reader: RsReader,
+    metadata: Metadata,
+    planner: LoadPlanner,
+    attempts: Attempts,
+    choice: Choice,
+) -> None:
     """Loads of the save that was opened before: what was read of it then goes with what is read now."""
 
     def begin() -> tuple[dict[str, Any], StorageReader, LoadPlanner]:
@@ -285,7 +296,7 @@ def _load(ranks: Ranks, state: dict[str, Any], reader: RsReader, metadata: Metad
         reader.keep(metadata)
         return state, reader, planner
 
-    protocol.load(ranks, begin)
+    protocol.load(ranks, begin, attempts, choice.unseen)
 
 
 def _several(optimizers: Optimizers) -> tuple[Optimizer, ...]:

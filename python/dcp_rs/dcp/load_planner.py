@@ -176,6 +176,10 @@ class RsLoadPlanner(DefaultLoadPlanner):
             self.set_value(fqn, value)
         self._new.put_all()
 
+    def replaces(self, fqn: str) -> bool:
+        """Whether the tensor of this name is to be replaced in the state dict, and was not yet."""
+        return self._new.old(fqn) is not None
+
     def set_value(self, fqn: str, value: Any) -> None:
         """Puts a value, or a tensor in place of another, into the caller's state dict."""
         set_at(self.original_state_dict, self._path(fqn), value)
@@ -262,7 +266,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         left = reads.plan_plain(wanted, self.state_dict)
         if self._new.apply_to_any(map(self.state_dict.__getitem__, wanted if self._new.reaches_plain else left)):
             stored = self._match(wanted)
-            self._replace(_tensors(stored))
+            self._replace(fqn for fqn, found in stored.items() if not found.is_bytes)
             wanted = {fqn: found.name for fqn, found in stored.items()}
             left = reads.plan_plain(wanted, self.state_dict)
         rest = {fqn: wanted[fqn] for fqn in left}
@@ -308,7 +312,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
     def _plan_items(self, wanted: dict[str, str]) -> None:
         """What to read with a reader of others."""
         stored = self._match(wanted)
-        self._replace(_tensors(stored))
+        self._replace(fqn for fqn, found in stored.items() if not found.is_bytes)
         self._planned = {fqn: found.name for fqn, found in stored.items()}
         layouts: Layouts = {}
         for fqn, found in stored.items():
@@ -360,10 +364,6 @@ class RsLoadPlanner(DefaultLoadPlanner):
         if self.state_dict is self.original_state_dict:
             self.state_dict = WriteThrough(self.state_dict)
         dict.__setitem__(self.state_dict, fqn, tensor)
-
-
-def _tensors(stored: dict[str, Stored]) -> list[str]:
-    return [fqn for fqn, found in stored.items() if not found.is_bytes]
 
 
 def _counting(commit: Callable[[Any, ReadItem, torch.Tensor], None]) -> Callable[[Any, ReadItem, torch.Tensor], None]:

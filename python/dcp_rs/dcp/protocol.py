@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
 from dcp_rs.checkpoint.locate import is_rank_local
+from dcp_rs.dcp.attempts import Attempts
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.together import Ranks
 from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError
@@ -18,36 +19,48 @@ from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError
 __all__ = ["again_where_replaced", "load", "save"]
 
 StateDict = dict[str, Any]
-T = TypeVar("T")
 
 #: A load that finds the checkpoint replaced under it begins again, so often.
 _ATTEMPTS = 10
 
 
-def again_where_replaced(ranks: Ranks, work: Callable[[], T]) -> T:
+def again_where_replaced(ranks: Ranks, work: Callable[[Attempts], None]) -> None:
     """Does it, and begins again with the new checkpoint where another save replaced the one that was being read."""
-    for _ in range(_ATTEMPTS - 1):
-        try:
-            return work()
-        except BaseException:
-            # Every rank knows the same failures, so all of them begin again, or none.
-            if not any(isinstance(error, CheckpointReplacedError) for error in ranks.failures.values()):
-                raise
-    return work()
+    with Attempts.of_load() as attempts:
+        for _ in range(_ATTEMPTS - 1):
+            try:
+                return work(attempts)
+            except BaseException:
+                # Every rank knows the same failures, so all of them begin again, or none.
+                if not any(isinstance(error, CheckpointReplacedError) for error in ranks.failures.values()):
+                    raise
+        return work(attempts)
 
 
-def load(ranks: Ranks, begin: Callable[[], tuple[StateDict, StorageReader, LoadPlanner]]) -> None:
+def load(
+    ranks: Ranks,
+    begin: Callable[[], tuple[StateDict, StorageReader, LoadPlanner]],
+    attempts: Attempts,
+    unseen: Collection[str] = (),
+) -> None:
     """Loads on all ranks.
 
     Args:
         ranks: who loads.
         begin: gives the state dict to load into (without ``Stateful`` values), the reader and the planner. What it raises on one rank, all raise.
+        attempts: those before this one, which it then is among.
+        unseen: names in the state dict of what the caller does not see before the load is over.
+
+    Raises:
+        CorruptDataError: it would leave alone what an attempt before it may have filled.
     """
     reader: StorageReader
     planner: LoadPlanner
+    own: LoadPlan
+    is_filled = False
 
     def plan_own() -> LoadPlan:
-        nonlocal reader, planner
+        nonlocal reader, planner, own
         state_dict, reader, planner = begin()
         if isinstance(reader, RsReader):
             reader.read_with(ranks)
@@ -56,16 +69,24 @@ def load(ranks: Ranks, begin: Callable[[], tuple[StateDict, StorageReader, LoadP
         _set_up(
             reader.set_up_storage_reader, metadata, ranks.is_coordinator, rank=ranks.rank, use_collectives=of_all_ranks
         )
-        return reader.prepare_local_plan(planner.create_local_plan())
+        own = planner.create_local_plan()
+        attempts.check(_path(reader), own, planner)
+        return reader.prepare_local_plan(own)
 
     def plan_all(plans: list[LoadPlan]) -> list[LoadPlan]:
         return reader.prepare_global_plan(planner.create_global_plan(plans))
 
     def read() -> None:
+        nonlocal is_filled
         reader.read_data(planner.finish_plan(plan), planner).wait()
+        is_filled = True
 
     plan = ranks.divided(plan_own, plan_all)
-    ranks.together(read)
+    try:
+        ranks.together(read)
+    except BaseException:
+        attempts.failed(_path(reader), own, planner, unseen, is_filled=is_filled)
+        raise
 
 
 def save(ranks: Ranks, begin: Callable[[], tuple[StateDict, StorageWriter, SavePlanner]]) -> Metadata:
@@ -102,6 +123,11 @@ def save(ranks: Ranks, begin: Callable[[], tuple[StateDict, StorageWriter, SaveP
 
     plan = ranks.divided(plan_own, plan_all)
     return ranks.joined(write, commit)
+
+
+def _path(reader: StorageReader) -> Any:
+    """Where a reader reads, for a message."""
+    return reader.path if isinstance(reader, RsReader) else getattr(reader, "checkpoint_id", type(reader).__name__)
 
 
 def _metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:

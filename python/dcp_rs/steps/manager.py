@@ -292,6 +292,8 @@ class CheckpointManager:
 
         Raises (on every rank):
             CheckpointNotFoundError: the root has no such step; or, without ``step``, it has steps, and none can be loaded.
+            CorruptDataError: a step is damaged, and the one before lacks something that may hold values of the damaged one by now
+                (``allow_partial_load``). Make the state anew.
             As :func:`dcp_rs.load`.
         """
         options = {**self._root.access, **self._team.options, **read_options}

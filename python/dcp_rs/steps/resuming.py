@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from dcp_rs.dcp.attempts import Attempts
 from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, CorruptIndexError
 from dcp_rs.steps.keeper import Keeper
 from dcp_rs.steps.root import PassedOver
@@ -20,13 +21,19 @@ _DAMAGED = (CorruptDataError, CorruptIndexError, CheckpointNotFoundError)
 def resume(
     team: Team, keeper: Keeper, step: int | None, load: Callable[[Path], object]
 ) -> tuple[int | None, list[PassedOver]]:
-    """Loads ``step``, or the newest that is whole and does not turn out to be damaged. Returns which, and what was passed over."""
+    """Loads ``step``, or the newest that is whole and does not turn out to be damaged. Returns which, and what was passed over.
+
+    Raises:
+        CorruptDataError: a step was damaged, and the one before it has not all that the load of the damaged one may have filled.
+    """
+    attempts = Attempts()
 
     def attempt(number: int) -> str | None:
         try:
-            load(keeper.folder(number))
+            with attempts.given():
+                load(keeper.folder(number))
         except _DAMAGED as error:
-            if step is not None:
+            if step is not None or attempts.is_refused:
                 raise
             return str(error)
         return None
