@@ -17,6 +17,7 @@ from dcp_rs import _torch
 from dcp_rs.tensors.nesting import TreePath
 from dcp_rs.tensors.shards import global_shape
 from dcp_rs.tensors.trees import flatten
+from dcp_rs.training.hooks import unheard
 from dcp_rs.training.keys import keys_of
 
 __all__ = ["Made", "MadeState"]
@@ -85,7 +86,8 @@ class MadeState:
                         "param_groups": [self._settings(group) | {"params": [like]}],
                     }
                 )
-                kind.step(other)
+                with unheard(other):
+                    kind.step(other)
             with contextlib.suppress(Exception):
                 state = dict(other.state[like])
                 flat = flatten(state)
