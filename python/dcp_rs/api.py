@@ -115,7 +115,7 @@ def load(
         return values, reader, RsLoadPlanner() if planner is None else planner
 
     def hand_over() -> None:
-        loaded = unwrap_in(values)
+        loaded = unwrap_in(values) if reader is not None and reader.source == "dcp-rs" else values
         for key, holder in stateful.items():
             holder.load_state_dict(loaded.pop(key))
         state_dict.update(loaded)

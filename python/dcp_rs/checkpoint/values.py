@@ -16,7 +16,7 @@ from dcp_rs.errors import CorruptDataError, UnsafePickleError, UnsupportedError
 __all__ = ["WHOLE", "load_value", "unwrap", "unwrap_in"]
 
 #: A mapping without tensors that DCP's flattening would change (it makes every key text, and drops what is empty), kept whole: DCP never
-#: enters tuples.
+#: enters tuples. In what others wrote it is a value like any other.
 WHOLE = "dcp_rs.whole"
 
 

@@ -280,6 +280,11 @@ class RsReader(StorageReader):
         """
         return Checkpoint(self._index(), weights_only=self.weights_only, options=self.options)[fqn]
 
+    @property
+    def source(self) -> str:
+        """What the data files are: ``dcp-rs``, ``safetensors``, ``dcp`` or ``torch``. Opens the checkpoint, where no load of this thread has."""
+        return self._index().source
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether the id can be a path of the local file system, or a URL of a store."""
@@ -327,8 +332,7 @@ class RsReader(StorageReader):
     def _index(self) -> _core.Index:
         index = getattr(self._local, "index", None)
         if index is None:
-            index = self._open(None)
-            self._local.index = index
+            index = self._local.index = self._open(None)
         return index
 
     def _options(self) -> ReadOptions:
