@@ -222,7 +222,7 @@ def _elements(left: Source, one: Item, right: Source, other: Item) -> tuple[int,
 def _read(source: Source, item: Item, begin: int, count: int) -> torch.Tensor:
     if item.dtype is None:
         raise TypeError(item.name)
-    flat = torch.empty(count, dtype=item.dtype)
+    flat = torch.empty(count, dtype=item.dtype, device="cpu")
     requests, at = [], 0
     for offsets, sizes in rectangles(item.shape, begin, count):
         length = math.prod(sizes)
