@@ -1,5 +1,7 @@
 """Where a conversion may write."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,97 @@ def test_the_source_is_never_the_destination(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="is the source"):
             dcp_rs.convert(src, dst, to=to, overwrite=True)
     judge("dcp-rs", src, {"w": torch.ones(3)})
+
+
+def links_to_files(tmp_path: Path) -> tuple[Path, Path]:
+    real, src = make("safetensors", W, tmp_path / "real"), tmp_path / "src"
+    src.mkdir()
+    (src / "model.safetensors").symlink_to("../real/model.safetensors")
+    return src, real
+
+
+def links_to_links(tmp_path: Path) -> tuple[Path, Path]:
+    middle, _ = links_to_files(tmp_path)
+    src = tmp_path / "first"
+    src.mkdir()
+    (src / "model.safetensors").symlink_to(middle / "model.safetensors")
+    return src, middle
+
+
+def a_link_in_the_destination(tmp_path: Path) -> tuple[Path, Path]:
+    middle, _ = links_to_files(tmp_path)
+    return middle / "model.safetensors", middle
+
+
+def data_behind_an_index(tmp_path: Path) -> tuple[Path, Path]:
+    real = make("safetensors", W, tmp_path / "real")
+    dcp_rs.index(real, out=tmp_path / "src")
+    return tmp_path / "src", real
+
+
+def an_index_behind_a_link(tmp_path: Path) -> tuple[Path, Path]:
+    src, real = make("dcp-rs", W, tmp_path / "src"), tmp_path / "real"
+    real.mkdir()
+    (src / "index.dcprs").rename(real / "index.dcprs")
+    (src / "index.dcprs").symlink_to("../real/index.dcprs")
+    return src, real
+
+
+def data_of_torch(tmp_path: Path) -> tuple[Path, Path]:
+    src, real = make("dcp", W, tmp_path / "src"), tmp_path / "real"
+    real.mkdir()
+    for file in src.glob("*.distcp"):
+        file.rename(real / file.name)
+        file.symlink_to(real / file.name)
+    return src, real
+
+
+W = {"a": torch.ones(3), "b": torch.zeros(2)}
+
+
+@pytest.mark.parametrize(
+    "lay",
+    [
+        links_to_files,
+        links_to_links,
+        a_link_in_the_destination,
+        data_behind_an_index,
+        an_index_behind_a_link,
+        data_of_torch,
+    ],
+)
+def test_data_of_the_source_that_is_elsewhere_is_not_replaced(
+    tmp_path: Path, lay: Callable[[Path], tuple[Path, Path]]
+) -> None:
+    """What was not wanted of the source was gone: its folder was looked at, and not where its files are."""
+    src, dst = lay(tmp_path)
+    for to in ("dcp-rs", "dcp", "safetensors"):
+        with pytest.raises(ValueError, match="is the source"):
+            dcp_rs.convert(src, dst, to=to, include="a", overwrite=True, allow_external=True)
+    with dcp_rs.open(src, allow_external=True) as found:
+        assert torch.equal(found["b"], W["b"])
+    assert not leftovers(tmp_path)
+    dcp_rs.convert(src, tmp_path / "elsewhere", allow_external=True)
+    judge("dcp-rs", tmp_path / "elsewhere", W)
+
+
+def test_a_folder_that_is_mounted_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its paths have nothing in common: it is told by what the system calls it."""
+    src = make("dcp-rs", W, tmp_path / "src")
+    other = make("dcp", W, tmp_path / "other")
+    true_stat = Path.stat
+
+    def stat(path: Path, **how: bool) -> os.stat_result:
+        return true_stat(src if path == other else path, **how)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(ValueError, match="is the source"):
+        dcp_rs.convert(src, other, include="a", overwrite=True)
+
+
+def test_a_hard_link_is_replaced_and_the_source_stays(tmp_path: Path) -> None:
+    src = make("torch", W, tmp_path / "src.pt")
+    (tmp_path / "out.pt").hardlink_to(src)
+    dcp_rs.convert(src, tmp_path / "out.pt", include="a", overwrite=True)
+    judge("torch", src, W)
+    judge("torch", tmp_path / "out.pt", {"a": W["a"]})

@@ -81,7 +81,9 @@ class Source(Protocol):
     containers: list[Container] | None
     #: The entries, in the order in which they are best read.
     items: list[Item]
-    #: The files that hold them.
+    #: What it was opened from: an index, a folder without one, or a file.
+    path: Path
+    #: The files that hold the entries.
     files: list[Path]
 
     def check(self, items: Sequence[Item]) -> None:
@@ -121,7 +123,7 @@ class IndexSource:
         self.containers = containers_of(index)
         self._positions = index.positions()
         self.index = index
-        self.files = index.file_paths()
+        self.path, self.files = index.path, index.file_paths()
         self._options = options
         self.items = [self._item(number) for number in index.file_order()]
 

@@ -28,7 +28,8 @@ from dcp_rs.conversion.job import (
     select,
     select_containers,
 )
-from dcp_rs.conversion.place import Place, check_place, new_place, place_before_store, place_on_store
+from dcp_rs.conversion.place import Place, new_place, place_before_store, place_on_store
+from dcp_rs.conversion.replacing import check_apart, check_place
 from dcp_rs.options import ReadOptions, WriteOptions
 from dcp_rs.tensors import objects
 
@@ -115,7 +116,7 @@ def convert(
         StorageUnclearError: a store did not answer, or was not waited for, and does not tell: the result may be there, now or in a moment.
         StorageError: a store fails; see :mod:`dcp_rs.errors`.
         PlanError: two entries would have one name, or one would be where ``rename`` puts another's container; or none is wanted.
-        ValueError: an option, or ``out`` is the source, or a file of it.
+        ValueError: an option; or ``out`` is the source or a file of it, or holds one, wherever links and its index lead.
         OSError: the disk is full, or fails.
 
     Nesting is kept by ``"dcp-rs"`` and ``"torch"``. DCP has text for keys, so that ``"dcp"`` cannot hold other keys (but for the numbers in an
@@ -145,7 +146,12 @@ def convert(
         allow_external=allow_external,
         storage_options=of_source,
     )
-    before = None if isinstance(target, Url) else check_place(source_path, source.files, target, overwrite=overwrite)
+    paths = [source_path, source.path, *source.files]
+    if isinstance(target, Url):
+        check_apart(paths, target)
+        before = None
+    else:
+        before = check_place(paths, target, overwrite=overwrite)
     tasks = select(source, dtype=cast_to, include=include, exclude=exclude, rename=rename)
     containers = select_containers(source, tasks, include=include, exclude=exclude, rename=rename)
     if to != "safetensors":
@@ -176,7 +182,7 @@ def convert(
         filtered=len(tasks) < len(source.items),
     )
     with (
-        _place(job, source_path, target, of_out, before, to=to, as_file=as_file, overwrite=overwrite) as place,
+        _place(job, target, of_out, before, to=to, as_file=as_file, overwrite=overwrite) as place,
         watching(progress, "converting") as job.progress,
     ):
         _WRITERS[to](job, place)
@@ -214,7 +220,6 @@ def _stores(
 @contextmanager
 def _place(
     job: Job,
-    path: Path,
     target: Path,
     options: StorageOptions | None,
     before: _core.Occupant | None,
@@ -224,12 +229,11 @@ def _place(
     overwrite: bool,
 ) -> Iterator[Place]:
     """Where the result is made. It stays only if the source is still what it was: a save to a store looks before it commits."""
-    files = job.source.files
     if isinstance(target, Url) and to == "dcp-rs":
-        yield place_on_store(path, files, target, options, overwrite=overwrite)
+        yield place_on_store(target, options, overwrite=overwrite)
         return
     if isinstance(target, Url):
-        new = place_before_store(path, files, target, options, job.options, as_file=as_file, overwrite=overwrite)
+        new = place_before_store(target, options, job.options, as_file=as_file, overwrite=overwrite)
     else:
         new = new_place(target, before, as_file=as_file)
     with new as place:

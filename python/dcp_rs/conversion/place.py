@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from dcp_rs.dcp.destination import Destination
 from dcp_rs.errors import CheckpointExistsError, DcpRsError, StorageError, StoragePreconditionError
 from dcp_rs.options import WriteOptions
 
-__all__ = ["Place", "check_place", "new_place", "place_before_store", "place_on_store"]
+__all__ = ["Place", "new_place", "place_before_store", "place_on_store"]
 
 
 @dataclass(frozen=True)
@@ -40,61 +40,20 @@ class Place:
     generation: int = 1
 
 
-def check_place(src: Path, files: Sequence[Path], dst: Path, *, overwrite: bool) -> _core.Occupant | None:
-    """What is at ``dst`` and may be replaced: for :func:`new_place`. None where there is nothing.
-
-    Raises:
-        ValueError: writing it would change the source.
-        CheckpointExistsError: it exists and ``overwrite`` is not set, or it holds more than a checkpoint.
-    """
-    source, target = src.resolve(), dst.resolve()
-    holds = target == source or target in source.parents or target in {file.resolve() for file in files}
-    if holds and not isinstance(src, Url):  # that is on no file system
-        msg = f"the destination {dst} is the source, or holds it"
-        raise ValueError(msg)
-    before = _core.occupant(os.fspath(dst))
-    if before is None or (dst.is_dir() and not dst.is_symlink() and all(_is_lock(entry) for entry in dst.iterdir())):
-        return before
-    if not overwrite:
-        msg = f"{dst} exists; overwrite=True replaces it"
-        raise CheckpointExistsError(msg, path=dst)
-    if dst.is_symlink() or not (dst.is_dir() or dst.is_file()):
-        msg = f"{dst} is neither a folder nor a file, and is not replaced"
-        raise CheckpointExistsError(msg, path=dst)
-    if dst.is_dir():
-        other = next((entry for entry in sorted(dst.iterdir()) if not _is_of_a_checkpoint(entry)), None)
-        if other is not None:
-            msg = f"{dst} also holds {other.name!r}, which is no part of a checkpoint: it is not replaced"
-            raise CheckpointExistsError(msg, path=dst)
-    return before
-
-
-def place_on_store(
-    src: Path, files: Sequence[Path], dst: Url, options: StorageOptions | None, *, overwrite: bool
-) -> Place:
+def place_on_store(dst: Url, options: StorageOptions | None, *, overwrite: bool) -> Place:
     """A destination on a store, as it is now: the commit replaces that, and nothing else.
 
     Raises:
-        ValueError: it is the source, or a file of it.
         CheckpointExistsError: there is a checkpoint, and ``overwrite`` is not set.
         StorageError: see :mod:`dcp_rs.errors`.
     """
-    _check_apart(src, files, dst)
     to = Destination(dst, options)
     to.prepare(None, overwrite=overwrite)
     return Place(dst, dst, to, to.begin(None, overwrite=overwrite))
 
 
-def _check_apart(src: Path, files: Sequence[Path], dst: Url) -> None:
-    if str(dst) in {str(src), str(src.parent), *map(str, files)}:
-        msg = f"the destination {dst} is the source, or part of it"
-        raise ValueError(msg)
-
-
 @contextmanager
 def place_before_store(
-    src: Path,
-    files: Sequence[Path],
     dst: Url,
     options: StorageOptions | None,
     write: WriteOptions,
@@ -107,12 +66,10 @@ def place_before_store(
     Files of other formats are not written from their beginning to their end. The one that names the others is sent last.
 
     Raises:
-        ValueError: it is the source, or a file of it.
         CheckpointExistsError: something is there, and ``overwrite`` is not set; or it is a folder, which a store cannot replace in one step.
         StorageUnclearError: it cannot be told whether the result is there, or will be in a moment. Nothing of it is removed.
         StorageError: see :mod:`dcp_rs.errors`.
     """
-    _check_apart(src, files, dst)
     store = _core.Store(os.fspath(dst), options_for(dst, options) or {})
     limits = {"threads": write.threads or 0, "max_inflight_bytes": write.inflight_bytes(accelerator=False)}
     with tempfile.TemporaryDirectory(prefix="dcp-rs-convert-") as scratch:
@@ -174,15 +131,6 @@ def _new_folder(store: _core.Store, dst: Url) -> Iterator[tuple[Path, bytes]]:
 
 def _names_others(path: Path) -> bool:
     return path.name == ".metadata" or path.name.endswith(".index.json")
-
-
-def _is_of_a_checkpoint(entry: Path) -> bool:
-    endings = ("index.dcprs", ".metadata", ".distcp", ".safetensors", ".safetensors.index.json", _core.LOCK_NAME)
-    return entry.name.endswith(endings) and not entry.is_dir()
-
-
-def _is_lock(entry: Path) -> bool:
-    return entry.name == _core.LOCK_NAME
 
 
 @contextmanager
