@@ -36,6 +36,7 @@ def merge_fsdp_weights(
     Raises:
         CheckpointNotFoundError: (a ``FileNotFoundError``) there is no checkpoint; where ``save_state`` made the folder, the message says what to pass.
         UnsupportedError: safetensors cannot hold what is there.
+        ValueError: ``output_path`` is in the folder that is to be removed.
         Exception: as :func:`dcp_rs.convert`. What the first rank raises, all of them do.
     """
     Ranks().told_by_first(
@@ -48,6 +49,9 @@ def _merge(folder: Path, output: Path, safe: bool, remove: bool) -> None:
     if inside:
         msg = f"{folder} was made by save_state: pass {' or '.join(str(folder / part) for part in inside)}"
         raise CheckpointNotFoundError(msg, path=folder)
+    if remove and folder.resolve() in (output.resolve(), *output.resolve().parents):
+        msg = f"{output} is in {folder}, which remove_checkpoint_dir=True would remove with it: write it elsewhere"
+        raise ValueError(msg)
     index = open_index(folder, rank=None, allow_external=False)
     paths = [index.planner_path(number) for number in range(index.tensor_count)]
     # {"model": ...} or {"optimizer": ...}, as accelerate saves them: what is in it is written.

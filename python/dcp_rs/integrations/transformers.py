@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from dcp_rs import _core
+from dcp_rs._url import location
 from dcp_rs.checkpoint.elements import safetensors_name
 from dcp_rs.checkpoint.locate import local_path, open_index
 from dcp_rs.checkpoint.names import explain_missing, selector
 from dcp_rs.checkpoint.renaming import Rename, renamer
 from dcp_rs.conversion import ConvertReport, convert
 from dcp_rs.conversion.place import new_place
+from dcp_rs.conversion.replacing import check_apart
 from dcp_rs.errors import CheckpointExistsError, PlanError
 from dcp_rs.integrations._needs import framework
 from dcp_rs.options import ReadArguments, ReadOptions
@@ -207,6 +209,7 @@ def save_pretrained(
     Raises:
         CheckpointExistsError: ``out`` is there, and ``overwrite`` is not set; or it holds more than such a folder; or something came there meanwhile.
         FileNotFoundError: there is no configuration.
+        ValueError: ``out`` is the checkpoint or the folder of the configuration, or holds a file of one, wherever links and an index lead.
         Exception: as :func:`dcp_rs.convert`.
     """
     source = local_path(config) if config is not None else local_path(path)
@@ -217,6 +220,8 @@ def save_pretrained(
         msg = f"{source} is {said}: config= says where the model's configuration is"
         raise FileNotFoundError(msg)
     target = Path(os.path.abspath(local_path(out)))  # noqa: PTH100  # Path.resolve would follow the last link
+    index = open_index(path, rank=None, allow_external=False)
+    check_apart([location(path), index.path, *index.file_paths(), source, *beside.values()], target)
     with new_place(target, _check_free(target, overwrite=overwrite), as_file=False) as place:
         report = convert(
             path,

@@ -1,0 +1,29 @@
+"""``merge_fsdp_weights``, which needs no accelerate."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dcp_rs
+from dcp_rs.integrations.accelerate import merge_fsdp_weights
+
+
+@pytest.mark.parametrize("inside", [".", "merged"])
+def test_what_is_written_is_not_removed_with_the_checkpoint(tmp_path: Path, inside: str) -> None:
+    """The weights went to a folder that was removed next: nothing was left of them."""
+    weights = {"a": torch.ones(3), "b.c": torch.zeros(2)}
+    folder = tmp_path / "ckpt"
+    dcp_rs.save({"model": weights}, folder)
+    (tmp_path / "link").symlink_to(folder)
+    for named in (folder, tmp_path / "link"):
+        with pytest.raises(ValueError, match="remove_checkpoint_dir"):
+            merge_fsdp_weights(folder, named / inside, remove_checkpoint_dir=True)
+    assert dcp_rs.verify(folder)
+    merge_fsdp_weights(folder, folder / inside)
+    assert set(load_file(folder / inside / "model.safetensors")) == set(weights)
+    merge_fsdp_weights(folder, tmp_path / "merged", remove_checkpoint_dir=True)
+    loaded = load_file(tmp_path / "merged" / "model.safetensors")
+    assert all(torch.equal(loaded[name], weight) for name, weight in weights.items())
+    assert not folder.exists()

@@ -1,0 +1,54 @@
+"""Where ``save_pretrained`` may write; what transformers makes of the result is in ``tests/frameworks``. It needs no transformers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import dcp_rs
+from dcp_rs.integrations.transformers import save_pretrained
+
+W = {"a": torch.full((3,), 1.001), "b": torch.zeros(2)}
+
+
+def model(path: Path) -> Path:
+    path.mkdir()
+    save_file(W, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def same(path: Path) -> bool:
+    loaded = load_file(path / "model.safetensors")
+    return loaded.keys() == W.keys() and all(torch.equal(loaded[name], tensor) for name, tensor in W.items())
+
+
+def test_the_source_is_never_the_destination(tmp_path: Path) -> None:
+    """What was not included was gone, and the rest was of another dtype: only ``convert`` looked, at a temporary folder."""
+    real = model(tmp_path / "real")
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for file in real.iterdir():
+        (linked / file.name).symlink_to(f"../real/{file.name}")
+    how = {"overwrite": True, "include": "a", "dtype": "bf16"}
+    for src in (real, linked, real / "model.safetensors"):
+        for out in (real, tmp_path):
+            with pytest.raises(ValueError, match="is the source"):
+                save_pretrained(src, out, config=real, **how)
+    with pytest.raises(ValueError, match="is the source"):
+        save_pretrained(real, real, **how)
+    assert same(real)
+
+
+def test_the_configuration_stays_where_it_is(tmp_path: Path) -> None:
+    """The base model was replaced, whose configuration was all that was asked for."""
+    base = model(tmp_path / "base")
+    dcp_rs.save({"a": torch.ones(3)}, tmp_path / "ckpt")
+    with pytest.raises(ValueError, match="is the source"):
+        save_pretrained(tmp_path / "ckpt", base, config=base, overwrite=True)
+    assert same(base)
+    save_pretrained(tmp_path / "ckpt", tmp_path / "out", config=base)
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    save_pretrained(base, tmp_path / "out", overwrite=True)
+    assert same(tmp_path / "out")
