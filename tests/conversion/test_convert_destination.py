@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import dcp_rs
 from dcp_rs.errors import CheckpointExistsError
@@ -135,3 +136,151 @@ def test_a_hard_link_is_replaced_and_the_source_stays(tmp_path: Path) -> None:
     dcp_rs.convert(src, tmp_path / "out.pt", include="a", overwrite=True)
     judge("torch", src, W)
     judge("torch", tmp_path / "out.pt", {"a": W["a"]})
+
+
+def several(folder: Path) -> str:
+    folder.mkdir()
+    for name in ("one", "two"):
+        save_file(W, folder / f"{name}.safetensors")
+    return "several models"
+
+
+def a_model_and_another(folder: Path) -> str:
+    make("safetensors", W, folder)
+    save_file(W, folder / "adapter_model.safetensors")
+    return "adapter_model.safetensors"
+
+
+def a_save_and_a_model(folder: Path) -> str:
+    make("dcp-rs", W, folder)
+    save_file(W, folder / "model.safetensors")
+    return "model.safetensors"
+
+
+def two_saves(folder: Path) -> str:
+    make("dcp", W, folder)
+    make("dcp-rs", W, folder)
+    return r"\.metadata"
+
+
+def text(folder: Path) -> str:
+    folder.mkdir()
+    (folder / "notes.safetensors").write_text("mine")
+    return r"does not open as one checkpoint.*notes\.safetensors"
+
+
+def text_of_torch(folder: Path) -> str:
+    make("dcp", W, folder)
+    (folder / "notes.distcp").write_text("mine")
+    return "notes.distcp"
+
+
+def a_folder_of_such_a_name(folder: Path) -> str:
+    make("dcp-rs", W, folder)
+    (folder / "old.safetensors").mkdir()
+    return "old.safetensors"
+
+
+def an_index_of_another(folder: Path) -> str:
+    a_series(folder)
+    (folder / "other.safetensors.index.json").write_text('{"weight_map": {"x": "other.safetensors"}}')
+    return "other.safetensors.index.json"
+
+
+def names_that_only_end_so(folder: Path) -> str:
+    make("dcp", W, folder)
+    (folder / "my.metadata").write_text("mine")
+    return "my.metadata"
+
+
+@pytest.mark.parametrize(
+    "lay",
+    [
+        several,
+        a_model_and_another,
+        a_save_and_a_model,
+        two_saves,
+        text,
+        text_of_torch,
+        a_folder_of_such_a_name,
+        an_index_of_another,
+        names_that_only_end_so,
+    ],
+)
+def test_a_folder_that_holds_more_than_one_checkpoint_is_not_replaced(
+    tmp_path: Path, lay: Callable[[Path], str]
+) -> None:
+    """All that ended in .safetensors was replaced: several models, and a text."""
+    src, dst = make("torch", {"x": torch.ones(1)}, tmp_path / "src.pt"), tmp_path / "dst"
+    named = lay(dst)
+    before = {file.name: file.read_bytes() for file in dst.iterdir() if file.is_file()}
+    with pytest.raises(CheckpointExistsError, match=named):
+        dcp_rs.convert(src, dst, overwrite=True)
+    assert {file.name: file.read_bytes() for file in dst.iterdir() if file.is_file()} == before
+    assert not leftovers(tmp_path)
+
+
+def a_series(folder: Path) -> None:
+    dcp_rs.convert(make("torch", W, folder.with_suffix(".pt")), folder, to="safetensors", shards=2)
+    assert len(list(folder.iterdir())) == 3
+
+
+def an_indexed_series(folder: Path) -> None:
+    a_series(folder)
+    dcp_rs.index(folder)
+
+
+def an_index_over_torch(folder: Path) -> None:
+    make("dcp", W, folder)
+    dcp_rs.index(folder)
+
+
+def without_its_index(folder: Path) -> None:
+    make("dcp-rs", W, folder)
+    (folder / "index.dcprs").unlink()
+
+
+def with_a_damaged_index(folder: Path) -> None:
+    make("dcp-rs", W, folder)
+    (folder / "index.dcprs").write_bytes(b"damaged")
+
+
+def an_index_and_no_data(folder: Path) -> None:
+    make("dcp-rs", W, folder)
+    next(folder.glob("*.safetensors")).unlink()
+
+
+def torch_without_metadata(folder: Path) -> None:
+    make("dcp", W, folder)
+    (folder / ".metadata").unlink()
+
+
+def torch_with_damaged_metadata(folder: Path) -> None:
+    make("dcp", W, folder)
+    (folder / ".metadata").write_bytes(b"damaged")
+
+
+def of_one_rank(folder: Path) -> None:
+    make("dcp-rs", W, folder)
+    (folder / "index.dcprs").rename(folder / "__0.index.dcprs")
+
+
+@pytest.mark.parametrize(
+    "lay",
+    [
+        a_series,
+        an_indexed_series,
+        an_index_over_torch,
+        without_its_index,
+        with_a_damaged_index,
+        an_index_and_no_data,
+        torch_without_metadata,
+        torch_with_damaged_metadata,
+        of_one_rank,
+    ],
+)
+def test_one_checkpoint_is_replaced_and_be_it_damaged(tmp_path: Path, lay: Callable[[Path], None]) -> None:
+    dst = tmp_path / "dst"
+    lay(dst)
+    dcp_rs.convert(make("torch", W, tmp_path / "src.pt"), dst, overwrite=True)
+    judge("dcp-rs", dst, W)

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import dcp_rs
+from dcp_rs.errors import CheckpointExistsError
 from dcp_rs.integrations.transformers import save_pretrained
 
 W = {"a": torch.full((3,), 1.001), "b": torch.zeros(2)}
@@ -52,3 +53,25 @@ def test_the_configuration_stays_where_it_is(tmp_path: Path) -> None:
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
     save_pretrained(base, tmp_path / "out", overwrite=True)
     assert same(tmp_path / "out")
+
+
+def test_only_a_folder_of_one_model_is_replaced(tmp_path: Path) -> None:
+    base, out = model(tmp_path / "base"), model(tmp_path / "out")
+    (out / "tokenizer.model").write_text("of the model")
+    save_pretrained(base, out, overwrite=True)
+    assert not (out / "tokenizer.model").exists()
+    for name, add in {
+        "other.safetensors": lambda path: save_file(W, path),
+        "notes.safetensors": lambda path: path.write_text("mine"),
+        "notes.pdf": lambda path: path.write_text("mine"),
+    }.items():
+        add(out / name)
+        with pytest.raises(CheckpointExistsError, match=name):
+            save_pretrained(base, out, overwrite=True)
+        (out / name).unlink()
+    (out / "model.safetensors").write_text("damaged")
+    with pytest.raises(CheckpointExistsError, match="does not open as one checkpoint"):
+        save_pretrained(base, out, overwrite=True)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointExistsError, match="no folder"):
+        save_pretrained(base, tmp_path / "file", overwrite=True)

@@ -93,7 +93,7 @@ def convert(
             Renamed entries are not nested any more, unless all that is written was in one container, and is named as it is there.
         name: what files are called in a folder of ``to="safetensors"``: ``"model"`` for transformers, ``"diffusion_pytorch_model"``, ``"adapter_model"``.
         skip_unsupported: leave out what ``out`` cannot hold; without it that is an error.
-        overwrite: replace the checkpoint that is at ``out`` when this begins.
+        overwrite: replace the checkpoint that is at ``out`` when this begins: a file; or a folder that holds one checkpoint, which may be damaged, and nothing else.
         progress: called now and then with the bytes written, and all that are to be written; ``True`` draws a bar, on a terminal and in notebooks.
         threads: see :class:`dcp_rs.options.ReadOptions`.
         verify: check the source's digests on the way, where it has some: the result gets digests of its own, which would make damage look whole.
@@ -109,7 +109,7 @@ def convert(
 
     Raises:
         CheckpointNotFoundError, CorruptIndexError, CorruptDataError, UnsafePickleError: from the source.
-        CheckpointExistsError: ``out`` is there, and ``overwrite`` is not set; or it holds more than a checkpoint; or something came there meanwhile, which
+        CheckpointExistsError: ``out`` is there, and ``overwrite`` is not set; or it holds more than one checkpoint; or something came there meanwhile, which
             is not replaced; or it is a folder on a store, and not ``to="dcp-rs"``.
         UnsupportedError: ``out`` cannot hold something; it is named.
         StoragePreconditionError: something was stored at ``out`` meanwhile, and was not touched.

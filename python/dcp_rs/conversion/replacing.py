@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from dcp_rs import _core
 from dcp_rs._url import Url
-from dcp_rs.errors import CheckpointExistsError
+from dcp_rs.checkpoint.locate import INDEX_NAME, STOCK_NAME, is_data_file
+from dcp_rs.errors import CheckpointExistsError, DcpRsError
 
 __all__ = ["check_apart", "check_place"]
 
+#: What a rank writes: its data under torch, and what it publishes alone.
+_OF_A_RANK = re.compile(rf"__\d+(_\d+\.distcp|\.{re.escape(INDEX_NAME)}|\.metadata)")
+#: What anybody gives such names: whether a file is one of a checkpoint is seen when that is opened.
+_MODELS = (".safetensors", ".safetensors.index.json", ".distcp")
 #: Links that are followed from one path: as many as Linux follows.
 _LINKS = 40
 
 
-def check_place(paths: Iterable[Path], dst: Path, *, overwrite: bool) -> _core.Occupant | None:
+def check_place(
+    paths: Iterable[Path], dst: Path, *, overwrite: bool, is_part: Callable[[str], bool] | None = None
+) -> _core.Occupant | None:
     """What is at ``dst`` and may be replaced: for :func:`dcp_rs.conversion.place.new_place`. None where there is nothing.
 
     Args:
         paths: of the source: itself, what it was opened from, and its files.
         dst: where the result goes.
         overwrite: whether a checkpoint that is there gives way.
+        is_part: whether a file of this name may be in a folder that gives way; default: if it may be one of a checkpoint's own.
 
     Raises:
         ValueError: writing it would change the source.
@@ -39,10 +48,7 @@ def check_place(paths: Iterable[Path], dst: Path, *, overwrite: bool) -> _core.O
         msg = f"{dst} is neither a folder nor a file, and is not replaced"
         raise CheckpointExistsError(msg, path=dst)
     if dst.is_dir():
-        other = next((entry for entry in sorted(dst.iterdir()) if not _is_of_a_checkpoint(entry)), None)
-        if other is not None:
-            msg = f"{dst} also holds {other.name!r}, which is no part of a checkpoint: it is not replaced"
-            raise CheckpointExistsError(msg, path=dst)
+        _check_folder(dst, is_part or _is_of_a_checkpoint)
     return before
 
 
@@ -101,9 +107,63 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _is_of_a_checkpoint(entry: Path) -> bool:
-    endings = ("index.dcprs", ".metadata", ".distcp", ".safetensors", ".safetensors.index.json", _core.LOCK_NAME)
-    return entry.name.endswith(endings) and not entry.is_dir()
+def _check_folder(folder: Path, is_part: Callable[[str], bool]) -> None:
+    """Raises unless what is there is one checkpoint. A damaged one need not open, if names tell that each file was written for one."""
+    entries = {entry.name: entry for entry in sorted(folder.iterdir())}
+    for name, entry in entries.items():
+        if entry.is_dir() or not is_part(name):
+            raise _holds_more(folder, name)
+    models = [name for name in entries if name.endswith(_MODELS) and not _is_told_by_name(name)]
+    is_two = INDEX_NAME in entries and STOCK_NAME in entries
+    if not models and not is_two:
+        return
+    try:
+        index = _open(folder)
+    except (DcpRsError, OSError) as error:
+        if not models:
+            return
+        msg = f"{folder} does not open as one checkpoint, and is not replaced ({error}); remove what is there, or choose another place"
+        raise CheckpointExistsError(msg, path=folder) from error
+    if is_two and index.source == "dcp-rs":
+        raise _holds_more(folder, STOCK_NAME)
+    own = _names(index)
+    for name in models:
+        if name not in own and not (name.endswith(".json") and _indexes(entries[name], own)):
+            raise _holds_more(folder, name)
+
+
+def _holds_more(folder: Path, name: str) -> CheckpointExistsError:
+    msg = f"{folder} also holds {name!r}, which is no part of a checkpoint, or not of the one there: it is not replaced; move what is to stay, or choose another place"
+    return CheckpointExistsError(msg, path=folder)
+
+
+def _open(path: Path) -> _core.Index:
+    return _core.Index.open(os.fspath(path), None, True, None)  # wherever its data is: nothing of it is read
+
+
+def _names(index: _core.Index) -> set[str]:
+    return {path.name for path in index.file_paths()}
+
+
+def _indexes(path: Path, files: set[str]) -> bool:
+    """Whether an index of Hugging Face is one of these files."""
+    try:
+        return _names(_open(path)) <= files
+    except (DcpRsError, OSError):
+        return False
+
+
+def _is_of_a_checkpoint(name: str) -> bool:
+    return _is_told_by_name(name) or name.endswith(_MODELS)
+
+
+def _is_told_by_name(name: str) -> bool:
+    """Whether only this package, or torch, gives files such a name."""
+    return (
+        name in (INDEX_NAME, STOCK_NAME, _core.LOCK_NAME)
+        or is_data_file(name)
+        or _OF_A_RANK.fullmatch(name) is not None
+    )
 
 
 def _is_lock(entry: Path) -> bool:

@@ -19,7 +19,7 @@ from dcp_rs.checkpoint.names import explain_missing, selector
 from dcp_rs.checkpoint.renaming import Rename, renamer
 from dcp_rs.conversion import ConvertReport, convert
 from dcp_rs.conversion.place import new_place
-from dcp_rs.conversion.replacing import check_apart
+from dcp_rs.conversion.replacing import check_place
 from dcp_rs.errors import CheckpointExistsError, PlanError
 from dcp_rs.integrations._needs import framework
 from dcp_rs.options import ReadArguments, ReadOptions
@@ -204,7 +204,7 @@ def save_pretrained(
         rename, include, exclude, dtype: as for :func:`dcp_rs.convert`; names are those of the model, so that ``rename={"model": ""}`` and
             ``include="model.*"`` take it out of a training state. Names that transformers has of its own (fused experts) stay as they are.
         shards: how many files; default: as many as keep each below 5 GB, one for peft.
-        overwrite: replace such a folder at ``out``.
+        overwrite: replace such a folder at ``out``, of one model.
 
     Raises:
         CheckpointExistsError: ``out`` is there, and ``overwrite`` is not set; or it holds more than such a folder; or something came there meanwhile.
@@ -221,8 +221,12 @@ def save_pretrained(
         raise FileNotFoundError(msg)
     target = Path(os.path.abspath(local_path(out)))  # noqa: PTH100  # Path.resolve would follow the last link
     index = open_index(path, rank=None, allow_external=False)
-    check_apart([location(path), index.path, *index.file_paths(), source, *beside.values()], target)
-    with new_place(target, _check_free(target, overwrite=overwrite), as_file=False) as place:
+    if os.path.lexists(target) and not target.is_dir():
+        msg = f"{target} is no folder, and is not replaced"
+        raise CheckpointExistsError(msg, path=target)
+    paths = [location(path), index.path, *index.file_paths(), source, *beside.values()]
+    before = check_place(paths, target, overwrite=overwrite, is_part=_is_of_a_model)
+    with new_place(target, before, as_file=False) as place:
         report = convert(
             path,
             place.result,
@@ -256,21 +260,6 @@ def _stem(config: Path) -> str:
     return "diffusion_pytorch_model" if "_class_name" in json.loads(config.read_text("utf-8")) else "model"
 
 
-def _check_free(target: Path, *, overwrite: bool) -> _core.Occupant | None:
-    """What is at ``target``, and may be replaced."""
-    before = _core.occupant(os.fspath(target))
-    is_folder = target.is_dir() and not target.is_symlink()
-    if before is None or (is_folder and not any(target.iterdir())):
-        return before
-    if not overwrite:
-        msg = f"{target} exists; overwrite=True replaces it"
-        raise CheckpointExistsError(msg, path=target)
-    if not is_folder:
-        msg = f"{target} is no folder, and is not replaced"
-        raise CheckpointExistsError(msg, path=target)
-    for entry in sorted(target.iterdir()):
-        is_known = entry.suffix in _BESIDE or entry.name.endswith(_WEIGHTS) or entry.name == _core.LOCK_NAME
-        if entry.is_dir() or not is_known:
-            msg = f"{target} also holds {entry.name!r}, which is no part of a model: it is not replaced"
-            raise CheckpointExistsError(msg, path=target)
-    return before
+def _is_of_a_model(name: str) -> bool:
+    """Whether a file of this name may be in a model's folder."""
+    return Path(name).suffix in _BESIDE or name.endswith(_WEIGHTS)
