@@ -136,3 +136,21 @@ def test_tensors_that_raw_bytes_cannot_hold(tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "y.pt")["s"].to_dense(), torch.eye(3))
     with pytest.raises(UnsupportedError, match="'s' is not a tensor"):
         dcp_rs.convert(tmp_path / "x.pt", tmp_path / "hf", to="safetensors")
+
+
+@pytest.mark.parametrize("source", ["dcp-rs", "torch"])
+def test_what_wants_a_gradient_goes_on_to_want_it(source: str, tmp_path: Path) -> None:
+    """Of complex numbers that was lost: in a file of torch.save, and where a save took a part of a tensor or its conjugate."""
+    kinds = (torch.float32, torch.bfloat16, torch.complex64, torch.complex128)
+    state = {str(dtype): torch.ones(4, dtype=dtype, requires_grad=True) for dtype in kinds}
+    state |= {f"part of {name}": tensor[::2] for name, tensor in state.items()}
+    state |= {"conjugate": torch.ones(2, dtype=torch.complex64, requires_grad=True).conj(), "none": torch.ones(2)}
+    if source == "torch":  # which does not save what a graph made
+        state = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in state.items()}
+    src = make(source, state, tmp_path / "src")
+    dcp_rs.convert(src, tmp_path / "out.pt")
+    again = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert {name for name, tensor in again.items() if tensor.requires_grad} == state.keys() - {"none"}
+    assert_state_equal(
+        {name: tensor.detach() for name, tensor in again.items()}, {n: t.detach() for n, t in state.items()}
+    )

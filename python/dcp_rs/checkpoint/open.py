@@ -14,7 +14,7 @@ from dcp_rs.checkpoint.stream import stream
 from dcp_rs.checkpoint.whole import read_whole
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
-from dcp_rs.tensors.dtypes import REQUIRES_GRAD
+from dcp_rs.tensors.dtypes import REQUIRES_GRAD, can_require_grad
 from dcp_rs.tensors.nesting import Container, TreePath, nest
 from dcp_rs.tensors.trees import number_parameters
 from dcp_rs.transfer.load import fill
@@ -49,7 +49,7 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
     def _tensor(self, tensor: int, entry: _core.TensorEntry) -> torch.Tensor:
         dtype, shape = stored_dtype(entry.name, entry.dtype), entry.shape
         if self._device.type == "meta":
-            requires_grad = (dtype.is_floating_point or dtype.is_complex) and bool(entry.flags & REQUIRES_GRAD)
+            requires_grad = can_require_grad(dtype) and bool(entry.flags & REQUIRES_GRAD)
             return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
         if self._is_in_place and entry.chunk_count == 1:
             return self._view(tensor, dtype, shape)

@@ -13,6 +13,7 @@ from dcp_rs.conversion.place import Place
 from dcp_rs.conversion.stand_ins import StandIns
 from dcp_rs.errors import UnsafePickleError
 from dcp_rs.tensors import objects
+from dcp_rs.tensors.dtypes import REQUIRES_GRAD, can_require_grad
 from dcp_rs.tensors.nesting import Container, name_of, nest, shown
 from dcp_rs.tensors.trees import number_parameters
 
@@ -53,7 +54,7 @@ def write(job: Job, place: Place) -> None:
         flat[task.name] = flat[kept].detach()
         job.advance(task.nbytes)
     for task in job.tasks:
-        if task.item.flags & 1 and isinstance(flat[task.name], torch.Tensor) and flat[task.name].is_floating_point():
+        if task.dtype is not None and can_require_grad(task.dtype) and task.item.flags & REQUIRES_GRAD:
             flat[task.name] = flat[task.name].detach().requires_grad_()
     nested = _state_dict(job, flat)
     stream = stand_ins.stream(_NAME)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_rs import _core, _torch
 from dcp_rs.errors import PlanError, UnsupportedError
-from dcp_rs.tensors.dtypes import NAMES
+from dcp_rs.tensors.dtypes import NAMES, can_require_grad
 from dcp_rs.tensors.shards import Layouts, global_shape, local_pieces
 from dcp_rs.transfer.entry import Entry
 from dcp_rs.transfer.save import dump, refuse_meta, why_not_raw
@@ -97,7 +97,7 @@ def held_items(
         if refusal is not None:
             msg = f"tensor {fqn!r}: a shard of it cannot be saved: {refusal}"
             raise UnsupportedError(msg, tensor=fqn)
-        if value.requires_grad and not tensor.requires_grad and tensor.is_floating_point():
+        if value.requires_grad and not tensor.requires_grad and can_require_grad(tensor.dtype):
             tensor = tensor.detach().requires_grad_()
         others.append(HeldItem(fqn, tensor, path, position, shape, tuple(piece.offsets), becomes(tensor.dtype)))
     return others

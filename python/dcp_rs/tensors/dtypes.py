@@ -39,6 +39,12 @@ NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in BY_NAME.items()}
 #: The bit of a tensor's ``flags`` that says it requires grad (section 3.3 of the format).
 REQUIRES_GRAD = 1
 
+
+def can_require_grad(dtype: torch.dtype) -> bool:
+    """Whether torch lets tensors of it require a gradient."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 #: Dtypes whose bytes are copied as integers: not every device has a copy for them.
 _YOUNG = (
     *("uint16", "uint32", "uint64", "complex32", "bcomplex32"),
