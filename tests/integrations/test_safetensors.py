@@ -12,6 +12,7 @@ import safetensors.torch as stock
 import torch
 
 import dcp_rs
+from dcp_rs.checkpoint import elements
 from dcp_rs.errors import CheckpointNotFoundError, DcpRsError, EntryNotFoundError, PlanError, UnsupportedError
 
 DTYPES = [
@@ -29,6 +30,12 @@ DTYPES = [
     *(torch.float16, torch.float32, torch.float64, torch.bfloat16, torch.complex64),
     *(torch.float8_e4m3fn, torch.float8_e5m2),
 ]
+#: What safetensors 0.5 lacks: by the release that has it.
+YOUNG = {
+    (0, 6): ["float8_e8m0fnu", "float4_e2m1fn_x2"],
+    (0, 7): ["complex64"],
+    (0, 8): ["float8_e4m3fnuz", "float8_e5m2fnuz"],
+}
 
 
 def tensors():
@@ -77,6 +84,52 @@ def test_a_backend_that_is_none_is_an_error(tmp_path):
         dcp_rs.load_file(tmp_path / "model.safetensors", backend="nmap")
 
 
+def young(name):
+    dtype = getattr(torch, name)
+    return torch.arange(1, 1 + 8 * dtype.itemsize, dtype=torch.uint8).view(dtype).view(4, 2)
+
+
+def test_types_that_came_later_are_written_as_safetensors_writes_them(tmp_path):
+    """They were refused, as what safetensors cannot hold, and ``get_slice`` called them otherwise."""
+    here = tuple(map(int, safetensors.__version__.split(".")[:2]))
+    wanted = {name: young(name) for since, names in YOUNG.items() if here >= since for name in names}
+    wanted |= {f"empty {name}": tensor[:, :0] for name, tensor in wanted.items()}
+    ours, theirs, converted = (tmp_path / f"{name}.safetensors" for name in ("ours", "theirs", "converted"))
+    dcp_rs.save_file(wanted, ours)
+    stock.save_file(wanted, theirs)
+    dcp_rs.save(wanted, tmp_path / "native")
+    dcp_rs.convert(tmp_path / "native", converted)
+    for path in (ours, converted):
+        same(stock.load_file(path), wanted)
+    with safetensors.safe_open(theirs, "pt") as known:
+        for path in (ours, theirs, converted, tmp_path / "native"):
+            same(dcp_rs.load_file(path), wanted)
+            with dcp_rs.open(path) as opened:
+                for name in wanted:
+                    mine, their = opened.get_slice(name), known.get_slice(name)
+                    assert (mine.get_dtype(), mine.get_shape()) == (their.get_dtype(), their.get_shape()), name
+                    assert (mine.dtype, mine.shape) == (wanted[name].dtype, wanted[name].shape)
+                    same({name: mine[1:3]}, {name: wanted[name][1:3]})
+        for path in (ours, converted):
+            with safetensors.safe_open(path, "pt") as read:
+                for name in wanted:
+                    assert read.get_slice(name).get_shape() == known.get_slice(name).get_shape()
+
+
+@pytest.mark.parametrize(("since", "name"), [(since, name) for since, names in YOUNG.items() for name in names])
+def test_what_the_installed_safetensors_could_not_read_is_not_written(tmp_path, monkeypatch, since, name):
+    before = (since[0], since[1] - 1)
+    said = rf"{name}, which safetensors has from {since[0]}\.{since[1]} on: {before[0]}\.{before[1]} is installed"
+    dcp_rs.save({"w": young(name)}, tmp_path / "native")
+    monkeypatch.setattr(elements, "_safetensors_version", lambda: before)
+    with pytest.raises(UnsupportedError, match=said):
+        dcp_rs.save_file({"w": young(name)}, tmp_path / "w.safetensors")
+    with pytest.raises(UnsupportedError, match=said):
+        dcp_rs.convert(tmp_path / "native", tmp_path / "w.safetensors")
+    monkeypatch.setattr(elements, "_safetensors_version", lambda: since)
+    dcp_rs.save_file({"w": young(name)}, tmp_path / "w.safetensors")
+
+
 def test_signatures_are_those_of_safetensors():
     for name in ("load_file", "save_file"):
         theirs = inspect.signature(getattr(stock, name)).parameters
@@ -116,9 +169,10 @@ def test_an_empty_file(tmp_path):
         ({"a": torch.eye(2).to_sparse()}, UnsupportedError, "'a': its layout"),
         ({"a": torch.zeros(1, dtype=torch.complex128)}, UnsupportedError, "'a': its dtype is complex128"),
         ({"a": torch.zeros(1, device="meta")}, UnsupportedError, "'a' is on the meta device"),
+        ({"a": young("float4_e2m1fn_x2")[0, 0]}, UnsupportedError, "'a': its dtype is float4.*without a dimension"),
         ({"__metadata__": torch.zeros(1)}, UnsupportedError, "keeps for itself"),
     ],
-    ids=["strided", "number", "key", "list", "sparse", "dtype", "meta", "metadata"],
+    ids=["strided", "number", "key", "list", "sparse", "dtype", "meta", "pairs", "metadata"],
 )
 def test_what_cannot_be_saved(tmp_path, saved, error, message):
     path = tmp_path / "model.safetensors"

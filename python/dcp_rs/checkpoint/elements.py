@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from dcp_rs.errors import UnsupportedError
@@ -11,7 +13,15 @@ from dcp_rs.errors import UnsupportedError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["ITEMSIZES", "SAFETENSORS_NAMES", "bits_dtype", "has_ml_dtypes", "numpy_dtype", "safetensors_name"]
+__all__ = [
+    "ITEMSIZES",
+    "bits_dtype",
+    "has_ml_dtypes",
+    "numpy_dtype",
+    "safetensors_name",
+    "safetensors_shape",
+    "why_not_safetensors",
+]
 
 #: Bytes of an element (section 6 of the format).
 ITEMSIZES = {
@@ -25,7 +35,7 @@ ITEMSIZES = {
 }
 
 #: The types that safetensors and torch share, by their names in a header (``safetensors/src/tensor.rs``).
-SAFETENSORS_NAMES = {
+_SAFETENSORS_NAMES = {
     "bool": "BOOL",
     "uint8": "U8",
     "int8": "I8",
@@ -42,7 +52,13 @@ SAFETENSORS_NAMES = {
     "complex64": "C64",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float4_e2m1fn_x2": "F4",
 }
+#: The first releases of safetensors that read a type; the others are as old as any that torch 2.8 works with.
+_SINCE = {"F8_E8M0": (0, 6), "F4": (0, 6), "C64": (0, 7), "F8_E4M3FNUZ": (0, 8), "F8_E5M2FNUZ": (0, 8)}
 
 _IN_NUMPY = frozenset(
     [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
@@ -56,7 +72,31 @@ _IN_ML_DTYPES = frozenset(
 
 def safetensors_name(name: str) -> str:
     """What a header of safetensors calls the format's dtype ``name``; the same name where it has none."""
-    return SAFETENSORS_NAMES.get(name, name)
+    return _SAFETENSORS_NAMES.get(name, name)
+
+
+def safetensors_shape(name: str, shape: Sequence[int]) -> list[int]:
+    """The sizes that a header of safetensors gives a tensor of the format's dtype ``name``: of float4 it counts values, and torch pairs of them."""
+    return [*shape[:-1], shape[-1] * 2] if name == "float4_e2m1fn_x2" and shape else list(shape)
+
+
+def why_not_safetensors(name: str, shape: Sequence[int]) -> str | None:
+    """What of a dtype keeps a tensor out of files of safetensors, if anything does: they are to be read where they are written."""
+    header = _SAFETENSORS_NAMES.get(name)
+    if header is None:
+        return name
+    if header == "F4" and not shape:
+        return f"{name} without a dimension, which safetensors cannot count in pairs"
+    since, here = _SINCE.get(header, (0, 0)), _safetensors_version()
+    if here < since:
+        return f"{name}, which safetensors has from {since[0]}.{since[1]} on: {here[0]}.{here[1]} is installed"
+    return None
+
+
+@cache
+def _safetensors_version() -> tuple[int, int]:
+    major, minor = version("safetensors").split(".")[:2]
+    return int(major), int(minor)
 
 
 def bits_dtype(name: str) -> np.dtype[Any]:

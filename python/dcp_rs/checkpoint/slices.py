@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Generic, TypeVar
 
-from dcp_rs.checkpoint.elements import safetensors_name
+from dcp_rs.checkpoint.elements import safetensors_name, safetensors_shape
 from dcp_rs.checkpoint.mapping import OpenCheckpoint
 from dcp_rs.tensors.boxes import selection
 
@@ -31,8 +31,8 @@ class StoredSlice(Generic[T]):
         self.shape = entry.shape
 
     def get_shape(self) -> list[int]:
-        """The sizes, as ``safetensors`` slices give them."""
-        return list(self.shape)
+        """The sizes, as ``safetensors`` slices give them: of float4 the last one counts values, where ``shape`` counts torch's pairs."""
+        return safetensors_shape(self._stored or "", self.shape)
 
     def get_dtype(self) -> str:
         """What a header of safetensors calls the dtype, as its slices give it; torch's name of one that it lacks."""

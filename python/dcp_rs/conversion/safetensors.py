@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from dcp_rs import _core
-from dcp_rs.checkpoint.elements import SAFETENSORS_NAMES
+from dcp_rs.checkpoint.elements import safetensors_name, safetensors_shape, why_not_safetensors
 from dcp_rs.conversion.job import Job, Task, split
 from dcp_rs.conversion.place import Place
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.dtypes import NAMES
 
-__all__ = ["header", "type_name", "why_not", "write"]
+__all__ = ["header", "why_not", "why_not_of", "write"]
 
 #: A file without a count of shards has at most this many bytes, as transformers cuts it.
 _SHARD_BYTES = 5_000_000_000
@@ -24,17 +24,17 @@ _HEADER_LIMIT = 100_000_000
 _ALIGNMENT = 4096
 
 
-def type_name(dtype: torch.dtype) -> str | None:
-    """What a header calls a dtype; None: safetensors does not have it."""
-    return SAFETENSORS_NAMES.get(NAMES.get(dtype, ""))
+def why_not_of(dtype: torch.dtype, shape: Sequence[int]) -> str | None:
+    """What of its dtype keeps a tensor out, if anything does."""
+    return why_not_safetensors(NAMES.get(dtype, str(dtype).removeprefix("torch.")), shape)
 
 
 def why_not(task: Task) -> str | None:
     """Why safetensors cannot hold an entry, if it cannot."""
     if task.dtype is None:
         return "is not a tensor"
-    if type_name(task.dtype) is None:
-        return f"is of {str(task.dtype).removeprefix('torch.')}"
+    if (what := why_not_of(task.dtype, task.item.shape)) is not None:
+        return f"is of {what}"
     if task.name == "__metadata__":
         return "has a name that safetensors keeps for itself"
     return None
@@ -86,7 +86,12 @@ def header(metadata: Mapping[str, str] | None, tensors: Iterable[tuple[str, torc
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     at = 0
     for name, dtype, shape, nbytes in tensors:
-        entries[name] = {"dtype": type_name(dtype), "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        called = NAMES[dtype]
+        entries[name] = {
+            "dtype": safetensors_name(called),
+            "shape": safetensors_shape(called, shape),
+            "data_offsets": [at, at + nbytes],
+        }
         at += nbytes
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)

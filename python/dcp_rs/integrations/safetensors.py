@@ -15,7 +15,7 @@ from dcp_rs.checkpoint.locate import local_path, open_index
 from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.checkpoint.whole import read_whole
 from dcp_rs.conversion.place import new_place
-from dcp_rs.conversion.safetensors import header, type_name
+from dcp_rs.conversion.safetensors import header, why_not_of
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.options import ReadArguments, ReadOptions, WriteOptions
 from dcp_rs.transfer.entry import Entry
@@ -146,7 +146,8 @@ def _why_not(name: str, tensor: Any) -> str | None:
         return "the name is one that safetensors keeps for itself"
     if tensor.device.type != "meta" and (refusal := why_not_raw(tensor)) is not None:
         return refusal
-    return None if type_name(tensor.dtype) else f"its dtype is {str(tensor.dtype).removeprefix('torch.')}"
+    what = why_not_of(tensor.dtype, tensor.shape)
+    return None if what is None else f"its dtype is {what}"
 
 
 def _check_apart(entries: list[Entry]) -> None:

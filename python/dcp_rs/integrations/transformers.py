@@ -13,7 +13,7 @@ import torch
 
 from dcp_rs import _core
 from dcp_rs._url import location
-from dcp_rs.checkpoint.elements import safetensors_name
+from dcp_rs.checkpoint.elements import safetensors_name, safetensors_shape
 from dcp_rs.checkpoint.locate import local_path, open_index
 from dcp_rs.checkpoint.names import explain_missing, selector
 from dcp_rs.checkpoint.renaming import Rename, renamer
@@ -54,8 +54,8 @@ class StoredTensor:
         return values[local]
 
     def get_shape(self) -> list[int]:
-        """The sizes."""
-        return list(self.shape)
+        """The sizes, as slices of safetensors give them."""
+        return safetensors_shape(NAMES[self.dtype], self.shape)
 
     def get_dtype(self) -> str:
         """What a header of safetensors calls the dtype."""
