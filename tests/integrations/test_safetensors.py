@@ -221,6 +221,23 @@ def test_a_file_is_replaced_in_one_step(tmp_path):
         dcp_rs.save_file({"a": torch.ones(4)}, tmp_path)
 
 
+@pytest.mark.parametrize("of", ["ü", "重", "x"])
+def test_names_may_be_as_long_as_the_file_system_has_them(tmp_path, of):
+    """A temporary name was 200 characters of it, which may be 800 bytes."""
+    stem = of * (242 // len(of.encode()))
+    path = tmp_path / f"{stem}.safetensors"
+    wanted = {"a": torch.ones(3)}
+    stock.save_file(wanted, path)
+    for _ in range(2):
+        dcp_rs.save_file(wanted, path)
+        same(stock.load_file(path), wanted)
+    for suffix in (".safetensors", ".pt", ""):
+        for _ in range(2):
+            dcp_rs.convert(path, tmp_path / f"{stem[:-1]}b{suffix}", overwrite=True)
+            same(dcp_rs.load_file(tmp_path / f"{stem[:-1]}b{suffix}"), wanted)
+    assert len(os.listdir(tmp_path)) == 4
+
+
 def test_open_does_what_safe_open_does(tmp_path):
     path = tmp_path / "model.safetensors"
     wanted = {"b": torch.randn(6, 4), "a": torch.arange(5), "c": torch.randn(3).bfloat16()}

@@ -24,6 +24,10 @@ from dcp_rs.options import WriteOptions
 __all__ = ["Place", "new_place", "place_before_store", "place_on_store"]
 
 
+#: Of a name: 255 bytes are one to file systems, and those of a temporary folder have a dot, a token of 16 digits, and `.tmp` around it.
+_NAME_BYTES = 255 - len(".") - len(".0123456789abcdef.tmp")
+
+
 @dataclass(frozen=True)
 class Place:
     """A folder of its own beside the destination, and what in it becomes the destination: all of it, or one file. On a store, the destination.
@@ -133,6 +137,14 @@ def _names_others(path: Path) -> bool:
     return path.name == ".metadata" or path.name.endswith(".index.json")
 
 
+def _short(name: str) -> str:
+    """A name that still is one with what comes around it: the first 200 characters, by which :func:`dcp_rs.clean` finds it, or as many as fit."""
+    name = name[:200]
+    while len(os.fsencode(name)) > _NAME_BYTES:
+        name = name[:-1]
+    return name
+
+
 @contextmanager
 def new_place(dst: Path, before: _core.Occupant | Literal["anything"] | None, *, as_file: bool) -> Iterator[Place]:
     """A place to make ``dst`` in. It takes its name at the end; after an error, or Ctrl-C, nothing is left of it.
@@ -145,12 +157,13 @@ def new_place(dst: Path, before: _core.Occupant | Literal["anything"] | None, *,
         OSError: with a ``filename2``, what was at ``dst`` is there now, and could not be put back.
     """
     make_folder(dst.parent)
-    beside = dst.parent / f".{dst.name[:200]}.{secrets.token_hex(8)}.tmp"
+    name = _short(dst.name)
+    beside = dst.parent / f".{name}.{secrets.token_hex(8)}.tmp"
     beside.mkdir()
     is_ours = True
     try:
         _lock = _core.FolderLock(os.fspath(beside))
-        result = beside / dst.name
+        result = beside / name
         if not as_file:
             result.mkdir()
         folder = beside if as_file else result

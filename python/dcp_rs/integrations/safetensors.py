@@ -101,7 +101,9 @@ def save_file(
         values.append(_core.PlacedValue(entry.fqn, 0, at, entry.nbytes))
         at += entry.nbytes
     with new_place(target, "anything", as_file=True) as place:
-        save = _core.Save.create_files(os.fspath(place.folder), [(target.name, head, at)], values, **options.engine())
+        save = _core.Save.create_files(
+            os.fspath(place.folder), [(place.result.name, head, at)], values, **options.engine()
+        )
         try:
             write_entries(save, entries, options)
             save.finish()
