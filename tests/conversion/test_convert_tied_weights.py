@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import dcp_rs
 from support import assert_state_equal, random_tensor
@@ -74,3 +76,32 @@ def test_conjugates_and_negatives_of_one_memory_are_tensors_of_their_own(tmp_pat
     report = dcp_rs.convert(tmp_path / "x.pt", tmp_path / "hf", to="safetensors")
     assert report.tied == {"d": "a"}
     assert_state_equal(load_hf(tmp_path / "hf"), {name: plain[name] for name in "pabc"})
+
+
+@pytest.mark.parametrize("name", ["format", "DCP_SHARDING_INFO", "DCP_VERSION", "DCPRS"])
+def test_a_tied_tensor_takes_no_word_of_the_header(tmp_path: Path, name: str) -> None:
+    """What was noted of it stood for the format of the file, or for where its pieces are: the result did not open."""
+    weight = torch.arange(4.0).reshape(2, 2)
+    torch.save({"emb": weight, name: weight, "other": weight}, tmp_path / "src.pt")
+    report = dcp_rs.convert(tmp_path / "src.pt", tmp_path / "out.safetensors")
+    assert report.tied == {"other": "emb"}
+    with safe_open(tmp_path / "out.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "other": "emb"}
+    for loaded in (load_file(tmp_path / "out.safetensors"), dcp_rs.load_file(tmp_path / "out.safetensors")):
+        assert loaded.keys() == {"emb", name}
+        assert all(torch.equal(tensor, weight) for tensor in loaded.values())
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_a_header_says_is_kept(tmp_path: Path, shards: int) -> None:
+    """But of where pieces are: they are whole."""
+    said = {"format": "flax", "modelspec.title": "näh", "DCP_VERSION": "1.0"}
+    state = {"a": torch.ones(3), "b": torch.zeros(2)}
+    save_file(state, tmp_path / "src.safetensors", said)
+    dcp_rs.convert(tmp_path / "src.safetensors", tmp_path / "out", to="safetensors", shards=shards)
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) == shards
+    for path in files:
+        with safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "flax", "modelspec.title": "näh"}
+    assert dcp_rs.load_file(tmp_path / "out").keys() == state.keys()

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -189,13 +189,10 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         self._check_open()
         if self.source != "safetensors":
             return None
-        said: dict[str, str] = {}
         if self._index.is_remote:
             msg = f"{self.path}: what the headers of files say of themselves is read on the file system"
             raise UnsupportedError(msg, path=self.path)
-        for path in self._index.file_paths():
-            said = safetensors_metadata(path) | said
-        return said or None
+        return safetensors_metadata(self._index.file_paths()) or None
 
     def close(self) -> None:
         """Lets go of the files. Tensors that were handed out stay valid."""
@@ -279,11 +276,14 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         return mapping
 
 
-def safetensors_metadata(path: Path) -> dict[str, str]:
-    """``__metadata__`` of the header of a safetensors file."""
-    with path.open("rb") as file:
-        text = file.read(int.from_bytes(file.read(8), "little"))
-    return json.loads(text).get("__metadata__") or {}
+def safetensors_metadata(paths: Iterable[Path]) -> dict[str, str]:
+    """``__metadata__`` of the headers of safetensors files, the first one's word first."""
+    said: dict[str, str] = {}
+    for path in paths:
+        with path.open("rb") as file:
+            text = file.read(int.from_bytes(file.read(8), "little"))
+        said = (json.loads(text).get("__metadata__") or {}) | said
+    return said
 
 
 def _reopen(open_again: Callable[[], OpenCheckpoint[Any]], identity: str) -> OpenCheckpoint[Any]:

@@ -16,6 +16,7 @@ import torch
 from dcp_rs import _core
 from dcp_rs._url import StorageOptions
 from dcp_rs.checkpoint.locate import open_index
+from dcp_rs.checkpoint.mapping import safetensors_metadata
 from dcp_rs.checkpoint.open import containers_of
 from dcp_rs.errors import (
     CorruptDataError,
@@ -97,6 +98,9 @@ class Source(Protocol):
 
     def value(self, item: Item) -> bytes:
         """A value, as ``torch.save`` writes it."""
+
+    def metadata(self) -> dict[str, str]:
+        """What files of safetensors say of themselves, where they are on the file system; nothing of others."""
 
     def tied(self, items: Sequence[Item]) -> dict[str, str]:
         """Names of tensors that are another one under a second name, and that other name."""
@@ -185,6 +189,11 @@ class IndexSource:
 
     def _bytes(self, number: int) -> bytes:
         return self.index.read_bytes([self.index.first_chunk(number)], **self._options.engine())[0]
+
+    def metadata(self) -> dict[str, str]:
+        """The first file's word first."""
+        has_some = self.kind == "safetensors" and not self.index.is_remote
+        return safetensors_metadata(self.files) if has_some else {}
 
     def tied(self, items: Sequence[Item]) -> dict[str, str]:
         """Tensors that are the same bytes of a file. The first name in the order of the state dict stays, which is that of the modules, but none of a head.

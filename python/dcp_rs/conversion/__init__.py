@@ -242,7 +242,8 @@ def _place(
 
 
 def _without_tied(tied: dict[str, str], tasks: list[Task], report: ConvertReport) -> list[Task]:
-    """One of the tensors that are the same: ``transformers`` and ``safetensors.torch.load_model`` tie them again."""
+    """One of the tensors that are the same, but for those under whose name nothing can be noted: ``transformers`` and ``safetensors.torch.load_model`` tie them again."""
     names = {task.item.name: task.name for task in tasks}
-    report.tied = {names[name]: names[kept] for name, kept in tied.items()}
-    return [task for task in tasks if task.item.name not in tied]
+    noted = {name: kept for name, kept in tied.items() if names[name] not in safetensors.RESERVED}
+    report.tied = {names[name]: names[kept] for name, kept in noted.items()}
+    return [task for task in tasks if task.item.name not in noted]

@@ -16,12 +16,16 @@ from dcp_rs.conversion.place import Place
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.dtypes import NAMES
 
-__all__ = ["header", "why_not", "why_not_of", "write"]
+__all__ = ["RESERVED", "header", "why_not", "why_not_of", "write"]
 
 #: A file without a count of shards has at most this many bytes, as transformers cuts it.
 _SHARD_BYTES = 5_000_000_000
 _HEADER_LIMIT = 100_000_000
 _ALIGNMENT = 4096
+#: What a header says of the pieces in its own file: they are whole tensors in another.
+_OF_PIECES = frozenset({"DCP_SHARDING_INFO", "DCP_VERSION", "DCPRS"})
+#: What of a header's metadata has a meaning, so that no tensor that is left out may be noted under it.
+RESERVED = _OF_PIECES | {"format"}
 
 
 def why_not_of(dtype: torch.dtype, shape: Sequence[int]) -> str | None:
@@ -51,11 +55,12 @@ def write(job: Job, place: Place) -> None:
     files: list[tuple[str, bytes, int]] = []
     values: list[_core.PlacedValue] = []
     order: list[Task] = []
+    said = {key: text for key, text in job.source.metadata().items() if key not in _OF_PIECES}
     for number, (name, run) in enumerate(zip(names, runs, strict=True)):
         # Large elements first, so that every tensor is aligned.
         tasks = sorted(run, key=lambda task: -task.dtype.itemsize if task.dtype else 0)
-        metadata = {"format": "pt"}
-        metadata |= {tied: kept for tied, kept in job.report.tied.items() if any(t.name == kept for t in run)}
+        ties = {tied: kept for tied, kept in job.report.tied.items() if any(t.name == kept for t in run)}
+        metadata = {**ties, "format": "pt", **said}
         head = header(metadata, ((t.name, t.region().dtype, t.item.shape, t.nbytes) for t in tasks))
         at = len(head)
         for task in tasks:
