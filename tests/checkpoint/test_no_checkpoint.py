@@ -105,3 +105,12 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(saved, tmp_path, which)
     with pytest.raises((DcpRsError, OSError)):
         read_all(path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0
+
+
+@pytest.mark.parametrize("name", ["model.pt", "folder"])
+def test_a_link_that_leads_nowhere_is_called_one(tmp_path, name):
+    """The path itself was suggested."""
+    (tmp_path / name).symlink_to("gone")
+    with pytest.raises(CheckpointNotFoundError) as raised:
+        dcp_rs.open(tmp_path / name)
+    assert str(raised.value).endswith("; it is a link to gone, which is not there")

@@ -22,7 +22,7 @@ _LOOKED_AT, _NAMED = 1_000, 3
 def suggestion(path: Path) -> str:
     """A sentence that helps, or nothing: it goes after the error that says that there is no checkpoint at ``path``."""
     if not path.exists():
-        return _of_nothing(path)
+        return f"; it is a link to {path.readlink()}, which is not there" if path.is_symlink() else _of_nothing(path)
     if path.is_file():
         inside = _is_checkpoint(path.parent)
         return f"; it is a file of the checkpoint {path.parent}: open that" if inside else ""
