@@ -98,8 +98,8 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that hold the values of a wrapper subclass; none where its class does not tell."""
     if not is_wrapper_subclass(tensor):
         return []
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    return [getattr(tensor, name) for name in names]
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # 2.15 names the mesh of a DTensor, too
+    return [inner for name in names if isinstance(inner := getattr(tensor, name), torch.Tensor)]
 
 
 def storage_id(tensor: torch.Tensor) -> int:

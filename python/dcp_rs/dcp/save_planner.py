@@ -24,8 +24,9 @@ from dcp_rs.dcp.held_items import HeldItem, held_items
 from dcp_rs.dcp.hooks import Methods
 from dcp_rs.dcp.local_items import LocalItems, check_own, note_of, planner_of
 from dcp_rs.dcp.plan_cache import memory
+from dcp_rs.dcp.resolved import Resolved
 from dcp_rs.dcp.save_requests import Planned, kept_items, request_of
-from dcp_rs.dcp.write_items import Nesting, Writes
+from dcp_rs.dcp.write_items import Nesting, Writes, collect
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.dtypes import NAMES, cast_to
@@ -33,7 +34,7 @@ from dcp_rs.tensors.nesting import Container, kind_of
 from dcp_rs.tensors.shards import Layouts
 from dcp_rs.tensors.trees import flatten
 
-__all__ = ["PlannedEntries", "RsSavePlanner", "local_writes", "nesting_of"]
+__all__ = ["PlannedEntries", "RsSavePlanner", "writes_of"]
 
 
 @dataclass(frozen=True)
@@ -331,24 +332,42 @@ class RsSavePlanner(DefaultSavePlanner):
 
 
 _METHODS = Methods(RsSavePlanner, DefaultSavePlanner)
+_TORCHS = Methods(DefaultSavePlanner, DefaultSavePlanner)
 #: What writers call for each item, and what that calls; the rest makes plans.
 _PER_ITEM = frozenset({"resolve_data", "lookup_object", "transform_object"})
 _PLANNING = _METHODS.names - _PER_ITEM - {"set_up_planner"}
 
 
-def local_writes(plan: SavePlan, planner: SavePlanner, *, strict: bool) -> Writes | None:
-    """What is to be written for the plan, where that needs no items: none was changed, and nobody wants to be called for each."""
+def writes_of(plan: SavePlan, planner: SavePlanner, *, strict: bool) -> Writes:
+    """What this rank writes for the plan: without items where none was changed, and nobody wants to be called for each. Warns of keys that come back as text.
+
+    Raises:
+        UnsupportedError, UnsafePickleError: what cannot be stored; with ``strict`` also what would not load back as it is.
+        PlanError: the planner resolved something else than it planned.
+    """
     own: RsSavePlanner | None = planner_of(plan)
-    if own is None or _METHODS.replaced(own, _PER_ITEM):
-        return None
-    if planner is not own and any(getattr(planner, name, None) != getattr(own, name) for name in _PER_ITEM):
-        return None
-    return own.writes(plan, strict=strict)
+    if own is not None and not _METHODS.replaced(own, _PER_ITEM) and (planner is own or _calls(planner, own)):
+        writes = own.writes(plan, strict=strict)
+    else:
+        # Else somebody changed the plan's paths, or the planner does not know them.
+        nesting = planner.nesting(plan.planner_data) if isinstance(planner, RsSavePlanner) else None
+        resolved = None if _resolves_for_good(planner) else Resolved(planner)
+        writes = collect(plan, planner, nesting, resolved, strict=strict)
+    if writes.nesting is not None:
+        writes.nesting.judge(strict=strict)
+    return writes
 
 
-def nesting_of(plan: SavePlan, planner: SavePlanner) -> Nesting | None:
-    """How the state dict was nested, where the planner knows it, and nobody changed the plan's paths."""
-    return planner.nesting(plan.planner_data) if isinstance(planner, RsSavePlanner) else None
+def _calls(wrapper: SavePlanner, own: RsSavePlanner) -> bool:
+    """Whether what a wrapper has for each item is its planner's."""
+    return all(getattr(wrapper, name, None) == getattr(own, name) for name in _PER_ITEM)
+
+
+def _resolves_for_good(planner: SavePlanner) -> bool:
+    """Whether what it resolves is the state dict's, or a copy that nobody else has, as with torch's planner and this one."""
+    if not isinstance(planner, DefaultSavePlanner):
+        return False
+    return not (_METHODS if isinstance(planner, RsSavePlanner) else _TORCHS).replaced(planner, _PER_ITEM)
 
 
 def _kept(note: _Request | _Share | None) -> bytes | None:

@@ -17,6 +17,7 @@ from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._warnings import warn_caller
 from dcp_rs.dcp.hooks import Methods
 from dcp_rs.dcp.metadata import tensor_flags
+from dcp_rs.dcp.resolved import Resolved
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.dtypes import NAMES
@@ -111,12 +112,15 @@ class Writes:
     nesting: Nesting | None = None
 
 
-def collect(plan: SavePlan, planner: SavePlanner, nesting: Nesting | None, *, strict: bool) -> Writes:
-    """Resolves every item of the plan. Tensors are not copied here.
+def collect(
+    plan: SavePlan, planner: SavePlanner, nesting: Nesting | None, resolved: Resolved | None, *, strict: bool
+) -> Writes:
+    """Resolves every item of the plan.
 
     Args:
         plan, planner: of this rank.
         nesting: of the state dict, if the planner knows it; else paths are those of the plan.
+        resolved: keeps what the planner resolves; None: it is nobody else's to change, and no tensor is copied here.
         strict: refuse values that would not load back.
 
     Raises:
@@ -135,8 +139,10 @@ def collect(plan: SavePlan, planner: SavePlanner, nesting: Nesting | None, *, st
     entries: list[Entry] = []
     for item in plan.items:
         data = planner.resolve_data(item)
-        fqn = item.index.fqn
-        if item.type == WriteItemType.TENSOR and item.tensor_data is not None and _is_whole(item.tensor_data):
+        fqn, is_passing = item.index.fqn, False
+        if resolved is not None:
+            data, is_passing = resolved.apart(data), resolved.is_passing(data)
+        if not is_passing and item.type == WriteItemType.TENSOR and item.tensor_data and _is_whole(item.tensor_data):
             whole.append(item)
             names.append(fqn)
             tensors.append(data)

@@ -31,9 +31,8 @@ from dcp_rs.dcp.local_paths import stay_here
 from dcp_rs.dcp.metadata import describe_saved, plain_data
 from dcp_rs.dcp.reports import Phases, SaveReport
 from dcp_rs.dcp.reuse import Frozen, Parent
-from dcp_rs.dcp.save_planner import local_writes, nesting_of
+from dcp_rs.dcp.save_planner import writes_of
 from dcp_rs.dcp.stock_arguments import STOCK_COPY_AHEAD, judge_writer, one_of
-from dcp_rs.dcp.write_items import collect
 from dcp_rs.dcp.written import Written, packed, unpacked
 from dcp_rs.errors import PlanError
 from dcp_rs.options import WriteOptions
@@ -264,12 +263,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             "world_size": place.world_size,
             **self.options.engine(),
         }
-        strict = self.strict_values
-        writes = local_writes(plan, planner, strict=strict)
-        if writes is None:
-            writes = collect(plan, planner, nesting_of(plan, planner), strict=strict)
-        if writes.nesting is not None:
-            writes.nesting.judge(strict=strict)
+        writes = writes_of(plan, planner, strict=self.strict_values)
         entries = writes.entries
         reuse = self._parent.find_reuse(writes, planner, to, rank=self._own_rank(), options=self.options)
         if reuse is not None:
