@@ -136,8 +136,59 @@ def test_a_save_of_another_thread_stays_at_its_path(tmp_path):
         assert planner.begun.wait(60)
         with pytest.raises(SaveInProgressError, match="still saves"):
             dcp.save({"w": torch.zeros(2)}, checkpoint_id=tmp_path / "second", **how)
+        with pytest.raises(SaveInProgressError, match="still under way"):
+            dcp_rs.save({"w": torch.zeros(2)}, tmp_path / "first", no_dist=True)
         planner.go.set()
         first.result(60)
     assert dcp_rs.open(tmp_path / "first")["w"].eq(1).all()
     dcp.save({"w": torch.zeros(2)}, checkpoint_id=tmp_path / "second", **how)
     assert dcp_rs.open(tmp_path / "second")["w"].eq(0).all()
+
+
+class Failing(RsSavePlanner):
+    """Fails in one of its methods."""
+
+    def __init__(self, method):
+        super().__init__()
+        setattr(self, method, self.fail)
+
+    def fail(self, *args, storage_meta=None, **kwargs):
+        raise ArithmeticError("as meant")
+
+
+METHODS = ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"]
+
+
+def save_again(way, writer, path):
+    if way == "the same writer":
+        dcp.save({"w": torch.ones(2)}, storage_writer=writer, no_dist=True)
+    elif way == "another writer":
+        dcp.save({"w": torch.ones(2)}, storage_writer=RsWriter(path), no_dist=True)
+    else:
+        dcp_rs.save({"w": torch.ones(2)}, path, no_dist=True)
+
+
+@pytest.mark.parametrize("way", ["the same writer", "another writer", "dcp_rs.save"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_save_that_failed_in_a_thread_that_lives_on_is_over(ckpt, method, way):
+    """It was refused to the others for as long as the thread lived, though there was no future to wait for."""
+    writer = RsWriter(ckpt, fsync=False)
+    how = {"storage_writer": writer, "planner": Failing(method), "no_dist": True}
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(CheckpointException):
+            pool.submit(dcp.save, {"w": torch.zeros(2)}, **how).result(60)
+        save_again(way, writer, ckpt)
+    assert dcp_rs.open(ckpt)["w"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("way", ["the same writer", "another writer", "dcp_rs.save"])
+@pytest.mark.parametrize("method", METHODS)
+def test_once_the_future_of_a_save_that_failed_is_done_the_next_may_begin(tmp_path, method, way):
+    """Of forty, five to nine were refused: the thread had a moment to live. And all, where it failed before it had told the writer that it saves."""
+    for number in range(8):
+        writer = RsWriter(tmp_path / str(number), fsync=False)
+        how = {"storage_writer": writer, "planner": Failing(method), "no_dist": True}
+        with pytest.raises(CheckpointException):
+            dcp.async_save({"w": torch.zeros(2)}, **how).result(60)
+        save_again(way, writer, writer.path)
+        assert dcp_rs.open(writer.path)["w"].tolist() == [1, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import weakref
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_rs import _core
@@ -20,6 +22,7 @@ __all__ = ["Place", "SavedMeta", "Saving", "arrived", "await_place", "begin", "r
 #: A save whose bytes are written, and which only waits for the other ranks, is waited for this long.
 _PATIENCE = 5.0  # seconds
 _MOMENT = 1.0  # seconds
+_SLICE = 0.01  # seconds
 #: A staged save that no thread took up by then never will be: ``async_save`` failed after staging.
 _TAKEN_UP = 60.0  # seconds
 
@@ -101,6 +104,8 @@ class Saving:
         begun_by: the thread that staged it, or that saves.
         taken_up_by: the one that was given what was staged, once it has said so.
         thread: the one that saves, once that has begun.
+        driver: the call of torch's own ``save`` that the thread is in: a planner may fail there, of which nobody tells the writer, and the thread live on.
+            None where somebody else saves.
         written: this rank's bytes are on their way; what is left is the commit.
         committed: it is the checkpoint now.
         ended: it is over, well or not.
@@ -111,6 +116,7 @@ class Saving:
     begun_by: threading.Thread = field(default_factory=threading.current_thread)
     taken_up_by: threading.Thread | None = None
     thread: threading.Thread | None = None
+    driver: int | None = None
     begun: float = field(default_factory=time.monotonic)
     queued: bool = False  # its end will be told
     ranks: int = 0
@@ -137,7 +143,9 @@ class Saving:
         thread = self.thread or self.taken_up_by
         if thread is None:
             return not self.queued and time.monotonic() - self.begun > _TAKEN_UP
-        return thread is threading.current_thread() or not thread.is_alive()
+        if thread is threading.current_thread() or not thread.is_alive():
+            return True
+        return self.driver is not None and _driver_of(thread) != self.driver
 
     def is_under_way(self) -> bool:
         """The contrary."""
@@ -153,8 +161,8 @@ def begin(path: Any, writer: Any, *, queued: bool = False) -> Saving:
     saving = Saving(_key(path), weakref.ref(writer), queued=queued, ranks=_ranks())
     with _lock:
         other = _active.get(saving.path)
-    if other is not None and not other.is_over() and other.written and other.thread is not None:
-        other.thread.join(_PATIENCE)
+    if other is not None and other.written:
+        _await(other, _PATIENCE)
     _enter(saving, saving.path, path)
     return saving
 
@@ -166,9 +174,34 @@ def start(saving: Saving) -> None:
         PlanError: the process group that was there when it was staged is gone, and torch takes that for a save of one rank: each would commit what it has.
     """
     if saving.ranks > 1 and _ranks() == 0:
+        saving.ended = True
         msg = f"the process group of {saving.ranks} ranks was destroyed before the save that was staged under it began: wait for its future first"
         raise PlanError(msg, path=saving.path)
-    saving.thread = threading.current_thread()
+    saving.thread = _here(saving)
+
+
+def _here(saving: Saving) -> threading.Thread:
+    """This thread, which is at the save now."""
+    thread = threading.current_thread()
+    saving.driver = _driver_of(thread)
+    return thread
+
+
+def _driver_of(thread: threading.Thread) -> int | None:
+    """Which call of torch's ``save`` a thread is in, the outermost: of two that are under way, each has a number of its own."""
+    frame, found = sys._current_frames().get(thread.ident or 0), None  # noqa: SLF001  # it is documented
+    while frame is not None:
+        if frame.f_globals is vars(state_dict_saver):
+            found = id(frame)
+        frame = frame.f_back
+    return found
+
+
+def _await(saving: Saving, patience: float) -> None:
+    """Returns when a save is over, or after so many seconds."""
+    until = time.monotonic() + patience
+    while not saving.is_over() and (thread := saving.thread or saving.taken_up_by) and time.monotonic() < until:
+        thread.join(_SLICE)
 
 
 def _ranks() -> int:
@@ -194,9 +227,7 @@ def await_end(saving: Saving) -> None:
     Raises:
         SaveInProgressError: it goes on.
     """
-    thread = saving.thread or saving.taken_up_by
-    if thread is not None and not saving.is_over():
-        thread.join(_PATIENCE if saving.written else _MOMENT)
+    _await(saving, _PATIENCE if saving.written else _MOMENT)
     if not saving.is_over():
         msg = f"this writer still saves to {saving.path}: wait for its future, or save with another one"
         raise SaveInProgressError(msg, path=saving.path)
@@ -214,7 +245,7 @@ def take_up(saving: Saving, path: Any) -> None:
     if saving.thread is not None or saving.taken_up_by is not None:
         await_end(saving)
     elif threading.current_thread() is not saving.begun_by:
-        saving.taken_up_by = threading.current_thread()
+        saving.taken_up_by = _here(saving)
     if saving.is_staged and (key := _key(path)) != saving.path:
         _enter(saving, key, path)
 
@@ -222,6 +253,7 @@ def take_up(saving: Saving, path: Any) -> None:
 def sent(saving: Saving) -> None:
     """Another process saves, and this thread waits for it: with the metadata of the checkpoint it learns of the commit."""
     saving.thread = threading.current_thread()
+    saving.driver = None  # it is torch's executor that waits
     saving.written = True  # not here: what is left to do here is to wait
     _current.saving = saving
 
@@ -229,7 +261,7 @@ def sent(saving: Saving) -> None:
 def writing(saving: Saving, claim: _core.Save) -> None:
     """Makes it the one whose commit this thread will learn of. Until then it claims what it wrote."""
     saving.claim = claim
-    saving.thread = threading.current_thread()
+    saving.thread = _here(saving)
     saving.written = True
     _current.saving = saving
 

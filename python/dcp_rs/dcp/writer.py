@@ -161,7 +161,9 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         return self.path
 
     def storage_meta(self) -> StorageMeta | None:
-        """The path and the id of this save."""
+        """The path and the id of this save. torch asks for them first, in the thread that saves."""
+        if self._saving is not None and self._saving.is_staged:
+            commits.take_up(self._saving, self.path)
         return SavedMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def stage_with(self, stager: HostStager) -> None:
