@@ -109,6 +109,8 @@ class Saving:
         written: this rank's bytes are on their way; what is left is the commit.
         committed: it is the checkpoint now.
         ended: it is over, well or not.
+        frozen: names of what was frozen when it was staged; None: it was not, or nobody looked.
+        is_sent: another process saves.
     """
 
     path: str
@@ -123,6 +125,8 @@ class Saving:
     written: bool = False
     committed: bool = False
     ended: bool = False
+    frozen: frozenset[str] | None = None
+    is_sent: bool = False
     claim: _core.Save | None = None  # says to other processes that its files are not those of a save that was killed
 
     def let_go(self) -> None:
@@ -242,20 +246,29 @@ def take_up(saving: Saving, path: Any) -> None:
     """
     if saving.written:  # it is committed where it was written, whatever the writer's next path is
         return
+    here = threading.current_thread()
     if saving.thread is not None or saving.taken_up_by is not None:
         await_end(saving)
-    elif threading.current_thread() is not saving.begun_by:
+        if saving.is_staged and (saving.taken_up_by is not here or saving.driver != _driver_of(here)):
+            saving.ended = True  # it failed before it had begun, and this is another one
+    elif here is not saving.begun_by:
         saving.taken_up_by = _here(saving)
     if saving.is_staged and (key := _key(path)) != saving.path:
         _enter(saving, key, path)
 
 
-def sent(saving: Saving) -> None:
-    """Another process saves, and this thread waits for it: with the metadata of the checkpoint it learns of the commit."""
-    saving.thread = threading.current_thread()
-    saving.driver = None  # it is torch's executor that waits
-    saving.written = True  # not here: what is left to do here is to wait
-    _current.saving = saving
+def sent(saving: Saving) -> frozenset[str] | None:
+    """If it has not begun, another process saves, and this thread waits for it: with the metadata of the checkpoint it learns of the commit.
+
+    Returns what was frozen when it was staged, for that process.
+    """
+    here = threading.current_thread()
+    if saving.is_staged and saving.taken_up_by in (None, here):
+        saving.thread = here
+        saving.driver = None  # it is torch's executor that waits
+        saving.written = saving.is_sent = True  # not here: what is left to do here is to wait
+        _current.saving = saving
+    return saving.frozen if saving.is_sent else None
 
 
 def writing(saving: Saving, claim: _core.Save) -> None:

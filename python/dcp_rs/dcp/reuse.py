@@ -94,17 +94,23 @@ class Parent:
         self.path = None if path is None else location(path)
         self._frozen = reuse if isinstance(reuse, Frozen) else Frozen(reuse)
         self._verify = verify
-        self._names: frozenset[str] | None = None  # of what was staged
 
     def __bool__(self) -> bool:
         return self.path is not None or bool(self._frozen)
 
-    def look_at(self, state_dict: Mapping[str, Any]) -> None:
-        """Finds what is frozen in a state dict that will be saved as a copy."""
-        self._names = self._frozen.names_in(flatten(state_dict).values) if self._frozen else None
+    def look_at(self, state_dict: Mapping[str, Any]) -> frozenset[str] | None:
+        """The names of what is frozen in a state dict that will be saved as a copy, for :meth:`find_reuse`."""
+        return self._frozen.names_in(flatten(state_dict).values) if self._frozen else None
 
     def find_reuse(
-        self, writes: Writes, planner: SavePlanner, to: Destination, *, rank: int | None, options: WriteOptions
+        self,
+        writes: Writes,
+        planner: SavePlanner,
+        to: Destination,
+        names: frozenset[str] | None,
+        *,
+        rank: int | None,
+        options: WriteOptions,
     ) -> _core.Reuse | None:
         """What of a rank's writes is held by the parent, or known not to change. None where there is neither.
 
@@ -113,9 +119,9 @@ class Parent:
         Args:
             writes, planner, options: of the save.
             to: where it goes.
+            names: what :meth:`look_at` found when this save was staged; None: the planner has what is saved, and no copy.
             rank: whose index of the parent, in a rank-local save.
         """
-        names, self._names = self._names, None
         if not self:
             return None
         if names is None:

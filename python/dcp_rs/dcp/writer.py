@@ -134,6 +134,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._clock = Phases()
         self.report: SaveReport | None = None
         self._saving: Saving | None = None
+        self._sent: frozenset[str] | None = None  # what was frozen, where another process staged
         self._looked_at: Path | None = None
         self._to: Destination | None = None  # of the save under way
         self._written: Written | None = None  # until it is known to be committed
@@ -182,7 +183,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if not (dist.is_available() and dist.is_initialized() and dist.get_rank() != 0):
             self._look_at_folder()
         try:
-            self._parent.look_at(state_dict)
+            self._saving.frozen = self._parent.look_at(state_dict)
             staging = self._stager.begin(state_dict, under_way=self._saving.is_under_way, watched=watched)
             if not queued:
                 staging.finish()
@@ -203,6 +204,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._use_collectives = kwargs.get("use_collectives", True)
         if self._saving is None or not self._saving.is_staged:
             self._saving = commits.begin(self.path, self)
+            self._saving.frozen, self._sent = self._sent, None
         commits.start(self._saving)
         if is_coordinator:
             self._look_at_folder()
@@ -267,7 +269,8 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         }
         writes = writes_of(plan, planner, strict=self.strict_values)
         entries = writes.entries
-        reuse = self._parent.find_reuse(writes, planner, to, rank=self._own_rank(), options=self.options)
+        frozen = None if self._saving is None else self._saving.frozen
+        reuse = self._parent.find_reuse(writes, planner, to, frozen, rank=self._own_rank(), options=self.options)
         if reuse is not None:
             self._clock.end("compare")
         how |= {"turns": turns(entries), "reuse": reuse, "store": to.store}
@@ -381,9 +384,9 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     def __getstate__(self) -> dict[str, Any]:
         # For a save in another process: it begins anew there, and is under way here for as long as this thread waits for it.
-        if self._saving is not None and self._saving.thread is None:
-            commits.sent(self._saving)
-        return {**self.__dict__, "_saving": None, "_written": None, "_to": None, "_stager": None, "progress": None}
+        sent = None if self._saving is None else commits.sent(self._saving)
+        here = dict.fromkeys(("_saving", "_written", "_to", "_stager", "progress"))
+        return {**self.__dict__, **here, "_sent": sent}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
