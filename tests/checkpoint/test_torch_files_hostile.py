@@ -104,7 +104,7 @@ def test_records_that_share_bytes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "follows", [b"\0" * 100, b"x" * 0xFFFF, b"PK\x05\x06"], ids=["zeros", "much", "the beginning of an end"]
+    "follows", [b"\0" * 100, b"x" * 60_000, b"PK\x05\x06"], ids=["zeros", "much", "the beginning of an end"]
 )
 def test_what_follows_an_archive_is_no_part_of_it(tmp_path, follows):
     path = tmp_path / "x.pth"
@@ -129,7 +129,7 @@ def test_what_torch_cannot_find_the_end_of(tmp_path, follows):
     torch.save({"w": torch.arange(4.0)}, path)
     with path.open("ab") as file:
         file.write(follows)
-    with pytest.raises(RuntimeError):
+    with pytest.raises((RuntimeError, OSError)):
         torch.load(path)
     with pytest.raises(CorruptDataError):
         dcp_rs.open(path)
