@@ -199,12 +199,12 @@ fn find_end(window: &Window<'_>) -> FaultResult<u64> {
     }
     let from = last.saturating_sub(LONGEST_COMMENT);
     let tail = window.get(from, window.len - from)?;
-    let found = tail
-        .windows(END_MAGIC.len())
-        .take((last - from) as usize)
-        .rposition(|bytes| *bytes == END_MAGIC);
+    let found = (0..last - from)
+        .zip(tail.windows(END_MAGIC.len()))
+        .filter(|(_, bytes)| *bytes == END_MAGIC)
+        .last();
     match found {
-        Some(at) => Ok(from + at as u64),
+        Some((at, _)) => Ok(from + at),
         None => Err(Fault::corrupt(
             last,
             "the zip archive does not end here, with its directory: it was cut short, or more than a comment follows it",

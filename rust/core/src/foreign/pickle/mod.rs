@@ -294,16 +294,18 @@ impl Pickle<'_> {
                     let parts: Vec<&str> = outer.into_iter().chain(within.into_iter().rev()).collect();
                     return parts.join(".");
                 }
-                Node::Object { callable, .. } => match self.as_object(Item::Node(id)) {
-                    Some((("__builtin__" | "builtins", "getattr"), [Item::Node(of), Item::Str(name)], None)) => {
+                Node::Object { callable, .. } => {
+                    let made = self.as_object(Item::Node(id));
+                    if let Some((("__builtin__" | "builtins", "getattr"), [Item::Node(of), Item::Str(name)], None)) =
+                        made
+                    {
                         within.push(self.str(*name));
                         id = *of;
-                    }
-                    _ => {
+                    } else {
                         within.clear();
                         id = *callable;
                     }
-                },
+                }
                 Node::Persistent(made_by) => match self.module_class(*made_by) {
                     Some(Item::Node(class)) => id = class,
                     _ => return "a storage".into(),

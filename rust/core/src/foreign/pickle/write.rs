@@ -67,7 +67,7 @@ impl<'a> Writer<'a> {
                 Task::Out(bytes) => self.out.extend(bytes),
                 Task::Item(item, depth) => self.item(item, depth)?,
                 Task::Items([first, rest @ ..], depth) => {
-                    self.next([Task::Item(*first, depth), Task::Items(rest, depth)])
+                    self.next([Task::Item(*first, depth), Task::Items(rest, depth)]);
                 }
                 Task::Pairs([(key, value), rest @ ..], depth) => self.next([
                     Task::Item(*key, depth),

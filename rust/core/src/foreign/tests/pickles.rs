@@ -100,7 +100,7 @@ fn opcodes_of_other_protocols_become_those_of_protocol_2() {
 #[test]
 fn what_is_written_is_no_longer_than_its_pickle_accounts_for() {
     // A text that is used often is written once.
-    let text = [&b"X\0\0\x10\0"[..], &[b'x'; 1 << 20], b"q\0"].concat();
+    let text = [&b"X\0\0\x10\0"[..], &vec![b'x'; 1 << 20], b"q\0"].concat();
     let used = [b"\x80\x02(", &text[..], &b"h\0".repeat(100_000), b"t."].concat();
     assert!(written(&used).len() < 2 << 20);
     // The name of a global is written with every global that has it.
@@ -165,7 +165,7 @@ fn an_ordered_dict_of_a_list_of_pairs_is_one() {
     let lists = [&pair(b'a')[..], &b"q\x01"[..], &b"h\x01".repeat(1000)].concat();
     let dicts = b"h\0h\x02R".repeat(1000);
     let bytes = [
-        b"\x80\x02ccollections\nOrderedDict\nq\00](",
+        b"\x80\x02ccollections\nOrderedDict\nq\x000](",
         &lists[..],
         b"e\x85q\x020(",
         &dicts,
