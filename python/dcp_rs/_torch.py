@@ -231,8 +231,7 @@ def dtensor_of(local: torch.Tensor, spec: Any, *, requires_grad: bool) -> DTenso
 
 def host_copy_of_sharded(tensor: ShardedTensor) -> ShardedTensor:
     """A copy of a ShardedTensor in host memory."""
-    copied: ShardedTensor = tensor.to("cpu", copy=True)
-    return copied
+    return tensor.to("cpu", copy=True)
 
 
 def flatten_as_2_3(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -252,8 +251,7 @@ def chunk_list(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
 
 def find_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
     """The memory of one local chunk."""
-    shard: torch.Tensor = find_tensor_shard(tensor, index)
-    return shard
+    return find_tensor_shard(tensor, index)
 
 
 def dtensor_offsets(tensor: DTensor) -> tuple[int, ...]:

@@ -13,9 +13,11 @@ from dcp_rs import _core
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs.tensors.boxes import narrow
 from dcp_rs.tensors.dtypes import NAMES as DTYPE_NAMES
+from dcp_rs.transfer.load import Load
+from dcp_rs.transfer.replicas import Offer
 from dcp_rs.transfer.target import Target
 
-__all__ = ["LocalReads"]
+__all__ = ["Begun", "LocalReads"]
 
 
 @dataclass
@@ -92,3 +94,14 @@ class LocalReads:
                 self.targets.append(
                     replace(target, index=held.chunk, of_chunk=True, offsets=held.chunk_offsets, tensor=part)
                 )
+
+
+@dataclass
+class Begun:
+    """A load of such reads that can only fail for its data now: in how many turns it is done, the values, and what others may need as well."""
+
+    reads: LocalReads
+    load: Load
+    turns: int
+    values: dict[str, Any]
+    offer: Offer

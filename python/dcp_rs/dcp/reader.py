@@ -25,7 +25,7 @@ from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.dcp.item_reads import ItemReads
 from dcp_rs.dcp.load_planner import RsLoadPlanner, local_reads
 from dcp_rs.dcp.local_items import planner_of
-from dcp_rs.dcp.local_reads import LocalReads
+from dcp_rs.dcp.local_reads import Begun, LocalReads
 from dcp_rs.dcp.metadata import make_metadata
 from dcp_rs.dcp.opened import Opened, answered, check_one_save, opened_of
 from dcp_rs.dcp.optimizer_state import warn_of_left_out_state
@@ -44,17 +44,6 @@ from dcp_rs.transfer.load import Load
 from dcp_rs.transfer.replicas import Offer, is_shared, offer, share, whole_targets
 
 __all__ = ["RsReader"]
-
-
-@dataclasses.dataclass
-class _Local:
-    """What a rank reads without items: where it goes, in how many turns, the values, and what others may need as well."""
-
-    reads: LocalReads
-    load: Load
-    turns: int
-    values: dict[str, Any]
-    offer: Offer
 
 
 _ReadData = Callable[["RsReader", LoadPlan, LoadPlanner], Future[None]]
@@ -240,7 +229,7 @@ class RsReader(StorageReader):
     @_reported
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fills what ``planner`` resolves for the items of ``plan``, and commits it. The future is done when this returns."""
-        local: _Local | None = None
+        local: Begun | None = None
         is_whole = True
 
         def begin() -> Any:
@@ -352,7 +341,7 @@ class RsReader(StorageReader):
             raise PlanError(msg, path=self.path)
         return TorchsRanks(self._process_group) if told is None else told
 
-    def _begin_local(self, reads: LocalReads, ranks: Ranks, known: _core.Common | None) -> _Local:
+    def _begin_local(self, reads: LocalReads, ranks: Ranks, known: _core.Common | None) -> Begun:
         """Does what can fail before the first tensor is filled."""
         index = reads.index
         load = Load(index, self._options(), reads.whole, self._local.counts, known)
@@ -366,7 +355,7 @@ class RsReader(StorageReader):
             fqn: objects.load(fqn, data, weights_only=self.weights_only)
             for (_, fqn), data in zip(reads.values, stored, strict=True)
         }
-        return _Local(reads, load, turns, values, Offer() if ranks.is_alone else self._offer(reads, load, ranks))
+        return Begun(reads, load, turns, values, Offer() if ranks.is_alone else self._offer(reads, load, ranks))
 
     def _offer(self, reads: LocalReads, load: Load, ranks: Ranks) -> Offer:
         index, at_once = reads.index, set(load.at_once())
@@ -378,7 +367,7 @@ class RsReader(StorageReader):
         shapes = [index.tensor(target.index).shape for target in targets]
         return offer(targets, shapes, "node" if self.replicas == "node" else "all", ranks.process_group)
 
-    def _read_local(self, local: _Local, ranks: Ranks, offers: list[Any]) -> bool:
+    def _read_local(self, local: Begun, ranks: Ranks, offers: list[Any]) -> bool:
         """Fills tensors, first what is shared with other ranks. Returns whether all are: not where another rank failed."""
         load, is_whole = local.load, True
         self.bytes_read = 0
