@@ -32,6 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slow = config.getoption("--slow")
+    if addressed := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        msg = f"processes that share the tests have to call them by the same names: {addressed[0]}"
+        raise pytest.UsageError(msg)
     # A process that has the simulated device keeps it, and torch then takes it for the accelerator. No file has tests of both kinds, as
     # several processes share the tests by files, in this order.
     items.sort(key=lambda item: [name in getattr(item, "fixturenames", ()) for name in ("sim", "accelerator")])
