@@ -23,7 +23,8 @@ STEPS  ?= 10000
 
 BIN  := $(VENV)/bin
 PY   := $(BIN)/python
-PYTEST := -m pytest --numprocesses $(JOBS) --dist loadfile
+# In the order of tests/conftest.py: what needs the simulated device comes last.
+PYTEST := -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 UV   := $(BIN)/uv
 RUST_SOURCES := Cargo.toml $(wildcard Cargo.lock) $(shell find rust -path rust/fuzz -prune -o \( -name '*.rs' -o -name 'Cargo.toml' \) -print)
 # What ruff formats and checks.
