@@ -62,7 +62,7 @@ class Failing(RsSavePlanner):
 def test_after_a_save_that_failed(tmp_path, module, method):
     writer = writer_to(tmp_path / "child", module)
     with pytest.raises(CheckpointException):
-        dcp.async_save(save_of(module), storage_writer=writer, planner=Failing(method), no_dist=True).result(60)
+        dcp.async_save(save_of(module), storage_writer=writer, planner=Failing(method)).result(60)
     train(module)
     assert_saved_anew(writer, module)
 
@@ -90,7 +90,7 @@ def test_after_a_save_in_another_process(tmp_path, module):
 def test_a_writer_whose_save_failed_takes_nothing_to_another_process(tmp_path, module, method):
     writer = writer_to(tmp_path / "child", module)
     with pytest.raises(CheckpointException):
-        dcp.async_save(save_of(module), storage_writer=writer, planner=Failing(method), no_dist=True).result(60)
+        dcp.async_save(save_of(module), storage_writer=writer, planner=Failing(method)).result(60)
     train(module)
     assert_saved_anew(pickle.loads(pickle.dumps(writer)), module)
 
@@ -99,7 +99,7 @@ def test_what_is_staged_is_reused_by_its_own_save(tmp_path, module):
     writer = writer_to(tmp_path / "child", module)
     for number in range(2):
         writer.reset(tmp_path / str(number))
-        dcp.async_save(save_of(module), storage_writer=writer, planner=RsSavePlanner(), no_dist=True).result(60)
+        dcp.async_save(save_of(module), storage_writer=writer, planner=RsSavePlanner()).result(60)
         assert writer.report.bytes_reused == 2 << 20
     train(module)
     assert_saved_anew(writer, module)
