@@ -187,7 +187,7 @@ def test_once_the_future_of_a_save_that_failed_is_done_the_next_may_begin(tmp_pa
     """Of forty, five to nine were refused: the thread had a moment to live. And all, where it failed before it had told the writer that it saves."""
     for number in range(8):
         writer = RsWriter(tmp_path / str(number), fsync=False)
-        how = {"storage_writer": writer, "planner": Failing(method), "no_dist": True}
+        how = {"storage_writer": writer, "planner": Failing(method)}
         with pytest.raises(CheckpointException):
             dcp.async_save({"w": torch.zeros(2)}, **how).result(60)
         save_again(way, writer, writer.path)

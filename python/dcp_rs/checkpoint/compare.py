@@ -236,9 +236,11 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float | None]:
     same_bits = None
     if a.dtype == b.dtype:
         size = a.dtype.itemsize
-        same_bits = (a.view(torch.uint8).view(-1, size) == b.view(torch.uint8).view(-1, size)).all(1)
+        bits, bits_b = (tensor.view(torch.uint8).view(-1, size) for tensor in (a, b))
+        same_bits = (bits == bits_b).all(1)
         if not (a.dtype.is_floating_point or a.dtype.is_complex) or bool((~same_bits).sum() * 8 < a.numel()):
-            a, b = a[~same_bits], b[~same_bits]  # most are the same
+            # Most are the same. Older torch picks no elements of unsigned types.
+            a, b = (some[~same_bits].view(a.dtype).view(-1) for some in (bits, bits_b))
     try:
         number, largest = _exactly(a, b) if _is_integral(a) and _is_integral(b) else _nearly(a, b)
     except (RuntimeError, NotImplementedError):
