@@ -84,7 +84,7 @@ def test_a_class_of_ones_own_goes_on_to_derive_from_stocks(ckpt):
         assert mine.seen
         assert (ckpt / ".metadata").exists()
         assert issubclass(Mine, dcp.FileSystemWriter)
-        assert hf_storage.HuggingFaceStorageReader.__mro__[1] is STOCK[0]
+        assert STOCK[0] in hf_storage.HuggingFaceStorageReader.__mro__
 
 
 def test_everything_is_put_back():
@@ -92,6 +92,7 @@ def test_everything_is_put_back():
         (module.__name__, name): getattr(module, name)
         for module in (dcp, filesystem, _storage_utils, format_utils, hf_storage)
         for name in ("FileSystemReader", "FileSystemWriter")
+        if hasattr(module, name)  # torch 2.8 has none of them in hf_storage
     }
     dcp_rs.install()
     dcp_rs.install()
