@@ -38,7 +38,7 @@ class _Held:
 
     def __init__(self) -> None:
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-        self._came: list[tuple[int, FrameType | None]] = []
+        self._came: dict[int, FrameType | None] = {}  # once each, as Python itself keeps them
 
     def begin(self) -> None:
         _Held.current = self
@@ -49,17 +49,31 @@ class _Held:
                 signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._came.append((number, frame))
+        self._came.setdefault(number, frame)
 
     def deliver(self) -> None:
-        while self._came:
-            number, frame = self._came.pop(0)
-            self._handlers[number](number, frame)
+        """All of them, though one raises."""
+        if not self._came:
+            return
+        number = next(iter(self._came))
+        try:
+            self._handlers[number](number, self._came.pop(number))
+        finally:
+            self.deliver()
 
     def end(self) -> None:
-        for number, handler in self._handlers.items():
-            # What set one meanwhile meant it.
-            if signal.getsignal(number) == self._note:
-                signal.signal(number, handler)
         _Held.current = None
-        self.deliver()
+        try:
+            self._put_back()
+        finally:
+            self.deliver()
+
+    def _put_back(self) -> None:
+        """A handler that is back may raise before the others are."""
+        left = [number for number in self._handlers if signal.getsignal(number) == self._note]
+        try:
+            for number in left:
+                signal.signal(number, self._handlers[number])
+        finally:
+            if any(signal.getsignal(number) == self._note for number in left):
+                self._put_back()
