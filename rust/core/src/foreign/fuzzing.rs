@@ -3,12 +3,11 @@
 use std::fs;
 use std::path::Path;
 
-use super::window::{Fetched, MAX_PIECE, Source, Window};
+use super::window::{Window, in_memory};
 use super::{distcp, metadata_pickle, tensor_pickle as pickle, torch_file as torch};
 use crate::Control;
 use crate::checkpoint::{RecoverOptions, recover};
 use crate::format::{INDEX_NAME, Index};
-use crate::store::Opened;
 
 /// The `.metadata` of a stock checkpoint.
 pub fn metadata(bytes: &[u8]) -> bool {
@@ -25,43 +24,20 @@ pub fn tensor_pickle(bytes: &[u8]) -> bool {
 
 /// An item of a `.distcp` file: the archive of one tensor.
 pub fn archive(bytes: &[u8]) -> bool {
-    let source = Source {
-        file: &Opened::Nowhere,
-        path: Path::new("x.distcp"),
-        size: bytes.len() as u64,
-    };
-    let fetched = [Fetched {
-        at: 0,
-        bytes: bytes.to_vec(),
-    }];
-    let window = Window {
-        source: &source,
-        start: 0,
-        len: source.size,
-        max_piece: MAX_PIECE,
-        fetched: &fetched,
-    };
-    match distcp::locate_in_archive(&window) {
-        Ok((payload, tensor)) => {
-            assert!(payload + tensor.offset + tensor.length() <= source.size);
-            true
+    in_memory("x.distcp", bytes, |source, fetched| {
+        match distcp::locate_in_archive(&Window::whole(source, fetched)) {
+            Ok((payload, tensor)) => {
+                assert!(payload + tensor.offset + tensor.length() <= source.size);
+                true
+            }
+            Err(_) => false,
         }
-        Err(_) => false,
-    }
+    })
 }
 
 /// A file of `torch.save`.
 pub fn torch_file(bytes: &[u8]) -> bool {
-    let source = Source {
-        file: &Opened::Nowhere,
-        path: Path::new("x.pth"),
-        size: bytes.len() as u64,
-    };
-    let fetched = [Fetched {
-        at: 0,
-        bytes: bytes.to_vec(),
-    }];
-    torch::take_apart(&source, &fetched)
+    in_memory("x.pth", bytes, torch::take_apart)
 }
 
 /// A data file whose index was lost.

@@ -36,6 +36,18 @@ impl Source<'_> {
     }
 }
 
+/// Has `read` look at a file that is these bytes, and in memory.
+#[cfg(any(test, fuzzing))]
+pub(super) fn in_memory<T>(path: &str, bytes: &[u8], read: impl FnOnce(&Source<'_>, &[Fetched]) -> T) -> T {
+    let source = Source {
+        file: &Opened::Nowhere,
+        path: Path::new(path),
+        size: bytes.len() as u64,
+    };
+    let bytes = bytes.to_vec();
+    read(&source, &[Fetched { at: 0, bytes }])
+}
+
 /// Longest piece that a parser may ask for of a file that anyone may have made: directories and pickles of single tensors are far
 /// smaller.
 pub(super) const MAX_PIECE: u64 = 16 << 20;
@@ -52,6 +64,18 @@ pub(super) struct Window<'a> {
 }
 
 impl<'a> Window<'a> {
+    /// A whole file as one item.
+    #[cfg(any(test, fuzzing))]
+    pub(super) fn whole(source: &'a Source<'a>, fetched: &'a [Fetched]) -> Self {
+        Self {
+            source,
+            start: 0,
+            len: source.size,
+            max_piece: MAX_PIECE,
+            fetched,
+        }
+    }
+
     /// Bytes `[at, at + len)` of the item.
     pub(super) fn get(&self, at: u64, len: u64) -> FaultResult<Cow<'a, [u8]>> {
         if at.checked_add(len).is_none_or(|end| end > self.len) {

@@ -282,32 +282,15 @@ fn zip64_fields(mut extra: &[u8]) -> &[u8] {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use super::*;
-    use crate::foreign::window::{Fetched, MAX_PIECE, Source};
-    use crate::store::Opened;
+    use crate::foreign::window::in_memory;
 
     /// Names of the records.
     fn names(bytes: &[u8]) -> FaultResult<Vec<String>> {
-        let source = Source {
-            file: &Opened::Nowhere,
-            path: Path::new("x.pt"),
-            size: bytes.len() as u64,
-        };
-        let fetched = [Fetched {
-            at: 0,
-            bytes: bytes.to_vec(),
-        }];
-        let window = Window {
-            source: &source,
-            start: 0,
-            len: source.size,
-            max_piece: MAX_PIECE,
-            fetched: &fetched,
-        };
-        let archive = Archive::open(&window)?;
-        Ok(archive.records().iter().map(|record| record.name.clone()).collect())
+        in_memory("x.pt", bytes, |source, fetched| {
+            let archive = Archive::open(&Window::whole(source, fetched))?;
+            Ok(archive.records().iter().map(|record| record.name.clone()).collect())
+        })
     }
 
     /// An archive of one empty record.
