@@ -4,10 +4,13 @@
 //! the caller's list before it even becomes a value; calls and instances are recorded, never made. Every opcode takes a byte
 //! of the input and makes at most one node, so memory and time are linear in the input.
 
+mod parts;
+
 use std::borrow::Cow;
 use std::cmp::Ordering;
 
-use super::{Item, Made, Node, Pickle, Rules, Span, Then};
+use self::parts::{empty_dict, set};
+use super::{Item, Made, Node, Pickle, Rules, Span};
 use crate::foreign::fault::{Fault, FaultResult};
 
 /// Reads the value that `input` begins with, and says how many bytes make it.
@@ -410,111 +413,6 @@ impl Machine<'_, '_> {
         self.marks.pop().ok_or_else(|| self.fault("no mark on the stack"))
     }
 
-    /// Pushes a new node, which the input makes from `at` on.
-    fn push_node(&mut self, node: Node, at: usize) -> FaultResult<()> {
-        let Ok(id) = u32::try_from(self.pickle.nodes.len()) else {
-            return Err(self.fault("too many values"));
-        };
-        self.pickle.nodes.push(node);
-        self.stack.push(Slot {
-            item: Item::Node(id),
-            at,
-        });
-        Ok(())
-    }
-
-    /// The one tuple that has nothing in it: an opcode of a byte should make no node.
-    fn empty_tuple(&mut self) -> FaultResult<()> {
-        if let Some(item) = self.empty {
-            self.push(item);
-        } else {
-            self.push_node(Node::Tuple { first: 0, len: 0 }, self.op_at)?;
-            self.empty = self.stack.last().map(|slot| slot.item);
-        }
-        Ok(())
-    }
-
-    /// Makes a tuple of the stack from `from` up, which the input makes from `at` on.
-    fn tuple(&mut self, from: usize, at: usize) -> FaultResult<()> {
-        let pool = &mut self.pickle.pool;
-        let (Ok(first), Ok(len)) = (u32::try_from(pool.len()), u32::try_from(self.stack.len() - from)) else {
-            return Err(self.fault("too many values"));
-        };
-        pool.extend(self.stack.drain(from..).map(|slot| slot.item));
-        self.push_node(Node::Tuple { first, len }, at)
-    }
-
-    fn container(&mut self, from: usize) -> FaultResult<u32> {
-        match from.checked_sub(1) {
-            Some(below) if below >= self.base() => match self.stack[below].item {
-                Item::Node(id) => Ok(id),
-                _ => Err(self.fault("an item for what is not a container")),
-            },
-            _ => Err(self.fault("too few values on the stack")),
-        }
-    }
-
-    /// The part of the input that makes what is on the stack at `i`, if it is kept: up to the next value there, or this opcode.
-    fn place(&self, i: usize) -> Option<Span> {
-        let at = self.stack[i].at;
-        let end = self.stack.get(i + 1).map_or(self.op_at, |next| next.at);
-        self.rules.keep.then(|| self.span_of(at, end - at).ok())?
-    }
-
-    fn append(&mut self, from: usize) -> FaultResult<()> {
-        let id = self.container(from)?;
-        let new: Vec<Item> = self.stack[from..].iter().map(|slot| slot.item).collect();
-        let at: Vec<Span> = (from..self.stack.len()).filter_map(|i| self.place(i)).collect();
-        self.stack.truncate(from);
-        match &mut self.pickle.nodes[id as usize] {
-            Node::List { items, places } => {
-                items.extend(new);
-                places.extend(at);
-                Ok(())
-            }
-            Node::Object { then, .. } if self.rules.keep => {
-                then.push(Then::Append(new));
-                Ok(())
-            }
-            _ => Err(self.fault("an item for what is not a list")),
-        }
-    }
-
-    fn add(&mut self, from: usize) -> FaultResult<()> {
-        let id = self.container(from)?;
-        match &mut self.pickle.nodes[id as usize] {
-            Node::Set { items, frozen: false } => {
-                items.extend(self.stack.drain(from..).map(|slot| slot.item));
-                Ok(())
-            }
-            _ => Err(self.fault("an item for what is not a set")),
-        }
-    }
-
-    fn set_items(&mut self, from: usize) -> FaultResult<()> {
-        let id = self.container(from)?;
-        let slots = &self.stack[from..];
-        if !slots.len().is_multiple_of(2) {
-            return Err(self.fault("a pair for what is not a dict"));
-        }
-        let new: Vec<(Item, Item)> = slots.chunks_exact(2).map(|pair| (pair[0].item, pair[1].item)).collect();
-        let values = (from + 1..self.stack.len()).step_by(2);
-        let at: Vec<Span> = values.filter_map(|i| self.place(i)).collect();
-        self.stack.truncate(from);
-        match &mut self.pickle.nodes[id as usize] {
-            Node::Dict { pairs, places, .. } => {
-                pairs.extend(new);
-                places.extend(at);
-                Ok(())
-            }
-            Node::Object { then, .. } if self.rules.keep => {
-                then.push(Then::Set(new));
-                Ok(())
-            }
-            _ => Err(self.fault("a pair for what is not a dict")),
-        }
-    }
-
     /// Picklers number what they remember from 0 up, without a gap.
     fn put(&mut self, index: usize) -> FaultResult<()> {
         let item = self.stack[self.floor(1)?].item;
@@ -546,107 +444,4 @@ impl Machine<'_, '_> {
         }
         self.push_node(Node::Global { module, name }, at)
     }
-
-    fn object(&mut self, how: Made) -> FaultResult<()> {
-        let (args, made_by) = (self.pop()?.item, self.pop()?);
-        let (Item::Node(callable), Item::Node(arguments)) = (made_by.item, args) else {
-            return Err(self.not_a_call());
-        };
-        let Node::Tuple { len, .. } = *self.pickle.node(arguments) else {
-            return Err(self.not_a_call());
-        };
-        let global = self.pickle.as_global(made_by.item);
-        // Of what is kept, anything may be called: whoever loads it finds out whether it can.
-        if global.is_none() && !self.rules.keep {
-            return Err(self.not_a_call());
-        }
-        let is_ordered = global == Some(("collections", "OrderedDict"));
-        let node = match is_ordered
-            .then(|| self.dict_of_pairs(arguments, len))
-            .transpose()?
-            .flatten()
-        {
-            Some(dict) => dict,
-            None => Node::Object {
-                callable,
-                args: arguments,
-                how,
-                then: Vec::new(),
-            },
-        };
-        self.push_node(node, made_by.at)
-    }
-
-    /// What an `OrderedDict` of these arguments is: of none, or of a list of lists of two, as Python 2 has it.
-    fn dict_of_pairs(&mut self, arguments: u32, count: u32) -> FaultResult<Option<Node>> {
-        let list = match self.pickle.tuple(Item::Node(arguments)) {
-            _ if count == 0 => return Ok(Some(empty_dict(true))),
-            Some([list]) if self.rules.keep => *list,
-            _ => return Ok(None),
-        };
-        let Some(lists) = self.pickle.as_list(list) else {
-            return Ok(None);
-        };
-        // Each list is used once, unless someone means to fill the memory.
-        self.taken += lists.len();
-        if self.taken > self.pickle.input.len() {
-            return Err(Fault::Unsupported("it repeats itself without measure".into()));
-        }
-        let (mut pairs, mut places) = (Vec::new(), Vec::new());
-        for list in lists {
-            match (self.pickle.as_list(*list), self.pickle.places(*list)) {
-                (Some([key, value]), [_, place]) => {
-                    pairs.push((*key, *value));
-                    places.push(*place);
-                }
-                _ => return Ok(None),
-            }
-        }
-        Ok(Some(Node::Dict {
-            ordered: true,
-            pairs,
-            places,
-            state: None,
-        }))
-    }
-
-    fn not_a_call(&self) -> Fault {
-        self.fault("a call of what is not a global, or without a tuple of arguments")
-    }
-
-    fn build(&mut self) -> FaultResult<()> {
-        let given = self.pop()?.item;
-        let from = self.floor(1)?;
-        if let Item::Node(id) = self.stack[from].item {
-            match &mut self.pickle.nodes[id as usize] {
-                Node::Object { then, .. } if then.is_empty() || self.rules.keep => {
-                    then.push(Then::State(given));
-                    return Ok(());
-                }
-                Node::Dict {
-                    ordered: true,
-                    state: state @ None,
-                    ..
-                } => {
-                    *state = Some(given);
-                    return Ok(());
-                }
-                _ => {}
-            }
-        }
-        Err(self.fault("a state for what is not a new object"))
-    }
-}
-
-fn empty_dict(ordered: bool) -> Node {
-    Node::Dict {
-        ordered,
-        pairs: Vec::new(),
-        places: Vec::new(),
-        state: None,
-    }
-}
-
-fn set(frozen: bool, items: Vec<Item>) -> Node {
-    Node::Set { frozen, items }
 }

@@ -161,6 +161,10 @@ fn an_ordered_dict_of_a_list_of_pairs_is_one() {
         let pickle = kept(&bytes).unwrap();
         assert!(pickle.as_dict(pickle.top()).is_none(), "{other:?}");
     }
+    // Made without a call of its `__init__`, it has no pairs.
+    let made = [&bytes[..bytes.len() - 2], b"\x81."].concat();
+    let pickle = kept(&made).unwrap();
+    assert!(pickle.as_dict(pickle.top()).is_none());
     // One list for many dicts.
     let lists = [&pair(b'a')[..], &b"q\x01"[..], &b"h\x01".repeat(1000)].concat();
     let dicts = b"h\0h\x02R".repeat(1000);
