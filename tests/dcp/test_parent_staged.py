@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_rs
 from dcp_rs import RsSavePlanner, RsWriter
+from support.faults import FailingSavePlanner
 
 
 def frozen_module():
@@ -49,20 +50,11 @@ def assert_saved_anew(writer, module):
     assert writer.report.bytes_reused == 0
 
 
-class Failing(RsSavePlanner):
-    def __init__(self, method):
-        super().__init__()
-        setattr(self, method, self.fail)
-
-    def fail(self, *args, storage_meta=None, **kwargs):
-        raise ArithmeticError("as meant")
-
-
 @pytest.mark.parametrize("method", ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan"])
 def test_after_a_save_that_failed(tmp_path, module, method):
     writer = writer_to(tmp_path / "child", module)
     with pytest.raises(CheckpointException):
-        dcp.async_save(save_of(module), storage_writer=writer, planner=Failing(method)).result(60)
+        dcp.async_save(save_of(module), storage_writer=writer, planner=FailingSavePlanner(method)).result(60)
     train(module)
     assert_saved_anew(writer, module)
 
@@ -90,7 +82,7 @@ def test_after_a_save_in_another_process(tmp_path, module):
 def test_a_writer_whose_save_failed_takes_nothing_to_another_process(tmp_path, module, method):
     writer = writer_to(tmp_path / "child", module)
     with pytest.raises(CheckpointException):
-        dcp.async_save(save_of(module), storage_writer=writer, planner=Failing(method)).result(60)
+        dcp.async_save(save_of(module), storage_writer=writer, planner=FailingSavePlanner(method)).result(60)
     train(module)
     assert_saved_anew(pickle.loads(pickle.dumps(writer)), module)
 

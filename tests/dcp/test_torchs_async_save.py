@@ -15,6 +15,7 @@ import dcp_rs
 from dcp_rs import RsSavePlanner, RsWriter
 from dcp_rs.errors import PlanError, SaveInProgressError
 from support import assert_state_equal, run_ranks
+from support.faults import FailingSavePlanner
 from support.layouts import sharded_state
 from support.slow import Slow
 
@@ -145,17 +146,6 @@ def test_a_save_of_another_thread_stays_at_its_path(tmp_path):
     assert dcp_rs.open(tmp_path / "second")["w"].eq(0).all()
 
 
-class Failing(RsSavePlanner):
-    """Fails in one of its methods."""
-
-    def __init__(self, method):
-        super().__init__()
-        setattr(self, method, self.fail)
-
-    def fail(self, *args, storage_meta=None, **kwargs):
-        raise ArithmeticError("as meant")
-
-
 METHODS = ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"]
 
 
@@ -173,7 +163,7 @@ def save_again(way, writer, path):
 def test_a_save_that_failed_in_a_thread_that_lives_on_is_over(ckpt, method, way):
     """It was refused to the others for as long as the thread lived, though there was no future to wait for."""
     writer = RsWriter(ckpt, fsync=False)
-    how = {"storage_writer": writer, "planner": Failing(method), "no_dist": True}
+    how = {"storage_writer": writer, "planner": FailingSavePlanner(method), "no_dist": True}
     with ThreadPoolExecutor(1) as pool:
         with pytest.raises(CheckpointException):
             pool.submit(dcp.save, {"w": torch.zeros(2)}, **how).result(60)
@@ -187,7 +177,7 @@ def test_once_the_future_of_a_save_that_failed_is_done_the_next_may_begin(tmp_pa
     """Of forty, five to nine were refused: the thread had a moment to live. And all, where it failed before it had told the writer that it saves."""
     for number in range(8):
         writer = RsWriter(tmp_path / str(number), fsync=False)
-        how = {"storage_writer": writer, "planner": Failing(method)}
+        how = {"storage_writer": writer, "planner": FailingSavePlanner(method)}
         with pytest.raises(CheckpointException):
             dcp.async_save({"w": torch.zeros(2)}, **how).result(60)
         save_again(way, writer, writer.path)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-__all__ = ["Breaks", "LoadBreaks", "MishapError", "SaveBreaks", "die_in", "watched"]
+__all__ = ["Breaks", "FailingSavePlanner", "LoadBreaks", "MishapError", "SaveBreaks", "die_in", "watched"]
 
 #: Nobody may wait longer for a rank that has failed.
 PATIENCE = 20  # seconds
@@ -99,6 +99,17 @@ class LoadBreaks(_PlannerBreaks, RsLoadPlanner):
 
 class SaveBreaks(_PlannerBreaks, RsSavePlanner):
     """A save planner that does."""
+
+
+class FailingSavePlanner(RsSavePlanner):
+    """Fails in any one of its methods, which is the object's own."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        setattr(self, method, self._fail)
+
+    def _fail(self, *args: Any, storage_meta: Any = None, **kwargs: Any) -> None:
+        raise ArithmeticError("as meant")
 
 
 @contextmanager
