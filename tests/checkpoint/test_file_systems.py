@@ -1,11 +1,15 @@
-"""What a file lies on: overlays, and indexes that are overwritten in place."""
+"""What a file lies on: overlays, networks where opening takes its time, and indexes that are overwritten in place."""
 
+import json
+import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import dcp_rs
 
@@ -72,3 +76,38 @@ def test_an_index_that_is_cut_short_in_place_does_not_end_the_process(tmp_path):
     command = [sys.executable, "-c", CUT_SHORT, tmp_path / "ckpt"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout.split()) == (0, ["8", "8"]), done.stderr
+
+
+SLOW_OPEN = Path(__file__).parents[2] / "benches" / "workers" / "slow_open.c"
+
+#: Loads a folder of many files, each of which is opened late, and few of which this process may have open.
+LATE = """
+import resource, sys
+import torch, dcp_rs
+
+path, files, elements = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
+got = {f"w{i}": torch.zeros(elements) for i in range(files)}
+dcp_rs.load(got, path)
+assert all(torch.equal(got[f"w{i}"], torch.arange(float(elements)) + i) for i in range(files))
+"""
+
+
+@pytest.mark.parametrize("elements", [1 << 14, 1 << 9], ids=["mapped", "read"])
+@pytest.mark.parametrize("late", ["2000", "0"])
+def test_many_files_that_open_late(tmp_path, late, elements):
+    """More than are kept open where none is late; of these, fewer than there are."""
+    files = 150
+    named = {f"w{i}": f"{i:05}.safetensors" for i in range(files)}
+    for i, (name, file) in enumerate(named.items()):
+        save_file({name: torch.arange(float(elements)) + i}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": named}))
+    library = tmp_path / "slow_open.so"
+    try:
+        subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, SLOW_OPEN, "-ldl"], check=True)
+    except FileNotFoundError:
+        pytest.skip("there is no C compiler")
+    command = [sys.executable, "-c", LATE, tmp_path, str(files), str(elements)]
+    env = {**os.environ, "LD_PRELOAD": str(library), "DCP_RS_BENCH_OPEN_US": late}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=env)
+    assert done.returncode == 0, done.stderr

@@ -87,22 +87,25 @@ pub(crate) struct Waited<T> {
 }
 
 /// [`map`] for calls that need no core but may wait, as opening a file of a network does. The first few are made alone, and tell: where the quickest of
-/// them waits, many of the others are made at a time, and else no thread is started.
-pub(crate) fn map_waiting<T: Send + Sync>(count: usize, make: impl Fn(usize) -> Result<T> + Sync) -> Result<Waited<T>> {
+/// them waits, many of the others are made at a time, each of which is told so, and else no thread is started.
+pub(crate) fn map_waiting<T: Send + Sync>(
+    count: usize,
+    make: impl Fn(usize, bool) -> Result<T> + Sync,
+) -> Result<Waited<T>> {
     let mut made = Vec::with_capacity(count);
     let mut quickest = Duration::MAX;
     for i in 0..FIRST.min(count) {
         let begin = Instant::now();
-        made.push(make(i)?);
+        made.push(make(i, false)?);
         quickest = quickest.min(begin.elapsed());
     }
     let first = made.len();
     let waits = first > 0 && quickest > WAIT;
     if waits {
-        made.append(&mut map(count - first, WAITING, |i| make(first + i))?);
+        made.append(&mut map(count - first, WAITING, |i| make(first + i, true))?);
     } else {
         for i in first..count {
-            made.push(make(i)?);
+            made.push(make(i, false)?);
         }
     }
     Ok(Waited { made, waits })
@@ -161,7 +164,7 @@ mod tests {
     #[test]
     fn what_waits_is_made_many_at_a_time() {
         let (now, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        let waited = map_waiting(100, |i| {
+        let waited = map_waiting(100, |i, _| {
             most.fetch_max(now.fetch_add(1, Ordering::Relaxed) + 1, Ordering::Relaxed);
             thread::sleep(WAIT * 20);
             now.fetch_sub(1, Ordering::Relaxed);
@@ -175,11 +178,11 @@ mod tests {
     #[test]
     fn what_does_not_wait_stays_on_its_thread() {
         let here = thread::current().id();
-        let waited = map_waiting(1000, |i| Ok((i, thread::current().id()))).unwrap();
+        let waited = map_waiting(1000, |i, _| Ok((i, thread::current().id()))).unwrap();
         assert!(!waited.waits);
         assert!(waited.made.iter().enumerate().all(|(i, made)| *made == (i, here)));
-        assert!(map_waiting(0, Ok).unwrap().made.is_empty());
-        assert!(map_waiting(3, |_| Err::<(), _>(Error::Plan("no".into()))).is_err());
+        assert!(map_waiting(0, |i, _| Ok(i)).unwrap().made.is_empty());
+        assert!(map_waiting(3, |_, _| Err::<(), _>(Error::Plan("no".into()))).is_err());
     }
 
     #[test]

@@ -72,7 +72,7 @@ pub(super) fn check_each<'a>(
 ) -> Result<()> {
     let files: Vec<&FileRef> = files.into_iter().collect();
     let Some(remote) = index.remote() else {
-        let check = |i: usize| {
+        let check = |i: usize, _| {
             control.check()?;
             files[i]
                 .open(false)

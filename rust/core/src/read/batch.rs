@@ -1,11 +1,11 @@
 //! What the workers of one call share: requests, their plan, and the files as they were found.
 #![allow(unsafe_code)] // `change_signs` writes to addresses that it is given.
 
-use std::fs::File;
 use std::sync::Arc;
 
 use super::plan::Plan;
 use super::policy::{Access, Policy};
+use super::survey::Kept;
 use super::ways::Ways;
 use super::{Catalog, FileRef, ReadReq};
 use crate::Control;
@@ -21,8 +21,8 @@ pub struct Batch<'a> {
     pub reqs: &'a [ReadReq],
     pub catalog: &'a dyn Catalog,
     pub verify: bool,
-    /// Files that are kept open.
-    pub open: &'a [Option<File>],
+    /// What is left of the look at each file.
+    pub kept: &'a [Kept],
     pub access: &'a [Access],
     pub policies: &'a [Policy],
     pub plan: Plan,

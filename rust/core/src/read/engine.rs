@@ -8,7 +8,7 @@ use super::batch::{Batch, change_signs, stores};
 use super::plan::{Job, plan};
 use super::policy::{Access, MIN_JOB, Policy, SMALL_READ, SMALL_READ_DEPTH};
 use super::scatter;
-use super::survey::{Found, connect, spans, survey};
+use super::survey::{Found, Kept, connect, spans, survey};
 use super::ways::Ways;
 use super::worker::Worker;
 use super::{Catalog, FileRef, ReadOptions, ReadReq, ReadStats};
@@ -43,7 +43,7 @@ pub unsafe fn read(
     };
     let Found {
         access,
-        open,
+        kept,
         opening_waits,
     } = survey(files, &wanted, options)?;
     let policies: Vec<Policy> = access
@@ -67,7 +67,7 @@ pub unsafe fn read(
             reqs,
             catalog,
             verify: options.verify,
-            open: &open,
+            kept: &kept,
             access: &access,
             policies: &policies,
             plan,
@@ -105,8 +105,8 @@ const STRAIGHT: usize = 1;
 const BUFFERED: usize = 2;
 
 /// The queue of a job of a file.
-fn queue(access: Access, opening_waits: bool, goes_straight: impl FnOnce() -> bool) -> usize {
-    if !opening_waits && !access.waits() {
+fn queue(access: Access, waits_to_open: bool, goes_straight: impl FnOnce() -> bool) -> usize {
+    if !waits_to_open && !access.waits() {
         COPIED
     } else if access.maps() || access == Access::Remote && goes_straight() {
         STRAIGHT
@@ -131,9 +131,15 @@ impl Call<'_> {
     fn sort(&mut self) {
         for (i, job) in self.batch.plan.jobs.iter().enumerate() {
             let access = self.batch.access[job.file as usize];
-            let queue = queue(access, self.opening_waits, || scatter::goes_straight(&self.batch, job));
+            let waits = self.waits_to_open(job);
+            let queue = queue(access, waits, || scatter::goes_straight(&self.batch, job));
             self.queues[queue].jobs.push(i);
         }
+    }
+
+    /// Whether a worker has to open the file of a job, and waits for that.
+    fn waits_to_open(&self, job: &Job) -> bool {
+        self.opening_waits && matches!(self.batch.kept[job.file as usize], Kept::Nothing)
     }
 
     /// How many workers each queue gets.
@@ -183,13 +189,14 @@ impl Call<'_> {
 
     /// How many jobs keep storage busy.
     fn depth(&self, threads: usize) -> usize {
-        let (mut wanted, mut seeks, mut most) = (0, 0, 0);
+        let (mut wanted, mut seeks, mut most, mut opening) = (0, 0, 0, false);
         for job in self.jobs(STRAIGHT).chain(self.jobs(BUFFERED)) {
             most = most.max(self.batch.access[job.file as usize].depth());
             wanted += job.wanted;
             seeks += job.seeks;
+            opening |= self.waits_to_open(job);
         }
-        let depth = if self.opening_waits || wanted / SMALL_READ < seeks {
+        let depth = if opening || wanted / SMALL_READ < seeks {
             SMALL_READ_DEPTH
         } else {
             most

@@ -1,13 +1,12 @@
 //! Reads batch after batch on one thread, for callers with threads of their own.
 #![allow(unsafe_code)] // `read` is unsafe to call: it writes to addresses that it is given.
 
-use std::fs::File;
 use std::sync::Arc;
 
 use super::batch::{Batch, change_signs, stores};
 use super::plan::{Plan, plan};
 use super::policy::{Access, Policy};
-use super::survey::{Found, spans, survey};
+use super::survey::{Found, Kept, spans, survey};
 use super::ways::Ways;
 use super::worker::Worker;
 use super::{Catalog, FileRef, ReadOptions, ReadReq, ReadStats};
@@ -17,7 +16,7 @@ use crate::{Control, Result};
 /// How each file of a series of batches is read: looked at once, before the first.
 pub struct Survey {
     access: Vec<Access>,
-    open: Vec<Option<File>>,
+    kept: Vec<Kept>,
     policies: Vec<Policy>,
     ways: Arc<Ways>,
 }
@@ -29,14 +28,14 @@ impl Survey {
     /// Those of [`read`](super::read) for files.
     pub fn new(files: &[FileRef], reqs: &[ReadReq], options: &ReadOptions, catalog: &dyn Catalog) -> Result<Self> {
         let wanted = spans(files, reqs, options, catalog)?;
-        let Found { access, open, .. } = survey(files, &wanted, options)?;
+        let Found { access, kept, .. } = survey(files, &wanted, options)?;
         let share = options.max_inflight_bytes.min(u64::from(u32::MAX));
         let policies: Vec<Policy> = access.iter().map(|access| access.policy(share)).collect();
         let may_choose = policies.iter().zip(&wanted).filter(|(policy, _)| policy.tries_gap > 0);
         let jobs: u64 = may_choose.map(|(policy, wanted)| wanted.bytes / policy.target).sum();
         let mut survey = Self {
             access,
-            open,
+            kept,
             policies,
             ways: Arc::default(),
         };
@@ -79,7 +78,7 @@ impl Survey {
             reqs,
             catalog,
             verify: false,
-            open: &self.open,
+            kept: &self.kept,
             access: &self.access,
             policies: &self.policies,
             plan,

@@ -2,11 +2,11 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use super::policy::{Access, SMALL_READ};
 use super::{Catalog, FileRef, IoMode, ReadOptions, ReadReq, Sharing};
-use crate::store::{Connection, Mapping, direct_align, is_remote, resident_bytes};
+use crate::store::{Connection, Mapping, direct_align, is_remote, most_open, resident_bytes};
 use crate::{Error, Result, parallel};
 
 /// Of a file that is taken as resident, at most one part in this many is not.
@@ -15,6 +15,10 @@ const MISSING_PART: u64 = 32;
 const SMALL: u64 = 32 << 10;
 /// Files opened to be checked are kept open for the workers, if there are no more than this many.
 const KEEP_OPEN: usize = 64;
+/// Where opening them waits, so many are kept whatever their number: mapped, of the 65,530 mappings that a process may have by default,
+const KEEP_MAPPED: usize = 16 << 10;
+/// or open, one part in this many of what the process may open.
+const PART_OPEN: usize = 4;
 
 /// What is wanted of a file.
 #[derive(Clone, Copy, Debug, Default)]
@@ -110,13 +114,23 @@ pub fn connect(files: &[FileRef], threads: usize) -> Result<Option<Arc<dyn Conne
     remote.map(|remote| remote.connect(threads)).transpose()
 }
 
+/// What a look at a file leaves to the workers.
+#[derive(Debug, Default)]
+pub enum Kept {
+    /// They open it again.
+    #[default]
+    Nothing,
+    Open(File),
+    Mapped(Mapping),
+}
+
 /// The files of a call, as they were found.
 pub struct Found {
     /// How each is read.
     pub access: Vec<Access>,
-    /// Those that stay open for the workers.
-    pub open: Vec<Option<File>>,
-    /// Whether a worker waits for a file to be opened, on a file system of a network for example.
+    /// What is left of the look at each.
+    pub kept: Vec<Kept>,
+    /// Whether a file took its time to open, on a file system of a network for example.
     pub opening_waits: bool,
 }
 
@@ -128,22 +142,33 @@ pub fn survey(files: &[FileRef], wanted: &[Wanted], options: &ReadOptions) -> Re
             .iter()
             .map(|file| file.remote.as_ref().map_or(Access::Buffered, |_| Access::Remote))
             .collect(),
-        open: files.iter().map(|_| None).collect(),
+        kept: files.iter().map(|_| Kept::Nothing).collect(),
         opening_waits: false,
     };
     let local = |i: &usize| wanted[*i].bytes > 0 && files[*i].remote.is_none();
     let local: Vec<usize> = (0..files.len()).filter(local).collect();
-    let keep = local.len() <= KEEP_OPEN;
-    let look = |i: usize| {
+    let few = local.len() <= KEEP_OPEN;
+    let may_open = OnceLock::new();
+    let look = |i: usize, waits: bool| {
         let (file, wanted) = (&files[local[i]], &wanted[local[i]]);
         let open = file.open(false)?;
-        Ok((access(file, &open, wanted, options), keep.then_some(open)))
+        let access = access(file, &open, wanted, options);
+        let kept = if few {
+            Kept::Open(open)
+        } else if waits && access.maps() && i < KEEP_MAPPED {
+            Mapping::new(&open).map_or(Kept::Nothing, Kept::Mapped)
+        } else if waits && i < *may_open.get_or_init(|| most_open() / PART_OPEN) {
+            Kept::Open(open)
+        } else {
+            Kept::Nothing
+        };
+        Ok((access, kept))
     };
     let found = parallel::map_waiting(local.len(), look)?;
-    all.opening_waits = found.waits && !keep;
-    for (i, (access, open)) in local.into_iter().zip(found.made) {
+    all.opening_waits = found.waits;
+    for (i, (access, kept)) in local.into_iter().zip(found.made) {
         all.access[i] = access;
-        all.open[i] = open;
+        all.kept[i] = kept;
     }
     Ok(all)
 }

@@ -10,6 +10,7 @@ use super::bounce;
 use super::plan::Job;
 use super::policy::Access;
 use super::segments::{Extent, Segment};
+use super::survey::Kept;
 use super::ways::Way;
 use super::{FileRef, ReadStats, scatter, verify};
 use crate::copy::{copy_strided_unfenced, copy_with_digest_unfenced, fence};
@@ -39,10 +40,9 @@ impl Open {
     /// The file for reads through the page cache. One that is kept open serves all, but for storage: read-ahead is by open
     /// file, and would take many readers of one for random access.
     fn plain<'o>(&'o mut self, batch: &'o Batch, file: u32) -> Result<&'o File> {
-        let kept = batch.open[file as usize].as_ref();
-        match kept.filter(|_| batch.access[file as usize] != Access::Buffered) {
-            Some(kept) => Ok(kept),
-            None => once(&mut self.plain, || batch.files[file as usize].open(false)),
+        match &batch.kept[file as usize] {
+            Kept::Open(kept) if batch.access[file as usize] != Access::Buffered => Ok(kept),
+            _ => once(&mut self.plain, || batch.files[file as usize].open(false)),
         }
     }
 
@@ -50,7 +50,18 @@ impl Open {
         once(&mut self.direct, || file.open(true))
     }
 
-    fn mapping(&mut self, batch: &Batch, file: u32) -> Result<&Mapping> {
+    /// The file's mapping, where there is one: every worker's, or this one's.
+    fn mapped<'o>(&'o self, batch: &'o Batch, file: u32) -> Option<&'o Mapping> {
+        match &batch.kept[file as usize] {
+            Kept::Mapped(kept) => Some(kept),
+            _ => self.mapping.as_ref(),
+        }
+    }
+
+    fn mapping<'o>(&'o mut self, batch: &'o Batch, file: u32) -> Result<&'o Mapping> {
+        if let Kept::Mapped(kept) = &batch.kept[file as usize] {
+            return Ok(kept);
+        }
         let mapping = match self.mapping.take() {
             Some(mapping) => mapping,
             None => Mapping::new(self.plain(batch, file)?)
@@ -121,7 +132,7 @@ impl Worker {
         } else {
             self.fill(batch, job)?;
         }
-        let delivered = self.deliver(batch, file, way, mapped);
+        let delivered = self.deliver(batch, job.file, way, mapped);
         fence();
         delivered?;
         self.stats.bytes_wanted += job.wanted;
@@ -153,7 +164,7 @@ impl Worker {
             let parts = scatter::whole(&self.segments, memory);
             // SAFETY: the buffer has room for every segment at its own place, and is this thread's alone; segments lie in the file, as above.
             unsafe { connection.fetch(&file.path, file.size, parts, batch.control)? };
-            let delivered = self.deliver(batch, file, way, false);
+            let delivered = self.deliver(batch, job.file, way, false);
             fence();
             delivered?;
         }
@@ -249,7 +260,7 @@ impl Worker {
     }
 
     /// Checks the fetched extents and copies them to their destinations.
-    fn deliver(&mut self, batch: &Batch, file: &FileRef, way: Way, mapped: bool) -> Result<()> {
+    fn deliver(&mut self, batch: &Batch, number: u32, way: Way, mapped: bool) -> Result<()> {
         let Worker {
             open,
             buffer,
@@ -257,7 +268,8 @@ impl Worker {
             segments,
             stats,
         } = self;
-        let mapping = open.mapping.as_ref().filter(|_| mapped);
+        let file = &batch.files[number as usize];
+        let mapping = mapped.then(|| open.mapped(batch, number)).flatten();
         // Where byte `offset` of the file is in memory, for an offset within the segment.
         let locate = |segment: usize, offset: u64| -> *const u8 {
             let Segment { start, at, .. } = segments[segment];

@@ -2,6 +2,7 @@
 
 mod buffer;
 mod conditional;
+mod descriptors;
 pub(crate) mod disk;
 mod faults;
 mod file;
@@ -20,6 +21,7 @@ mod residency;
 pub(crate) use buffer::Buffer;
 pub(crate) use conditional::{another, is_refused, put_and_look, put_over, unclear};
 pub use conditional::{has, put_new};
+pub(crate) use descriptors::most_open;
 pub use faults::{Faulted, arm, disarm};
 pub use file::FileRef;
 pub(crate) use file::{open_file, read_all, read_at, read_direct_at};
