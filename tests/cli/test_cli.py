@@ -249,12 +249,12 @@ def test_looking_needs_no_torch(world: Path) -> None:
     )
 
 
-def test_a_checkpoint_is_listed_without_what_knows_runs(world: Path) -> None:
+def test_a_checkpoint_is_listed_with_little_imported(world: Path) -> None:
     script = (
         "import sys\nfrom dcp_rs.cli import main\n"
         "try: main(['ls', sys.argv[1]])\n"
         "except SystemExit as ended: assert ended.code == 0\n"
-        "print([name for name in sys.modules if name.startswith(('torch', 'numpy', 'dcp_rs.steps'))])"
+        "print([name for name in sys.modules if name.startswith(('torch', 'numpy', 'email', 'dcp_rs.steps'))])"
     )
     command = [sys.executable, "-c", script, str(world / "ckpt")]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from dcp_rs.errors import UnsupportedError
@@ -95,6 +94,8 @@ def why_not_safetensors(name: str, shape: Sequence[int]) -> str | None:
 
 @cache
 def _safetensors_version() -> tuple[int, int]:
+    from importlib.metadata import version  # with all that mail is made of
+
     major, minor = version("safetensors").split(".")[:2]
     return int(major), int(minor)
 
