@@ -10,7 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader
-from dcp_rs.errors import PlanError
+from dcp_rs.errors import PlanError, UnsupportedError
 from support import assert_state_equal
 from support.both import load_rs, load_stock, save_stock
 
@@ -139,3 +139,20 @@ def test_a_tensor_whose_storage_was_freed_is_refused(tmp_path):
     for tensor in (freed, freed.view(torch.int32)):
         with pytest.raises(PlanError, match=r"w.*its storage (was|has been) freed"):
             dcp_rs.load({"w": tensor}, tmp_path, planner=RsLoadPlanner(dtype_policy="cast"))
+
+
+def test_a_folder_of_torch_that_holds_a_wrapper_is_saved_anew(tmp_path):
+    def fresh():
+        return {"two": TwoTensor(torch.zeros(6, 10), torch.zeros(6, 10)), "w": torch.zeros(6, 10)}
+
+    save_stock({"two": TwoTensor(W, W + 1), "w": W}, tmp_path / "stock")
+    with pytest.raises(
+        UnsupportedError, match=r'"two".*\.distcp: stored with .*TwoTensor.*FileSystemReader.*saved anew'
+    ):
+        dcp_rs.load(fresh(), tmp_path / "stock")
+    state, got = fresh(), fresh()
+    with torch.serialization.safe_globals([TwoTensor]), torch.no_grad():
+        load_stock(state, tmp_path / "stock")
+        dcp_rs.save(state, tmp_path / "anew")
+        dcp_rs.load(got, tmp_path / "anew")
+    assert_state_equal((got["two"].a, got["two"].b, got["w"]), (W, W + 1, W))

@@ -200,7 +200,12 @@ fn is_stored_tensor(item: &StockItem, entries: &[TensorEntry]) -> bool {
 
 fn name_fault(fault: Fault, path: &Path, entry: &TensorEntry, item: &StockItem) -> Error {
     let name = &entry.name;
-    let unsupported = |what: &str| Error::Unsupported(format!("tensor {name:?} in {}: {what}", path.display()));
+    let unsupported = |what: &str| {
+        Error::Unsupported(format!(
+            "tensor {name:?} in {}: {what}, which is not read in place; what torch's own FileSystemReader loads of it can be saved anew",
+            path.display()
+        ))
+    };
     match fault {
         Fault::Corrupt { at, reason } => Error::corrupt_data(path, name, item.offset.saturating_add(at), reason),
         Fault::Unsupported(what) => unsupported(&what),
