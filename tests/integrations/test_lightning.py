@@ -46,6 +46,28 @@ def test_a_file_gives_way_to_a_folder(checkpoint_io, old):
     assert not leftovers(old.parent)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("kind", ["folder", "file", "nothing"])
+def test_a_link_gives_way_and_what_it_leads_to_stays(checkpoint_io, tmp_path, kind, asynchronous):
+    """The best checkpoint was replaced by the last one, without a word, where ``last.ckpt`` was a link to it."""
+    io, best, last = checkpoint_io(asynchronous=asynchronous), tmp_path / "best.ckpt", tmp_path / "last.ckpt"
+    before = {"state_dict": {"w": torch.ones(3)}}
+    if kind == "folder":
+        dcp_rs.save(before, best, no_dist=True)
+    elif kind == "file":
+        torch.save(before, best)
+    last.symlink_to(best.name)
+    io.save_checkpoint(NEW, last)
+    io.wait()
+    judge("dcp-rs", last, NEW)
+    assert not last.is_symlink()
+    if kind == "nothing":
+        assert not best.exists()
+    else:
+        assert torch.equal(io.load_checkpoint(best)["state_dict"]["w"], torch.ones(3))
+    assert not leftovers(tmp_path)
+
+
 def test_a_signal_at_any_call_that_changes_a_name_leaves_one_of_the_two(checkpoint_io, tmp_path):
     """It is raised as soon as such a call is over."""
     changed = []

@@ -67,11 +67,11 @@ class DcpRsCheckpointIO(_bases(_FABRIC, "plugins", "CheckpointIO")):  # type: ig
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Saves to the folder ``path``. A file that is there (of Lightning's own) gives way once the save is complete.
+        """Saves to the folder ``path``. A file that is there (of Lightning's own), or a link, gives way once the save is complete; what a link leads to stays.
 
         Raises:
             TypeError: there are ``storage_options``.
-            CheckpointExistsError: such a file was written to meanwhile; it is still there.
+            CheckpointExistsError: what gives way was changed meanwhile; it is still there.
             Exception: as :func:`dcp_rs.save`.
         """
         if storage_options is not None:
@@ -80,7 +80,7 @@ class DcpRsCheckpointIO(_bases(_FABRIC, "plugins", "CheckpointIO")):  # type: ig
             )
         self.wait()
         target = local_path(path)
-        if target.is_file():
+        if target.is_file() or target.is_symlink():
             with new_place(target, _core.occupant(os.fspath(target)), as_file=False) as place:
                 save(checkpoint, place.result, no_dist=True, **self._options)
         elif self._asynchronous:
