@@ -126,6 +126,101 @@ def test_weights_that_are_missing_are_no_random_ones(tmp_path):
         from_pretrained(transformers.LlamaForCausalLM, tmp_path / "ckpt")
 
 
+@pytest.mark.parametrize("cls", [transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM])
+def test_generation_is_configured_as_by_transformers(tmp_path, cls):
+    """Only the configuration of the model was read: what ends a text, and how it is drawn, was lost."""
+    model = llama()
+    model.generation_config.update(eos_token_id=[5, 7, 9], temperature=0.3, do_sample=True)
+    model.save_pretrained(tmp_path / "hf")
+    dcp_rs.save({"model": model.state_dict()}, tmp_path / "ckpt")
+    want = cls.from_pretrained(tmp_path / "hf").generation_config
+    assert want.eos_token_id == [5, 7, 9]
+    own = transformers.GenerationConfig(eos_token_id=4)
+    for config in (tmp_path / "hf", str(tmp_path / "hf" / "config.json")):
+        loaded = from_pretrained(cls, tmp_path / "ckpt", config=config)
+        assert loaded.generation_config == want
+    assert from_pretrained(cls, tmp_path / "hf").generation_config == want
+    assert from_pretrained(cls, tmp_path / "hf", config=model.config).generation_config == want
+    assert from_pretrained(cls, tmp_path / "hf", generation_config=own).generation_config.eos_token_id == 4
+    # Where no file says so, the configuration of the model does, as in models that are older than that file.
+    (tmp_path / "hf" / "generation_config.json").unlink()
+    fields = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(fields | {"num_beams": 3}))
+    assert cls.from_pretrained(tmp_path / "hf").generation_config.num_beams == 3
+    assert from_pretrained(cls, tmp_path / "ckpt", config=tmp_path / "hf").generation_config.num_beams == 3
+    assert from_pretrained(cls, tmp_path / "ckpt", config=model.config).generation_config.num_beams is None
+
+
+def test_fields_of_the_configuration_may_be_given(tmp_path):
+    model = llama()
+    model.save_pretrained(tmp_path / "hf")
+    classifier = from_pretrained(
+        transformers.AutoModelForSequenceClassification, tmp_path / "hf", num_labels=3, allow_partial_load=True
+    )
+    assert classifier.score.weight.shape == (3, 16)
+    for cls in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM):
+        loaded = from_pretrained(
+            cls, tmp_path / "hf", use_cache=False, dtype=torch.bfloat16, attn_implementation="eager"
+        )
+        assert not loaded.config.use_cache
+        assert loaded.config._attn_implementation == "eager"
+        same(loaded, llama_like(model, torch.bfloat16))
+
+
+def test_a_model_for_text_of_a_composite_configuration(tmp_path):
+    torch.manual_seed(0)
+    text = transformers.Qwen3_5TextConfig(
+        **SMALL, num_key_value_heads=2, head_dim=8, layer_types=["full_attention"] * 2
+    )
+    model = transformers.Qwen3_5ForCausalLM(text).eval()
+    transformers.Qwen3_5Config(text_config=text.to_dict()).save_pretrained(tmp_path / "config")
+    dcp_rs.save({"model": model.state_dict()}, tmp_path / "ckpt")
+    for cls in (transformers.AutoModelForCausalLM, transformers.Qwen3_5ForCausalLM):
+        loaded = from_pretrained(cls, tmp_path / "ckpt", config=tmp_path / "config")
+        assert type(loaded) is transformers.Qwen3_5ForCausalLM
+        same(loaded, model)
+
+
+CODE = """
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+class OwnConfig(PreTrainedConfig):
+    model_type = "of-ones-own"
+
+    def __init__(self, width=4, **more):
+        self.width = width
+        super().__init__(**more)
+
+class Own(PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.inner = torch.nn.Linear(config.width, config.width)
+        self.post_init()
+"""
+
+
+def test_a_model_whose_code_is_beside_it(tmp_path, monkeypatch):
+    """That its code is trusted was told to the configuration alone."""
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "own.py").write_text(CODE)
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.Own"}
+    (base / "config.json").write_text(json.dumps({"model_type": "of-ones-own", "width": 3, "auto_map": classes}))
+    state = {"inner.weight": torch.ones(3, 3), "inner.bias": torch.ones(3)}
+    dcp_rs.save({"model": state}, tmp_path / "ckpt")
+    loaded = from_pretrained(transformers.AutoModel, tmp_path / "ckpt", config=base, trust_remote_code=True)
+    assert {name: tensor.sum().item() for name, tensor in loaded.state_dict().items()} == {
+        "inner.weight": 9,
+        "inner.bias": 3,
+    }
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        from_pretrained(transformers.AutoModel, tmp_path / "ckpt", config=base, trust_remote_code=False)
+
+
 def test_a_device_map_of_accelerate(tmp_path):
     pytest.importorskip("accelerate")
     model = llama(tied=True)

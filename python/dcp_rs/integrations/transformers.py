@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,19 @@ __all__ = ["from_pretrained", "save_pretrained"]
 
 #: How many modules a model may be wrapped in: ``model.``, ``state_dict.model.`` of Lightning.
 _PREFIX_PARTS = 3
+#: Arguments of ``from_pretrained`` that say how to look at the hub.
+_OF_THE_HUB = (
+    "cache_dir",
+    "code_revision",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+)
+#: Those that would be taken for fields of the configuration.
+_OF_THE_MODEL = ("dtype", "generation_config", "quantization_config", "torch_dtype", "trust_remote_code")
 #: What of a model's folder is no weights: configuration, tokenizer, code.
 _BESIDE = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".md"})
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin.index.json", _core.LOCK_NAME)
@@ -81,13 +96,13 @@ def from_pretrained(
     Args:
         cls: a class of a model (``LlamaForCausalLM``), or an auto class (``AutoModelForCausalLM``).
         path: a checkpoint: of this package, of stock DCP, of Hugging Face, or a file of ``torch.save``. Entries that are no tensors are passed over.
-        config: the model's configuration, or where it is (a folder, a file, a name of the hub). Default: ``config.json`` in ``path``.
+        config: the model's configuration, or where it is (a folder, a file, a name of the hub), with that of its generation. Default: ``config.json`` in ``path``.
         rename: from stored names to those of the model, as for :func:`dcp_rs.convert`. Default: what the names of the model are behind
             (``model.`` in a state dict of model and optimizer) is found out, and what is not behind it is left alone.
         include, exclude: globs over stored names.
         allow_partial_load: take a checkpoint that lacks weights of the model; transformers makes them anew, and says so in its log.
         read_options: see :class:`dcp_rs.options.ReadOptions`.
-        kwargs: those of ``from_pretrained``: ``dtype``, ``device_map``, ``attn_implementation`` ...
+        kwargs: those of ``from_pretrained``: ``dtype``, ``device_map``, ``attn_implementation``, ``trust_remote_code``, fields of a configuration that is read ...
 
     Raises:
         PlanError: weights of the model are missing, or no single prefix fits.
@@ -97,11 +112,14 @@ def from_pretrained(
     framework("transformers", "transformers")
     options = ReadOptions(**(read_options or {}))
     index = open_index(path, rank=None, allow_external=False, verify=options.verify)
-    config = _config(config, Path(path), kwargs)
+    hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
+    where = _where_configured(config, Path(path))
+    config, kwargs = _config(cls, config, where, hub, kwargs)
     chosen = selector(include, exclude)
     stored = {name: number for number, name in enumerate(index.names()) if not index.tensor(number).is_bytes}
     stored = {name: number for name, number in stored.items() if chosen is None or chosen(name)}
-    skeleton = skeleton_of(cls, config)
+    skeleton = skeleton_of(cls, config, trust_remote_code=kwargs.get("trust_remote_code"))
+    config = _own_config(type(skeleton), config)
     wanted = list(skeleton.state_dict())
     if rename is None:
         prefix = prefix_of(stored, wanted)
@@ -120,6 +138,8 @@ def from_pretrained(
         kwargs["dtype"] = next(
             (s.dtype for s in state.values() if s.dtype.is_floating_point), torch.get_default_dtype()
         )
+    if "generation_config" not in kwargs and type(skeleton).can_generate():
+        kwargs["generation_config"] = _generation_config(where, hub)
     wants_info = kwargs.pop("output_loading_info", False)
     model, info = type(skeleton).from_pretrained(
         None, config=config, state_dict=state, output_loading_info=True, **kwargs
@@ -131,26 +151,59 @@ def from_pretrained(
     return (model, info) if wants_info else model
 
 
-def _config(config: Any, path: Path, kwargs: Mapping[str, Any]) -> Any:
-    """A configuration of its own, that of the checkpoint's folder where none is given."""
+def _where_configured(config: Any, path: Path) -> Any:
+    """The folder, or the name of the hub, where the files beside a model's weights are."""
+    if isinstance(config, str | os.PathLike):
+        return Path(config).parent if Path(config).is_file() else config
+    return path if path.is_dir() else path.parent
+
+
+def _config(
+    cls: Any, config: Any, where: Any, hub: dict[str, Any], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """A configuration of its own, that of the checkpoint's folder where none is given, and what of ``kwargs`` is not for it."""
     transformers = framework("transformers", "transformers")
     if isinstance(config, transformers.PreTrainedConfig):
+        return copy.deepcopy(config), kwargs
+    if config is None and not (where / "config.json").is_file():
+        msg = f"there is no config.json in {where}: say which model it is with config=, a configuration or where one is"
+        raise FileNotFoundError(msg)
+    of_model = {name: kwargs.pop(name) for name in _OF_THE_MODEL if name in kwargs}
+    trusted = {name: of_model[name] for name in ("trust_remote_code",) if name in of_model}
+    maker = getattr(cls, "config_class", None) or transformers.AutoConfig  # as transformers itself does
+    found, unused = maker.from_pretrained(
+        where if config is None else config, return_unused_kwargs=True, **hub, **trusted, **kwargs
+    )
+    return found, unused | of_model
+
+
+def _own_config(cls: Any, config: Any) -> Any:
+    """What of a configuration a model is made with: of those for text in a composite one that of the text, as auto classes choose."""
+    text = config.sub_configs.get("text_config")
+    if text is None or getattr(cls, "config_class", None) != text:
         return config
-    if config is None:
-        folder = path if path.is_dir() else path.parent
-        if not (folder / "config.json").is_file():
-            msg = f"there is no config.json in {folder}: say which model it is with config=, a configuration or where one is"
-            raise FileNotFoundError(msg)
-        config = folder
-    known = {name: kwargs[name] for name in ("trust_remote_code", "token", "revision", "cache_dir") if name in kwargs}
-    return transformers.AutoConfig.from_pretrained(config, **known)
+    own = config.get_text_config()
+    if (quantization := getattr(config, "quantization_config", None)) is not None:
+        own.quantization_config = quantization
+    return own
 
 
-def skeleton_of(cls: Any, config: Any) -> Any:
+def _generation_config(where: Any, hub: dict[str, Any]) -> Any:
+    """What a model's folder says of generation, or its configuration does; None where neither is there."""
+    maker = framework("transformers", "transformers").GenerationConfig
+    for name, how in (("generation_config.json", {}), ("config.json", {"_from_model_config": True})):
+        if Path(where).is_dir() and not Path(where, hub.get("subfolder", ""), name).is_file():
+            continue
+        with suppress(OSError):  # what a name of the hub does not have
+            return maker.from_pretrained(where, config_file_name=name, **hub, **how)
+    return None
+
+
+def skeleton_of(cls: Any, config: Any, *, trust_remote_code: bool | None = None) -> Any:
     """The model on meta, of the class that an auto class chooses."""
-    make = getattr(cls, "from_config", None) or cls._from_config  # what auto classes call
+    make = getattr(cls, "from_config", None)  # what auto classes have
     with torch.device("meta"):
-        return make(config)
+        return cls._from_config(config) if make is None else make(config, trust_remote_code=trust_remote_code)
 
 
 def prefix_of(stored: Iterable[str], wanted: Iterable[str]) -> str:
