@@ -75,3 +75,39 @@ def test_only_a_folder_of_one_model_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointExistsError, match="no folder"):
         save_pretrained(base, tmp_path / "file", overwrite=True)
+
+
+def test_tokenizers_of_all_kinds_come_along(tmp_path: Path) -> None:
+    """Those of Marian, PhoBERT, ProphetNet and Mistral have files of their own endings; templates but the first are in a folder."""
+    base, out = model(tmp_path / "base"), tmp_path / "out"
+    (base / "additional_chat_templates").mkdir()
+    names = [
+        "source.spm",
+        "bpe.codes",
+        "prophetnet.tokenizer",
+        "tokenizer.model.v3",
+        "additional_chat_templates/rag.jinja",
+    ]
+    for name in names:
+        (base / name).write_text(name)
+    for name in ("pytorch_model.bin", "model.onnx", "additional_chat_templates/x.bin"):
+        (base / name).write_text("weights")
+    for _ in range(2):
+        save_pretrained(base, out, overwrite=True)
+        found = sorted(str(file.relative_to(out)) for file in out.rglob("*") if file.is_file())
+        assert [name for name in found if name not in ("config.json", "model.safetensors")] == sorted(names)
+        assert all((out / name).read_text() == name for name in names)
+    (out / "additional_chat_templates" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointExistsError, match="additional_chat_templates"):
+        save_pretrained(base, out, overwrite=True)
+
+
+def test_an_adapter_is_one_file(tmp_path: Path) -> None:
+    """That it was to be several was passed over."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "adapter_config.json").write_text("{}")
+    dcp_rs.save(dict(W), tmp_path / "ckpt", no_dist=True)
+    with pytest.raises(ValueError, match="shards=2: peft reads an adapter from one file"):
+        save_pretrained(tmp_path / "ckpt", tmp_path / "out", config=tmp_path / "base", shards=2)
+    save_pretrained(tmp_path / "ckpt", tmp_path / "out", config=tmp_path / "base", shards=1)
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()

@@ -23,7 +23,7 @@ _LINKS = 40
 
 
 def check_place(
-    paths: Iterable[Path], dst: Path, *, overwrite: bool, is_part: Callable[[str], bool] | None = None
+    paths: Iterable[Path], dst: Path, *, overwrite: bool, is_part: Callable[[Path], bool] | None = None
 ) -> _core.Occupant | None:
     """What is at ``dst`` and may be replaced: for :func:`dcp_rs.conversion.place.new_place`. None where there is nothing.
 
@@ -31,7 +31,7 @@ def check_place(
         paths: of the source: itself, what it was opened from, and its files.
         dst: where the result goes.
         overwrite: whether a checkpoint that is there gives way.
-        is_part: whether a file of this name may be in a folder that gives way; default: if it may be one of a checkpoint's own.
+        is_part: whether this file or folder may be in a folder that gives way; default: a file that may be one of a checkpoint's own.
 
     Raises:
         ValueError: writing it would change the source.
@@ -107,11 +107,11 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _check_folder(folder: Path, is_part: Callable[[str], bool]) -> None:
+def _check_folder(folder: Path, is_part: Callable[[Path], bool]) -> None:
     """Raises unless what is there is one checkpoint. A damaged one need not open, if names tell that each file was written for one."""
     entries = {entry.name: entry for entry in sorted(folder.iterdir())}
     for name, entry in entries.items():
-        if entry.is_dir() or not is_part(name):
+        if not is_part(entry):
             raise _holds_more(folder, name)
     models = [name for name in entries if name.endswith(_MODELS) and not _is_told_by_name(name)]
     is_two = INDEX_NAME in entries and STOCK_NAME in entries
@@ -153,8 +153,8 @@ def _indexes(path: Path, files: set[str]) -> bool:
         return False
 
 
-def _is_of_a_checkpoint(name: str) -> bool:
-    return _is_told_by_name(name) or name.endswith(_MODELS)
+def _is_of_a_checkpoint(entry: Path) -> bool:
+    return not entry.is_dir() and (_is_told_by_name(entry.name) or entry.name.endswith(_MODELS))
 
 
 def _is_told_by_name(name: str) -> bool:

@@ -48,7 +48,9 @@ _OF_THE_HUB = (
 #: Those that would be taken for fields of the configuration.
 _OF_THE_MODEL = ("dtype", "generation_config", "quantization_config", "torch_dtype", "trust_remote_code")
 #: What of a model's folder is no weights: configuration, tokenizer, code.
-_BESIDE = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".md"})
+_BESIDE = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".md", ".spm", ".codes", ".tokenizer"})
+#: And of one of several templates, the folder of all but the first.
+_TEMPLATES = "additional_chat_templates"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin.index.json", _core.LOCK_NAME)
 
 
@@ -256,13 +258,13 @@ def save_pretrained(
             the files get: ``adapter_config.json`` is of peft, a ``_class_name`` in ``config.json`` of diffusers. Default: ``path``, if it is a folder.
         rename, include, exclude, dtype: as for :func:`dcp_rs.convert`; names are those of the model, so that ``rename={"model": ""}`` and
             ``include="model.*"`` take it out of a training state. Names that transformers has of its own (fused experts) stay as they are.
-        shards: how many files; default: as many as keep each below 5 GB, one for peft.
+        shards: how many files; default: as many as keep each below 5 GB. Peft reads one.
         overwrite: replace such a folder at ``out``, of one model.
 
     Raises:
         CheckpointExistsError: ``out`` is there, and ``overwrite`` is not set; or it holds more than such a folder; or something came there meanwhile.
         FileNotFoundError: there is no configuration.
-        ValueError: ``out`` is the checkpoint or the folder of the configuration, or holds a file of one, wherever links and an index lead.
+        ValueError: several files for peft; ``out`` is the checkpoint or the folder of the configuration, or holds a file of one, wherever links and an index lead.
         Exception: as :func:`dcp_rs.convert`.
     """
     source = local_path(config) if config is not None else local_path(path)
@@ -272,6 +274,11 @@ def save_pretrained(
         said = "a pipeline of several models" if kind else "no folder with a config.json or an adapter_config.json"
         msg = f"{source} is {said}: config= says where the model's configuration is"
         raise FileNotFoundError(msg)
+    if kind == "adapter_config.json":
+        if shards not in (None, 1):
+            msg = f"shards={shards!r}: peft reads an adapter from one file"
+            raise ValueError(msg)
+        shards = 1
     target = Path(os.path.abspath(local_path(out)))  # noqa: PTH100  # Path.resolve would follow the last link
     index = open_index(path, rank=None, allow_external=False)
     if os.path.lexists(target) and not target.is_dir():
@@ -288,22 +295,28 @@ def save_pretrained(
             include=include,
             exclude=exclude,
             dtype=dtype,
-            shards=1 if kind == "adapter_config.json" else shards,
+            shards=shards,
             name=_stem(beside[kind]),
         )
         for name, file in beside.items():
+            (place.result / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(file, place.result / name)
     return report
 
 
 def _beside(folder: Path) -> dict[str, Path]:
-    """What of a model's folder is to be copied, by name: files (of the hub's cache: what links lead to)."""
+    """What of a model's folder is to be copied, by its path from there: files (of the hub's cache: what links lead to)."""
     files = sorted(folder.iterdir()) if folder.is_dir() else []
-    return {
-        file.name: file
-        for file in files
-        if file.suffix in _BESIDE and not file.name.endswith(_WEIGHTS) and file.is_file()
-    }
+    beside = {file.name: file for file in files if _is_beside(file.name) and file.is_file()}
+    templates = sorted((folder / _TEMPLATES).glob("*.jinja"))
+    return beside | {f"{_TEMPLATES}/{file.name}": file for file in templates if file.is_file()}
+
+
+def _is_beside(name: str) -> bool:
+    """Whether a file of this name is none of weights. Those of Mistral are ``tokenizer.model.v3`` and so on."""
+    if name.endswith(_WEIGHTS):
+        return False
+    return Path(name).suffix in _BESIDE or name.startswith("tokenizer.model.")
 
 
 def _stem(config: Path) -> str:
@@ -313,6 +326,8 @@ def _stem(config: Path) -> str:
     return "diffusion_pytorch_model" if "_class_name" in json.loads(config.read_text("utf-8")) else "model"
 
 
-def _is_of_a_model(name: str) -> bool:
-    """Whether a file of this name may be in a model's folder."""
-    return Path(name).suffix in _BESIDE or name.endswith(_WEIGHTS)
+def _is_of_a_model(entry: Path) -> bool:
+    """Whether a file, or a folder, may be in a model's folder."""
+    if entry.is_dir():
+        return entry.name == _TEMPLATES and all(file.suffix == ".jinja" and file.is_file() for file in entry.iterdir())
+    return _is_beside(entry.name) or entry.name.endswith(_WEIGHTS)
