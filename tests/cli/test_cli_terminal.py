@@ -79,6 +79,43 @@ def test_head_changes_no_status(world: Path, tmp_path: Path) -> None:
         assert status_into_true(*command) == (status, ""), command
 
 
+def by_shell(*words: Any) -> tuple[int, str]:
+    """The status of a command with redirections, and its errors."""
+    line = " ".join(map(str, [*COMMAND, *words]))
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stderr
+
+
+def test_streams_that_are_closed_change_no_status(world: Path) -> None:
+    """Without standard output there was an AttributeError; without standard error a failure had the status of a finding."""
+    assert by_shell("ls", world / "ckpt", ">&-") == (0, "")
+    assert by_shell("verify", world / "ckpt", "<&-", ">&-", "2>&-") == (0, "")
+    assert by_shell("diff", world / "ckpt", world / "hf", ">&-") == (1, "")
+    assert by_shell("diff", world / "nowhere", world / "ckpt", "2>&-") == (2, "")
+    assert by_shell("ls", world / "nowhere", "--json", ">&-", "2>&-") == (2, "")
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="nothing tells what is open")
+def test_descriptors_that_are_closed_are_no_data_files(world: Path, tmp_path: Path) -> None:
+    """The next files that were opened had the numbers of the standard streams."""
+    script = "import os; from dcp_rs.cli.output import prepare_streams; prepare_streams(); os.open('/', os.O_RDONLY); "
+    script += "print(*(os.readlink(f'/proc/self/fd/{fd}') for fd in range(4)), file=open('seen', 'w'))"
+    python = COMMAND[0]
+    line = f'{python} -c "$SCRIPT" <&- >&- 2>&-'
+    environment = os.environ | {"SCRIPT": script}
+    subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environment, timeout=60, check=True)
+    seen = (tmp_path / "seen").read_text().split()
+    assert seen[:3] == [os.devnull] * 3
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("arguments", [["ls"], ["ls", "--json"], ["--help"]], ids=" ".join)
+def test_a_full_disk_is_an_error_of_one_line(world: Path, arguments: list[str]) -> None:
+    """The status was 120, and a traceback came after the line."""
+    words = [*arguments, world / "ckpt"] if arguments[0] == "ls" else arguments
+    assert by_shell(*words, ">/dev/full") == (2, "dcp-rs: No space left on device\n")
+
+
 @pytest.mark.parametrize(
     ("nbytes", "text"),
     [

@@ -56,16 +56,35 @@ class _Outlet(io.FileIO):
     """Standard output, of which whoever read may have had enough, as `head` does. The command goes on to its exit status; the rest goes nowhere."""
 
     def write(self, data: Buffer, /) -> int:
-        """Writes, or drops what nobody reads."""
+        """Writes, or drops what nobody reads.
+
+        Raises:
+            OSError: the disk is full, or fails. It is raised once: the rest goes nowhere, and no second one takes the exit status away as Python ends.
+        """
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            if not isinstance(error, BrokenPipeError):
+                raise
             return super().write(data)
+
+
+def _open_what_is_closed() -> None:
+    """Has something at the descriptors 0 to 2, which else were those of the next files that are opened, and in these what torch prints."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it gets the lowest that is free, which is this one
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115  # until Python ends
 
 
 def prepare_streams() -> None:
-    """From here on a character that the terminal's encoding lacks is written out, and no error; nor is a reader that went away."""
+    """From here on a character that the terminal's encoding lacks is written out, and no error; nor is a reader that went away, or never was there."""
+    _open_what_is_closed()
     out = sys.stdout
     buffer = getattr(out, "buffer", None)
     behind = getattr(buffer, "raw", buffer)  # there is no buffer under PYTHONUNBUFFERED
