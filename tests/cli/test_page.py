@@ -1,6 +1,7 @@
 """``dcp-rs inspect --html`` and ``diff --html``: one page, opened in a browser where there is one."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -43,6 +44,24 @@ def test_it_needs_nothing_else(tmp_path: Path) -> None:
     text = page.render(open_contents(tmp_path / "ckpt"))
     assert "default-src 'none'" in text
     assert not re.search(r"""(src|href)=|@import|url\(|https?://(?!www\.w3\.org/2000/svg)""", text)
+
+
+def test_a_pipe_stays_one_and_a_link_leads_to_the_page(tmp_path: Path) -> None:
+    """They were replaced by a file: by root, `/dev/null` too."""
+    pipe, real, link = tmp_path / "pipe", tmp_path / "real.html", tmp_path / "link.html"
+    os.mkfifo(pipe)
+    with os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb") as reader:
+        assert page.write("größe", pipe) == 7
+        assert reader.read() == "größe".encode()
+    assert pipe.is_fifo()
+    link.symlink_to("real.html")
+    for text in ("first", "second"):
+        page.write(text, link)
+        assert link.is_symlink()
+        assert real.read_text() == text
+    with pytest.raises(IsADirectoryError):
+        page.write("x", tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_names_are_only_names(tmp_path: Path) -> None:

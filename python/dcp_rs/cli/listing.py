@@ -341,5 +341,5 @@ def put_page(text: str, out: Path, *, as_json: bool) -> int:
         return len(text)
     nbytes = page.write(text, out)
     if not as_json:
-        line(f"wrote {out} ({size(nbytes)}): open it in a browser, it needs nothing else")
+        line(f"wrote {printable(str(out))} ({size(nbytes)}): open it in a browser, it needs nothing else")
     return nbytes

@@ -31,8 +31,12 @@ _MAX_VALUES = 5_000
 
 
 def write(page: str, out: Path) -> int:
-    """Writes a page, in one step; returns its length in bytes."""
+    """Writes a page, in one step; what is no file (a pipe, a device) is written to. Returns its length in bytes."""
     data = page.encode()
+    if out.exists() and not out.is_file():
+        out.write_bytes(data)
+        return len(data)
+    out = out.resolve()  # what a link leads to is the page: in /dev there are some
     temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.write_bytes(data)
