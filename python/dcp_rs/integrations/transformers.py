@@ -6,7 +6,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -127,13 +127,7 @@ def from_pretrained(
         prefix = prefix_of(stored, wanted)
         taken = {name.removeprefix(prefix): number for name, number in stored.items() if name.startswith(prefix)}
     else:
-        new_name = renamer(rename)
-        taken = {}
-        for name, number in stored.items():
-            other = taken.setdefault(new_name(name), number)
-            if other != number:
-                msg = f"{index.name(other)!r} and {name!r} would both be named {new_name(name)!r}"
-                raise PlanError(msg, path=index.path, tensor=name)
+        taken = renamed(index, stored, rename)
     state = {name: StoredTensor(index, number, options) for name, number in taken.items()}
     if kwargs.get("dtype", kwargs.get("torch_dtype", "auto")) in (None, "auto") and config.dtype is None:
         # transformers would ask the tensors themselves.
@@ -233,6 +227,22 @@ def prefix_of(stored: Iterable[str], wanted: Iterable[str]) -> str:
         )
         raise PlanError(msg)
     return best[0] if best else ""
+
+
+def renamed(index: _core.Index, stored: Mapping[str, int], rename: Rename) -> dict[str, int]:
+    """The numbers of what is stored, by the names that it is to have.
+
+    Raises:
+        PlanError: two would have one name.
+    """
+    new_name = renamer(rename)
+    taken: dict[str, int] = {}
+    for name, number in stored.items():
+        other = taken.setdefault(new_name(name), number)
+        if other != number:
+            msg = f"{index.name(other)!r} and {name!r} would both be named {new_name(name)!r}"
+            raise PlanError(msg, path=index.path, tensor=name)
+    return taken
 
 
 def save_pretrained(

@@ -11,11 +11,10 @@ import torch
 from dcp_rs import _core
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import explain_missing, selector
-from dcp_rs.checkpoint.renaming import renamer
 from dcp_rs.checkpoint.stream import stream
 from dcp_rs.errors import PlanError
 from dcp_rs.integrations._needs import framework
-from dcp_rs.integrations.transformers import prefix_of, skeleton_of
+from dcp_rs.integrations.transformers import prefix_of, renamed, skeleton_of
 from dcp_rs.options import ReadOptions
 
 __all__ = ["DcpRsModelLoader", "register"]
@@ -41,7 +40,7 @@ class DcpRsModelLoader(_loaders.BaseModelLoader):  # type: ignore[misc]
 
     - ``checkpoint``: where the weights are: of this package, of stock DCP, of Hugging Face, or a file of ``torch.save``. Default: the model's folder.
     - ``rename``: from stored names to those of the model as transformers has it, a mapping as for :func:`dcp_rs.convert`. Default: what the names are
-      behind (``model.`` in a state dict of model and optimizer) is found out.
+      behind (``model.`` in a state dict of model and optimizer) is found out. With it, all that ``include`` and ``exclude`` leave is for the model.
     - ``include``, ``exclude``: globs over stored names.
     - ``allow_partial_load``: take a checkpoint that lacks weights of the model.
     - fields of :class:`dcp_rs.options.ReadOptions`.
@@ -71,7 +70,7 @@ class DcpRsModelLoader(_loaders.BaseModelLoader):  # type: ignore[misc]
         """Loads into a model of vLLM.
 
         Raises:
-            PlanError: weights of the model are missing, or no single prefix fits.
+            PlanError: weights of the model are missing, no single prefix fits, or ``rename`` gives two of them one name.
             CheckpointNotFoundError, CorruptIndexError, CorruptDataError: see :mod:`dcp_rs.errors`.
         """
         index = self._index(model_config)
@@ -96,8 +95,7 @@ class DcpRsModelLoader(_loaders.BaseModelLoader):  # type: ignore[misc]
         stored = {name: number for number, name in enumerate(index.names()) if not index.tensor(number).is_bytes}
         stored = {name: number for name, number in stored.items() if chosen is None or chosen(name)}
         if (rename := self._own.get("rename")) is not None:
-            new_name = renamer(rename)
-            return {number: new_name(name) for name, number in stored.items()}
+            return {number: name for name, number in renamed(index, stored, rename).items()}
         wanted = _wanted(config)
         prefix = prefix_of(stored, wanted) if wanted else ""
         return {number: name.removeprefix(prefix) for name, number in stored.items() if name.startswith(prefix)}
