@@ -1,26 +1,29 @@
 """Bit-exact comparison of state dicts: NaN payloads and negative zeros count."""
 
-import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp_rs.tensors.same import raw_bytes
+from dcp_rs.tensors.same import raw_bytes, same
+from dcp_rs.transfer.save import why_not_raw
 
 __all__ = ["assert_state_equal", "raw_bytes", "same_bits", "state_differences"]
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether dtype, shape and every bit agree."""
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    return torch.equal(raw_bytes(left), raw_bytes(right))
+    """Whether dtype, shape and every bit agree; of a ``DTensor`` those of its local part, and its placements."""
+    return not _tensor_differences(left, right, "")
 
 
 def state_differences(got: Any, want: Any, path: str = "state") -> list[str]:
-    """One line for each place where the two differ; empty when they are the same."""
+    """One line for each place where the two differ; empty when they are the same.
+
+    Sparse and quantized tensors, and others that raw bytes cannot hold, are compared by what they are made of, with their devices and ``requires_grad``.
+    """
     if isinstance(want, torch.Tensor):
         return _tensor_differences(got, want, path)
     if type(got) is not type(want):
@@ -40,11 +43,17 @@ def state_differences(got: Any, want: Any, path: str = "state") -> list[str]:
             for i, (g, w) in enumerate(zip(got, want, strict=True))
             for line in state_differences(g, w, f"{path}[{i}]")
         ]
-    if isinstance(want, float) and struct.pack("<d", got) == struct.pack("<d", want):
-        return []  # NaNs too
-    if got == want and not isinstance(want, float):
-        return []
-    return [f"{path}: got {got!r}, want {want!r}"]
+    return [] if _is_same(got, want) else [f"{path}: got {got!r}, want {want!r}"]
+
+
+def _is_same(got: Any, want: Any) -> bool:
+    """Of numbers and arrays, every bit; what else is equal is the same, and what pickles to the same bytes."""
+    with suppress(Exception):  # of whatever type: it cannot be compared
+        if not isinstance(want, float | complex | np.ndarray) and got == want:
+            return True
+    with suppress(Exception):
+        return same(got, want)
+    return False
 
 
 def _tensor_differences(got: Any, want: torch.Tensor, path: str) -> list[str]:
@@ -57,10 +66,14 @@ def _tensor_differences(got: Any, want: torch.Tensor, path: str) -> list[str]:
             shapes = tuple(got.shape), tuple(want.shape)
             return [f"{path}: got {got.placements}, want {want.placements}; shapes {shapes}"]
         got, want, path = got.to_local(), want.to_local(), path + " (local)"
+    elif isinstance(got, DTensor):
+        return [f"{path}: got a DTensor, want a plain tensor"]
     if got.dtype != want.dtype:
         return [f"{path}: got {got.dtype}, want {want.dtype}"]
     if got.shape != want.shape:
         return [f"{path}: got shape {tuple(got.shape)}, want {tuple(want.shape)}"]
+    if why_not_raw(got) is not None or why_not_raw(want) is not None:
+        return [] if same(got, want) else [f"{path}: {type(want).__name__}s of {want.dtype} {tuple(want.shape)} differ"]
     differing = torch.nonzero(raw_bytes(got) != raw_bytes(want)).reshape(-1)
     if len(differing) == 0:
         return []
