@@ -69,3 +69,17 @@ def test_a_small_disk_is_full(tmp_path):
     assert held(path) == 1
     save(path, 3)
     assert held(path) == 3
+
+
+def test_one_disk_at_a_time(tmp_path):
+    """The one around was forgotten: its test went through whatever the program did."""
+    outer = FailingDisk(tmp_path, at=100)
+    with outer:
+        with pytest.raises(RuntimeError, match="one at a time"), FailingDisk(tmp_path):
+            pass
+        save(tmp_path / "ckpt", 1)
+    assert outer.calls > 3
+    with pytest.raises(OSError, match="Input/output error"), FailingDisk(tmp_path):
+        save(tmp_path / "ckpt", 2)
+    with pytest.raises(ValueError, match="counted from 0"):
+        FailingDisk(tmp_path, at=-1)

@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from dcp_rs import _core
 
@@ -34,20 +34,33 @@ class FailingDisk:
     Attributes:
         calls: how many calls there were, once it was left.
         failed: the call that failed, ``"write"`` or ``"rename"`` for example; None where there were fewer calls than ``at``.
+
+    Raises:
+        ValueError: ``at`` is negative.
+        RuntimeError: one is entered, and another one is already.
     """
 
+    _is_entered: ClassVar[bool] = False
+
     def __init__(self, folder: str | os.PathLike[str], *, at: int = 0, error: int = errno.EIO) -> None:
+        if at < 0:
+            msg = f"at={at!r}: calls are counted from 0"
+            raise ValueError(msg)
         self.calls = 0
         self.failed: str | None = None
         self._arguments = os.fspath(folder), at, error
 
     def __enter__(self) -> Self:
+        if FailingDisk._is_entered:
+            raise RuntimeError("a FailingDisk is entered already: there is one at a time")
         _core.arm_fault(*self._arguments)
+        FailingDisk._is_entered = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        FailingDisk._is_entered = False
         self.calls, self.failed = _core.disarm_fault() or (0, None)
 
 
