@@ -13,7 +13,15 @@ from dcp_rs._progress import Progress
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OpenArguments", "ReadArguments", "ReadOptions", "ReaderArguments", "WriteOptions", "WriterArguments"]
+__all__ = [
+    "OpenArguments",
+    "ReadArguments",
+    "ReadOptions",
+    "ReaderArguments",
+    "WriteOptions",
+    "WriterArguments",
+    "checks_pickles",
+]
 
 MIB = 1 << 20
 
@@ -39,6 +47,11 @@ def local_ranks() -> int | None:
         return max(1, int(os.environ["LOCAL_WORLD_SIZE"]))
     except (KeyError, ValueError):
         return None
+
+
+def checks_pickles(weights_only: bool | None) -> bool:
+    """What ``weights_only`` means: None is True, as it is to ``torch.load``."""
+    return weights_only is None or bool(weights_only)
 
 
 def _check(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
@@ -72,7 +85,7 @@ class OpenArguments(ReadArguments, total=False):
 class ReaderArguments(OpenArguments, total=False):
     """The keyword arguments of ``RsReader``, but for ``process_group``."""
 
-    weights_only: bool
+    weights_only: bool | None
     allow_external: bool
     replicas: Literal["each", "node", "all"]
     progress: Progress

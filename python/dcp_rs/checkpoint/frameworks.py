@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from dcp_rs._url import StorageOptions, Url, location
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import nearest
-from dcp_rs.options import OpenArguments, ReadOptions
+from dcp_rs.options import OpenArguments, ReadOptions, checks_pickles
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -28,7 +28,7 @@ def open(
     framework: Literal["pt"] = "pt",
     device: torch.device | str | int = "cpu",
     *,
-    weights_only: bool = True,
+    weights_only: bool | None = True,
     allow_external: bool = False,
     **read_options: Unpack[OpenArguments],
 ) -> Checkpoint: ...
@@ -45,7 +45,7 @@ def open(
     framework: Literal["pt", "np"] = "pt",
     device: torch.device | str | int = "cpu",
     *,
-    weights_only: bool = True,
+    weights_only: bool | None = True,
     allow_external: bool = False,
     **read_options: Any,
 ) -> Checkpoint | NumpyCheckpoint:
@@ -58,13 +58,14 @@ def open(
             or the URL of one of the first four on a store. There every tensor is read when it is asked for, and nothing is mapped.
         framework: ``"pt"``: tensors of torch. ``"np"``: arrays of NumPy, and torch is not imported; see :class:`dcp_rs.NumpyCheckpoint`.
         device: where tensors go. On ``"meta"`` they are a skeleton: shapes, dtypes and ``requires_grad`` as they were saved, and no tensor is read.
-        weights_only: refuse values that need more than ``torch.load(weights_only=True)`` allows.
+        weights_only: refuse values that need more than ``torch.load(weights_only=True)`` allows, as ``None`` does.
         allow_external: open data files outside the folder, if the index names any.
         read_options: see :class:`dcp_rs.options.ReadOptions`; and ``storage_options``, see :class:`dcp_rs.RsReader`.
 
     Raises:
         CheckpointNotFoundError, CorruptIndexError, UnsupportedError: see :mod:`dcp_rs.errors`.
     """
+    weights_only = checks_pickles(weights_only)
     for name in read_options:
         if name not in OpenArguments.__annotations__:
             near = nearest(

@@ -30,7 +30,7 @@ from dcp_rs.conversion.job import (
 )
 from dcp_rs.conversion.place import Place, new_place, place_before_store, place_on_store
 from dcp_rs.conversion.replacing import check_apart, check_place
-from dcp_rs.options import ReadOptions, WriteOptions
+from dcp_rs.options import ReadOptions, WriteOptions, checks_pickles
 from dcp_rs.tensors import objects
 
 __all__ = ["ConvertReport", "convert"]
@@ -67,7 +67,7 @@ def convert(
     verify: bool = True,
     fsync: bool = True,
     max_inflight_bytes: int | None = None,
-    weights_only: bool = True,
+    weights_only: bool | None = True,
     allow_external: bool = False,
     storage_options: Mapping[str, Any] | Any | None = None,
     out_storage_options: Mapping[str, Any] | Any | None = None,
@@ -99,7 +99,7 @@ def convert(
         verify: check the source's digests on the way, where it has some: the result gets digests of its own, which would make damage look whole.
         fsync, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
         weights_only: refuse values of a file of ``torch.save``, or on their way into one, that need more than
-            ``torch.load(weights_only=True)`` allows. Else values are taken as they are, without unpickling them.
+            ``torch.load(weights_only=True)`` allows, as ``None`` does. Else values are taken as they are, without unpickling them.
         allow_external: read data files outside the source's folder, if its index names any.
         storage_options: for URLs, see :class:`dcp_rs.RsReader`.
         out_storage_options: for that of ``out``; default: those of ``path``.
@@ -124,6 +124,7 @@ def convert(
     a ``dict`` there. ``"safetensors"`` has names, and no nesting. A checkpoint of stock DCP is nested as DCP says, with the numbers of an optimizer.
     """
     begin = time.perf_counter()
+    weights_only = checks_pickles(weights_only)
     source_path, target = location(path), location(out)
     to = _ENDINGS.get(target.suffix, "dcp-rs") if to is None else to
     _check(to, shards, name)

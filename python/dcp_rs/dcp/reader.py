@@ -35,7 +35,7 @@ from dcp_rs.dcp.together import Ranks
 from dcp_rs.dcp.torchs_ranks import TorchsRanks
 from dcp_rs.dcp.wanted import common, tell, wanted_of
 from dcp_rs.errors import CheckpointNotFoundError, PlanError, UnsupportedError
-from dcp_rs.options import ReadOptions
+from dcp_rs.options import ReadOptions, checks_pickles
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.memory import changing, is_opaque
 from dcp_rs.transfer.counts import Counts
@@ -81,7 +81,7 @@ class RsReader(StorageReader):
             or the URL of one of the first four on a store: ``s3://``, ``gs://``, ``az://``, ``http://``, ``https://``.
         io, threads, verify, shared, max_inflight_bytes: see :class:`dcp_rs.options.ReadOptions`.
         weights_only: check that every non-tensor value loads under ``torch.load(weights_only=True)`` before a planner gets it (stock
-            planners unpickle freely). ``False`` is for checkpoints you wrote yourself.
+            planners unpickle freely), as ``None`` does. ``False`` is for checkpoints you wrote yourself.
         allow_external: open data files outside the checkpoint's folder, if its index names any.
         replicas: who reads what several ranks need (all of the model under DDP, a shard under HSDP): ``"each"`` rank for itself; the ranks
             of a ``"node"`` together (``LOCAL_WORLD_SIZE`` of them); or ``"all"``. Together, every rank reads a part and sends it to
@@ -119,7 +119,7 @@ class RsReader(StorageReader):
         verify: bool = False,
         shared: bool | None = None,
         max_inflight_bytes: int | None = None,
-        weights_only: bool = True,
+        weights_only: bool | None = True,
         allow_external: bool = False,
         replicas: Literal["each", "node", "all"] = "each",
         storage_options: Mapping[str, Any] | Any | None = None,
@@ -140,7 +140,7 @@ class RsReader(StorageReader):
         self.options = ReadOptions(
             io=io, threads=threads, verify=verify, shared=shared, max_inflight_bytes=max_inflight_bytes
         )
-        self.weights_only = weights_only
+        self.weights_only = checks_pickles(weights_only)
         self.allow_external = allow_external
         self.replicas = replicas
         self.progress = progress
