@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from dcp_rs._progress import Progress
 
 if TYPE_CHECKING:
+    import uuid
+
     import torch
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "WriteOptions",
     "WriterArguments",
     "checks_pickles",
+    "uuid_of",
 ]
 
 MIB = 1 << 20
@@ -47,6 +50,21 @@ def local_ranks() -> int | None:
         return max(1, int(os.environ["LOCAL_WORLD_SIZE"]))
     except (KeyError, ValueError):
         return None
+
+
+def uuid_of(save_id: str) -> uuid.UUID:
+    """The id of a save, in one of the forms that :class:`uuid.UUID` takes.
+
+    Raises:
+        ValueError: it has none of them.
+    """
+    import uuid  # which commands that look need not wait for
+
+    try:
+        return uuid.UUID(save_id)
+    except (ValueError, AttributeError, TypeError):
+        msg = f"save_id={save_id!r}: a UUID, of 32 hexadecimal digits"
+        raise ValueError(msg) from None
 
 
 def checks_pickles(weights_only: bool | None) -> bool:

@@ -10,6 +10,7 @@ from dcp_rs import _core
 from dcp_rs._progress import Progress, watching
 from dcp_rs._url import StorageOptions, Url, options_for
 from dcp_rs.checkpoint.locate import INDEX_NAME, is_data_file, payload
+from dcp_rs.checkpoint.wanted_save import WantedSave
 from dcp_rs.errors import CheckpointExistsError
 
 __all__ = ["index_on_store"]
@@ -20,8 +21,7 @@ def index_on_store(
     options: StorageOptions | None,
     *,
     digests: bool,
-    generation: int | None,
-    save_id: str | None,
+    wanted: WantedSave,
     overwrite: bool,
     threads: int | None,
     progress: Progress,
@@ -42,14 +42,18 @@ def index_on_store(
         raise CheckpointExistsError(msg, path=folder / INDEX_NAME)
     ((files, _),) = store.list([url])
     is_lost = any(is_data_file(name) for name, *_ in files)
+    wanted.check_lost(url, is_lost=is_lost)
     # An index that is being replaced is no source: the data is.
     found = None if is_lost else _core.Index.from_data(os.fspath(url), options_for(url, options))
     with watching(progress, "indexing") as watch:
         if found is None:
             tell = None if watch is None else lambda done: watch(done, None)
-            wanted = None if save_id is None else uuid.UUID(save_id).bytes
             data = store.recover(
-                os.fspath(folder), generation=generation, save_id=wanted, threads=threads or 0, progress=tell
+                os.fspath(folder),
+                generation=wanted.generation,
+                save_id=wanted.save_id,
+                threads=threads or 0,
+                progress=tell,
             )
         else:
             total = 0 if watch is None else payload(found)

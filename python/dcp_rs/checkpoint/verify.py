@@ -18,6 +18,7 @@ from dcp_rs.checkpoint.clean import Leftover, seen_beside
 from dcp_rs.checkpoint.folders import make_folder
 from dcp_rs.checkpoint.locate import INDEX_NAME, local_path, open_index, payload
 from dcp_rs.checkpoint.remote_index import index_on_store
+from dcp_rs.checkpoint.wanted_save import WantedSave
 from dcp_rs.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -25,6 +26,7 @@ from dcp_rs.errors import (
     CorruptIndexError,
     UnsupportedError,
 )
+from dcp_rs.options import ReadOptions
 
 __all__ = ["Problem", "VerifyReport", "index", "verify"]
 
@@ -104,10 +106,12 @@ def verify(
             and in notebooks.
 
     Raises:
+        ValueError: ``threads`` is no positive number.
         CheckpointNotFoundError, UnsafePickleError, UnsupportedError, StorageError: see :mod:`dcp_rs.errors`. Damage is in the report, also where it
             keeps the checkpoint from being opened (a file cut short, an index that breaks a rule).
     """
     options = StorageOptions.of(storage_options)
+    ReadOptions(threads=threads)
     try:
         opened = open_index(path, rank=None, allow_external=allow_external, storage_options=options)
     except (CorruptDataError, CorruptIndexError) as error:
@@ -179,10 +183,13 @@ def index(
         CheckpointNotFoundError: there is no data to index.
         UnsupportedError: the folder holds a rank-local save (``use_collectives=False``): an index of all ranks would hide it; or several
             models, none of which transformers or diffusers would choose; or ``out`` where one of the two is on a store.
+        ValueError: an option that makes no sense; ``generation`` or ``save_id`` for data of others.
         StoragePreconditionError: the same on a store.
         StorageError: see :mod:`dcp_rs.errors`.
     """
     source, options = location(path), StorageOptions.of(storage_options)
+    ReadOptions(threads=threads)
+    wanted = WantedSave.of(generation, save_id)
     if isinstance(source, Url):
         if out is not None:
             msg = f"{source}: the index of data on a store lies beside it: out= is for folders of the file system"
@@ -191,8 +198,7 @@ def index(
             source,
             options,
             digests=digests,
-            generation=generation,
-            save_id=save_id,
+            wanted=wanted,
             overwrite=overwrite,
             threads=threads,
             progress=progress,
@@ -208,11 +214,14 @@ def index(
         raise CheckpointExistsError(msg, path=target / INDEX_NAME)
     count = threads or 0
     prefix = None if out is None else os.fspath(folder.absolute())
-    if _is_lost(source):
-        wanted = None if save_id is None else uuid.UUID(save_id).bytes
+    is_lost = _is_lost(source)
+    wanted.check_lost(source, is_lost=is_lost)
+    if is_lost:
         with watching(progress, "indexing") as watch:
             tell = None if watch is None else lambda done: watch(done, None)
-            data = _core.recover(os.fspath(source), generation=generation, save_id=wanted, threads=count, progress=tell)
+            data = _core.recover(
+                os.fspath(source), generation=wanted.generation, save_id=wanted.save_id, threads=count, progress=tell
+            )
         found = _core.Index.from_bytes(data, os.fspath(folder / INDEX_NAME), False)
     else:
         # An index that is being replaced is no source: the data is.

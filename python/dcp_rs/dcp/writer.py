@@ -35,7 +35,7 @@ from dcp_rs.dcp.save_planner import writes_of
 from dcp_rs.dcp.stock_arguments import STOCK_COPY_AHEAD, judge_writer, one_of
 from dcp_rs.dcp.written import Written, packed, unpacked
 from dcp_rs.errors import PlanError
-from dcp_rs.options import WriteOptions
+from dcp_rs.options import WriteOptions, uuid_of
 from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.transfer.save import turns, write_entries
 from dcp_rs.transfer.stage import HostStager, Staging
@@ -125,7 +125,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self.overwrite = overwrite
         self.strict_values = strict_values
         self.progress = progress
-        self.save_id = str(uuid.uuid4() if save_id is None else uuid.UUID(save_id))
+        self.save_id = str(uuid.uuid4() if save_id is None else uuid_of(save_id))
         self._rank: int | None = None
         self._use_collectives = True
         self._chosen: Place | None = None

@@ -97,7 +97,7 @@ def _convert(
 @options.any_checkpoint
 @click.option("--out", metavar="DIR", type=local_path, help="Put the index there, not beside the data.")
 @click.option("--digests", is_flag=True, help="Hash the data, so that it can be verified later.")
-@click.option("--generation", type=int, help="Which save to recover (g… in the names).")
+@click.option("--generation", type=click.IntRange(min=0), help="Which save to recover (g… in the names).")
 @click.option("--save-id", help="Which save to recover, of one generation.")
 @click.option("--overwrite", is_flag=True, help="Replace an index that is there.")
 @options.threads
