@@ -108,6 +108,18 @@ def test_descriptors_that_are_closed_are_no_data_files(world: Path, tmp_path: Pa
     assert seen[:3] == [os.devnull] * 3
 
 
+def test_errors_that_nobody_reads_change_no_status(world: Path, tmp_path: Path) -> None:
+    """That they could not be written had the status of a finding, and a warning ended the command."""
+    shutil.copytree(world / "ckpt", tmp_path / "two")
+    (tmp_path / "two" / ".metadata").touch()  # of which a warning says that it is there, too
+    there = [">/dev/full"] if Path("/dev/full").exists() else []
+    for words, status in ((["diff", "nowhere", world / "ckpt"], 2), (["ls", tmp_path / "two"], 0)):
+        assert by_shell(*words, "2>&1 | true; exit ${PIPESTATUS[0]}") == (status, "")
+        assert by_shell(*words, "2>&1 >&- | true; exit ${PIPESTATUS[0]}") == (status, "")
+        for full in there:
+            assert by_shell(*words, f"2{full}") == (status, "")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 @pytest.mark.parametrize("arguments", [["ls"], ["ls", "--json"], ["--help"]], ids=" ".join)
 def test_a_full_disk_is_an_error_of_one_line(world: Path, arguments: list[str]) -> None:

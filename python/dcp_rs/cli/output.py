@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -53,21 +53,42 @@ def _styled(text: str, style: str) -> str:
 
 
 class _Outlet(io.FileIO):
-    """Standard output, of which whoever read may have had enough, as `head` does. The command goes on to its exit status; the rest goes nowhere."""
+    """A standard stream, of which whoever read may have had enough, as `head` does. The command goes on to its exit status; the rest goes nowhere."""
 
     def write(self, data: Buffer, /) -> int:
         """Writes, or drops what nobody reads.
 
         Raises:
-            OSError: the disk is full, or fails. It is raised once: the rest goes nowhere, and no second one takes the exit status away as Python ends.
+            OSError: standard output is on a disk that is full, or fails. It is raised once: the rest goes nowhere, and no second one takes the exit
+                status away as Python ends. That standard error fails there is no way to say.
         """
         try:
             return super().write(data)
         except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
-            if not isinstance(error, BrokenPipeError):
+            if self.fileno() == _OUT and not isinstance(error, BrokenPipeError):
                 raise
             return super().write(data)
+
+
+#: Descriptors of standard output, and of standard error.
+_OUT, _ERROR = 1, 2
+
+
+def _with_outlet(stream: TextIO, descriptor: int) -> TextIO:
+    """The stream, by way of an outlet where that is what the descriptor is for, and no terminal."""
+    buffer = getattr(stream, "buffer", None)
+    behind = getattr(buffer, "raw", buffer)  # there is no buffer under PYTHONUNBUFFERED
+    if (
+        not isinstance(stream, io.TextIOWrapper)
+        or not isinstance(behind, io.FileIO)
+        or behind.fileno() != descriptor
+        or stream.isatty()
+    ):
+        return stream
+    stream.flush()
+    raw = io.BufferedWriter(_Outlet(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(raw, encoding=stream.encoding, errors=stream.errors, line_buffering=stream.line_buffering)
 
 
 def _open_what_is_closed() -> None:
@@ -85,18 +106,7 @@ def _open_what_is_closed() -> None:
 def prepare_streams() -> None:
     """From here on a character that the terminal's encoding lacks is written out, and no error; nor is a reader that went away, or never was there."""
     _open_what_is_closed()
-    out = sys.stdout
-    buffer = getattr(out, "buffer", None)
-    behind = getattr(buffer, "raw", buffer)  # there is no buffer under PYTHONUNBUFFERED
-    if (
-        isinstance(out, io.TextIOWrapper)
-        and isinstance(behind, io.FileIO)
-        and behind.fileno() == 1
-        and not out.isatty()
-    ):
-        out.flush()
-        raw = _Outlet(1, "w", closefd=False)
-        sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), encoding=out.encoding, errors=out.errors)
+    sys.stdout, sys.stderr = _with_outlet(sys.stdout, _OUT), _with_outlet(sys.stderr, _ERROR)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
