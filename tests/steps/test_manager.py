@@ -132,7 +132,7 @@ def test_what_is_no_step_is_refused(run, step):
     assert not run.exists()
 
 
-@pytest.mark.parametrize("loss", ["1.0", None, [1]])
+@pytest.mark.parametrize("loss", ["1.0", None, [1], 10**400], ids=["text", "none", "list", "too large"])
 def test_what_is_no_metric_is_refused(run, loss):
     with CheckpointManager(run) as manager, pytest.raises(ValueError, match=r"metrics\['loss'\]"):
         manager.save(1, state_of(1), metrics={"loss": loss})

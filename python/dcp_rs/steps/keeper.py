@@ -204,7 +204,7 @@ class Keeper:
 
 def _number(name: str, value: Any) -> float:
     if not isinstance(value, str):
-        with suppress(TypeError, ValueError):
+        with suppress(TypeError, ValueError, OverflowError):
             return float(value)
     msg = f"metrics[{name!r}] is {value!r}: a number"
     raise ValueError(msg)
