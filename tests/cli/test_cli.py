@@ -213,6 +213,18 @@ def test_ls_shows_values_and_chooses_by_globs(dcp_rs_cli, world: Path) -> None:
     assert "no name matches: a pattern is of whole names" in out
 
 
+def test_a_number_that_python_does_not_write_out_hides_no_other_entry(dcp_rs_cli, tmp_path: Path) -> None:
+    torch.save({"big": 10**5000, "small": 7, "w": torch.ones(2)}, tmp_path / "x.pt")
+    status, out, _ = dcp_rs_cli("ls", tmp_path / "x.pt", "--json")
+    entries = {entry["name"]: entry for entry in json.loads(out)["entries"]}
+    assert (status, entries["small"]["value"]) == (0, 7)
+    assert "4300 digits" in entries["big"]["problem"]
+    status, out, _ = dcp_rs_cli("ls", tmp_path / "x.pt", "--values")
+    assert (status, len(out.splitlines())) == (0, 5)
+    assert dcp_rs_cli("inspect", tmp_path / "x.pt", "big")[0] == 0
+    assert dcp_rs_cli("inspect", tmp_path / "x.pt", "--html", tmp_path / "page.html")[0] == 0
+
+
 def test_keys_of_all_kinds_are_told_apart(dcp_rs_cli, tmp_path: Path) -> None:
     dcp_rs.save({"state": {0: {"m": torch.ones(2)}, "1": {"m": torch.ones(3)}}}, tmp_path / "ckpt")
     shown = dcp_rs_cli("inspect", tmp_path / "ckpt", "state.0.m")[1]

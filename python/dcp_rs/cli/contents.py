@@ -152,6 +152,6 @@ def value_text(contents: Contents, entry: Entry, most: int) -> str:
         return ""
     try:
         text = printable(repr(contents.value(entry)))
-    except DcpRsError as error:
+    except (DcpRsError, ValueError) as error:  # of an integer of thousands of digits
         return f"({printable(for_command_line(str(error)))})"
     return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"

@@ -249,9 +249,9 @@ def _value_json(contents: Contents, entry: Entry) -> dict[str, Any]:
         return {}
     try:
         value = contents.value(entry)
-    except DcpRsError as error:
+        return {"value": value} if is_json(value) else {"repr": repr(value)}
+    except (DcpRsError, ValueError) as error:  # of an integer of thousands of digits
         return {"problem": for_command_line(str(error))}
-    return {"value": value} if is_json(value) else {"repr": repr(value)}
 
 
 def _show_map(contents: Contents, entry: Entry, pieces: list[Piece], *, show_all: bool) -> None:

@@ -165,13 +165,19 @@ def plain(value: Any) -> Any:
     return value
 
 
+#: Of an integer that Python writes in decimals, and programs read: 4,300 digits have more.
+_BITS = 14_000
+
+
 def is_json(value: Any) -> bool:
     """Whether the value comes back from JSON as it was, but for tuples, and for numbers that JSON has not."""
     if isinstance(value, dict):
         return all(type(key) is str and is_json(entry) for key, entry in value.items())
     if isinstance(value, list | tuple):
         return all(map(is_json, value))
-    return value is None or type(value) in (bool, int, float, str)
+    if type(value) is int:
+        return value.bit_length() < _BITS
+    return value is None or type(value) in (bool, float, str)
 
 
 #: What messages call an option or a function, and what it is called here.
