@@ -225,6 +225,18 @@ def test_old_steps_are_purged_and_the_last_that_is_whole_never(make, tmp_path):
     assert threading.active_count() <= before
 
 
+def test_what_later_releases_ask_of_a_purge_and_a_look(make, tmp_path, monkeypatch):
+    manager, _ = make(keep_latest_k=2)
+    monkeypatch.setattr(manager, "_is_purge_exempt", lambda step: step == 1, raising=False)
+    for step in (1, 2, 3):
+        dcp_rs.save({"w": torch.ones(2)}, tmp_path / "checkpoint" / f"step-{step}", no_dist=True)
+    manager._purge_stale_checkpoints(saving_step=4, staging_dir_prefix=None)
+    wait_for_purge(manager)
+    assert sorted(entry.name for entry in (tmp_path / "checkpoint").iterdir()) == ["step-1", "step-3"]
+    assert manager._find_load_step(max_step=2) == 1
+    assert manager._find_load_step(max_step=0) == -1
+
+
 @pytest.mark.parametrize("files", [None, {"model.0.weight": 1, "model.1.weight": 2}])
 def test_the_last_step_is_exported_for_hugging_face(make, tmp_path, files):
     how = {"last_save_model_only": True, "last_save_in_hf": True, "export_dtype": "bfloat16"}

@@ -145,30 +145,37 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
         if _MODEL in self.states:
             self.states[_MODEL].load_state_dict(state_dict)
 
-    def _find_load_step(self, folder: str = "") -> int:
+    # What has a default in the two that follow is given by torchtitan after 0.3.0.
+
+    def _find_load_step(self, folder: str = "", max_step: int | None = None) -> int:
         """The newest step that can be loaded, of this package or of torchtitan's own manager; -1 where there is none."""
         root = FolderRoot(folder) if folder else self._root
         for found in root.newest():
+            if max_step is not None and found.number > max_step:
+                continue
             if isinstance(found, Step) or _is_of_others(found.path):
                 return found.number
             _log.warning("passed over %s", found)
         return -1
 
-    def _purge_stale_checkpoints(self) -> None:
-        """Keeps the newest ``keep_latest_k``, and if none of these is whole yet, the newest that is.
+    def _purge_stale_checkpoints(self, *, saving_step: int | None = None, **_: Any) -> None:
+        """Keeps the newest ``keep_latest_k``, what ``purge_exempt`` names, and if none of the newest is whole yet, the newest that is.
 
         The step that is being saved is one of them, whether or not its folder is there yet.
         """
         if not self._should_purge():
             return
         found = list(self._root.newest())
-        kept = self.keep_latest_k - (self._saved_last not in {"", *(step.path.name for step in found)})
+        saving = self._saved_last if saving_step is None else f"step-{saving_step}"
+        kept = self.keep_latest_k - (saving not in {"", *(step.path.name for step in found)})
         keep, old = found[:kept], found[kept:]
         if not any(isinstance(step, Step) for step in keep):
             last = next((step for step in old if isinstance(step, Step)), None)
             old = [step for step in old if step is not last]
+        is_exempt = getattr(self, "_is_purge_exempt", lambda _: False)
         for step in old:
-            self._root.set_aside(step.number)
+            if not is_exempt(step.number):
+                self._root.set_aside(step.number)
         for path in self._root.set_aside_before():  # what a kill left, too
             self.purge_queue.put(os.fspath(path))
 
