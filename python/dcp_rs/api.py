@@ -24,6 +24,7 @@ from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.reports import LoadReport, SavedMetadata
 from dcp_rs.dcp.save_planner import RsSavePlanner
+from dcp_rs.dcp.stock_arguments import say_ignored
 from dcp_rs.dcp.together import Ranks
 from dcp_rs.dcp.unclear import apart, unclear
 from dcp_rs.dcp.writer import RsWriter
@@ -157,11 +158,19 @@ def save(
         nonlocal writer
         check_state_dict(state_dict, path)
         check_options("save", write_options, RsWriter)
+        _say_what_is_ignored("save", write_options)
         writer = RsWriter(path, **write_options)
         return _without_stateful(state_dict), writer, RsSavePlanner() if planner is None else planner
 
     metadata = _save(Ranks(process_group, no_dist=no_dist), begin)
     return SavedMetadata.of(metadata, None if writer is None else writer.report)
+
+
+def _say_what_is_ignored(called: str, options: WriterArguments) -> None:
+    """Warns, once, of what is for a writer that is used again: here each save has one of its own."""
+    if options.get("cache_staged_state_dict"):
+        why = "each save has a writer of its own, which is where that memory would stay; async_save(stager=HostStager(cache=True)) keeps it"
+        say_ignored(f"dcp_rs.{called}", "cache_staged_state_dict=True", why)
 
 
 @apart()
@@ -265,6 +274,7 @@ def async_save(
         give_room = background.take_room()
         check_state_dict(state_dict, path)
         check_options("async_save", write_options, RsWriter)
+        _say_what_is_ignored("async_save", write_options)
         writer = RsWriter(path, **write_options)
         writer.stage_with(stager or HostStager(shared=executor == "process"))
         planner = RsSavePlanner() if planner is None else planner
