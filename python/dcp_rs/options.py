@@ -15,16 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = [
-    "OpenArguments",
-    "ReadArguments",
-    "ReadOptions",
-    "ReaderArguments",
-    "WriteOptions",
-    "WriterArguments",
-    "checks_pickles",
-    "uuid_of",
-]
+__all__ = ["OpenArguments", "ReadArguments", "ReadOptions", "ReaderArguments", "WriteOptions", "WriterArguments"]
 
 MIB = 1 << 20
 
