@@ -57,6 +57,18 @@ def test_a_fork_has_no_slabs_of_its_parent(cache):
     assert cache.clear() == 8192
 
 
+def test_slabs_of_a_load_in_inference_mode_serve_a_save_out_of_it(ckpt, tmp_path, sim, device):
+    """They were tensors of inference, which nothing may write to out of that mode: every later save from the device raised."""
+    want = state()
+    dcp_rs.save(want, ckpt)
+    with torch.inference_mode():
+        got = on(device, want)
+        dcp_rs.load(got, ckpt)
+    again = {name: tensor.clone() for name, tensor in got.items()}
+    dcp_rs.save(again, tmp_path / "again")
+    assert_state_equal(dcp_rs.open(tmp_path / "again").state_dict(), want)
+
+
 def test_loads_of_other_sizes_leave_torchs_pinned_memory_alone(ckpt, sim, device):
     """G5: another slab size emptied torch's whole cache of pinned memory, which waits for the device."""
     want = state()

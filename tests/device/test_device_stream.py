@@ -63,6 +63,18 @@ def test_a_consumer_may_change_its_stream(ckpt, want, sim, device, other_device)
     assert_state_equal(host(copies), want)
 
 
+def test_a_consumer_may_change_the_mode(ckpt, want, sim, device):
+    """What is filled in turns, or was made for the copies, may be written to out of the inference mode that it came into being in."""
+    dcp_rs.save(want | {"w00": torch.randn(3000, 1000)}, ckpt)
+    with dcp_rs.open(ckpt, device=device, max_inflight_bytes=1 << 20) as source:
+        want["w00"] = source["w00"].cpu()
+        got, running = {}, source.stream()
+        for turn in range(len(want)):
+            with torch.inference_mode(turn % 2 == 0):
+                got.update([next(running)])
+    assert_state_equal(host(got), want)
+
+
 def test_memory_is_not_used_again_before_another_stream_is_done_with_it(ckpt, want, sim, device):
     """W9: the allocator knows the stream that made memory, and no other that uses it unless it is told."""
     busy = torch.Stream(device=device)

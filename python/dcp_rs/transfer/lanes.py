@@ -73,7 +73,10 @@ class Lane(Protocol):
     """
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """New memory of the device, which goes back to the caller's stream. The copies that fill it come after :meth:`order_after_caller`."""
+        """New memory of the device, which goes back to the caller's stream. The copies that fill it come after :meth:`order_after_caller`.
+
+        It is no tensor of inference, be that the mode: copies into it may come in another one.
+        """
 
     def scratch(self, slab: torch.Tensor) -> torch.Tensor:
         """Memory of the device as large as ``slab``, for the next transfer. Of the host: the slab itself."""
@@ -114,7 +117,8 @@ class HostLane(Lane):
 
     @override
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self._device)
+        with torch.inference_mode(False):
+            return torch.empty(shape, dtype=dtype, device=self._device)
 
     @override
     def scratch(self, slab: torch.Tensor) -> torch.Tensor:
@@ -185,7 +189,7 @@ class StreamLane(Lane):
 
     @override
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        with self._caller:
+        with self._caller, torch.inference_mode(False):
             return torch.empty(shape, dtype=dtype, device=self._device)
 
     @override

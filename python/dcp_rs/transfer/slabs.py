@@ -48,8 +48,9 @@ class _SlabCache:
                     (taken if slab.numel() == nbytes and len(taken) < count else others).append(slab)
                 # Those of another size may be the next load's, if there is room for them beside these.
                 self._kept = _last(others, MAX_KEPT_BYTES - count * nbytes)
-        while len(taken) < count:
-            taken.append(_new_slab(nbytes, pinned=pinned))
+        with torch.inference_mode(False):  # what is kept is written to in whichever mode
+            while len(taken) < count:
+                taken.append(_new_slab(nbytes, pinned=pinned))
         return taken
 
     def give(self, slabs: Sequence[torch.Tensor]) -> None:

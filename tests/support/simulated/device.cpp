@@ -470,6 +470,7 @@ char* address(const Tensor& tensor) {
 
 // The same memory as a host tensor that owns nothing of it: what a task sees.
 Tensor seen_by_tasks(const Tensor& tensor) {
+  c10::InferenceMode normal(false);  // the thread of a stream is in no such mode
   auto seen = at::from_blob(
       address(tensor), tensor.sizes(), tensor.strides(), at::TensorOptions().dtype(tensor.dtype()).device(c10::kCPU));
   seen._set_conj(tensor.is_conj());
@@ -596,6 +597,7 @@ void foreach_copy_(at::TensorList to, at::TensorList from, bool non_blocking) {
   }
   count_copy();
   ++knobs().grouped;
+  c10::InferenceMode normal(false);  // as above
   std::vector<Tensor> a, b;
   for (size_t i = 0; i < to.size(); ++i) {
     a.push_back(at::from_blob(address(to[i]), {to[i].numel()}, at::TensorOptions().dtype(to[i].dtype())));
