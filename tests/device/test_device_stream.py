@@ -63,6 +63,23 @@ def test_a_consumer_may_change_its_stream(ckpt, want, sim, device, other_device)
     assert_state_equal(host(copies), want)
 
 
+def test_a_consumer_may_change_the_current_device(ckpt, sim, device):
+    """``device="cuda"`` was whichever was current: tensors of one device were ordered for a stream of another, and held what was there before."""
+    want = {f"w{i}": torch.randn(256, 1000) for i in range(8)}
+    dcp_rs.save(want, ckpt)
+    copies = {}
+    with dcp_rs.open(ckpt, device=device.type, max_inflight_bytes=8 << 20) as source:
+        sim.delay = 20_000
+        running = source.stream()
+        for turn in range(len(want)):
+            with torch.accelerator.device_index(turn % 2):
+                name, tensor = next(running)
+            copies[name] = tensor.clone()
+        sim.delay = 0
+    assert {tensor.device for tensor in copies.values()} == {device}
+    assert_state_equal(host(copies), want)
+
+
 def test_a_consumer_may_change_the_mode(ckpt, want, sim, device):
     """What is filled in turns, or was made for the copies, may be written to out of the inference mode that it came into being in."""
     dcp_rs.save(want | {"w00": torch.randn(3000, 1000)}, ckpt)

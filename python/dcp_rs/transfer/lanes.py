@@ -171,15 +171,16 @@ class StreamLane(Lane):
     STREAMS = 2
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._streams = [torch.Stream(device=device) for _ in range(self.STREAMS)]
         if len(set(self._streams)) < self.STREAMS:
             msg = f"{device} has one stream for all"
             raise RuntimeError(msg)
-        #: Events that nothing waits for any more.
-        self._events = [_new_event(device)]
         # Kept: a consumer that takes tensors one by one may have another stream current each time, and memory has one home.
         self._caller = torch.accelerator.current_stream(device)
+        # By its number, where it was given as the current one: another may be that by and by.
+        self._device = self._caller.device
+        #: Events that nothing waits for any more.
+        self._events = [_new_event(self._device)]
         self._scratch: list[torch.Tensor | None] = [None] * self.STREAMS
         self._turn = 0
         #: How often these streams were asked for something, and after how much of it each other stream comes.
