@@ -294,7 +294,9 @@ def async_save(
             writer.close()
         if not ranks.is_alone:
             # The others save: there they are told. Meanwhile nothing else of this rank may use the group.
-            background.saving.submit(save_staged, ranks, _raising(error)).exception()
+            told = background.saving.submit(save_staged, ranks, _raising(error))
+            if not background.saving.is_current:  # in a callback of a save: what it would wait for comes after it
+                told.exception()
         raise
     else:
         future.add_done_callback(lambda _: give_room())

@@ -129,3 +129,40 @@ def test_ranks_save_in_the_background(ckpt, executor):
     for message in run_ranks(2, save_in_background, ckpt, executor, fresh=executor == "process", timeout=200):
         assert "'bad' is on the meta device" in message
     assert len(data_files(ckpt)) == 2
+
+
+def fail_in_a_callback(path):
+    """On the first rank, or on both: the save of a callback, with another one before it."""
+    for name, failing in ("one", {0}), ("both", {0, 1}):
+        planner, outcomes, told = Slow(), [], threading.Event()
+
+        def save_another(_, name=name, failing=failing, outcomes=outcomes, told=told):
+            try:
+                state = NotCopied() if dist.get_rank() in failing else 9.0
+                dcp_rs.async_save({"v": state}, path / name / "last").add_done_callback(
+                    lambda future: (outcomes.append(future.exception()), told.set())
+                )
+            except UnsupportedError as refused:
+                outcomes.append(refused)
+                told.set()
+
+        first = dcp_rs.async_save({"w": torch.ones(5)}, path / name / "1", planner=planner)
+        first.add_done_callback(save_another)
+        second = dcp_rs.async_save({"w": torch.ones(5)}, path / name / "2")
+        planner.go.set()
+        first.result(60)
+        second.result(60)
+        assert told.wait(60)
+        assert [str(error) for error in outcomes] == ["no copy of this"]
+        dcp_rs.async_save({"w": torch.ones(5)}, path / name / "3").result(60)
+    return True
+
+
+class NotCopied:
+    def __deepcopy__(self, memo):
+        raise UnsupportedError("no copy of this")
+
+
+def test_a_save_that_fails_in_a_callback_of_one_does_not_wait_for_itself(tmp_path):
+    """The thread that saves, which calls it, waited for itself to tell the other ranks: for ever, and all of them."""
+    assert run_ranks(2, fail_in_a_callback, tmp_path, fresh=True) == [True, True]

@@ -154,6 +154,25 @@ def test_a_save_out_of_a_callback_of_one_does_not_wait_for_itself(tmp_path):
     assert saved(tmp_path / "last")["w"].eq(9).all()
 
 
+def test_a_callback_with_the_stager_of_a_save_that_waits_for_it_makes_a_copy_of_its_own(tmp_path):
+    """It waited for the other save to give back the memory, which waited for the thread that it was called in."""
+    planner, stager, waiting, begun = Slow(), HostStager(cache=True), threading.Event(), []
+
+    def save_another(_):
+        waiting.wait(60)
+        begun.append(dcp_rs.async_save({"w": torch.full((5,), 9.0)}, tmp_path / "last", stager=stager))
+
+    first = dcp_rs.async_save({"w": torch.ones(5)}, tmp_path / "1", planner=planner, stager=stager)
+    first.add_done_callback(save_another)
+    planner.go.set()
+    second = dcp_rs.async_save({"w": torch.full((5,), 2.0)}, tmp_path / "2", stager=stager)
+    waiting.set()
+    second.result(30)
+    begun[0].result(30)
+    for name, value in ("1", 1), ("2", 2), ("last", 9):
+        assert saved(tmp_path / name)["w"].eq(value).all()
+
+
 # --- what goes wrong -------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_rs.dcp.reports import SaveReport
 
-__all__ = ["STAGED_AT_ONCE", "SaveFuture", "Worker", "copying", "no_room", "saving", "take_room"]
+__all__ = ["STAGED_AT_ONCE", "SaveFuture", "Worker", "copying", "may_wait", "no_room", "saving", "take_room"]
 
 #: Copies of state dicts that are being made or written: one to write, and one to make meanwhile.
 STAGED_AT_ONCE = 2
@@ -95,3 +95,8 @@ def no_room() -> None:
 
 
 take_room = _Room().take
+
+
+def may_wait(under_way: Callable[[], bool]) -> Callable[[], bool]:
+    """Whether a save is under way, to whoever may wait for it: in a callback of a save, what it would wait for may come after it."""
+    return lambda: not saving.is_current and under_way()

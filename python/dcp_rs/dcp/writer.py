@@ -25,6 +25,7 @@ from dcp_rs._url import StorageOptions, location
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.locate import rank_index_name, warn_of_a_foreign_model
 from dcp_rs.dcp import commits
+from dcp_rs.dcp.background import may_wait
 from dcp_rs.dcp.commits import Place, SavedMeta, Saving
 from dcp_rs.dcp.destination import Destination
 from dcp_rs.dcp.local_paths import stay_here
@@ -184,7 +185,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             self._look_at_folder()
         try:
             self._saving.frozen = self._parent.look_at(state_dict)
-            staging = self._stager.begin(state_dict, under_way=self._saving.is_under_way, watched=watched)
+            staging = self._stager.begin(state_dict, under_way=may_wait(self._saving.is_under_way), watched=watched)
             if not queued:
                 staging.finish()
         except BaseException:
