@@ -149,6 +149,20 @@ def load_in_a_group(path):
     assert_state_equal(got, ddp(empty=False))
 
 
+def load_an_element(path):
+    """One of a column: contiguous to torch, whatever its stride."""
+    got = {"one": torch.full((3, 5), -1.0)[:1, 1]}
+    dcp_rs.load(got, path, replicas="all")
+    assert got["one"].tolist() == [3.0]
+    return True
+
+
+def test_a_tensor_of_one_element_may_have_any_stride(ckpt):
+    """By itself in a piece it was taken for a run of bytes by a view that torch refuses."""
+    dcp_rs.save({"one": torch.tensor([3.0])}, ckpt)
+    assert run_ranks(2, load_an_element, ckpt) == [True, True]
+
+
 def test_some_ranks_share(ckpt):
     save_whole(ckpt)
     run_ranks(4, load_in_a_group, ckpt)

@@ -283,7 +283,8 @@ class _Piece:
         view = _narrow(target.tensor, offsets, sizes)
         if not is_plain(target.tensor, target.dtype) or not view.is_contiguous():
             return None
-        return view.detach().view(-1).view(torch.uint8)
+        # Not view(-1): a tensor of one element may have any stride.
+        return view.detach().as_strided((view.numel(),), (1,)).view(torch.uint8)
 
     def unpack(self, buffer: torch.Tensor) -> None:
         """Copies what arrived to where it belongs."""
