@@ -263,6 +263,10 @@ def test_tensors_by_name(saved):
         planner.resolve_tensor("note")
     with pytest.raises(PlanError, match=r"no checkpoint"):
         RsLoadPlanner().resolve_tensor("ids")
+    # It gave the real part of complex numbers, and an error of torch's own for what that cannot convert.
+    for dtype in (torch.float32, getattr(torch, "float4_e2m1fn_x2", torch.float32)):
+        with pytest.raises(PlanError, match=r"'z' is stored as torch.complex64, which cannot be cast to torch.float"):
+            planner.resolve_tensor("z", dtype=dtype)
     # After a load, of what was loaded.
     _, planner = load(saved)
     assert torch.equal(planner.resolve_tensor("layers.1.weight"), -W)

@@ -10,7 +10,7 @@ from dcp_rs._warnings import warn_caller
 from dcp_rs.dcp.reports import LoadReport, Mismatch
 from dcp_rs.errors import PlanError
 
-__all__ = ["CastRule", "can_copy"]
+__all__ = ["CastRule", "can_copy", "check_cast"]
 
 _COPIES: dict[tuple[torch.dtype, torch.dtype], bool] = {}
 
@@ -27,6 +27,17 @@ def can_copy(source: torch.dtype, destination: torch.dtype) -> bool:
             known = False
         _COPIES[source, destination] = known
     return known
+
+
+def check_cast(fqn: str, wanted: torch.dtype, stored: torch.dtype | None) -> None:
+    """Raises unless a tensor can be cast.
+
+    Raises:
+        PlanError: it cannot be.
+    """
+    if stored is None or not can_copy(stored, wanted):
+        msg = f"tensor {fqn!r} is stored as {stored}, which cannot be cast to {wanted}"
+        raise PlanError(msg, tensor=fqn)
 
 
 class CastRule:
@@ -53,9 +64,7 @@ class CastRule:
         Raises:
             PlanError: it cannot be, or the policy refuses it.
         """
-        if stored is None or not can_copy(stored, wanted):
-            msg = f"tensor {fqn!r} is stored as {stored}, which cannot be cast to {wanted}"
-            raise PlanError(msg, tensor=fqn)
+        check_cast(fqn, wanted, stored)
         is_wish = self._wish is not None and wanted == self._wish
         if self._policy == "error" and not is_wish:
             msg = f"tensor {fqn!r} is {wanted} in the state dict, and {stored} in the checkpoint (dtype_policy='error')"

@@ -18,7 +18,7 @@ from dcp_rs._shown import call
 from dcp_rs.checkpoint.frameworks import open as open_checkpoint
 from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.checkpoint.renaming import Rename
-from dcp_rs.dcp.casts import CastRule
+from dcp_rs.dcp.casts import CastRule, check_cast
 from dcp_rs.dcp.hooks import Methods
 from dcp_rs.dcp.load_names import LoadNames
 from dcp_rs.dcp.local_items import LocalItems, check_own, planner_of
@@ -198,7 +198,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
 
         Raises:
             KeyError: the checkpoint has no such name.
-            PlanError: the planner has no checkpoint yet.
+            PlanError: the planner has no checkpoint yet, or what is stored cannot be cast.
         """
         if not isinstance(read_item, str):
             tensor: torch.Tensor = super().resolve_tensor(read_item)
@@ -209,12 +209,12 @@ class RsLoadPlanner(DefaultLoadPlanner):
             if not isinstance(value, torch.Tensor):
                 msg = f"{read_item!r} is not a tensor"
                 raise TypeError(msg)
-            tensor = value
-            wanted = dtype or (self.dtype if tensor.is_floating_point() else None)
-            if wanted is not None and wanted != tensor.dtype:
-                return tensor.to(wanted)
+            wanted = dtype or (self.dtype if value.is_floating_point() else None)
+            if wanted is not None and wanted != value.dtype:
+                check_cast(read_item, wanted, value.dtype)
+                return value.to(wanted)
             # Never a view of the file: the caller owns what it gets.
-            return tensor.clone() if device.type == "cpu" else tensor
+            return value.clone() if device.type == "cpu" else value
 
     # --- state dict and checkpoint --------------------------------------------------------------------
 
