@@ -20,6 +20,7 @@ __all__ = [
     "changes_seen",
     "changing",
     "check_fillable",
+    "check_made",
     "identity",
     "is_opaque",
     "is_plain",
@@ -125,6 +126,18 @@ def check_fillable(name: str, tensor: torch.Tensor) -> None:
     if not is_opaque(tensor) and not _torch.has_memory(tensor):
         msg = f"tensor {name!r} has no memory to fill: its storage was freed"
         raise PlanError(msg, tensor=name)
+
+
+def check_made(memory: torch.Tensor) -> torch.Tensor:
+    """Memory that torch just made, for the engine to read to or write from by its address.
+
+    Raises:
+        UnsupportedError: it is none: a mode of the caller's makes something else.
+    """
+    if type(memory) is not torch.Tensor:
+        msg = f"there is no memory to copy through: torch makes a {type(memory).__name__} where it is asked for some, as under FakeTensorMode"
+        raise UnsupportedError(msg)
+    return memory
 
 
 @contextmanager

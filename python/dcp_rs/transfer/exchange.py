@@ -18,7 +18,7 @@ import torch.distributed as dist
 from dcp_rs import _core
 from dcp_rs._signals import held
 from dcp_rs.options import ReadOptions
-from dcp_rs.tensors.memory import is_plain
+from dcp_rs.tensors.memory import check_made, is_plain
 from dcp_rs.transfer import slabs
 from dcp_rs.transfer.counts import Counts
 from dcp_rs.transfer.lanes import Transfer, is_accelerator, lane_for
@@ -227,7 +227,7 @@ class _Room:
     def __init__(self, way: torch.device, exchanges: Sequence[_Exchange]) -> None:
         nbytes = max(exchange.nbytes for exchange in exchanges)
         count = max(exchange.slots for exchange in exchanges)
-        self.slots = [torch.empty(nbytes, dtype=torch.uint8, device=way) for _ in range(count)]
+        self.slots = [check_made(torch.empty(nbytes, dtype=torch.uint8, device=way)) for _ in range(count)]
         self.stages = _Stages(way, nbytes) if is_accelerator(way) else None
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from dcp_rs import _core
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
-from dcp_rs.tensors.memory import check_fillable, is_opaque, is_plain, parts, space_of
+from dcp_rs.tensors.memory import check_fillable, check_made, is_opaque, is_plain, parts, space_of
 from dcp_rs.transfer import gds
 from dcp_rs.transfer.counts import Counts
 from dcp_rs.transfer.target import Target
@@ -129,7 +129,7 @@ def _fill_opaque(index: _core.Index, targets: Sequence[Target], options: ReadOpt
         nbytes = 0
         while at < len(targets) and (not group or nbytes < limit):
             target = targets[at]
-            group.append((target, torch.empty(target.tensor.shape, dtype=target.dtype, device="cpu")))
+            group.append((target, check_made(torch.empty(target.tensor.shape, dtype=target.dtype, device="cpu"))))
             nbytes += group[-1][1].nbytes
             at += 1
         fill(index, [replace(target, tensor=values) for target, values in group], options, counts)

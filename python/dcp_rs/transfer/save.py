@@ -13,6 +13,7 @@ from dcp_rs.errors import CorruptDataError, UnsafePickleError, UnsupportedError
 from dcp_rs.options import WriteOptions
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.dtypes import NAMES
+from dcp_rs.tensors.memory import check_made
 from dcp_rs.transfer.download import write_from_device
 from dcp_rs.transfer.entry import Entry
 from dcp_rs.transfer.parts import ALIGNMENT, BLOCK_BYTES, gathered, pack
@@ -120,9 +121,8 @@ def _write_converted(save: _core.Save | _core.Reuse, entries: Sequence[tuple[int
     """Writes host tensors that are cast, strided or lazily conjugated, through a buffer."""
     # Half of the limit: what is conjugated exists twice.
     size = max(BLOCK_BYTES, limit // 2 // BLOCK_BYTES * BLOCK_BYTES)
-    buffer = torch.empty(
-        min(size, sum(entry.nbytes + ALIGNMENT for _, entry in entries)), dtype=torch.uint8, device="cpu"
-    )
+    nbytes = min(size, sum(entry.nbytes + ALIGNMENT for _, entry in entries))
+    buffer = check_made(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
     for parts in pack(entries, buffer.nbytes):
         for part in parts:
             for place, source in gathered(part, buffer[part.at : part.stop]):

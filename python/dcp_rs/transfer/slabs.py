@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from dcp_rs.tensors.memory import check_made
+
 __all__ = ["SPARE_SLABS", "kept", "pinned_by_torch", "pinned_memory", "slab_bytes"]
 
 MIB = 1 << 20
@@ -82,9 +84,9 @@ def _last(slabs: Sequence[torch.Tensor], max_bytes: int) -> list[torch.Tensor]:
 
 def _new_slab(nbytes: int, *, pinned: bool) -> torch.Tensor:
     if pinned:
-        slab, _ = pinned_memory(nbytes)
+        slab = check_made(pinned_memory(nbytes)[0])
         return slab if slab.data_ptr() % PAGE == 0 else _aligned(pinned_memory(nbytes + PAGE)[0], nbytes)
-    return _aligned(torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu"), nbytes)
+    return _aligned(check_made(torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu")), nbytes)
 
 
 def pinned_memory(nbytes: int) -> tuple[torch.Tensor, bool]:
