@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_rs.transfer.stage import HostStager
 from support import assert_state_equal, dtypes_state, nested_state, shapes_state
@@ -78,3 +79,19 @@ def test_a_stager_waits_for_nobody_who_keeps_a_staged_tensor():
     again = stager.stage({"w": torch.zeros(100)})
     assert kept["w"].all()
     assert not again["w"].any()
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_tensors_that_are_copied_by_their_class(inference):
+    """In inference mode torch refuses to detach a wrapper; and the copy of one that requires grad did not."""
+    two = torch.nn.Parameter(TwoTensor(torch.ones(3), torch.zeros(3)))
+    with torch.inference_mode(inference):
+        staged = HostStager().stage({"two": two, "sparse": torch.eye(3).to_sparse()})
+    with torch.no_grad():
+        two.a.fill_(2)
+    copied = staged["two"]
+    assert isinstance(copied, TwoTensor)
+    assert copied.requires_grad
+    assert not copied.is_inference()
+    assert (copied.a.tolist(), copied.b.tolist()) == ([1.0] * 3, [0.0] * 3)
+    assert torch.equal(staged["sparse"].to_dense(), torch.eye(3))

@@ -74,11 +74,12 @@ class HostStager:
         pin = min(devices, key=str, default=None)
         pool = self._blocks or (pinned_blocks if pin is not None else Blocks())
         before = self._under_way if self.cache else None
-        with torch.inference_mode(False):  # tensors of inference could not be written to in another thread
+        # Tensors of inference could not be written to in another thread, nor does torch detach wrappers in that mode.
+        with torch.inference_mode(False):
             blocks = pool.lend(found.cut(), pin=pin, shared=self.shared, under_way=before)
             self._under_way = under_way
             made, pairs = found.targets_in(blocks)
-        staged = like(state_dict, ((key, _rebuilt(value, made)) for key, value in state_dict.items()))
+            staged = like(state_dict, ((key, _rebuilt(value, made)) for key, value in state_dict.items()))
         return Staging(_Staged(staged, [block for block, _ in blocks]), pairs, found.versions() if watched else [])
 
     def release(self) -> None:
@@ -251,7 +252,7 @@ def _rebuilt(value: Any, made: dict[int, torch.Tensor]) -> Any:
             return copied
         if isinstance(value, ShardedTensor):
             return _torch.host_copy_of_sharded(value)
-        return value.detach().clone().cpu() if value.device.type != "meta" else value
+        return _copied(value) if value.device.type != "meta" else value
     if isinstance(value, _IMMUTABLE):
         return value
     if isinstance(value, Mapping):
@@ -259,6 +260,12 @@ def _rebuilt(value: Any, made: dict[int, torch.Tensor]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_rebuilt(entry, made) for entry in value)
     return copy.deepcopy(value)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, by the tensor's own class."""
+    copied = tensor.detach().clone().cpu()
+    return copied.requires_grad_() if tensor.requires_grad else copied
 
 
 @dataclass(frozen=True)
