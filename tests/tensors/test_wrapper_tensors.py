@@ -6,13 +6,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader
 from dcp_rs.errors import PlanError, UnsupportedError
-from support import assert_state_equal
+from support import assert_state_equal, run_ranks
 from support.both import load_rs, load_stock, save_stock
+from support.files import data_files
 
 W = torch.arange(60.0).reshape(6, 10) / 7
 
@@ -130,6 +133,20 @@ def test_a_wrapper_that_does_not_take_what_is_stored_is_named(tmp_path):
     with pytest.raises(PlanError, match=r"'q'.*Frozen.*it is frozen") as raised:
         dcp_rs.load({"q": quantized(Frozen)}, tmp_path)
     assert pickle.loads(pickle.dumps(raised.value)).tensor == "q"
+
+
+def save_shards_of_wrappers(path):
+    mesh = init_device_mesh("cpu", (2,))
+    state = {"q": DTensor.from_local(TwoTensor(W.clone(), W.clone()), mesh, [Shard(0)], run_check=False)}
+    with pytest.raises(UnsupportedError, match="'q': a shard of it cannot be saved: it is a TwoTensor"):
+        dcp_rs.save(state, path)
+    with pytest.raises(UnsupportedError, match="'q': a shard of it cannot be saved: it is a TwoTensor"):
+        dcp_rs.async_save(state, path).result(60)
+    return data_files(path)
+
+
+def test_shards_that_are_wrappers_are_refused(tmp_path):
+    assert run_ranks(2, save_shards_of_wrappers, tmp_path / "ckpt") == [[], []]
 
 
 def test_a_tensor_whose_storage_was_freed_is_refused(tmp_path):
