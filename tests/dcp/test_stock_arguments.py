@@ -62,7 +62,8 @@ def round_trip(writer: RsWriter) -> None:
 )
 def test_every_argument_of_stock_is_taken(stock, ours):
     theirs = inspect.signature(stock).parameters
-    assert not theirs.keys() - inspect.signature(ours).parameters.keys()
+    not_here = {"token"}  # of torch 2.8, for the Hub: nothing is read from there
+    assert not theirs.keys() - inspect.signature(ours).parameters.keys() - not_here
 
 
 def test_the_writer_s_arguments_do_what_they_say(ckpt, recwarn):

@@ -158,8 +158,11 @@ def _built() -> Path:
     folder = Path(sys.prefix) / "simulated-device"
     built = folder / f"{key.hexdigest()[:16]}.so"
     folder.mkdir(parents=True, exist_ok=True)
+    why_not = built.with_suffix(".why")
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # ranks of a test, or two runs
+        if why_not.exists():
+            raise UnavailableError(why_not.read_text())
         if not built.exists():
             unfinished = built.with_suffix(".tmp")
             done = subprocess.run(
@@ -169,6 +172,7 @@ def _built() -> Path:
                 msg = f"the simulated device does not compile against torch {torch.__version__}:\n{done.stderr[-4000:]}"
                 if torch.__version__.startswith(_WRITTEN_FOR):
                     raise RuntimeError(msg)
+                why_not.write_text(msg)  # every test asks
                 raise UnavailableError(msg)
             for old in folder.glob("*.so"):
                 old.unlink()
