@@ -39,6 +39,7 @@ from dcp_rs.errors import UnsupportedError
 
 __all__ = [
     "PLAIN_TYPES",
+    "PROCESS_GOES_ON",
     "async_executors",
     "check_process_group_of_process",
     "chunk_list",
@@ -84,9 +85,7 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, once the collective that makes it is done."""
-    if isinstance(tensor, AsyncCollectiveTensor):
-        return tensor.wait()
-    return tensor
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
@@ -156,9 +155,8 @@ def require_cpu_backend(group: dist.ProcessGroup | None) -> None:
 
 def process_group_info(group: dist.ProcessGroup | None) -> Any:
     """What torch's checkpoint process joins a group like ``group`` by, where that process is still to be started. Collective."""
-    if _async_process_executor._CHECKPOINT_PROCESS is not None:
-        return None
-    return _async_process_executor._ProcessGroupInitInfo(group)
+    started = _async_process_executor._CHECKPOINT_PROCESS is not None
+    return None if started else _async_process_executor._ProcessGroupInitInfo(group)
 
 
 #: The ranks for which torch's checkpoint process was started.
@@ -167,12 +165,14 @@ _process_ranks: list[int] | None = None
 
 def check_process_group_of_process(group: dist.ProcessGroup | None) -> None:
     """Raises where torch's checkpoint process was started for another group: it would save as if it were this one."""
-    if _async_process_executor._CHECKPOINT_PROCESS is not None and _process_ranks != dist.get_process_group_ranks(
-        group
-    ):
-        raise UnsupportedError(
-            "torch's checkpoint process was started for another process group, and serves that one only: save with executor='thread'"
-        )
+    started = _async_process_executor._CHECKPOINT_PROCESS is not None
+    if started and _process_ranks != dist.get_process_group_ranks(group):
+        why = "torch's checkpoint process was started for another process group, and serves that one only"
+        raise UnsupportedError(f"{why}: save with executor='thread'")
+
+
+#: Whether the process goes on after a save that failed: that of torch 2.8 ends.
+PROCESS_GOES_ON = "no_dist" in inspect.signature(_async_process_executor._AsyncCheckpointProcess.save).parameters
 
 
 def end_checkpoint_process() -> None:

@@ -50,6 +50,8 @@ def save_in_process(ranks: Ranks, begin: Callable[[], tuple[dict[str, Any], RsWr
         try:
             metadata = _torch.save_in_process(staged, its_writer, planner, ranks.process_group, info)
         except CheckpointException as failure:
+            if not _torch.PROCESS_GOES_ON:
+                _torch.end_checkpoint_process()
             ranks.raise_failures({rank: wrapped[0] for rank, wrapped in failure.failures.items()})
         except Exception as error:
             # The ranks' checkpoint processes are out of step: who still waits for this one is to know.

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp_rs.api import async_save, load, save
 from dcp_rs.conversion import convert
@@ -91,6 +90,9 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
         elif async_mode == _Mode.ASYNC:
             result = async_save(state_dict, checkpoint_id, process_group=self.pg, **self._write_options)
         elif async_mode == _Mode.ASYNC_WITH_PINNED_MEM:
+            # Not in torch 2.8, nor is torchtitan.
+            from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
             saving: Any = async_save(
                 state_dict,
                 checkpoint_id,
