@@ -26,9 +26,20 @@ _SLICE = 0.01  # seconds
 #: A staged save that no thread took up by then never will be: ``async_save`` failed after staging.
 _TAKEN_UP = 60.0  # seconds
 
-_lock = threading.Lock()
 _active: dict[str, Saving] = {}
 _current = threading.local()
+
+
+_lock = threading.Lock()
+
+
+def _after_fork() -> None:
+    """Whoever held the lock is not there."""
+    global _lock  # noqa: PLW0603
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @dataclass
