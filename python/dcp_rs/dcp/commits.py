@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
 import time
 import weakref
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -204,12 +206,26 @@ def _here(saving: Saving) -> threading.Thread:
 
 def _driver_of(thread: threading.Thread) -> int | None:
     """Which call of torch's ``save`` a thread is in, the outermost: of two that are under way, each has a number of its own."""
-    frame, found = sys._current_frames().get(thread.ident or 0), None  # noqa: SLF001  # it is documented
+    frame, found = _frame_of(thread), None
     while frame is not None:
         if frame.f_globals is vars(state_dict_saver):
             found = id(frame)
         frame = frame.f_back
     return found
+
+
+def _frame_of(thread: threading.Thread) -> FrameType | None:
+    """Where a thread is."""
+    if thread is threading.current_thread():
+        return sys._getframe()  # noqa: SLF001  # it is documented
+    # Python 3.11 holds a lock of the interpreter meanwhile: were garbage collected, and did that let another thread run, both might wait for ever.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread.ident or 0)  # noqa: SLF001  # it is documented
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _await(saving: Saving, patience: float) -> None:
