@@ -62,8 +62,7 @@ def round_trip(writer: RsWriter) -> None:
 )
 def test_every_argument_of_stock_is_taken(stock, ours):
     theirs = inspect.signature(stock).parameters
-    not_here = {"token"}  # of torch 2.8, for the Hub: nothing is read from there
-    assert not theirs.keys() - inspect.signature(ours).parameters.keys() - not_here
+    assert not theirs.keys() - inspect.signature(ours).parameters.keys()
 
 
 def test_the_writer_s_arguments_do_what_they_say(ckpt, recwarn):
@@ -149,3 +148,10 @@ def test_the_reader_s_arguments(ckpt, recwarn):
     target = {"w": torch.zeros(3, 4), "step": 0}
     dcp.load(target, storage_reader=reader, no_dist=True)
     assert torch.equal(target["w"], STATE["w"])
+
+
+def test_a_token_of_the_hub_is_taken_and_not_kept(ckpt):
+    round_trip(RsWriter(ckpt))
+    with pytest.warns(UserWarning, match="RsReader has no use for token") as said:
+        reader = RsReader(ckpt, token="hf_secret")
+    assert "hf_secret" not in f"{said[0].message}{vars(reader)}"

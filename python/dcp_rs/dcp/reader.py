@@ -92,8 +92,8 @@ class RsReader(StorageReader):
         progress: ``True`` draws a bar for the first rank, on a terminal and in notebooks; a callable hears on its rank, now and then and at the end, of the bytes
             that it has and of all that it wants.
         process_group: that of the load, for ``replicas`` under torch's ``dcp.load``: nothing else tells a reader. ``dcp_rs.load`` does.
-        thread_count: ``threads``, as torch's ``HuggingFaceStorageReader`` calls it. ``FileSystemReader``'s ``_extension_registry`` is taken and
-            has no use here, which is warned of once.
+        thread_count: ``threads``, as torch's ``HuggingFaceStorageReader`` calls it. Its ``token`` (torch 2.8) and ``FileSystemReader``'s
+            ``_extension_registry`` are taken and have no use here, which is warned of once.
 
     Attributes:
         bytes_read: read from storage by this rank in its last load, as far as ``replicas`` had a say in it.
@@ -126,11 +126,14 @@ class RsReader(StorageReader):
         progress: Progress = None,
         process_group: dist.ProcessGroup | None = None,
         thread_count: int | None = None,
+        token: str | None = None,
         _extension_registry: Any = None,
     ) -> None:
         super().__init__()
         if _extension_registry is not None:
             say_ignored("RsReader", "_extension_registry", "data that was stored through extensions is refused")
+        if token is not None:
+            say_ignored("RsReader", "token", "nothing is read from the Hub; stores take storage_options=")
         threads = one_of("threads", threads, "thread_count", thread_count)
         if replicas not in ("each", "node", "all"):
             msg = f"replicas={replicas!r}: one of 'each', 'node', 'all'"

@@ -90,7 +90,7 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
         elif async_mode == _Mode.ASYNC:
             result = async_save(state_dict, checkpoint_id, process_group=self.pg, **self._write_options)
         elif async_mode == _Mode.ASYNC_WITH_PINNED_MEM:
-            # Not in torch 2.8, nor is torchtitan.
+            # Torch 2.8 has none, and torchtitan does not run on it: what is missing there is said by its name.
             from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
             saving: Any = async_save(

@@ -17,7 +17,7 @@ const SMALL: u64 = 32 << 10;
 const KEEP_OPEN: usize = 64;
 /// Where opening them waits, so many are kept whatever their number: mapped, of the 65,530 mappings that a process may have by default,
 const KEEP_MAPPED: usize = 16 << 10;
-/// or open, one part in this many of what the process may open.
+/// or open, where workers read through the page cache, one part in this many of what the process may open.
 const PART_OPEN: usize = 4;
 
 /// What is wanted of a file.
@@ -157,7 +157,7 @@ pub fn survey(files: &[FileRef], wanted: &[Wanted], options: &ReadOptions) -> Re
             Kept::Open(open)
         } else if waits && access.maps() && i < KEEP_MAPPED {
             Mapping::new(&open).map_or(Kept::Nothing, Kept::Mapped)
-        } else if waits && i < *may_open.get_or_init(|| most_open() / PART_OPEN) {
+        } else if waits && access == Access::Cached && i < *may_open.get_or_init(|| most_open() / PART_OPEN) {
             Kept::Open(open)
         } else {
             Kept::Nothing
