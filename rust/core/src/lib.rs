@@ -19,6 +19,7 @@ pub mod format;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;
 pub mod geometry;
+mod names;
 mod parallel;
 pub mod paths;
 pub mod read;

@@ -9,6 +9,7 @@ use smallvec::SmallVec;
 use super::entry::{ChunkEntry, FileEntry, TensorEntry};
 use super::sections::Sections;
 use super::{FileView, Index, SourceKind, Value, block_count};
+use crate::names::ByName;
 use crate::{Error, Result};
 
 /// Collects files, tensors and chunks, in any order, and lays out an index.
@@ -26,7 +27,7 @@ pub struct IndexBuilder {
     files: Vec<FileEntry>,
     file_ids: HashMap<String, u32>,
     tensors: Vec<TensorEntry>,
-    tensor_ids: HashMap<String, u32>,
+    tensor_ids: ByName,
     chunks: Vec<ChunkEntry>,
 }
 
@@ -42,7 +43,7 @@ impl IndexBuilder {
             files: Vec::new(),
             file_ids: HashMap::new(),
             tensors: Vec::new(),
-            tensor_ids: HashMap::new(),
+            tensor_ids: ByName::default(),
             chunks: Vec::new(),
         }
     }
@@ -50,7 +51,7 @@ impl IndexBuilder {
     /// Makes room for as many tensors, of a chunk each.
     pub fn reserve(&mut self, tensors: usize) {
         self.tensors.reserve(tensors);
-        self.tensor_ids.reserve(tensors);
+        self.tensor_ids.reserve(tensors, |id| &self.tensors[id as usize].name);
         self.chunks.reserve(tensors);
     }
 
@@ -66,7 +67,14 @@ impl IndexBuilder {
 
     /// Adds a tensor, or finds it when one that agrees in kind, dtype and shape was added before. The first one's flags, path and position stay.
     pub fn add_tensor(&mut self, tensor: TensorEntry) -> Result<u32> {
-        if let Some(&id) = self.tensor_ids.get(&tensor.name) {
+        let next = next_id(self.tensors.len(), "tensors")?;
+        let name_of = |id: u32| {
+            self.tensors
+                .get(id as usize)
+                .map_or(tensor.name.as_str(), |known| known.name.as_str())
+        };
+        let id = self.tensor_ids.get_or_add(&tensor.name, next, name_of);
+        if id < next {
             let known = &mut self.tensors[id as usize];
             if (known.kind, known.dtype, &known.shape) != (tensor.kind, tensor.dtype, &tensor.shape) {
                 let reason = format!(
@@ -81,8 +89,6 @@ impl IndexBuilder {
             }
             return Ok(id);
         }
-        let id = next_id(self.tensors.len(), "tensors")?;
-        self.tensor_ids.insert(tensor.name.clone(), id);
         self.tensors.push(tensor);
         Ok(id)
     }
@@ -105,7 +111,7 @@ impl IndexBuilder {
 
     /// Sets the path of a tensor that was added, unless it has one. Returns whether there is such a tensor.
     pub fn set_path(&mut self, fqn: &str, path: Value) -> bool {
-        let Some(&id) = self.tensor_ids.get(fqn) else {
+        let Some(id) = self.tensor_id(fqn) else {
             return false;
         };
         self.tensors[id as usize].path.get_or_insert(path);
@@ -114,12 +120,17 @@ impl IndexBuilder {
 
     /// Whether a tensor or value with this FQN was added, and has a path.
     pub fn has_path(&self, fqn: &str) -> bool {
-        (self.tensor_ids.get(fqn)).is_some_and(|&id| self.tensors[id as usize].path.is_some())
+        self.tensor_id(fqn)
+            .is_some_and(|id| self.tensors[id as usize].path.is_some())
     }
 
     /// Whether a tensor or value with this FQN was added.
     pub fn has_tensor(&self, fqn: &str) -> bool {
-        self.tensor_ids.contains_key(fqn)
+        self.tensor_id(fqn).is_some()
+    }
+
+    fn tensor_id(&self, fqn: &str) -> Option<u32> {
+        self.tensor_ids.get(fqn, |id| &self.tensors[id as usize].name)
     }
 
     /// Adds all of another index: the files, tensors, chunks and containers that another rank wrote.

@@ -3,6 +3,7 @@
 use std::hash::Hasher as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use smallvec::SmallVec;
 use twox_hash::xxhash3_64::Hasher;
 use twox_hash::{XxHash3_64, XxHash3_128};
 
@@ -67,7 +68,7 @@ impl BlockCell {
 
 /// The digest of a chunk's content: XXH3-128 of those of its blocks, one after another.
 pub fn content_digest(blocks: impl IntoIterator<Item = u128>) -> u128 {
-    let bytes: Vec<u8> = blocks.into_iter().flat_map(u128::to_le_bytes).collect();
+    let bytes: SmallVec<[u8; 64]> = blocks.into_iter().flat_map(u128::to_le_bytes).collect();
     XxHash3_128::oneshot(&bytes)
 }
 

@@ -1,11 +1,11 @@
 //! The coordinator's part of a save: every chunk to one rank, after checking that the chunks make up their tensors.
 
 use std::cmp::{Ordering, Reverse};
-use std::collections::HashMap;
 
 use super::request::{Requested, decode};
 use crate::geometry::tiling::{Fault, check_tiling, find_overlap};
 use crate::geometry::{Dims, element_count};
+use crate::names::ByName;
 use crate::{Dtype, Error, Result};
 
 /// What a value other than a tensor weighs, in bytes, when ranks are balanced: `torch.save` makes about this of a number.
@@ -114,7 +114,7 @@ struct Tensor {
 
 #[derive(Default)]
 struct Gathered {
-    ids: HashMap<String, u32>,
+    ids: ByName,
     tensors: Vec<Tensor>,
     held: Vec<Held>,
     /// Offsets and sizes of chunks that are not whole tensors.
@@ -187,10 +187,14 @@ impl Gathered {
             self.next += 1;
             return Ok(self.next - 1);
         }
-        let id = if let Some(&id) = self.ids.get(requested.name) {
-            id
-        } else {
-            let id = u32::try_from(self.tensors.len()).map_err(|_| too_many())?;
+        let next = u32::try_from(self.tensors.len()).map_err(|_| too_many())?;
+        let name_of = |id: u32| {
+            self.tensors
+                .get(id as usize)
+                .map_or(requested.name, |known| known.name.as_str())
+        };
+        let id = self.ids.get_or_add(requested.name, next, name_of);
+        if id == next {
             if let Some(dtype) = requested.dtype
                 && element_count(requested.shape)
                     .and_then(|n| n.checked_mul(dtype.size()))
@@ -201,7 +205,6 @@ impl Gathered {
                     format!("shape {:?} is too large", requested.shape),
                 ));
             }
-            self.ids.insert(requested.name.to_owned(), id);
             self.tensors.push(Tensor {
                 name: requested.name.to_owned(),
                 dtype: requested.dtype,
@@ -209,8 +212,7 @@ impl Gathered {
                 zeros: Dims::from_elem(0, requested.shape.len()),
                 rank,
             });
-            id
-        };
+        }
         self.next = id + 1;
         Ok(id)
     }
