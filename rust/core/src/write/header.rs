@@ -18,10 +18,12 @@ const OFFSETS_BOUND: usize = 2 * 20 + 8;
 pub(super) struct ItemText {
     /// Its entry, up to the offsets.
     entry: Vec<u8>,
-    /// Its entry in `DCP_SHARDING_INFO`.
+    /// Its entry in `DCP_SHARDING_INFO`, as it stands in that text.
     sharding: Vec<u8>,
-    /// Its entry in `DCPRS`; empty where all of it can be derived.
+    /// Its entry in `DCPRS`, as it stands in that text; empty where all of it can be derived.
     about: Vec<u8>,
+    /// One of these before it is escaped.
+    plain: Vec<u8>,
 }
 
 impl ItemText {
@@ -30,36 +32,38 @@ impl ItemText {
         self.sharding.clear();
         self.about.clear();
 
-        let mut name = Vec::with_capacity(item.name.len() + 2);
-        push_string(&mut name, &to_header_name(&item.name));
+        push_string(&mut self.entry, &to_header_name(&item.name));
+        let name_len = self.entry.len();
         let (dtype, extra) = in_header(item);
 
-        self.entry.extend(&name);
         self.entry.extend(b":{\"dtype\":\"");
         self.entry.extend(dtype.as_bytes());
         self.entry.extend(b"\",\"shape\":");
         push_list(&mut self.entry, item.sizes.iter().copied().chain(extra));
         self.entry.extend(b",\"data_offsets\":");
 
-        self.sharding.extend(&name);
-        self.sharding.extend(b":{\"saved_offsets\":");
-        push_list(&mut self.sharding, item.offsets.iter().copied().chain(extra.map(|_| 0)));
-        self.sharding.push(b'}');
+        self.plain.clear();
+        self.plain.extend(&self.entry[..name_len]);
+        self.plain.extend(b":{\"saved_offsets\":");
+        push_list(&mut self.plain, item.offsets.iter().copied().chain(extra.map(|_| 0)));
+        self.plain.push(b'}');
+        push_escaped(&mut self.sharding, &self.plain);
 
         if !is_derivable(item) {
-            self.about.extend(&name);
-            push_about(&mut self.about, item);
+            self.plain.truncate(name_len);
+            push_about(&mut self.plain, item);
+            push_escaped(&mut self.about, &self.plain);
         }
     }
 
     /// The most bytes that the item adds.
     pub(super) fn bound(&self) -> u64 {
         let separators = 3;
-        (self.entry.len() + OFFSETS_BOUND + escaped_len(&self.sharding) + escaped_len(&self.about) + separators) as u64
+        (self.entry.len() + OFFSETS_BOUND + self.sharding.len() + self.about.len() + separators) as u64
     }
 }
 
-/// The texts of the items of one file.
+/// The texts of the items of one file, as they stand in its header.
 #[derive(Default)]
 pub(super) struct FileText {
     entries: Vec<u8>,
@@ -94,28 +98,32 @@ impl FileText {
             ..
         } = info;
         let save_id = uuid(info.save_id);
-        let mut about = format!(
+        let head = format!(
             "{{\"version\":1,\"save_id\":\"{save_id}\",\"generation\":{generation},\"rank\":{rank},\
              \"world_size\":{world_size},\"file\":{file},\"files\":{files},\"tensors\":{{"
-        )
-        .into_bytes();
-        about.extend(&self.about);
-        about.extend(b"}");
-        about.extend(linked);
-        about.extend(b"}");
-
-        let capacity = self.entries.len() + 2 * (self.sharding.len() + about.len()) + 4096;
-        let mut out = Vec::with_capacity(capacity);
+        );
+        let texts = [
+            self.entries.len(),
+            self.sharding.len(),
+            self.about.len(),
+            2 * linked.len(),
+        ];
+        let capacity = texts.iter().sum::<usize>() + (OFFSETS_BOUND + 1) * self.ranges.len();
+        let mut out = Vec::with_capacity(capacity.next_multiple_of(4096) + 4096);
         out.extend([0; 8]);
         out.extend(b"{\"__metadata__\":{\"format\":\"pt\",\"DCP_VERSION\":\"1.0\",\"DCP_SHARDING_INFO\":\"{");
-        push_escaped(&mut out, &self.sharding);
+        out.extend(&self.sharding);
         out.extend(b"}\",\"DCPRS\":\"");
-        push_escaped(&mut out, &about);
-        out.extend(b"\"}");
+        push_escaped(&mut out, head.as_bytes());
+        out.extend(&self.about);
+        out.extend(b"}");
+        push_escaped(&mut out, linked);
+        out.extend(b"}\"}");
         for (position, begin, end) in spans {
             out.push(b',');
             out.extend(&self.entries[self.ranges[position].clone()]);
-            write!(out, "[{begin},{end}]}}").expect("a Vec takes all");
+            push_list(&mut out, [begin, end].into_iter());
+            out.push(b'}');
         }
         out.push(b'}');
         let alignment = usize::try_from(PAYLOAD_ALIGNMENT).expect("a small constant");
@@ -166,8 +174,8 @@ fn push_key(out: &mut Vec<u8>, key: &Value) {
     match key {
         Value::None => out.extend(b"null"),
         Value::Bool(truth) => write!(out, "{truth}").expect("a Vec takes all"),
-        Value::Int(number) => write!(out, "{number}").expect("a Vec takes all"),
-        Value::Float(number) => serde_json::to_writer(out, number).expect("a Vec takes all"),
+        Value::Int(number) => push_number(out, *number),
+        Value::Float(number) => push_number(out, *number),
         Value::Str(text) => push_string(out, text),
         Value::Tuple(items) => {
             out.push(b'[');
@@ -192,6 +200,11 @@ fn push_member(object: &mut Vec<u8>, member: &[u8]) {
     }
 }
 
+/// By `serde_json`, which is quicker at it than `write!`.
+fn push_number(out: &mut Vec<u8>, number: impl serde::Serialize) {
+    serde_json::to_writer(out, &number).expect("a Vec takes all");
+}
+
 fn push_string(out: &mut Vec<u8>, text: &str) {
     serde_json::to_writer(out, text).expect("a Vec takes all");
 }
@@ -202,21 +215,26 @@ fn push_list(out: &mut Vec<u8>, numbers: impl Iterator<Item = u64>) {
         if i > 0 {
             out.push(b',');
         }
-        write!(out, "{number}").expect("a Vec takes all");
+        push_number(out, number);
     }
     out.push(b']');
 }
 
 /// JSON as the inside of a JSON string. There are no control characters in JSON that was written without line breaks.
 fn push_escaped(out: &mut Vec<u8>, json: &[u8]) {
-    for &byte in json {
-        if byte == b'"' || byte == b'\\' {
-            out.push(b'\\');
-        }
-        out.push(byte);
+    let mut rest = json;
+    while let Some(at) = rest.iter().position(|&byte| is_escaped(byte)) {
+        out.extend(&rest[..at]);
+        out.extend([b'\\', rest[at]]);
+        rest = &rest[at + 1..];
     }
+    out.extend(rest);
 }
 
 pub(super) fn escaped_len(json: &[u8]) -> usize {
-    json.len() + json.iter().filter(|&&byte| byte == b'"' || byte == b'\\').count()
+    json.len() + json.iter().filter(|&&byte| is_escaped(byte)).count()
+}
+
+const fn is_escaped(byte: u8) -> bool {
+    matches!(byte, b'"' | b'\\')
 }
