@@ -1,8 +1,8 @@
 //! Threads that live for one call.
 
 use std::panic::resume_unwind;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -111,6 +111,25 @@ pub(crate) fn map_waiting<T: Send + Sync>(
     Ok(Waited { made, waits })
 }
 
+/// What both make, at a time: the first on a thread of its own, where the system has one to give.
+pub(crate) fn both<A: Send, B>(first: impl FnOnce() -> A + Send, second: impl FnOnce() -> B) -> (A, B) {
+    // Not handed to the thread but taken by it: it is still there where no thread comes.
+    let first = Mutex::new(Some(first));
+    let run = || {
+        let first = first.lock().unwrap_or_else(PoisonError::into_inner).take();
+        first.expect("it is taken once")()
+    };
+    thread::scope(|scope| {
+        let beside = thread::Builder::new().name("dcp-rs".into()).spawn_scoped(scope, run);
+        let second = second();
+        let first = match beside {
+            Ok(beside) => beside.join().unwrap_or_else(|panic| resume_unwind(panic)),
+            Err(_) => run(),
+        };
+        (first, second)
+    })
+}
+
 /// As many as the cores that this process may use.
 pub(crate) fn available() -> usize {
     thread::available_parallelism().map_or(1, std::num::NonZero::get)
@@ -118,8 +137,6 @@ pub(crate) fn available() -> usize {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
-
     use super::*;
     use crate::Error;
 
@@ -183,6 +200,24 @@ mod tests {
         assert!(waited.made.iter().enumerate().all(|(i, made)| *made == (i, here)));
         assert!(map_waiting(0, |i, _| Ok(i)).unwrap().made.is_empty());
         assert!(map_waiting(3, |_, _| Err::<(), _>(Error::Plan("no".into()))).is_err());
+    }
+
+    #[test]
+    fn both_are_made() {
+        let (here, second) = (thread::current().id(), AtomicUsize::new(0));
+        let (there, own) = both(
+            || {
+                while second.load(Ordering::Relaxed) == 0 {
+                    thread::yield_now();
+                }
+                thread::current().id()
+            },
+            || {
+                second.store(1, Ordering::Relaxed);
+                thread::current().id()
+            },
+        );
+        assert!(there != here && own == here);
     }
 
     #[test]

@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 use std::path::Path;
-use std::thread;
 
 use zerocopy::FromBytes as _;
 use zerocopy::little_endian::U64;
@@ -19,7 +18,7 @@ use crate::geometry::{Dims, element_count, strided_length};
 use crate::{Dtype, Error, Result, parallel};
 
 /// From so many chunks on, all cores check them.
-const MANY_CHUNKS: usize = 1 << 15;
+const MANY_CHUNKS: usize = 1 << 13;
 /// Chunks that one of them takes at a time, or those of one tensor, if it has more.
 const CHUNKS_AT_A_TIME: u64 = 1 << 13;
 
@@ -105,16 +104,9 @@ pub(super) fn check(index: &Index) -> Result<()> {
     if index.chunk_records().len() < MANY_CHUNKS {
         return digest(index).and_then(|()| records(index, 1));
     }
-    thread::scope(|scope| {
-        let hashing = thread::Builder::new().spawn_scoped(scope, || digest(index));
-        let records = records(index, parallel::available());
-        let digest = match hashing {
-            Ok(thread) => thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
-            Err(_) => digest(index), // the system has no more threads to give
-        };
-        // What is damaged is called so, whatever its records look like by now.
-        digest.and(records)
-    })
+    let (digest, records) = parallel::both(|| digest(index), || records(index, parallel::available()));
+    // What is damaged is called so, whatever its records look like by now.
+    digest.and(records)
 }
 
 fn digest(index: &Index) -> Result<()> {

@@ -188,7 +188,7 @@ impl Save {
     }
 
     /// [`finish`](Self::finish), with the containers of the state dict that the paths do not tell.
-    pub fn finish_with(mut self, nesting: Value, control: &Control) -> Result<Finished> {
+    pub fn finish_with(self, nesting: Value, control: &Control) -> Result<Finished> {
         self.check_process()?;
         let progress = self.progress();
         if progress.failed {
@@ -201,23 +201,22 @@ impl Save {
             }
         }
         drop(progress);
-        self.sink.finish(control)?;
-        let index = self.index(nesting)?;
-        Ok(Finished { index, sink: self.sink })
-    }
-
-    /// The last that is made of the items: they are gone then.
-    fn index(&mut self, nesting: Value) -> Result<Vec<u8>> {
         let saved = index::Saved {
             info: &self.info,
-            items: std::mem::take(&mut self.items),
+            items: self.items,
             layout: &self.layout,
             frozen: &|item| self.reuse.as_ref().is_some_and(|reuse| reuse.is_frozen(item)),
             digests: &|item| self.digests.of_item(item),
             links: &self.links,
             parent: self.reuse.as_ref().and_then(|reuse| reuse.parent()),
         };
-        index::build(saved, nesting)
+        // While the disk or the store is waited for.
+        let (durable, index) = parallel::both(|| self.sink.finish(control), || index::build(saved, nesting));
+        durable?;
+        Ok(Finished {
+            index: index?,
+            sink: self.sink,
+        })
     }
 }
 
