@@ -44,6 +44,10 @@ impl Default for WriteOptions {
 /// Below this many bytes a synced file is written through the page cache too: one flush, no wait for each write.
 const DIRECT_MIN: u64 = 4 << 20;
 const DIRECT_THREADS: usize = 16;
+/// So many keep a disk busy, or nearly.
+const FEW_THREADS: usize = 4;
+/// A call has more for every so many bytes.
+const BYTES_A_THREAD: u64 = 8 << 20;
 /// Bytes a write. More gains nothing on disks that were tried, and leaves the cache between digest and copy.
 const JOB_BYTES: u64 = 1 << 20;
 
@@ -60,9 +64,15 @@ pub(super) struct Resolved {
 }
 
 impl Resolved {
-    /// Bytes a job for a call that writes `total`: smaller ones where there would be too few for all threads.
+    /// Threads for a call that writes `total`: each has a buffer to begin with zeros, which takes as long as writing a good part of it.
+    pub(super) fn threads_for(&self, total: u64) -> usize {
+        let worth = usize::try_from(total / BYTES_A_THREAD).unwrap_or(usize::MAX);
+        self.threads.min(worth.max(FEW_THREADS))
+    }
+
+    /// Bytes a job for such a call: smaller ones where there would be too few for all threads.
     pub(super) fn job_bytes_for(&self, total: u64) -> u64 {
-        (total / self.threads as u64)
+        (total / self.threads_for(total) as u64)
             .next_multiple_of(self.alignment)
             .clamp((128 << 10_u64).min(self.job_bytes), self.job_bytes)
     }

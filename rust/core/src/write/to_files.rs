@@ -38,7 +38,7 @@ impl Sink for ToFiles {
         Grain {
             job_bytes: self.how.job_bytes_for(total),
             alignment: self.how.alignment,
-            threads: self.how.threads,
+            threads: self.how.threads_for(total),
         }
     }
 
