@@ -91,6 +91,49 @@ def test_what_is_loaded_to_where_it_lies(kind: str, tmp_path) -> None:
     assert torch.equal(tensor.detach().to(torch.complex128), values.to(torch.complex128))
 
 
+#: More than are looked at before another thread goes on with them.
+MANY = 3000
+
+
+def of_bytes(i: int) -> torch.Tensor:
+    """The i-th of many: of all dtypes in turn, and of several sizes."""
+    dtype = list(NAMES)[i % len(NAMES)]
+    numbers = torch.arange(i, i + dtype.itemsize * 4 * (1 + i % 3)) % (2 if dtype == torch.bool else 127)
+    return numbers.to(torch.uint8).view(dtype).reshape(1 + i % 3, 4)
+
+
+@pytest.mark.usefixtures("told")
+def test_many_of_all_dtypes(tmp_path) -> None:
+    stored = {f"t{i * 7 % MANY:04}": of_bytes(i) for i in range(MANY)}
+    dcp_rs.save(stored, tmp_path, no_dist=True)
+
+    def target(i: int, values: torch.Tensor) -> torch.Tensor:
+        """Of some the elements do not lie side by side."""
+        empty = torch.empty(values.shape[::-1], dtype=torch.uint8 if values.itemsize == 1 else values.dtype)
+        return empty.view(values.dtype).T if i % 5 == 0 else torch.empty_like(values)
+
+    names = sorted(stored, key=lambda name: name[::-1])
+    loaded = {name: target(i, stored[name]) for i, name in enumerate(names)}
+    dcp_rs.load(loaded, tmp_path, no_dist=True)
+    for name, tensor in loaded.items():
+        assert bytes(tensor.contiguous().view(torch.uint8).numpy()) == bytes(stored[name].view(torch.uint8).numpy())
+
+
+def test_one_of_many_is_replaced_while_others_are_written(tmp_path) -> None:
+    tensors = [torch.full((1024,), float(i)) for i in range(MANY)]
+    plan = _core.SavePlan()
+    assert not plan.add_plain([f"{i:04}" for i in range(MANY)], None, tensors, PLAIN_TYPES, NAMES)
+    options = {"threads": 0, "fsync": True, "io": "auto", "max_inflight_bytes": 1 << 24}
+    which = {"save_id": bytes(16), "generation": 1, "token": 1, "rank": 0, "world_size": 1}
+    save = plan.create(str(tmp_path), None, [], **which, **options)
+    tensors[-1] = torch.ones(7)
+    with pytest.raises(dcp_rs.errors.PlanError, match="changed its shape or place"):
+        save.write_plain(tensors, PLAIN_TYPES, NAMES)
+    with pytest.raises(dcp_rs.errors.PlanError):
+        save.finish()
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
 @pytest.mark.usefixtures("told")
 def test_a_table_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, API, "no capsule", raising=False)

@@ -92,6 +92,11 @@ impl Dtype {
         name.starts_with("float") || name == "bfloat16"
     }
 
+    /// Whether its elements have an imaginary part.
+    pub fn is_complex(self) -> bool {
+        self.name().starts_with("complex")
+    }
+
     /// Bytes an element takes.
     pub fn size(self) -> u64 {
         u64::from(self.row().size)

@@ -14,6 +14,11 @@ use pyo3::types::PyCapsule;
 use crate::plain::Layout;
 
 const MAJOR: u32 = 1;
+/// `kDLCPU`.
+const CPU: i32 = 1;
+
+/// Code, bits and lanes.
+pub type ElementType = [u8; 4];
 
 #[repr(C)]
 struct Table {
@@ -30,9 +35,10 @@ struct Table {
 #[repr(C)]
 struct DlTensor {
     data: *const c_void,
+    /// Its kind, and its number.
     device: [i32; 2],
     ndim: i32,
-    dtype: [u8; 4],
+    dtype: ElementType,
     shape: *const i64,
     strides: *const i64,
     byte_offset: u64,
@@ -62,8 +68,8 @@ impl Exchange {
         })
     }
 
-    /// Where the elements of a tensor of the class lie; `None` where they do not lie at an address, as those of a sparse one.
-    pub fn layout(&self, tensor: &Bound<'_, PyAny>) -> Option<Layout> {
+    /// Of what type the elements of a tensor of the class are, and where they lie; `None` where that is no address in host memory, as of a sparse one.
+    pub fn layout(&self, tensor: &Bound<'_, PyAny>) -> Option<(ElementType, Layout)> {
         let mut found = std::mem::MaybeUninit::<DlTensor>::zeroed();
         // SAFETY: the tensor is of the class, and `found` is all that is written to.
         if unsafe { (self.describe)(tensor.as_ptr().cast(), found.as_mut_ptr()) } != 0 {
@@ -72,15 +78,19 @@ impl Exchange {
         }
         // SAFETY: it has been filled, and zeros would be valid as well.
         let found = unsafe { found.assume_init() };
+        if found.device[0] != CPU {
+            return None;
+        }
         let ndim = usize::try_from(found.ndim).ok()?;
         // SAFETY: `ndim` sizes and strides, which are the tensor's own: nothing runs before they are copied.
         let (shape, strides) = unsafe { (dims(found.shape, ndim)?, dims(found.strides, ndim)?) };
         let is_contiguous = shape.contains(&0) || is_run(&shape, &strides);
-        Some(Layout {
+        let layout = Layout {
             strides: if is_contiguous { row_major(&shape) } else { strides },
             shape,
             address: found.data.addr() + usize::try_from(found.byte_offset).ok()?,
-        })
+        };
+        Some((found.dtype, layout))
     }
 }
 

@@ -1,7 +1,7 @@
 //! Long work without the GIL, that Ctrl-C stops.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 
 use dcp_rs_core::{Control, Result};
@@ -26,6 +26,24 @@ pub fn run_with<T: Send>(
     before: u64,
     work: impl FnOnce(&Control) -> Result<T> + Send,
 ) -> PyResult<T> {
+    run_on(py, progress, before, || Ok(None::<()>), |_, control| work(control))
+}
+
+/// All that [`run_on`] has made by now, but at least one block of it; `None` at the end.
+pub fn made_by_now<I>(blocks: &Receiver<Vec<I>>) -> Option<Vec<I>> {
+    let mut all = blocks.recv().ok()?;
+    all.extend(blocks.try_iter().flatten());
+    Some(all)
+}
+
+/// [`run_with`] on what `make` makes, with the GIL, until it makes no more: the work begins with the first of it. What `make` raises cancels the work.
+pub fn run_on<I: Send, T: Send>(
+    py: Python<'_>,
+    progress: Option<&Py<PyAny>>,
+    before: u64,
+    mut make: impl FnMut() -> PyResult<Option<I>>,
+    work: impl FnOnce(Receiver<I>, &Control) -> Result<T> + Send,
+) -> PyResult<T> {
     let control = Control::default();
     let told = AtomicU64::new(0);
     let tell = |py: Python<'_>| -> PyResult<()> {
@@ -37,18 +55,33 @@ pub fn run_with<T: Send>(
             _ => Ok(()),
         }
     };
-    let (result, raised) = py.detach(|| {
-        std::thread::scope(|scope| {
-            let (done, is_done) = channel();
-            let control = &control;
-            let worker = scope.spawn(move || {
-                let result = work(control);
-                // The receiver lives until the worker is joined.
-                let _ = done.send(());
-                result
-            });
-            let mut raised = None;
-            while is_done.recv_timeout(PERIOD) == Err(RecvTimeoutError::Timeout) {
+    let (result, raised) = std::thread::scope(|scope| {
+        let (give, made) = channel();
+        let (done, is_done) = channel();
+        let control = &control;
+        let worker = scope.spawn(move || {
+            let result = work(made, control);
+            // The receiver lives until the worker is joined.
+            let _ = done.send(());
+            result
+        });
+        let mut raised = None;
+        loop {
+            match make().map(|item| item.map(|item| give.send(item))) {
+                Ok(Some(Ok(()))) => {}
+                // There is no more, or nobody to take it: the work has failed.
+                Ok(None | Some(Err(_))) => break,
+                Err(error) => {
+                    control.cancel();
+                    raised = Some(error);
+                    break;
+                }
+            }
+        }
+        drop(give);
+        let tell = &tell;
+        py.detach(move || {
+            while raised.is_none() && is_done.recv_timeout(PERIOD) == Err(RecvTimeoutError::Timeout) {
                 // An interpreter that ends has no more signals: what is dropped last may still have work to do.
                 let watch = Python::try_attach(|py| {
                     py.check_signals()?;
@@ -57,7 +90,6 @@ pub fn run_with<T: Send>(
                 if let Some(Err(error)) = watch {
                     control.cancel();
                     raised = Some(error);
-                    break;
                 }
             }
             match worker.join() {

@@ -1,13 +1,15 @@
 //! Plain tensors: those in host memory that are stored as they lie there. A model has thousands, so what there is to know of them is
 //! asked here and not in Python, where every tuple of every tensor would burden the garbage collector.
 
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use dcp_rs_core::Dtype;
-use dcp_rs_core::checkpoint::gather::{Gather, Source};
-use dcp_rs_core::format::Kind;
+use dcp_rs_core::checkpoint::gather::{Gather, Memory, Source};
+use dcp_rs_core::format::{self, Kind};
 use dcp_rs_core::geometry::{Dims, Region, row_major};
+use dcp_rs_core::read::Destination;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
@@ -15,10 +17,10 @@ use pyo3::types::{PyDict, PyList, PyTuple, PyType};
 
 use crate::batch::Batch;
 use crate::convert::{Extent, dtype};
-use crate::dlpack::Exchange;
+use crate::dlpack::{ElementType, Exchange};
 use crate::index::Index;
+use crate::interrupt;
 use crate::panics::guarded;
-use crate::read;
 
 /// What the planner says is plain: exact types, and the dtypes of the format.
 pub struct Plain<'py> {
@@ -27,6 +29,8 @@ pub struct Plain<'py> {
     strided: Bound<'py, PyAny>,
     /// Where torch has it.
     exchange: Option<Exchange>,
+    /// What it calls the dtypes that were met so far.
+    met: RefCell<Vec<(ElementType, Option<Dtype>)>>,
 }
 
 /// A tensor in host memory.
@@ -98,6 +102,7 @@ impl<'py> Plain<'py> {
                 .collect::<PyResult<_>>()?,
             strided: torch.getattr(intern!(py, "strided"))?,
             exchange: Exchange::of(&torch.getattr(intern!(py, "Tensor"))?),
+            met: RefCell::default(),
         })
     }
 
@@ -108,29 +113,22 @@ impl<'py> Plain<'py> {
         if !self.types.iter().any(|plain| plain.is(&class)) {
             return Ok(None);
         }
-        let holds = |name| tensor.getattr(name)?.is_truthy();
         // A shard of a larger tensor, in torch's `CheckpointableTensor`, is marked by attributes.
-        if !holds(intern!(py, "is_cpu"))? || holds(intern!(py, "__dict__"))? {
+        if tensor.getattr(intern!(py, "__dict__"))?.is_truthy()? {
             return Ok(None);
         }
-        let Some(&dtype) = self
-            .dtypes
-            .get(&(tensor.getattr(intern!(py, "dtype"))?.as_ptr() as usize))
-        else {
+        let Some((dtype, layout)) = self.layout(tensor)? else {
             return Ok(None);
         };
-        let is = |name| tensor.call_method0(name)?.is_truthy();
-        if is(intern!(py, "is_neg"))? || (dtype.name().contains("complex") && is(intern!(py, "is_conj"))?) {
-            return Ok(None);
-        }
-        let Some(Layout {
+        let Layout {
             shape,
             strides,
             address,
-        }) = self.layout(tensor)?
-        else {
+        } = layout.if_there(tensor)?;
+        let is = |name| tensor.call_method0(name)?.is_truthy();
+        if is(intern!(py, "is_neg"))? || (dtype.is_complex() && is(intern!(py, "is_conj"))?) {
             return Ok(None);
-        };
+        }
         let freed = address == 0 && !shape.contains(&0);
         Ok((!freed).then_some(HostTensor {
             dtype,
@@ -140,18 +138,41 @@ impl<'py> Plain<'py> {
         }))
     }
 
-    /// Where the elements lie; `None` of what is not strided.
-    fn layout(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Option<Layout>> {
-        if let Some(exchange) = &self.exchange {
-            return exchange
-                .layout(tensor)
-                .map(|layout| layout.if_there(tensor))
-                .transpose();
-        }
-        let layout = tensor.getattr(intern!(tensor.py(), "layout"))?;
-        layout.is(&self.strided).then(|| Layout::of(tensor)).transpose()
+    /// Of what dtype the elements are, and where they lie; `None` of what is not strided, not in host memory, or of none of the dtypes.
+    fn layout(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Option<(Dtype, Layout)>> {
+        let py = tensor.py();
+        let Some(exchange) = &self.exchange else {
+            if !tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()? {
+                return Ok(None);
+            }
+            let Some(dtype) = self.dtype(tensor)? else {
+                return Ok(None);
+            };
+            let is_strided = tensor.getattr(intern!(py, "layout"))?.is(&self.strided);
+            return is_strided.then(|| Ok((dtype, Layout::of(tensor)?))).transpose();
+        };
+        let Some((element, layout)) = exchange.layout(tensor) else {
+            return Ok(None);
+        };
+        let met = self.met.borrow().iter().find(|met| met.0 == element).map(|met| met.1);
+        let dtype = if let Some(dtype) = met {
+            dtype
+        } else {
+            let dtype = self.dtype(tensor)?;
+            self.met.borrow_mut().push((element, dtype));
+            dtype
+        };
+        Ok(dtype.map(|dtype| (dtype, layout)))
+    }
+
+    fn dtype(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Option<Dtype>> {
+        let object = tensor.getattr(intern!(tensor.py(), "dtype"))?;
+        Ok(self.dtypes.get(&(object.as_ptr() as usize)).copied())
     }
 }
+
+/// So many tensors are looked at before another thread goes on with them.
+pub const BLOCK: usize = 1024;
 
 #[guarded]
 #[pymethods]
@@ -170,54 +191,85 @@ impl Index {
     ) -> PyResult<(Batch, Vec<usize>)> {
         let this = slf.get();
         let plain = Plain::new(py, types, dtypes)?;
-        let mut gather = Gather::new(Arc::clone(&this.inner), this.allow_external);
-        let mut others = Vec::new();
-        // State dicts are often in the order of their names, or nearly.
-        let mut near = 0;
-        for (i, (name, tensor)) in names.iter().zip(tensors.iter()).enumerate() {
-            gather.set_place(i as u64);
-            match this.add_plain(&mut gather, &plain, (name, near), &tensor)? {
-                Some(found) => near = found + 1,
-                None => others.push(i),
+        let mut matches = Matches::new(this, &names);
+        let mut tensors = tensors.iter().take(names.len());
+        let look = || -> PyResult<Option<Vec<Option<HostTensor>>>> {
+            let block = (tensors.by_ref().take(BLOCK)).map(|tensor| plain.look(&tensor));
+            let block: Vec<_> = block.collect::<PyResult<_>>()?;
+            Ok((!block.is_empty()).then_some(block))
+        };
+        interrupt::run_on(py, None, 0, look, |blocks, _| {
+            for block in blocks {
+                matches.add(block);
             }
-        }
+            Ok(())
+        })?;
+        let Matches { gather, others, .. } = matches;
         this.looking(py, |control| gather.check_files(control))?;
         Ok((Batch::around(slf.clone().unbind(), gather), others))
     }
 }
 
-impl Index {
-    /// What it is in the index, if the tensor was added. `near`: where the name may be.
-    fn add_plain<'py>(
-        &self,
-        gather: &mut Gather,
-        plain: &Plain<'py>,
-        (name, near): (&str, u32),
-        tensor: &Bound<'py, PyAny>,
-    ) -> PyResult<Option<u32>> {
-        let Some(host) = plain.look(tensor)? else {
-            return Ok(None);
-        };
-        let Some(stored) = self.inner.find_near(name, near) else {
-            return Ok(None);
-        };
-        let view = self.inner.tensor(stored);
-        if view.kind != Kind::Tensor || view.dtype != Some(host.dtype) || view.shape != host.shape {
-            return Ok(None);
+/// Tensors and what is stored under their names.
+struct Matches<'a> {
+    index: &'a format::Index,
+    names: &'a [PyBackedStr],
+    gather: Gather,
+    /// The places of those that are not plain, or do not fit.
+    others: Vec<usize>,
+    /// How many were added.
+    count: usize,
+    /// Where the next name may be: state dicts are often in the order of their names, or nearly.
+    near: u32,
+}
+
+impl<'a> Matches<'a> {
+    fn new(index: &'a Index, names: &'a [PyBackedStr]) -> Self {
+        Self {
+            index: &index.inner,
+            names,
+            gather: Gather::new(Arc::clone(&index.inner), index.allow_external),
+            others: Vec::new(),
+            count: 0,
+            near: 0,
         }
+    }
+
+    /// The next tensors, as far as they are plain.
+    fn add(&mut self, tensors: Vec<Option<HostTensor>>) {
+        for tensor in tensors {
+            match tensor.and_then(|tensor| self.find(tensor)) {
+                Some(stored) => self.near = stored + 1,
+                None => self.others.push(self.count),
+            }
+            self.count += 1;
+        }
+    }
+
+    /// What it is in the index, if the next tensor was added.
+    fn find(&mut self, host: HostTensor) -> Option<u32> {
+        let stored = self.index.find_near(&self.names[self.count], self.near)?;
+        let view = self.index.tensor(stored);
+        if view.kind != Kind::Tensor || view.dtype != Some(host.dtype) || view.shape != host.shape {
+            return None;
+        }
+        let itemsize = host.dtype.size();
+        let strides: Option<Dims> = host.strides.iter().map(|stride| stride.checked_mul(itemsize)).collect();
+        let to = Memory {
+            address: Destination(std::ptr::with_exposed_provenance_mut(host.address)),
+            strides: strides?,
+        };
         let whole = Region {
             offsets: Dims::from_elem(0, host.shape.len()),
             sizes: host.shape,
         };
-        let Ok(to) = read::memory(self, stored, host.address, &whole.sizes, &host.strides) else {
-            return Ok(None);
-        };
         // What the chunks do not hold, and what cannot be written to, is reported by the planner, which has the words for it.
-        let before = gather.len();
-        if gather.add(Source::Tensor(stored), &whole, &to).is_err() {
-            gather.truncate(before);
-            return Ok(None);
+        let before = self.gather.len();
+        self.gather.set_place(self.count as u64);
+        if self.gather.add(Source::Tensor(stored), &whole, &to).is_err() {
+            self.gather.truncate(before);
+            return None;
         }
-        Ok(Some(stored))
+        Some(stored)
     }
 }

@@ -45,6 +45,16 @@ impl Reuse {
     fn compare(&self, py: Python<'_>, parts: &[Part<'_>]) -> PyResult<()> {
         interrupt::run(py, |control| self.inner.compare(parts, control))
     }
+
+    /// Compares the parts of all blocks, of which the first are compared while the others are looked for.
+    fn compare_all<'a>(&self, py: Python<'_>, blocks: impl FnMut() -> PyResult<Option<Vec<Part<'a>>>>) -> PyResult<()> {
+        interrupt::run_on(py, None, 0, blocks, |blocks, control| {
+            while let Some(parts) = interrupt::made_by_now(&blocks) {
+                self.inner.compare(&parts, control)?;
+            }
+            Ok(())
+        })
+    }
 }
 
 #[guarded]
@@ -73,8 +83,8 @@ impl Reuse {
         types: &Bound<'py, PyTuple>,
         dtypes: &Bound<'py, PyDict>,
     ) -> PyResult<()> {
-        let parts = self.planned.parts(&Plain::new(py, types, dtypes)?, tensors)?;
-        self.compare(py, &parts)
+        let plain = Plain::new(py, types, dtypes)?;
+        self.compare_all(py, self.planned.parts(&plain, tensors))
     }
 
     /// Compares values: (item, bytes).

@@ -17,7 +17,7 @@ use crate::convert::{Extent, to_value};
 use crate::error::{IntoPy, PlanError};
 use crate::index::Index;
 use crate::panics::guarded;
-use crate::plain::{HostTensor, Plain};
+use crate::plain::{BLOCK, HostTensor, Plain};
 use crate::remote::Store;
 use crate::reuse::Reuse;
 use crate::save_item::{self, items_of, name_of};
@@ -290,28 +290,37 @@ impl Planned {
         self
     }
 
-    /// The memory of the plain tensors, which are in `tensors`.
-    #[expect(unsafe_code, reason = "tensors are handed over by address")]
-    pub fn parts<'a>(&self, plain: &Plain<'_>, tensors: &'a Bound<'_, PyList>) -> PyResult<Vec<Part<'a>>> {
-        let mut parts = Vec::with_capacity(self.plain.len());
-        for &(item, place, length) in self.plain.iter().filter(|(.., length)| *length > 0) {
-            // It may have been replaced since it was planned (`tensor.data = ...`): only what it is now says what may be read.
-            let host = plain
-                .look(&tensors.get_item(place)?)?
-                .filter(|host| host.address != 0 && contiguous_length(host) == Some(length))
-                .ok_or_else(|| PlanError::new_err("a tensor changed its shape or place while it was being saved"))?;
-            let length = usize::try_from(length).expect("the length of something in memory");
-            parts.push(Part {
-                item,
-                at: 0,
-                // SAFETY: the tensor, contiguous and in host memory, is `length` bytes long, and the list, which the caller holds until
-                // the write is over, keeps it alive. Training code that changes a tensor while it is saved gets a torn save, as with any
-                // writer.
-                data: unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(host.address), length) },
-            });
+    /// The memory of the plain tensors, which are in `tensors`: block by block, `None` at the end.
+    pub fn parts<'a>(
+        &'a self,
+        plain: &'a Plain<'_>,
+        tensors: &'a Bound<'_, PyList>,
+    ) -> impl FnMut() -> PyResult<Option<Vec<Part<'a>>>> + 'a {
+        let written = self.plain.iter().filter(|(.., length)| *length > 0);
+        let mut parts =
+            written.map(|&(item, place, length)| part(item, plain.look(&tensors.get_item(place)?)?, length));
+        move || {
+            let block: Vec<_> = parts.by_ref().take(BLOCK).collect::<PyResult<_>>()?;
+            Ok((!block.is_empty()).then_some(block))
         }
-        Ok(parts)
     }
+}
+
+/// All of an item of `length` bytes, as its tensor is found. It may have been replaced since it was planned (`tensor.data = ...`): only what it is now
+/// says what may be read.
+#[expect(unsafe_code, reason = "tensors are handed over by address")]
+fn part<'a>(item: u32, found: Option<HostTensor>, length: u64) -> PyResult<Part<'a>> {
+    let host = found
+        .filter(|host| host.address != 0 && contiguous_length(host) == Some(length))
+        .ok_or_else(|| PlanError::new_err("a tensor changed its shape or place while it was being saved"))?;
+    let length = usize::try_from(length).expect("the length of something in memory");
+    Ok(Part {
+        item,
+        at: 0,
+        // SAFETY: the tensor, contiguous and in host memory, is `length` bytes long, and the list, which the caller holds until the write
+        // is over, keeps it alive. Training code that changes a tensor while it is saved gets a torn save, as with any writer.
+        data: unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(host.address), length) },
+    })
 }
 
 /// The bytes of a tensor, if it is contiguous.

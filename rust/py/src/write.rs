@@ -135,8 +135,8 @@ impl Save {
         types: &Bound<'py, PyTuple>,
         dtypes: &Bound<'py, PyDict>,
     ) -> PyResult<()> {
-        let parts = self.planned.parts(&Plain::new(py, types, dtypes)?, tensors)?;
-        self.put(py, &parts)
+        let plain = Plain::new(py, types, dtypes)?;
+        self.put_all(py, self.planned.parts(&plain, tensors))
     }
 
     /// Writes values: (item, bytes).
@@ -239,12 +239,23 @@ impl Save {
     }
 
     fn put(&self, py: Python<'_>, parts: &[Part<'_>]) -> PyResult<()> {
+        let mut parts = Some(parts.to_vec());
+        self.put_all(py, || Ok(parts.take()))
+    }
+
+    /// Writes the parts of all blocks, of which the first are written while the others are looked for.
+    fn put_all<'a>(&self, py: Python<'_>, blocks: impl FnMut() -> PyResult<Option<Vec<Part<'a>>>>) -> PyResult<()> {
         let mut inner = self.lock(py)?;
         let save = inner.save.as_ref().ok_or_else(closed)?;
-        interrupt::run_with(py, inner.progress.as_ref(), inner.written, |control| {
-            save.write(parts, control)
+        let progress = inner.progress.as_ref();
+        let bytes = interrupt::run_on(py, progress, inner.written, blocks, |blocks, control| {
+            // One write of many parts is much faster than many.
+            while let Some(parts) = interrupt::made_by_now(&blocks) {
+                save.write(&parts, control)?;
+            }
+            Ok(control.done())
         })?;
-        inner.written += parts.iter().map(|part| part.data.len() as u64).sum::<u64>();
+        inner.written += bytes;
         Ok(())
     }
 
