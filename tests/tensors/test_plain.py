@@ -1,9 +1,11 @@
 """Which tensors are plain, so that bytes in host memory are all there is to them: told by torch in one call (DLPack's C exchange API), and attribute by attribute."""
 
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import dcp_rs
 from dcp_rs import _core
@@ -119,13 +121,102 @@ def test_many_of_all_dtypes(tmp_path) -> None:
         assert bytes(tensor.contiguous().view(torch.uint8).numpy()) == bytes(stored[name].view(torch.uint8).numpy())
 
 
-def test_one_of_many_is_replaced_while_others_are_written(tmp_path) -> None:
-    tensors = [torch.full((1024,), float(i)) for i in range(MANY)]
+SMALL_TYPES = [(name, whole) for name, whole in [("uint4", torch.uint8), ("int4", torch.int8)] if hasattr(torch, name)]
+
+
+@pytest.mark.usefixtures("told")
+@pytest.mark.parametrize(("name", "whole"), SMALL_TYPES)
+@pytest.mark.parametrize("count", [1, MANY])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_integers_of_a_few_bits_are_not_bytes(
+    name: str, whole: torch.dtype, count: int, is_first: bool, tmp_path
+) -> None:
+    """DLPack calls them the same."""
+
+    def beside(small: torch.Tensor) -> dict[str, torch.Tensor]:
+        others = {f"{i}": torch.ones(4, dtype=whole) for i in range(count)}
+        return {"small": small} | others if is_first else others | {"small": small}
+
+    small = torch.ones(4, dtype=whole).view(getattr(torch, name))
+    with pytest.raises(dcp_rs.errors.UnsupportedError, match=f"small.*torch.{name}"):
+        dcp_rs.save(beside(small), tmp_path / "refused", no_dist=True)
+    dcp_rs.save(beside(torch.zeros(4, dtype=whole)), tmp_path / "saved", no_dist=True)
+    with pytest.raises(dcp_rs.errors.PlanError, match=f"small.*torch.{name}"):
+        dcp_rs.load(beside(small), tmp_path / "saved", no_dist=True)
+    assert torch.equal(small.view(whole), torch.ones(4, dtype=whole))
+
+
+@pytest.mark.usefixtures("told")
+def test_what_torch_says_nothing_of_is_no_end_of_the_others() -> None:
+    of_bits = torch.empty(3, dtype=torch.bits8)
+    assert left_out([torch.ones(3), of_bits, torch.ones(3), torch.ones(3, device="meta"), torch.ones(3)]) == [1, 3]
+
+
+class Looked(TorchFunctionMode):
+    """Does something when a tensor is looked at for the so manieth time."""
+
+    def __init__(self, at: int, do: Callable[[], object]) -> None:
+        super().__init__()
+        self.left = at
+        self.do = do
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") == "is_neg":
+            self.left -= 1
+            if self.left == 0:
+                self.do()
+        return func(*args, **(kwargs or {}))
+
+
+def begun(tensors: list[torch.Tensor], path) -> _core.Save:
     plan = _core.SavePlan()
-    assert not plan.add_plain([f"{i:04}" for i in range(MANY)], None, tensors, PLAIN_TYPES, NAMES)
+    assert not plan.add_plain([f"{i:04}" for i in range(len(tensors))], None, tensors, PLAIN_TYPES, NAMES)
     options = {"threads": 0, "fsync": True, "io": "auto", "max_inflight_bytes": 1 << 24}
     which = {"save_id": bytes(16), "generation": 1, "token": 1, "rank": 0, "world_size": 1}
-    save = plan.create(str(tmp_path), None, [], **which, **options)
+    return plan.create(str(path), None, [], **which, **options)
+
+
+def test_a_save_is_not_locked_while_tensors_are_looked_at(tmp_path) -> None:
+    """Looking may run Python, which may come back to the save."""
+    tensors = [torch.full((1024,), float(i)) for i in range(MANY)]
+    save = begun(tensors, tmp_path)
+    seen = []
+    with Looked(MANY - 1, lambda: seen.append(save.reused())):
+        save.write_plain(tensors, PLAIN_TYPES, NAMES)
+    assert seen == [[False] * MANY]
+    assert save.finish()
+
+
+def test_what_made_the_write_fail_comes_before_what_it_led_to(tmp_path) -> None:
+    tensors = [torch.full((1024,), float(i)) for i in range(MANY)]
+    save = begun(tensors, tmp_path)
+    save.write_plain(tensors, PLAIN_TYPES, NAMES)
+
+    def fail() -> None:
+        time.sleep(0.5)  # the first were refused by now
+        msg = "later"
+        raise ValueError(msg)
+
+    with Looked(MANY // 2, fail), pytest.raises(dcp_rs.errors.PlanError, match=r"0000.*written before"):
+        save.write_plain(tensors, PLAIN_TYPES, NAMES)
+
+
+def test_a_signal_comes_before_what_made_the_write_fail(tmp_path) -> None:
+    tensors = [torch.full((1024,), float(i)) for i in range(MANY)]
+    save = begun(tensors, tmp_path)
+    save.write_plain(tensors, PLAIN_TYPES, NAMES)
+
+    def interrupt() -> None:
+        time.sleep(0.5)
+        raise KeyboardInterrupt
+
+    with Looked(MANY // 2, interrupt), pytest.raises(KeyboardInterrupt):
+        save.write_plain(tensors, PLAIN_TYPES, NAMES)
+
+
+def test_one_of_many_is_replaced_while_others_are_written(tmp_path) -> None:
+    tensors = [torch.full((1024,), float(i)) for i in range(MANY)]
+    save = begun(tensors, tmp_path)
     tensors[-1] = torch.ones(7)
     with pytest.raises(dcp_rs.errors.PlanError, match="changed its shape or place"):
         save.write_plain(tensors, PLAIN_TYPES, NAMES)

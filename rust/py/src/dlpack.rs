@@ -20,6 +20,15 @@ const CPU: i32 = 1;
 /// Code, bits and lanes.
 pub type ElementType = [u8; 4];
 
+/// Whether only one of torch's dtypes is called so. Integers of a few bits are called as those of 8 are; and of two complex types of 32 bits one is
+/// refused, so far.
+pub const fn is_one_dtype([code, bits, ..]: ElementType) -> bool {
+    const INT: u8 = 0;
+    const UINT: u8 = 1;
+    const COMPLEX: u8 = 5;
+    !matches!((code, bits), (INT | UINT, 8) | (COMPLEX, 32))
+}
+
 #[repr(C)]
 struct Table {
     major: u32,

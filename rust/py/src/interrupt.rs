@@ -4,7 +4,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 
-use dcp_rs_core::{Control, Result};
+use dcp_rs_core::{Control, Error, Result};
+use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 
 use crate::error::IntoPy;
@@ -29,6 +30,17 @@ pub fn run_with<T: Send>(
     run_on(py, progress, before, || Ok(None::<()>), |_, control| work(control))
 }
 
+/// Nobody waits for work whose maker panicked.
+struct CancelOnPanic<'a>(&'a Control);
+
+impl Drop for CancelOnPanic<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.cancel();
+        }
+    }
+}
+
 /// All that [`run_on`] has made by now, but at least one block of it; `None` at the end.
 pub fn made_by_now<I>(blocks: &Receiver<Vec<I>>) -> Option<Vec<I>> {
     let mut all = blocks.recv().ok()?;
@@ -36,7 +48,8 @@ pub fn made_by_now<I>(blocks: &Receiver<Vec<I>>) -> Option<Vec<I>> {
     Some(all)
 }
 
-/// [`run_with`] on what `make` makes, with the GIL, until it makes no more: the work begins with the first of it. What `make` raises cancels the work.
+/// [`run_with`] on what `make` makes, with the GIL, until it makes no more: the work begins with the first of it. What `make` raises cancels the work;
+/// where that had failed already, its error comes first, but not before a signal's.
 pub fn run_on<I: Send, T: Send>(
     py: Python<'_>,
     progress: Option<&Py<PyAny>>,
@@ -66,6 +79,7 @@ pub fn run_on<I: Send, T: Send>(
             result
         });
         let mut raised = None;
+        let unwinding = CancelOnPanic(control);
         loop {
             match make().map(|item| item.map(|item| give.send(item))) {
                 Ok(Some(Ok(()))) => {}
@@ -78,6 +92,7 @@ pub fn run_on<I: Send, T: Send>(
                 }
             }
         }
+        drop(unwinding);
         drop(give);
         let tell = &tell;
         py.detach(move || {
@@ -99,7 +114,11 @@ pub fn run_on<I: Send, T: Send>(
         })
     });
     if let Some(error) = raised {
-        return Err(error);
+        let is_signal = !error.is_instance_of::<PyException>(py);
+        return match result {
+            Err(failed) if !is_signal && !matches!(failed, Error::Interrupted) => Err(failed).into_py(py),
+            _ => Err(error),
+        };
     }
     let result = result.into_py(py)?;
     tell(py)?;

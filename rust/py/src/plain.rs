@@ -1,7 +1,7 @@
 //! Plain tensors: those in host memory that are stored as they lie there. A model has thousands, so what there is to know of them is
 //! asked here and not in Python, where every tuple of every tensor would burden the garbage collector.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use pyo3::types::{PyDict, PyList, PyTuple, PyType};
 
 use crate::batch::Batch;
 use crate::convert::{Extent, dtype};
-use crate::dlpack::{ElementType, Exchange};
+use crate::dlpack::{ElementType, Exchange, is_one_dtype};
 use crate::index::Index;
 use crate::interrupt;
 use crate::panics::guarded;
@@ -29,8 +29,10 @@ pub struct Plain<'py> {
     strided: Bound<'py, PyAny>,
     /// Where torch has it.
     exchange: Option<Exchange>,
-    /// What it calls the dtypes that were met so far.
+    /// What it calls the dtypes that were met so far, as far as it calls no others so.
     met: RefCell<Vec<(ElementType, Option<Dtype>)>>,
+    /// Whether it had nothing to say of a tensor. That takes as long as a thousand tensors do, so none is tried again.
+    refused: Cell<bool>,
 }
 
 /// A tensor in host memory.
@@ -103,6 +105,7 @@ impl<'py> Plain<'py> {
             strided: torch.getattr(intern!(py, "strided"))?,
             exchange: Exchange::of(&torch.getattr(intern!(py, "Tensor"))?),
             met: RefCell::default(),
+            refused: Cell::default(),
         })
     }
 
@@ -140,29 +143,34 @@ impl<'py> Plain<'py> {
 
     /// Of what dtype the elements are, and where they lie; `None` of what is not strided, not in host memory, or of none of the dtypes.
     fn layout(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Option<(Dtype, Layout)>> {
-        let py = tensor.py();
-        let Some(exchange) = &self.exchange else {
-            if !tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()? {
-                return Ok(None);
+        if let Some(exchange) = self.exchange.as_ref().filter(|_| !self.refused.get()) {
+            if let Some((element, layout)) = exchange.layout(tensor) {
+                return Ok(self.dtype_called(element, tensor)?.map(|dtype| (dtype, layout)));
             }
-            let Some(dtype) = self.dtype(tensor)? else {
-                return Ok(None);
-            };
-            let is_strided = tensor.getattr(intern!(py, "layout"))?.is(&self.strided);
-            return is_strided.then(|| Ok((dtype, Layout::of(tensor)?))).transpose();
-        };
-        let Some((element, layout)) = exchange.layout(tensor) else {
+            self.refused.set(true);
+        }
+        let py = tensor.py();
+        if !tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()? {
+            return Ok(None);
+        }
+        let Some(dtype) = self.dtype(tensor)? else {
             return Ok(None);
         };
+        let is_strided = tensor.getattr(intern!(py, "layout"))?.is(&self.strided);
+        is_strided.then(|| Ok((dtype, Layout::of(tensor)?))).transpose()
+    }
+
+    /// The dtype of a tensor of which the exchange API calls it so.
+    fn dtype_called(&self, element: ElementType, tensor: &Bound<'py, PyAny>) -> PyResult<Option<Dtype>> {
         let met = self.met.borrow().iter().find(|met| met.0 == element).map(|met| met.1);
-        let dtype = if let Some(dtype) = met {
-            dtype
-        } else {
-            let dtype = self.dtype(tensor)?;
+        if let Some(dtype) = met {
+            return Ok(dtype);
+        }
+        let dtype = self.dtype(tensor)?;
+        if is_one_dtype(element) {
             self.met.borrow_mut().push((element, dtype));
-            dtype
-        };
-        Ok(dtype.map(|dtype| (dtype, layout)))
+        }
+        Ok(dtype)
     }
 
     fn dtype(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Option<Dtype>> {

@@ -297,8 +297,14 @@ impl Planned {
         tensors: &'a Bound<'_, PyList>,
     ) -> impl FnMut() -> PyResult<Option<Vec<Part<'a>>>> + 'a {
         let written = self.plain.iter().filter(|(.., length)| *length > 0);
-        let mut parts =
-            written.map(|&(item, place, length)| part(item, plain.look(&tensors.get_item(place)?)?, length));
+        // Whoever changes the list meanwhile frees none of them.
+        let mut held = Vec::new();
+        let mut parts = written.map(move |&(item, place, length)| {
+            let tensor = tensors.get_item(place)?;
+            let part = part(item, plain.look(&tensor)?, length)?;
+            held.push(tensor);
+            Ok(part)
+        });
         move || {
             let block: Vec<_> = parts.by_ref().take(BLOCK).collect::<PyResult<_>>()?;
             Ok((!block.is_empty()).then_some(block))
@@ -317,8 +323,7 @@ fn part<'a>(item: u32, found: Option<HostTensor>, length: u64) -> PyResult<Part<
     Ok(Part {
         item,
         at: 0,
-        // SAFETY: the tensor, contiguous and in host memory, is `length` bytes long, and the list, which the caller holds until the write
-        // is over, keeps it alive. Training code that changes a tensor while it is saved gets a torn save, as with any writer.
+        // SAFETY: the tensor, contiguous and in host memory, is `length` bytes long, and is held until the write is over. Training code that changes a tensor while it is saved gets a torn save, as with any writer.
         data: unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(host.address), length) },
     })
 }

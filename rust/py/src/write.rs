@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use dcp_rs_core::Error;
 use dcp_rs_core::format::Value;
 use dcp_rs_core::store::{FileLock, Remote};
 use dcp_rs_core::write::{self, FilePlan, Part, SaveInfo, Sums, WriteIo, WriteOptions};
@@ -39,6 +40,8 @@ pub struct Save {
     /// Why files of the parent could not be linked, or copied.
     #[pyo3(get)]
     problems: Vec<String>,
+    /// Whether all that is to be written is collected first: parts of a store's objects that wait for others take memory.
+    at_once: bool,
     process: u32,
 }
 
@@ -234,6 +237,7 @@ impl Save {
         Ok(Self {
             bytes_reused: of(true).sum(),
             problems: problems.iter().map(ToString::to_string).collect(),
+            at_once: matches!(to, To::Store(..)),
             ..Self::new(save, planned.only(|item| !reused[item as usize]), of(false).sum())
         })
     }
@@ -243,19 +247,30 @@ impl Save {
         self.put_all(py, || Ok(parts.take()))
     }
 
-    /// Writes the parts of all blocks, of which the first are written while the others are looked for.
+    /// Writes the parts of all blocks, of which the first are written while the others are looked for. That may run Python, which may come back
+    /// here: nothing is locked but while something is written.
     fn put_all<'a>(&self, py: Python<'_>, blocks: impl FnMut() -> PyResult<Option<Vec<Part<'a>>>>) -> PyResult<()> {
-        let mut inner = self.lock(py)?;
-        let save = inner.save.as_ref().ok_or_else(closed)?;
-        let progress = inner.progress.as_ref();
-        let bytes = interrupt::run_on(py, progress, inner.written, blocks, |blocks, control| {
+        let (progress, before) = {
+            let state = self.lock(py)?;
+            if state.save.is_none() {
+                return Err(closed());
+            }
+            let progress = state.progress.as_ref().map(|progress| progress.clone_ref(py));
+            (progress, state.written)
+        };
+        let bytes = interrupt::run_on(py, progress.as_ref(), before, blocks, |blocks, control| {
             // One write of many parts is much faster than many.
-            while let Some(parts) = interrupt::made_by_now(&blocks) {
-                save.write(&parts, control)?;
+            let all = self.at_once.then(|| blocks.iter().flatten().collect());
+            let mut next = all.or_else(|| interrupt::made_by_now(&blocks));
+            while let Some(parts) = next {
+                let state = self.inner.lock().map_err(|_| ended())?;
+                state.save.as_ref().ok_or_else(ended)?.write(&parts, control)?;
+                drop(state);
+                next = interrupt::made_by_now(&blocks);
             }
             Ok(control.done())
         })?;
-        inner.written += bytes;
+        self.lock(py)?.written += bytes;
         Ok(())
     }
 
@@ -272,6 +287,7 @@ impl Save {
             bytes,
             bytes_reused: 0,
             problems: Vec::new(),
+            at_once: false,
             process: std::process::id(),
         }
     }
@@ -340,8 +356,14 @@ pub fn options(threads: usize, fsync: bool, io: &str, max_inflight_bytes: u64) -
     })
 }
 
+const ENDED: &str = "the save has ended";
+
 fn closed() -> PyErr {
-    PlanError::new_err("the save has ended")
+    PlanError::new_err(ENDED)
+}
+
+fn ended() -> Error {
+    Error::Plan(ENDED.into())
 }
 
 fn io_mode(name: &str) -> PyResult<WriteIo> {

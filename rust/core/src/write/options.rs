@@ -22,7 +22,7 @@ pub struct WriteOptions {
     /// Where bytes go on their way to the disk.
     pub io: WriteIo,
     /// Threads, each with one write in flight. 0: 16 for direct writes, of which most wait for the disk; for
-    /// buffered ones as many as the cores that this process may use.
+    /// buffered ones as many as the cores that this process may use; fewer of both where there is little to write.
     pub threads: usize,
     /// Whether everything is on stable storage when a save is done.
     pub fsync: bool,
@@ -56,6 +56,8 @@ const JOB_BYTES: u64 = 1 << 20;
 pub(super) struct Resolved {
     pub direct: bool,
     pub threads: usize,
+    /// Fewer where there is little to write.
+    pub few_threads: usize,
     pub fsync: bool,
     pub job_bytes: u64,
     /// Of offsets, lengths and memory, for direct writes. A page, so that a direct and a buffered write never
@@ -67,7 +69,7 @@ impl Resolved {
     /// Threads for a call that writes `total`: each has a buffer to begin with zeros, which takes as long as writing a good part of it.
     pub(super) fn threads_for(&self, total: u64) -> usize {
         let worth = usize::try_from(total / BYTES_A_THREAD).unwrap_or(usize::MAX);
-        self.threads.min(worth.max(FEW_THREADS))
+        self.threads.min(worth.max(self.few_threads))
     }
 
     /// Bytes a job for such a call: smaller ones where there would be too few for all threads.
@@ -100,6 +102,7 @@ impl WriteOptions {
         Resolved {
             direct,
             threads,
+            few_threads: if self.threads == 0 { FEW_THREADS } else { threads },
             fsync: self.fsync,
             job_bytes,
             alignment,
