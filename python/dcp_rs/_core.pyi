@@ -620,8 +620,7 @@ class Save:
     def write(self, parts: Sequence[Part]) -> None:
         """Parts of an item come in order; all but the last are multiples of 1 MiB."""
     def write_plain(self, tensors: list[Any], types: tuple[type, ...], dtypes: dict[Any, str]) -> None:
-        """Writes the plain tensors of the plan that this was created from: the first while others are looked at, so that one which is no longer as it was
-        planned ends the save."""
+        """Writes the plain tensors of the plan that this was created from, the first while others are looked at: one that is not as planned ends the save."""
     def write_values(self, values: Sequence[tuple[int, bytes]]) -> None:
         """Values are (item, bytes)."""
     def write_template(self, template: Template, first: int) -> None:

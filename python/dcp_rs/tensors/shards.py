@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
@@ -21,9 +22,13 @@ __all__ = ["Layouts", "Piece", "global_shape", "local_pieces"]
 
 #: For each dimension, the runs of consecutive indices that a shard holds: (first in the whole, first in the shard, how many).
 Runs = list[list[tuple[int, int, int]]]
-#: Offsets and runs of shards by (shape, mesh, place in the mesh, placements), to be kept for one plan: torch takes some 60 microseconds a tensor
-#: to compute them, and a model repeats a few. Beyond a plan this process may be another rank of a mesh that compares equal.
-Layouts = dict[Any, tuple[tuple[int, ...], Runs]]
+#: Offsets and runs of shards by (shape, the mesh's id, placements), to be kept for one plan: torch takes some 60 microseconds a tensor to compute
+#: them, and a model repeats a few. No offsets: this process is not part of the mesh. With each the mesh, whose id is no other's while it is held. Beyond
+#: a plan this process may be another rank of it.
+Layouts = dict[Any, tuple[DeviceMesh, tuple[int, ...] | None, Runs]]
+
+#: They have no shape but their own, unless they are marked.
+_OF_ONE_SHAPE = (*PLAIN_TYPES, DTensor)
 
 
 @dataclass(slots=True)
@@ -47,7 +52,7 @@ class Piece:
 
 def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """The shape of the whole, of which ``tensor`` may be a shard."""
-    if type(tensor) in PLAIN_TYPES and "global_shape" not in tensor.__dict__:
+    if type(tensor) in _OF_ONE_SHAPE and "global_shape" not in tensor.__dict__:
         return tensor.shape
     if isinstance(tensor, ShardedTensor):
         return tuple(tensor.size())
@@ -68,7 +73,7 @@ def local_pieces(fqn: str, tensor: torch.Tensor, layouts: Layouts) -> list[Piece
     if isinstance(tensor, DTensor):
         local = _torch.wait_tensor(tensor.to_local())
         if type(local) in PLAIN_TYPES:
-            return _dtensor_pieces(fqn, tensor, local.detach(), layouts)
+            return _dtensor_pieces(fqn, tensor, local.detach() if local.requires_grad else local, layouts)
     if isinstance(tensor, ShardedTensor):
         return [
             _piece(tuple(shard.metadata.shard_offsets), shard.tensor.detach(), i)
@@ -86,17 +91,13 @@ def _piece(offsets: tuple[int, ...], tensor: torch.Tensor, number: int = 0) -> P
 
 def _dtensor_pieces(fqn: str, tensor: DTensor, local: torch.Tensor, layouts: Layouts) -> list[Piece]:
     mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return []
-    if any(placement.is_partial() for placement in tensor.placements):
-        msg = f"tensor {fqn!r} has pending reductions (placements {tensor.placements}), and no values yet"
-        raise PlanError(msg, tensor=fqn)
-    key = (tensor.shape, mesh, tuple(coordinate), tensor.placements)
+    key = (tensor.shape, id(mesh), tensor.placements)
     layout = layouts.get(key)
     if layout is None:
-        layout = layouts[key] = _layout(tensor)
-    offsets, runs = layout
+        layout = layouts[key] = (mesh, *_layout(fqn, tensor))
+    _, offsets, runs = layout
+    if offsets is None:
+        return []
     if not runs:
         return [_piece(offsets, local)]
     return [
@@ -105,8 +106,13 @@ def _dtensor_pieces(fqn: str, tensor: DTensor, local: torch.Tensor, layouts: Lay
     ]
 
 
-def _layout(tensor: DTensor) -> tuple[tuple[int, ...], Runs]:
-    """The offsets of the shard; and its runs, where a strided placement interleaves it with others (else empty)."""
+def _layout(fqn: str, tensor: DTensor) -> tuple[tuple[int, ...] | None, Runs]:
+    """The offsets of the shard, if there is one here; and its runs, where a strided placement interleaves it with others (else empty)."""
+    if tensor.device_mesh.get_coordinate() is None:
+        return None, []
+    if any(placement.is_partial() for placement in tensor.placements):
+        msg = f"tensor {fqn!r} has pending reductions (placements {tensor.placements}), and no values yet"
+        raise PlanError(msg, tensor=fqn)
     offsets = _torch.dtensor_offsets(tensor)
     if not any(_torch.is_strided_shard(p) for p in tensor.placements):
         return offsets, []
