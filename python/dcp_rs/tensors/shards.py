@@ -22,9 +22,9 @@ __all__ = ["Layouts", "Piece", "global_shape", "local_pieces"]
 
 #: For each dimension, the runs of consecutive indices that a shard holds: (first in the whole, first in the shard, how many).
 Runs = list[list[tuple[int, int, int]]]
-#: Offsets and runs of shards by (shape, the mesh's id, placements), to be kept for one plan: torch takes some 60 microseconds a tensor to compute
-#: them, and a model repeats a few. No offsets: this process is not part of the mesh. With each the mesh, whose id is no other's while it is held. Beyond
-#: a plan this process may be another rank of it.
+#: Offsets and runs of shards, to be kept for one plan: torch takes some 60 microseconds a tensor to compute them, and a model repeats a few. No offsets:
+#: this process is not part of the mesh. By (shape, the mesh's id, placements), as most tensors share meshes, with the mesh, whose id is no other's while
+#: it is held; and by (shape, mesh, place in it, placements), for meshes that are equal. Beyond a plan this process may be another rank.
 Layouts = dict[Any, tuple[DeviceMesh, tuple[int, ...] | None, Runs]]
 
 #: They have no shape but their own, unless they are marked.
@@ -94,7 +94,7 @@ def _dtensor_pieces(fqn: str, tensor: DTensor, local: torch.Tensor, layouts: Lay
     key = (tensor.shape, id(mesh), tensor.placements)
     layout = layouts.get(key)
     if layout is None:
-        layout = layouts[key] = (mesh, *_layout(fqn, tensor))
+        layout = layouts[key] = _layout_on(mesh, fqn, tensor, layouts)
     _, offsets, runs = layout
     if offsets is None:
         return []
@@ -106,10 +106,22 @@ def _dtensor_pieces(fqn: str, tensor: DTensor, local: torch.Tensor, layouts: Lay
     ]
 
 
-def _layout(fqn: str, tensor: DTensor) -> tuple[tuple[int, ...] | None, Runs]:
-    """The offsets of the shard, if there is one here; and its runs, where a strided placement interleaves it with others (else empty)."""
-    if tensor.device_mesh.get_coordinate() is None:
-        return None, []
+def _layout_on(
+    mesh: DeviceMesh, fqn: str, tensor: DTensor, layouts: Layouts
+) -> tuple[DeviceMesh, tuple[int, ...] | None, Runs]:
+    """That of a tensor on a mesh which is not known yet; an equal one may be."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return mesh, None, []
+    key = (tensor.shape, mesh, tuple(coordinate), tensor.placements)
+    if key not in layouts:
+        layouts[key] = (mesh, *_layout(fqn, tensor))
+    _, offsets, runs = layouts[key]
+    return mesh, offsets, runs
+
+
+def _layout(fqn: str, tensor: DTensor) -> tuple[tuple[int, ...], Runs]:
+    """The offsets of the shard; and its runs, where a strided placement interleaves it with others (else empty)."""
     if any(placement.is_partial() for placement in tensor.placements):
         msg = f"tensor {fqn!r} has pending reductions (placements {tensor.placements}), and no values yet"
         raise PlanError(msg, tensor=fqn)

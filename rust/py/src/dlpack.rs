@@ -56,6 +56,9 @@ struct DlTensor {
 /// `DLPackDLTensorFromPyObjectNoSync`: 0, or -1 with an exception.
 type Describe = unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int;
 
+/// It has nothing to say of a tensor, as of a sparse one, or of one on the meta device, and has raised.
+pub struct Refused;
+
 /// What a class of tensors offers.
 pub struct Exchange {
     describe: Describe,
@@ -77,29 +80,35 @@ impl Exchange {
         })
     }
 
-    /// Of what type the elements of a tensor of the class are, and where they lie; `None` where that is no address in host memory, as of a sparse one.
-    pub fn layout(&self, tensor: &Bound<'_, PyAny>) -> Option<(ElementType, Layout)> {
+    /// Of what type the elements of a tensor of the class are, and where they lie; `None` where that is no address in host memory.
+    pub fn layout(&self, tensor: &Bound<'_, PyAny>) -> Result<Option<(ElementType, Layout)>, Refused> {
         let mut found = std::mem::MaybeUninit::<DlTensor>::zeroed();
         // SAFETY: the tensor is of the class, and `found` is all that is written to.
         if unsafe { (self.describe)(tensor.as_ptr().cast(), found.as_mut_ptr()) } != 0 {
             drop(PyErr::take(tensor.py()));
-            return None;
+            return Err(Refused);
         }
         // SAFETY: it has been filled, and zeros would be valid as well.
         let found = unsafe { found.assume_init() };
-        if found.device[0] != CPU {
-            return None;
-        }
-        let ndim = usize::try_from(found.ndim).ok()?;
-        // SAFETY: `ndim` sizes and strides, which are the tensor's own: nothing runs before they are copied.
-        let (shape, strides) = unsafe { (dims(found.shape, ndim)?, dims(found.strides, ndim)?) };
+        // SAFETY: nothing runs before what it points to is copied.
+        Ok((found.device[0] == CPU).then(|| unsafe { found.layout() }).flatten())
+    }
+}
+
+impl DlTensor {
+    /// # Safety
+    /// The tensor that it describes is there.
+    unsafe fn layout(&self) -> Option<(ElementType, Layout)> {
+        let ndim = usize::try_from(self.ndim).ok()?;
+        // SAFETY: `ndim` sizes and strides, which are the tensor's own.
+        let (shape, strides) = unsafe { (dims(self.shape, ndim)?, dims(self.strides, ndim)?) };
         let is_contiguous = shape.contains(&0) || is_run(&shape, &strides);
         let layout = Layout {
             strides: if is_contiguous { row_major(&shape) } else { strides },
             shape,
-            address: found.data.addr() + usize::try_from(found.byte_offset).ok()?,
+            address: self.data.addr() + usize::try_from(self.byte_offset).ok()?,
         };
-        Some((found.dtype, layout))
+        Some((self.dtype, layout))
     }
 }
 

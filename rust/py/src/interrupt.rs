@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 
-use dcp_rs_core::{Control, Error, Result};
+use dcp_rs_core::{Control, Result};
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 
@@ -48,8 +48,8 @@ pub fn made_by_now<I>(blocks: &Receiver<Vec<I>>) -> Option<Vec<I>> {
     Some(all)
 }
 
-/// [`run_with`] on what `make` makes, with the GIL, until it makes no more: the work begins with the first of it. What `make` raises cancels the work;
-/// where that had failed already, its error comes first, but not before a signal's.
+/// [`run_with`] on what `make` makes, with the GIL, until it makes no more: the work begins with the first of it. What `make` raises cancels the work,
+/// unless that has failed already: then its error comes first (but not before a `KeyboardInterrupt`).
 pub fn run_on<I: Send, T: Send>(
     py: Python<'_>,
     progress: Option<&Py<PyAny>>,
@@ -68,7 +68,7 @@ pub fn run_on<I: Send, T: Send>(
             _ => Ok(()),
         }
     };
-    let (result, raised) = std::thread::scope(|scope| {
+    let (result, raised, raised_late) = std::thread::scope(|scope| {
         let (give, made) = channel();
         let (done, is_done) = channel();
         let control = &control;
@@ -78,13 +78,17 @@ pub fn run_on<I: Send, T: Send>(
             let _ = done.send(());
             result
         });
-        let mut raised = None;
+        let (mut raised, mut raised_late) = (None, None);
         let unwinding = CancelOnPanic(control);
         loop {
             match make().map(|item| item.map(|item| give.send(item))) {
                 Ok(Some(Ok(()))) => {}
                 // There is no more, or nobody to take it: the work has failed.
                 Ok(None | Some(Err(_))) => break,
+                Err(error) if error.is_instance_of::<PyException>(py) && is_done.try_recv().is_ok() => {
+                    raised_late = Some(error);
+                    break;
+                }
                 Err(error) => {
                     control.cancel();
                     raised = Some(error);
@@ -95,7 +99,7 @@ pub fn run_on<I: Send, T: Send>(
         drop(unwinding);
         drop(give);
         let tell = &tell;
-        py.detach(move || {
+        let (result, raised) = py.detach(move || {
             while raised.is_none() && is_done.recv_timeout(PERIOD) == Err(RecvTimeoutError::Timeout) {
                 // An interpreter that ends has no more signals: what is dropped last may still have work to do.
                 let watch = Python::try_attach(|py| {
@@ -111,16 +115,16 @@ pub fn run_on<I: Send, T: Send>(
                 Ok(result) => (result, raised),
                 Err(panic) => std::panic::resume_unwind(panic),
             }
-        })
+        });
+        (result, raised, raised_late)
     });
     if let Some(error) = raised {
-        let is_signal = !error.is_instance_of::<PyException>(py);
-        return match result {
-            Err(failed) if !is_signal && !matches!(failed, Error::Interrupted) => Err(failed).into_py(py),
-            _ => Err(error),
-        };
+        return Err(error);
     }
     let result = result.into_py(py)?;
+    if let Some(error) = raised_late {
+        return Err(error);
+    }
     tell(py)?;
     Ok(result)
 }

@@ -17,7 +17,7 @@ use pyo3::types::{PyDict, PyList, PyTuple, PyType};
 
 use crate::batch::Batch;
 use crate::convert::{Extent, dtype};
-use crate::dlpack::{ElementType, Exchange, is_one_dtype};
+use crate::dlpack::{ElementType, Exchange, Refused, is_one_dtype};
 use crate::index::Index;
 use crate::interrupt;
 use crate::panics::guarded;
@@ -31,7 +31,7 @@ pub struct Plain<'py> {
     exchange: Option<Exchange>,
     /// What it calls the dtypes that were met so far, as far as it calls no others so.
     met: RefCell<Vec<(ElementType, Option<Dtype>)>>,
-    /// Whether it had nothing to say of a tensor. That takes as long as a thousand tensors do, so none is tried again.
+    /// Whether it refused a tensor. That takes as long as a thousand tensors do, so none is tried again.
     refused: Cell<bool>,
 }
 
@@ -144,10 +144,13 @@ impl<'py> Plain<'py> {
     /// Of what dtype the elements are, and where they lie; `None` of what is not strided, not in host memory, or of none of the dtypes.
     fn layout(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Option<(Dtype, Layout)>> {
         if let Some(exchange) = self.exchange.as_ref().filter(|_| !self.refused.get()) {
-            if let Some((element, layout)) = exchange.layout(tensor) {
-                return Ok(self.dtype_called(element, tensor)?.map(|dtype| (dtype, layout)));
+            match exchange.layout(tensor) {
+                Ok(None) => return Ok(None),
+                Ok(Some((element, layout))) => {
+                    return Ok(self.dtype_called(element, tensor)?.map(|dtype| (dtype, layout)));
+                }
+                Err(Refused) => self.refused.set(true),
             }
-            self.refused.set(true);
         }
         let py = tensor.py();
         if !tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()? {
