@@ -323,7 +323,8 @@ fn part<'a>(item: u32, found: Option<HostTensor>, length: u64) -> PyResult<Part<
     Ok(Part {
         item,
         at: 0,
-        // SAFETY: the tensor, contiguous and in host memory, is `length` bytes long, and is held until the write is over. Training code that changes a tensor while it is saved gets a torn save, as with any writer.
+        // SAFETY: the tensor, contiguous and in host memory, is `length` bytes long, and is held until the write is over. Training code that
+        // changes a tensor while it is saved gets a torn save, as with any writer.
         data: unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(host.address), length) },
     })
 }
