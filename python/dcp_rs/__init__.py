@@ -88,8 +88,6 @@ _MODULES = {
     "dcp.writer": ("RsWriter",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
-#: What was here in the last release: nothing takes these, and `dcp_rs.options` is where they are.
-_FORMERLY = {"ReadOptions": "options", "WriteOptions": "options"}
 #: Modules that are part of the public surface.
 _SUBMODULES = ("errors", "optim", "testing")
 
@@ -99,12 +97,6 @@ if not TYPE_CHECKING:  # where types are checked, a name that is not above is an
     def __getattr__(name: str) -> Any:
         if name in _SUBMODULES:
             return import_module(f"{__name__}.{name}")
-        if name in _FORMERLY:
-            from dcp_rs._warnings import warn_caller
-
-            msg = f"dcp_rs.{name} is dcp_rs.{_FORMERLY[name]}.{name} now, and no function takes it; the old name works for one more release"
-            warn_caller(msg, DeprecationWarning)
-            return getattr(import_module(f"{__name__}.{_FORMERLY[name]}"), name)
         if name not in _HOMES:
             from dcp_rs.checkpoint.names import nearest
 

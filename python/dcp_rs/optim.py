@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from operator import not_
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 
-from dcp_rs._warnings import formerly
 from dcp_rs.api import save
 from dcp_rs.dcp import protocol
 from dcp_rs.dcp.arguments import check_state_dict
@@ -120,7 +118,6 @@ def save_training_state(
         return save(state, path, planner=planner, process_group=process_group, no_dist=no_dist, **write_options)
 
 
-@formerly(strict=("allow_partial_load", not_))
 def load_training_state(
     path: str | os.PathLike[str],
     model: torch.nn.Module,
@@ -214,7 +211,6 @@ def _load_training_state(
     choice.tell(beside + [f"{EXTRA}.{name}" for name, value in extra.items() if isinstance(value, PerRank)])
 
 
-@formerly(strict=("allow_partial_load", not_))
 def load_optim_state_dict(
     path: str | os.PathLike[str],
     model: torch.nn.Module,

@@ -13,7 +13,7 @@ from dcp_rs import _core
 from dcp_rs._progress import Progress, watching
 from dcp_rs._shown import Shown
 from dcp_rs._url import StorageOptions, Url, location, options_for
-from dcp_rs._warnings import formerly, warn_caller
+from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.clean import Leftover, seen_beside
 from dcp_rs.checkpoint.folders import make_folder
 from dcp_rs.checkpoint.locate import INDEX_NAME, local_path, open_index, payload
@@ -143,7 +143,6 @@ def _lost(index: _core.Index, problems: Sequence[_core.Damage]) -> list[str]:
     ]
 
 
-@formerly(src="path")
 def index(
     path: str | os.PathLike[str],
     *,

@@ -14,7 +14,6 @@ import torch
 from dcp_rs import _core
 from dcp_rs._progress import Progress, watching
 from dcp_rs._url import StorageOptions, Url, location, options_for
-from dcp_rs._warnings import formerly
 from dcp_rs.checkpoint.renaming import Rename
 from dcp_rs.checkpoint.source import open_source
 from dcp_rs.conversion import native, safetensors, stock, torch_file
@@ -48,7 +47,6 @@ _WRITERS: dict[str, Callable[[Job, Place], None]] = {
 _ENDINGS: dict[str, Target] = {".pt": "torch", ".pth": "torch", ".bin": "torch", ".safetensors": "safetensors"}
 
 
-@formerly(src="path", dst="out")
 def convert(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],

@@ -52,7 +52,7 @@ class LoadNames:
         if self._rename is None or stored is None:
             return dict(zip(wanted, wanted, strict=True)), excluded
         if self._renamed is None:
-            self._renamed = Renamed(self._rename, list(stored), wanted)
+            self._renamed = Renamed(self._rename, stored)
         return self.named(wanted), excluded
 
     def stored_name(self, fqn: str) -> str | None:
@@ -67,7 +67,7 @@ class LoadNames:
         """
         renamed = self._renamed
         if renamed is None and self._rename is not None:
-            renamed = Renamed(self._rename, checkpoint, [fqn])
+            renamed = Renamed(self._rename, checkpoint)
         name = fqn if renamed is None else renamed.stored_name(fqn)
         if name is None:
             msg = f"there is no {fqn!r} in {checkpoint.path}{'' if renamed is None else renamed.explain(fqn)}"
