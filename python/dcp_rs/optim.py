@@ -60,7 +60,8 @@ def training_state(
     Raises:
         PlanError: an optimizer has a parameter that is not in the model.
     """
-    return _training_state(model, optimizers, extra, Ranks(process_group))
+    ranks = Ranks(process_group, no_dist=not dist.is_initialized())  # whether others are missing is for the save to say
+    return _training_state(model, optimizers, extra, ranks)
 
 
 def _training_state(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +17,9 @@ import torch.distributed as dist
 from dcp_rs import _torch
 from dcp_rs._signals import held
 from dcp_rs.dcp.unclear import unclear
-from dcp_rs.errors import DcpRsError, RankLostError, UnsupportedError
+from dcp_rs.errors import DcpRsError, PlanError, RankLostError, UnsupportedError
 
-__all__ = ["Ranks", "failures_among"]
+__all__ = ["Ranks", "failures_among", "has_group"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -27,6 +28,25 @@ R = TypeVar("R")
 _TAG = 0xDC9
 #: As many ranks are named in a message.
 _NAMED = 8
+
+
+def has_group() -> bool:
+    """Return whether there is a process group.
+
+    Raises:
+        PlanError: there is none, and ``WORLD_SIZE`` in the environment is more than 1. Each rank would save a checkpoint of its
+            own to the one path.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return True
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size.isdecimal() and int(size) > 1:
+        msg = (
+            f"the environment says WORLD_SIZE={size}, and this process has no process group, so no rank knows of the others: "
+            "call torch.distributed.init_process_group() before you save or load, or pass no_dist=True if this process does so alone"
+        )
+        raise PlanError(msg)
+    return False
 
 
 class Ranks:
@@ -53,12 +73,15 @@ class Ranks:
     Raises (from every step):
         RankLostError: a rank is gone. The connections of a gloo group are ended then: its other ranks would wait for each other in vain.
         ValueError: this process is not in the group.
+
+    Raises:
+        PlanError: the environment says that there are other ranks, and there is no process group to reach them.
     """
 
     def __init__(
         self, process_group: dist.ProcessGroup | None = None, *, no_dist: bool = False, coordinator: int = 0
     ) -> None:
-        together = not no_dist and dist.is_available() and dist.is_initialized()
+        together = not no_dist and has_group()
         self.process_group = process_group
         self.rank = dist.get_rank(process_group) if together else 0
         self.size = dist.get_world_size(process_group) if together else 1

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dcp_rs import _torch
 from dcp_rs.dcp.background import SaveFuture
-from dcp_rs.dcp.together import Ranks
+from dcp_rs.dcp.together import Ranks, has_group
 from dcp_rs.errors import PlanError
 
 __all__ = ["Team"]
@@ -35,7 +35,7 @@ class Team:
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, *, no_dist: bool) -> None:
-        is_alone = no_dist or not dist.is_available() or not dist.is_initialized()
+        is_alone = no_dist or not has_group()
         self._groups = [] if is_alone else [_group_like(process_group), _group_like(process_group)]
         self._talks_in = None if is_alone else self._groups[1]
         self.options: dict[str, Any] = {
