@@ -221,12 +221,6 @@ CONTENDERS = [
     Contender("dcp.load, RsReader", "native", load_ours_stock_planner),
     Contender("dcp_rs.open(...).stream()", "native", stream_ours),
     Contender(
-        "dcp_rs.load, io='gds'",
-        "native",
-        lambda path, state, device: load_ours(path, state, device, io="gds"),
-        cuda_only=True,
-    ),
-    Contender(
         "dcp_rs.load, verify=True",
         "native",
         lambda path, state, device: load_ours(path, state, device, verify=True),

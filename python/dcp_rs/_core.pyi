@@ -318,8 +318,6 @@ class Batch:
         """Says what others want too, once the turns were found."""
     def wants(self, turn: int) -> list[int]:
         """What goes through slabs in a turn, part by part: numbers for ``SlabReader.create``."""
-    def device_of(self, want: int) -> int:
-        """The number of the device that a want goes to."""
     def opaque(self, turn: int) -> list[int]:
         """Numbers of the targets that their own class fills in a turn."""
     def places(self, turn: int) -> list[int]:
@@ -444,28 +442,6 @@ class Copy:
     def box(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Offsets and sizes in the target."""
 
-@final
-class Image:
-    """A stretch of a file that a slab holds as it is. Pages of 4096 bytes have the same boundaries in both."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def start(self) -> int:
-        """First byte in the file."""
-    @property
-    def end(self) -> int:
-        """The byte after the last."""
-    @property
-    def at(self) -> int:
-        """First byte in the slab."""
-    @property
-    def first(self) -> int:
-        """The first copy from it."""
-    @property
-    def last(self) -> int:
-        """The copy after the last from it."""
-
 class SlabReader:
     """A load in progress: threads that fill slabs ahead of whoever empties them."""
 
@@ -486,7 +462,6 @@ class SlabReader:
         """How many slabs are best filled at a time."""
     def batch(self, batch: int) -> tuple[int, list[Copy]]:
         """The number of the device, and the copies, in the order of their places."""
-    def images(self, batch: int) -> list[Image]: ...
     def start(self, addresses: Sequence[int], memory: object, workers: int) -> None:
         """Begins to fill slabs at the addresses, multiples of 4096, of memory that ``memory`` keeps alive."""
     def next(self) -> tuple[int, int] | None:

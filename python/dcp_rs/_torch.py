@@ -58,7 +58,6 @@ __all__ = [
     "fqns",
     "group_devices",
     "group_name",
-    "has_gds",
     "has_memory",
     "host_copy_of_sharded",
     "inner_tensors",
@@ -269,11 +268,6 @@ def empty_host_cache() -> None:
     release = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
     if release is not None:  # 2.15 has the first, 2.8 and 2.11 the second
         release()
-
-
-def has_gds() -> bool:
-    """Whether torch was built with GPUDirect Storage, as far as it says: 2.15 does, before it one has to try."""
-    return bool(getattr(torch._C, "_has_gds", True))
 
 
 def with_dim(placement: Placement, dim: int) -> Placement:

@@ -78,7 +78,7 @@ def _check_positive(name: str, value: int | None) -> None:
 class ReadArguments(TypedDict, total=False):
     """The keyword arguments that :class:`ReadOptions` describes, for signatures."""
 
-    io: Literal["auto", "mmap", "direct", "buffered", "gds"]
+    io: Literal["auto", "mmap", "direct", "buffered"]
     threads: int | None
     verify: bool
     shared: bool | None
@@ -129,8 +129,7 @@ class ReadOptions:
 
     Attributes:
         io: ``"mmap"`` copies from a mapping, ``"direct"`` reads around the page cache, ``"buffered"`` reads through it;
-            ``"auto"`` decides for each file by what is in the page cache and by the file system. ``"gds"`` reads from storage to CUDA
-            devices without host memory between (GPUDirect Storage, :mod:`torch.cuda.gds`), and is ``"auto"`` for other destinations.
+            ``"auto"`` decides for each file by what is in the page cache and by the file system.
         threads: default: the cores of this process, divided by ``LOCAL_WORLD_SIZE``.
         verify: check the digest of every block that is read. Blocks are hashed as they are copied, so a destination may hold a damaged one
             when the error is raised; no planner is told that it is filled.
@@ -142,19 +141,16 @@ class ReadOptions:
             of pinned memory.
     """
 
-    io: Literal["auto", "mmap", "direct", "buffered", "gds"] = "auto"
+    io: Literal["auto", "mmap", "direct", "buffered"] = "auto"
     threads: int | None = None
     verify: bool = False
     shared: bool | None = None
     max_inflight_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _check("io", self.io, ("auto", "mmap", "direct", "buffered", "gds"))
+        _check("io", self.io, ("auto", "mmap", "direct", "buffered"))
         _check("verify", self.verify, (True, False))
         _check("shared", self.shared, (True, False, None))
-        if self.io == "gds" and self.verify:
-            msg = "verify=True needs the bytes in host memory, which io='gds' goes around"
-            raise ValueError(msg)
         _check_positive("threads", self.threads)
         _check_positive("max_inflight_bytes", self.max_inflight_bytes)
 
@@ -172,7 +168,7 @@ class ReadOptions:
 
     def asks_what_others_want(self) -> bool:
         """Whether what other ranks of this machine want makes a difference, and nobody has said what to make of them."""
-        return self.shared is None and self.io in ("auto", "gds") and default_shared()
+        return self.shared is None and self.io == "auto" and default_shared()
 
     def alone(self) -> ReadOptions:
         """The same, for what no other rank reads."""
@@ -181,7 +177,7 @@ class ReadOptions:
     def slabs(self) -> dict[str, Any]:
         """Those of a load through slabs."""
         return {
-            "io": "auto" if self.io == "gds" else self.io,
+            "io": self.io,
             "threads": self.threads or default_threads(),
             "verify": self.verify,
             "shared": default_shared() if self.shared is None else self.shared,

@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_rs
 from dcp_rs.checkpoint.locate import open_index
-from dcp_rs.errors import CorruptDataError, UnsupportedError
+from dcp_rs.errors import CorruptDataError
 from dcp_rs.options import ReadOptions
 from dcp_rs.transfer import slabs
 from dcp_rs.transfer.load import fill
@@ -250,16 +250,3 @@ def test_save(ckpt, device):
     dcp_rs.save(state_dict, ckpt)
     with dcp_rs.open(ckpt) as source:
         assert_state_equal(dict(source), {n: (want[n] * 2).contiguous() for n in source})
-
-
-def test_gds_works_or_says_why_not(ckpt, device):
-    want = state()
-    dcp_rs.save(want, ckpt)
-    got = on(device, want)
-    try:
-        dcp_rs.load(got, ckpt, io="gds")
-    except UnsupportedError as error:
-        if "io='auto'" not in str(error):
-            raise
-        pytest.skip(str(error))
-    assert_state_equal(host(got), want)

@@ -233,17 +233,6 @@ def test_metadata_pickles_to_where_it_came_from(saved, url, options, monkeypatch
     assert len(copy.storage_data) > 0
 
 
-def test_direct_storage_does_not_apply(saved, url, options, monkeypatch):
-    state, _ = saved
-    monkeypatch.setattr("dcp_rs.transfer.gds.fill", lambda *_: pytest.fail("a URL was to be read as a file"))
-    reader = RsReader(url, io="gds", storage_options=options)
-    reader.read_metadata()
-    index = reader._local.index
-    target = converted(index, "model.big", (1500, 1024))
-    fill(index, [target], reader.options)
-    assert torch.equal(target.tensor, state["model"]["big"].double())
-
-
 def test_an_index_over_files_of_torch_save_is_refused(tmp_path, server, options):
     folder = tmp_path / "torch"
     folder.mkdir()

@@ -60,8 +60,6 @@ def stream(
     stored = [entry for entry in entries if not entry.is_bytes]
     if not lanes.is_accelerator(device):
         tensors = _read_ahead(index, stored, options, counts)
-    elif options.io == "gds" and not index.is_remote:
-        tensors = _by_groups(index, stored, device, options, counts)
     else:
         tensors = _through_slabs(index, stored, device, options, counts)
     try:
@@ -106,19 +104,6 @@ def _read_ahead(
         finally:
             for future in ahead:
                 future.cancel()
-
-
-def _by_groups(
-    index: _core.Index, entries: Sequence[_Entry], device: torch.device, options: ReadOptions, counts: Counts
-) -> Generator[torch.Tensor, None, None]:
-    """To a device that reads files itself: in this thread, for another would have another current stream."""
-    lane = lanes.lane_for(device)
-    for group in _groups(entries, max(1, options.inflight_bytes(accelerator=True) // 2)):
-        with lane.callers_stream():
-            made = [torch.empty(entry.shape, dtype=entry.dtype, device=device) for entry in group]
-            _fill(index, group, made, options, counts)
-        lane.order_after_caller()
-        yield from map(lane.hand_over, _emptied(made))
 
 
 def _fill(

@@ -114,7 +114,7 @@ class RsReader(StorageReader):
         self,
         path: str | os.PathLike[str],
         *,
-        io: Literal["auto", "mmap", "direct", "buffered", "gds"] = "auto",
+        io: Literal["auto", "mmap", "direct", "buffered"] = "auto",
         threads: int | None = None,
         verify: bool = False,
         shared: bool | None = None,

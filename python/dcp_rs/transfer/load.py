@@ -11,7 +11,6 @@ from dcp_rs import _core
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.memory import check_fillable, check_made, is_opaque, is_plain, parts, space_of
-from dcp_rs.transfer import gds
 from dcp_rs.transfer.counts import Counts
 from dcp_rs.transfer.target import Target
 from dcp_rs.transfer.upload import upload
@@ -101,8 +100,6 @@ class Load:
         stats = self._batch.read(turn, progress=tell, **self._options.engine())
         self._counts.add(stats)
         wants = self._batch.wants(turn)
-        if wants and self._options.io == "gds" and not self._index.is_remote:  # it reads files
-            wants = gds.fill(self._batch, wants, self._elsewhere, self._options)
         if wants:
             self._counts.add(upload(self._batch, wants, self._elsewhere, self._options, tell))
         _fill_opaque(self._index, [self._elsewhere[i] for i in self._batch.opaque(turn)], self._options, self._counts)

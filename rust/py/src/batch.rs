@@ -187,11 +187,6 @@ impl Batch {
         Ok(self.gather.wants(&self.turns, turn))
     }
 
-    /// The number of the device that such a want goes to.
-    fn device_of(&self, want: usize) -> PyResult<u32> {
-        Ok(self.checked_wants(&[want])?[0].device)
-    }
-
     /// Numbers of the targets that their own class fills in a turn.
     fn opaque(&self, turn: usize) -> PyResult<Vec<usize>> {
         self.check_turn(turn)?;

@@ -60,7 +60,7 @@ mod _core {
     #[pymodule_export]
     use crate::save_plan::{SavePlan, assign_saves};
     #[pymodule_export]
-    use crate::slabs::{Copy, Image, SlabReader};
+    use crate::slabs::{Copy, SlabReader};
     #[pymodule_export]
     use crate::tally::tally;
     #[pymodule_export]

@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
 use crate::batch::Batch;
-use crate::convert::{FsPath, extent_to_py};
+use crate::convert::extent_to_py;
 use crate::error::{IntoPy, PlanError};
 use crate::panics::guarded;
 use crate::read::{Options, read_options};
@@ -55,21 +55,6 @@ impl Copy {
             r#box,
         })
     }
-}
-
-/// A stretch of a file that a batch holds as it is. Pages of 4096 bytes have the same boundaries in file and slab.
-#[pyclass(frozen, get_all, module = "dcp_rs._core")]
-pub struct Image {
-    path: Py<PyAny>,
-    /// First byte in the file.
-    start: u64,
-    /// The byte after the last.
-    end: u64,
-    /// First byte in the slab.
-    at: u64,
-    /// The copies that are taken from it: the first, and the one after the last.
-    first: usize,
-    last: usize,
 }
 
 /// A load in progress: threads that fill slabs ahead of whoever empties them.
@@ -128,21 +113,6 @@ impl SlabReader {
         let copies = self.plan.copies(batch).map(|copy| Copy::new(py, copy));
         let list = PyList::new(py, copies.collect::<PyResult<Vec<_>>>()?)?;
         Ok((self.plan.device(batch), list))
-    }
-
-    /// The stretches of files that a batch holds as they are.
-    fn images(&self, py: Python<'_>, batch: usize) -> PyResult<Vec<Image>> {
-        let image = |image: &slabs::Image| {
-            Ok(Image {
-                path: FsPath::text(py, self.plan.image_path(batch, image))?.unbind(),
-                start: image.start,
-                end: image.end,
-                at: image.at,
-                first: image.pieces.start,
-                last: image.pieces.end,
-            })
-        };
-        self.found(batch)?.images.iter().map(image).collect()
     }
 
     /// Begins to fill slabs, on up to `workers` threads. `addresses` are those of memory that `memory` keeps, a slab each; they

@@ -200,34 +200,5 @@ def _module(library: ctypes.CDLL) -> types.ModuleType:
         cudaHostRegister=lambda address, nbytes, flags: library.simulated_register(address, nbytes),
         cudaHostUnregister=library.simulated_unregister,
     )
-    module.gds = types.ModuleType("torch.sim.gds")
-    module.gds.GdsFile = _GdsFile
     sys.modules["torch.sim"] = module
     return module  # type: ignore[no-any-return]
-
-
-class _GdsFile:
-    """As ``torch.cuda.gds.GdsFile``: reads to device memory, past all streams."""
-
-    #: Set by tests: refuse to open, refuse to read, read fewer bytes; and what was read, as (offset, bytes).
-    refuse_open = False
-    refuse_read = False
-    short = 0
-    reads: ClassVar[list[tuple[int, int]]] = []
-
-    def __init__(self, path: str, flags: int) -> None:
-        if type(self).refuse_open:
-            raise RuntimeError("cuFileHandleRegister failed: not supported")
-        self._file = os.open(path, flags)
-
-    def load_storage(self, storage: torch.UntypedStorage, offset: int = 0) -> None:
-        if type(self).refuse_read:
-            raise RuntimeError("cuFileRead failed")
-        length = storage.nbytes()
-        self.reads.append((offset, length))
-        memory = (ctypes.c_char * (length - type(self).short)).from_address(storage.data_ptr())
-        assert os.preadv(self._file, [memory], offset) == len(memory)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            os.close(self._file)

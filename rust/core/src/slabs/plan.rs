@@ -1,10 +1,9 @@
 //! From what is wanted of an index to batches, and the requests that fill them.
 
 use std::ops::Range;
-use std::path::Path;
 use std::sync::Arc;
 
-use super::pack::{Batch, Image, Item, PAGE, Part, pack};
+use super::pack::{Batch, Item, PAGE, Part, pack};
 use crate::checkpoint::explain;
 use crate::checkpoint::gather::{Gather, Memory, Names, Source, Want};
 use crate::copy::Signs;
@@ -139,13 +138,6 @@ impl Plan {
     #[must_use]
     pub fn device(&self, batch: &Batch) -> u32 {
         self.wants[batch.pieces[0].item].device
-    }
-
-    /// The path of a file that an image of this batch names.
-    #[must_use]
-    pub fn image_path(&self, batch: usize, image: &Image) -> &Path {
-        let request = &self.requests[self.ranges[batch].start + image.pieces.start];
-        &self.files[request.file as usize].path
     }
 
     /// Bytes of a slab.
