@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from support.programs import start_server, stop_server
 from support.ranks import close_shared_pool
 from support.simulated import Simulated, UnavailableError, install
 
@@ -24,6 +25,10 @@ settings.register_profile(
 )
 settings.register_profile("thorough", settings.get_profile("bounded"), max_examples=1000, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "bounded"))
+
+
+def pytest_configure() -> None:
+    start_server()  # for this process and for those that share the tests, which inherit its address
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,6 +50,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_sessionfinish() -> None:
     close_shared_pool()
+
+
+def pytest_unconfigure() -> None:
+    stop_server()
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from support import programs
+
 #: Makes a module look as if it were not installed, then does what its second argument says.
 WITHOUT = """
 import importlib.abc, sys
@@ -18,7 +20,7 @@ exec(sys.argv[2])
 
 
 def run_without(modules: str, code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return programs.run(
         [sys.executable, "-c", WITHOUT, modules, code], capture_output=True, text=True, check=False, timeout=120
     )
 

@@ -2,12 +2,12 @@
 
 import importlib
 import json
-import subprocess
 import sys
 
 import pytest
 from torch.distributed.checkpoint import staging
 
+from support import programs
 from support.places import ROOT
 
 BENCHES = ROOT / "benches"
@@ -56,7 +56,7 @@ def test_the_command_writes_json_markdown_and_a_plot(tmp_path, context):
     else:
         command.append("--no-limit")
     out = tmp_path / "out"
-    subprocess.run([*command, f"--folder={tmp_path / 'data'}", f"--out={out}"], check=True)
+    programs.run([*command, f"--folder={tmp_path / 'data'}", f"--out={out}"], check=True)
     assert sorted(path.suffix for path in out.iterdir()) == [".json", ".md", ".svg"]
     results = json.loads(next(out.glob("*.json")).read_text())
     assert [family["family"] for family in results["families"]] == ["views"]
@@ -138,7 +138,7 @@ def test_the_plot_leaves_out_what_has_no_ratio(tmp_path):
 
 def test_planning_of_loads_is_simulated():
     command = [sys.executable, BENCHES / "load_planning.py", "--ranks", "2", "4", "--fqns", "3", "--stock-ranks", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    done = programs.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     rows = [line.split(" | ") for line in done.stdout.splitlines()[2:]]
     assert [(row[0].strip("| "), row[1]) for row in rows] == [
@@ -162,7 +162,7 @@ def test_planning_of_saves_is_simulated():
         "--repeat",
         "1",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    done = programs.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[2:]]
     assert [(row[0], row[1]) for row in rows] == [

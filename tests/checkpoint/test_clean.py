@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import warnings
@@ -19,7 +18,7 @@ from crash.states import found_number, rank_state
 from dcp_rs import _core
 from dcp_rs.cli import main
 from dcp_rs.errors import CheckpointNotFoundError, CorruptIndexError
-from support import files_in, run_ranks
+from support import files_in, programs, run_ranks
 from support.places import TESTS
 
 
@@ -57,7 +56,7 @@ dcp.save(rank_state(2, 0), storage_writer=Killed(sys.argv[2]), no_dist=True)
 
 
 def kill_a_save(path):
-    done = subprocess.run([sys.executable, "-c", KILLED, TESTS, path], capture_output=True, text=True, check=False)
+    done = programs.run([sys.executable, "-c", KILLED, TESTS, path], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
@@ -113,7 +112,7 @@ def test_a_save_that_waits_for_its_commit_is_left_alone(ckpt):
         assert writer.written.wait(60)
         # Of another process, and of this one.
         there = f"import dcp_rs, sys; r = dcp_rs.clean({str(ckpt)!r}, yes=True, older_than=0); print(r.removed, r.kept[0].verdict)"
-        other = subprocess.run([sys.executable, "-c", there], capture_output=True, text=True, check=True)
+        other = programs.run([sys.executable, "-c", there], capture_output=True, text=True, check=True)
         assert other.stdout == "[] in use\n"
         report = dcp_rs.clean(ckpt, yes=True)
         assert (report.removed, [kept.verdict for kept in report.kept]) == ([], ["in use"])
@@ -193,7 +192,7 @@ def test_a_killed_conversion_is_cleaned_up(ckpt, tmp_path, to):
     save(ckpt, 1)
     out = tmp_path / "out" / "result"
     command = [sys.executable, "-c", KILLED_CONVERSION, ckpt, out, to]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert programs.run(command, check=False).returncode == -signal.SIGKILL
     (place,) = out.parent.iterdir()
     report = dcp_rs.clean(out)
     assert (names(report.found), report.found[0].kind) == ([place.name], "conversion")

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import dcp_rs
+from support import programs
 
 STATE = {f"w{i}": torch.arange(1 << 18) + i for i in range(8)}
 
@@ -74,7 +75,7 @@ with dcp_rs.open(path) as checkpoint:
 def test_an_index_that_is_cut_short_in_place_does_not_end_the_process(tmp_path):
     dcp_rs.save(STATE, tmp_path / "ckpt")
     command = [sys.executable, "-c", CUT_SHORT, tmp_path / "ckpt"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = programs.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout.split()) == (0, ["8", "8"]), done.stderr
 
 

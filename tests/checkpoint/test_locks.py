@@ -21,7 +21,7 @@ import dcp_rs
 from crash.states import found_number, rank_state
 from dcp_rs import _core
 from dcp_rs.errors import DcpRsError, InternalError, PlanError
-from support import files_in
+from support import files_in, programs
 from support.indexes import whole_item
 from support.places import ROOT, TESTS
 from support.slabs import batch_of
@@ -44,7 +44,7 @@ def locked(folder):
 def python(code, *arguments, **options):
     """A process of its own that has the tests' modules."""
     head = "import os, signal, sys, threading, time\nsys.path.insert(0, sys.argv[1])\nimport torch, dcp_rs\nfrom crash.states import rank_state\n"
-    return subprocess.Popen(
+    return programs.Popen(
         [sys.executable, "-c", head + code, TESTS, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

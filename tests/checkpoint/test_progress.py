@@ -1,7 +1,6 @@
 """``progress=``: it hears the end, an error in it is the caller's, and ``True`` is a bar where somebody watches, and nothing elsewhere."""
 
 import pickle
-import subprocess
 import sys
 import types
 from typing import Any
@@ -14,7 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader, RsWriter
-from support import assert_state_equal, blank, run_ranks
+from support import assert_state_equal, blank, programs, run_ranks
 from support.both import save_rs, save_stock
 from support.terminal import shown_on_a_terminal
 
@@ -150,7 +149,7 @@ dcp_rs.save(state, sys.argv[2], progress=True)
 
 def test_a_terminal_gets_a_bar_and_a_log_nothing(world, tmp_path):
     command = [sys.executable, "-c", WORK, str(world / "ours"), str(tmp_path / "new")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = programs.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout + done.stderr == ""
     shown = shown_on_a_terminal(command, all_of_it=False, PYTHONIOENCODING="utf-8")
     lines = shown.split("\r")

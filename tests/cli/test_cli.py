@@ -12,6 +12,7 @@ import torch
 
 import dcp_rs
 from dcp_rs.cli import output
+from support import programs
 from support.both import save_rs
 from support.commands import in_a_process
 
@@ -281,7 +282,7 @@ def test_sigterm_leaves_nothing(tmp_path: Path) -> None:
         "from dcp_rs.cli import main\nmain(['convert', *sys.argv[1:]])"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "src"), str(tmp_path / "dst")]
-    done = subprocess.run(command, capture_output=True, timeout=120, check=False)
+    done = programs.run(command, capture_output=True, timeout=120, check=False)
     assert done.returncode == 128 + signal.SIGTERM
     assert [entry.name for entry in tmp_path.iterdir()] == ["src"]
 

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from dcp_rs.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
-from support import random_tensor
+from support import programs, random_tensor
 from support.formats import make
 
 
@@ -122,5 +121,5 @@ def test_a_source_that_is_cut_short_meanwhile(source: str, tmp_path: Path) -> No
     src = make(source, state, tmp_path / "src")
     file = src if source == "torch" else max(src.iterdir(), key=lambda path: path.stat().st_size)
     command = [sys.executable, "-c", CUT_SHORT, src, tmp_path / "dst", file]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = programs.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

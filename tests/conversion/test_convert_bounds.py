@@ -1,7 +1,6 @@
 """What a conversion may take of memory, of time."""
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 import dcp_rs
-from support import assert_state_equal
+from support import assert_state_equal, programs
 from support.formats import load_hf, make
 
 GROWTH = """
@@ -59,7 +58,7 @@ def large(tmp_path_factory):
 @pytest.mark.parametrize("dtype", ["", "bf16"])
 def test_memory_is_bounded(dtype: str, large: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", GROWTH, str(large), str(tmp_path / "dst"), dtype]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=250)
+    done = programs.run(command, check=True, capture_output=True, text=True, timeout=250)
     grown = {to: int(nbytes) for to, nbytes in map(str.split, done.stdout.splitlines())}
     assert len(grown) == 4
     assert max(grown.values()) < 120e6, grown

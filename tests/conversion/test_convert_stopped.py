@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import dcp_rs
+from support import programs
 from support.formats import make
 
 SLOW = """
@@ -30,7 +31,7 @@ dcp_rs.convert(sys.argv[1], sys.argv[2], to=sys.argv[3], progress=progress, max_
 def test_ctrl_c_leaves_nothing(to: str, tmp_path: Path) -> None:
     make("dcp-rs", {f"w.{i}": torch.ones(4 << 20) for i in range(5)}, tmp_path / "src")
     command = [sys.executable, "-c", SLOW, str(tmp_path / "src"), str(tmp_path / "dst"), to]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with programs.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline()  # something is written
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)

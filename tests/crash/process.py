@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from typing import Any
 
+from support import programs
 from support.places import TESTS
 
 __all__ = ["kills"]
@@ -15,7 +15,7 @@ __all__ = ["kills"]
 
 def kills(*arguments: Any) -> list[dict[str, Any]]:
     """The tallies, on one rank and on four."""
-    done = subprocess.run(
+    done = programs.run(
         [sys.executable, "-m", "crash", "--json", *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": str(TESTS)},
         capture_output=True,

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import gc
-import subprocess
 import sys
 import threading
 import weakref
@@ -16,7 +15,7 @@ import dcp_rs
 from dcp_rs import CheckpointManager, HostStager, RsWriter
 from dcp_rs.dcp import background
 from dcp_rs.errors import StateChangedError, UnsupportedError
-from support import run_ranks
+from support import programs, run_ranks
 from support.slow import Slow
 
 
@@ -308,7 +307,7 @@ dcp_rs.async_save({f"w{i}": torch.full((1000, 1000), float(i)) for i in range(8)
 
 
 def test_a_process_that_ends_makes_the_copy_and_saves_it_first(ckpt):
-    done = subprocess.run(
+    done = programs.run(
         [sys.executable, "-W", "ignore", "-c", ENDS_AT_ONCE, str(ckpt)],
         capture_output=True,
         text=True,

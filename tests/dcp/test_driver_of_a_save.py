@@ -1,9 +1,10 @@
 """Which call of torch's ``save`` a thread is in is read from its frames, whatever else the process does."""
 
-import subprocess
 import sys
 
 import pytest
+
+from support import programs
 
 #: Garbage that lets another thread run as it goes is collected at every turn, and other threads start threads.
 READING_FRAMES = """
@@ -37,4 +38,4 @@ done.set()
 
 @pytest.mark.parametrize("whose", ["own", "other"])
 def test_frames_are_read_while_garbage_is_collected(whose):
-    subprocess.run([sys.executable, "-c", READING_FRAMES, whose], check=True, timeout=60)
+    programs.run([sys.executable, "-c", READING_FRAMES, whose], check=True, timeout=60)

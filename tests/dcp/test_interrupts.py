@@ -2,19 +2,19 @@
 
 import os
 import signal
-import subprocess
 import sys
 
 import pytest
 import torch
 
 import dcp_rs
+from support import programs
 from support.places import TESTS
 
 INTERRUPTED = """
 import os, random, signal, sys, threading, time
 import torch, dcp_rs
-from support import threads
+from support import programs, threads
 torch.set_num_threads(1)
 random.seed(0)
 path, what = sys.argv[1:]
@@ -77,7 +77,7 @@ def test_ctrl_c_leaves_no_thread_and_no_lock(tmp_path, what):
     dcp_rs.save(
         {"w": torch.ones(256 << 20, dtype=torch.uint8), "small": torch.ones(1)}, path, no_dist=True, fsync=False
     )
-    done = subprocess.run(
+    done = programs.run(
         [sys.executable, "-c", INTERRUPTED, path, what],
         env=os.environ | {"PYTHONPATH": str(TESTS)},
         capture_output=True,

@@ -24,6 +24,7 @@ from dcp_rs.errors import (
 )
 from dcp_rs.optim import training_state
 from dcp_rs.steps import folder_root
+from support import programs
 from support.managed import loaded, numbers
 
 
@@ -437,7 +438,7 @@ torch.distributed.checkpoint.save({"w": torch.ones(3)}, storage_writer=Paused(sy
 """
     with CheckpointManager(run) as manager:
         command = [sys.executable, "-c", claim, manager.path(4)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        with programs.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
             assert other.stdout.readline() == b"written\n"
             with pytest.raises(SaveInProgressError, match="a process is saving it"):
                 manager.save(4, state_of(4))
@@ -493,7 +494,7 @@ with dcp_rs.CheckpointManager(sys.argv[1], preemption=signal.SIGTERM) as manager
     os.kill(os.getpid(), signal.SIGTERM)
     assert manager.should_save(1)
 """
-    done = subprocess.run([sys.executable, "-c", code, run], check=True, capture_output=True, text=True, timeout=120)
+    done = programs.run([sys.executable, "-c", code, run], check=True, capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == [str(-signal.SIGTERM), "9"]
 
 

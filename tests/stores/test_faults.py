@@ -18,7 +18,7 @@ from dcp_rs.errors import (
     StoragePermissionError,
     StoragePreconditionError,
 )
-from support import assert_state_equal, blank
+from support import assert_state_equal, blank, programs
 from support.object_server import Fault
 
 
@@ -219,7 +219,7 @@ def test_ctrl_c_ends_a_load(saved, server):
         except KeyboardInterrupt:
             print("stopped", flush=True)
     """
-    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    child = programs.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
     assert child.stdout.readline() == "begin\n"
     deadline = time.monotonic() + 60
     while not any(is_data(request) for request in server.asked()):

@@ -1,7 +1,6 @@
 """``dcp_rs.index`` of data on a store: of others, and of a save that lost its index."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -18,7 +17,7 @@ from dcp_rs.errors import (
     StoragePreconditionError,
     UnsupportedError,
 )
-from support import assert_state_equal, blank
+from support import assert_state_equal, blank, programs
 from support.object_server import Fault
 
 INDEX = "hf/index.dcprs"
@@ -206,7 +205,7 @@ def test_the_command(hf, server):
         for key, value in server.options().items()
     ]
     line = [sys.executable, "-m", "dcp_rs", *given, "index", server.url("hf"), "--digests", "--json"]
-    told = json.loads(subprocess.run(line, capture_output=True, check=True, text=True).stdout)
+    told = json.loads(programs.run(line, capture_output=True, check=True, text=True).stdout)
     assert told["index"] == server.url(INDEX)
     assert told["bytes"] == len(server.objects[INDEX].data)
     assert told["entries"] == 3

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 import dcp_rs
 from dcp_rs import _core
 from dcp_rs.errors import CheckpointNotFoundError, StorageNotFoundError, StoragePreconditionError
-from support import assert_state_equal, blank
+from support import assert_state_equal, blank, programs
 
 boto3 = pytest.importorskip("boto3", reason="boto3 is not installed: the group `stores` of pyproject.toml")
 
@@ -273,7 +273,7 @@ except dcp_rs.errors.DcpRsError as error:
 def race(url, options):
     """Two processes save at the same time; the name of the error of each, or nothing."""
     savers = [
-        subprocess.Popen(
+        programs.Popen(
             [sys.executable, "-c", SAVE, json.dumps([url, options, number])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

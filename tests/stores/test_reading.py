@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError, Corr
 from dcp_rs.options import ReadOptions
 from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.target import Target
-from support import assert_state_equal, blank, threads
+from support import assert_state_equal, blank, programs, threads
 from support.places import TESTS
 
 MIB = 1 << 20
@@ -318,7 +317,7 @@ dcp_rs.save({"a": torch.ones(4)}, sys.argv[1])
 dcp_rs.load({"a": torch.ones(4)}, sys.argv[1])
 assert not [name for name in threads.names() if name.startswith("dcp-rs-store")]
 """
-    subprocess.run(
+    programs.run(
         [sys.executable, "-c", code, str(tmp_path / "x")], check=True, env=os.environ | {"PYTHONPATH": str(TESTS)}
     )
 

@@ -19,7 +19,7 @@ from torch import distributed as dist
 import dcp_rs
 from dcp_rs import RsSavePlanner, RsWriter
 from dcp_rs.testing.states import blank, random_tensor
-from support import assert_state_equal, run_ranks
+from support import assert_state_equal, programs, run_ranks
 from support.both import HAS_RANK_LOCAL, through_stock
 from support.object_server import Fault, object_server
 from support.places import TESTS
@@ -540,7 +540,7 @@ def child(server):
         except KeyboardInterrupt:
             print("stopped", flush=True)
     """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    process = programs.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "begin\n"
     deadline = time.monotonic() + 60
     while not any(copies(request) for request in server.asked()):

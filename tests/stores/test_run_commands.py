@@ -1,13 +1,13 @@
 """``dcp-rs steps`` and ``prune``, and ``ls`` and ``inspect``, of a run on a store."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
 
 from dcp_rs import CheckpointManager
+from support import programs
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def does(server):
 
     def run(*arguments, status=0):
         line = [sys.executable, "-m", "dcp_rs", *given, *map(str, arguments)]
-        done = subprocess.run(line, capture_output=True, check=False, text=True)
+        done = programs.run(line, capture_output=True, check=False, text=True)
         assert done.returncode == status, done
         return done.stdout or done.stderr
 

@@ -15,7 +15,7 @@ import torch
 
 import dcp_rs
 from dcp_rs.errors import StorageError, StoragePermissionError, StorageUnclearError
-from support import assert_state_equal
+from support import assert_state_equal, programs
 from support.object_server import Fault
 from support.stored import large_state, loaded, names
 
@@ -185,7 +185,7 @@ def child(server, seed):
         except KeyboardInterrupt:
             print("stopped", flush=True)
     """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    process = programs.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "begin\n"
     return process
 

@@ -2,7 +2,6 @@
 
 import logging
 import pickle
-import subprocess
 import sys
 import traceback
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import dcp_rs
 from dcp_rs import RsReader
 from dcp_rs._url import StorageOptions
 from dcp_rs.errors import DcpRsError, UnsupportedError
-from support import blank
+from support import blank, programs
 from support.object_server import Fault
 
 SECRETS = ("test-secret-key-0123456789", "session-token-9876543210")
@@ -104,7 +103,7 @@ def test_no_variable_of_a_traceback_shows_them(saved, server, options):
 
 def test_what_is_no_option_is_not_shown():
     line = [sys.executable, "-m", "dcp_rs", "--storage-option", SECRETS[0], "ls", "s3://b/x"]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    done = programs.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "KEY=VALUE" in done.stderr
     assert not has_secret(done.stdout + done.stderr)
@@ -140,7 +139,7 @@ def test_the_command_line(saved, server, options):
 
     def run(*command):
         line = [sys.executable, "-m", "dcp_rs", *command, *arguments]
-        return subprocess.run(line, capture_output=True, text=True, check=False)
+        return programs.run(line, capture_output=True, text=True, check=False)
 
     for command, expected in [
         (("ls", url), "model.big"),

@@ -25,7 +25,7 @@ from dcp_rs.errors import (
     UnsupportedError,
 )
 from dcp_rs.optim import training_state
-from support import run_ranks
+from support import programs, run_ranks
 from support.managed import loaded, numbers
 from support.object_server import Fault
 
@@ -398,7 +398,7 @@ def test_killed_at_any_moment_a_run_goes_on_from_the_newest(make, server):
     """The soak of the folder, shortly: what was saved is resumed from, and what retention promised is there."""
     command = [sys.executable, "-c", textwrap.dedent(RUN), server.url("run"), server.endpoint]
     saved, rng, server.page = 0, random.Random(0), 100
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as runs:
+    with programs.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as runs:
         try:
             for _ in range(20):
                 last = len(server.requests) + rng.randrange(20, 120)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 
@@ -21,7 +20,7 @@ from dcp_rs.errors import (
     StoragePreconditionError,
     UnsupportedError,
 )
-from support import assert_state_equal, blank
+from support import assert_state_equal, blank, programs
 from support.object_server import Fault
 
 DAY = 24 * 60 * 60
@@ -196,9 +195,9 @@ def test_the_command(saved, server):
         for key, value in server.options().items()
     ]
     line = [sys.executable, "-m", "dcp_rs", *given, "clean", server.url("runs/ckpt")]
-    listed = json.loads(subprocess.run([*line, "--json"], capture_output=True, check=True, text=True).stdout)
+    listed = json.loads(programs.run([*line, "--json"], capture_output=True, check=True, text=True).stdout)
     assert [found["path"] for found in listed["found"]] == [server.url(old)]
-    said = subprocess.run([*line, "--yes"], capture_output=True, check=True, text=True).stdout
+    said = programs.run([*line, "--yes"], capture_output=True, check=True, text=True).stdout
     assert server.url(old) in said
     assert "a lifecycle rule removes them" in said
     assert old not in server.objects

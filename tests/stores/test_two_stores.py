@@ -1,12 +1,12 @@
 """Two checkpoints, each on a store of its own."""
 
-import subprocess
 import sys
 
 import pytest
 
 from dcp_rs.checkpoint.compare import compare
 from dcp_rs.errors import StoragePermissionError
+from support import programs
 from support.object_server import object_server
 
 
@@ -45,7 +45,7 @@ def test_the_command_line_tells_them_apart_by_their_urls(saved, server, other):
     general = list(given("", server.options()))
 
     def status(*arguments):
-        return subprocess.run([sys.executable, "-m", "dcp_rs", *arguments], capture_output=True, check=False).returncode
+        return programs.run([sys.executable, "-m", "dcp_rs", *arguments], capture_output=True, check=False).returncode
 
     assert status(*general, *given("s3://other:", theirs), *command) == 0
     assert len(other.requests) > 0

@@ -4,9 +4,11 @@ import subprocess
 import sys
 from typing import Any
 
+from support import programs
+
 COMMAND = [sys.executable, "-m", "dcp_rs"]
 
 
 def in_a_process(*arguments: Any, **more: Any) -> subprocess.CompletedProcess[str]:
     command = [*COMMAND, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **more)
+    return programs.run(command, capture_output=True, text=True, timeout=120, check=False, **more)

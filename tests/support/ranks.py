@@ -1,8 +1,8 @@
 """Functions run in real rank processes, each a member of a gloo process group.
 
-The processes stay alive between calls, as importing torch takes seconds; each call makes a new
-process group among the first `n` of them. A function is sent by name, so it must be at the top
-level of its module.
+The processes are forked from the server of `support.programs`. They stay alive between calls; each
+call makes a new process group among the first `n` of them. A function is sent by name, so it must
+be at the top level of its module.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ import tempfile
 import time
 import traceback
 from dataclasses import dataclass
-from multiprocessing import connection, get_context
+from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from support import programs
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from multiprocessing.connection import Connection
-    from multiprocessing.context import SpawnProcess
 
-# More than a slow machine needs to import torch, and less than pytest's own limit.
-START_TIMEOUT = 120.0  # seconds
-CALL_TIMEOUT = 90.0
+CALL_TIMEOUT = 90.0  # seconds
 
 
 class RankTimeoutError(Exception):
@@ -145,7 +143,7 @@ def _perform(call: _Call) -> Outcome:
     return outcome
 
 
-def _serve(pipe: Connection, stacks: str) -> None:
+def _serve(stacks: str, pipe_number: int) -> None:
     import faulthandler
 
     import torch
@@ -153,6 +151,7 @@ def _serve(pipe: Connection, stacks: str) -> None:
     torch.set_num_threads(1)  # several ranks share few cores
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve
+    pipe = connection.Connection(pipe_number)
     with Path(stacks).open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         pipe.send_bytes(b"ready")
@@ -173,27 +172,18 @@ class _Rank:
 
     def __init__(self, folder: Path, number: int) -> None:
         self.stacks = folder / f"stacks-{number}-{time.monotonic_ns()}"
-        context = get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        # Not daemonic, as a test may start processes of its own (asynchronous saves do).
-        self.process: SpawnProcess = context.Process(
-            target=_serve, args=(theirs, str(self.stacks)), name=f"rank-{number}", daemon=False
-        )
-        self.process.start()
+        self.pipe, theirs = connection.Pipe()
+        self.process = programs.call(_serve, str(self.stacks), descriptors=[theirs.fileno()])
         theirs.close()
-
-    def wait_until_ready(self, timeout: float) -> None:
-        if not self.pipe.poll(timeout):
-            self.kill()
-            raise RankTimeoutError(f"{self.process.name} did not start in {timeout} s")
+        # Until it has a handler of its own, the signal that asks for stacks would end it.
         self.pipe.recv_bytes()
 
     def alive(self) -> bool:
-        return self.process.is_alive()
+        return self.process.wait(0) is None
 
     def stack_dump(self) -> str:
         with contextlib.suppress(ProcessLookupError, TypeError):
-            os.kill(self.process.pid, signal.SIGUSR1)  # type: ignore[arg-type]
+            os.kill(self.process.pid, signal.SIGUSR1)
         found, end = "", time.monotonic() + 10
         while time.monotonic() < end:  # until it is written, and no more comes
             time.sleep(0.3)
@@ -208,10 +198,8 @@ class _Rank:
 
     def close(self) -> None:
         self.pipe.close()
-        self.process.join(10)
-        if self.process.is_alive():
+        if self.process.wait(10) is None:
             self.process.kill()
-            self.process.join()
 
 
 class RankPool:
@@ -222,22 +210,12 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory(prefix="dcp-rs-ranks-")
         self._calls = 0
 
-    def _ensure(self, size: int, timeout: float) -> list[_Rank]:
+    def _ensure(self, size: int) -> list[_Rank]:
         folder = Path(self._folder.name)
-        new = []
         for number in range(size):
             if number < len(self._ranks) and self._ranks[number].alive():
                 continue
-            rank = _Rank(folder, number)
-            new.append(rank)
-            self._ranks[number : number + 1] = [rank]
-        try:
-            for rank in new:
-                rank.wait_until_ready(max(START_TIMEOUT, timeout))
-        except BaseException:
-            for rank in new:  # what they say later would be taken for an answer
-                rank.kill()
-            raise
+            self._ranks[number : number + 1] = [_Rank(folder, number)]
         return self._ranks[:size]
 
     def outcomes(
@@ -245,7 +223,7 @@ class RankPool:
     ) -> list[Outcome]:
         """Run `function(*args)` on `size` ranks; what each did, by rank. Does not raise for them."""
         payload = pickle.dumps((function, args))
-        ranks = self._ensure(size, timeout)
+        ranks = self._ensure(size)
         self._calls += 1
         store = str(Path(self._folder.name) / f"store-{self._calls}")
         for number, rank in enumerate(ranks):
@@ -270,8 +248,7 @@ class RankPool:
                 try:
                     outcomes[number] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, OSError):
-                    ranks[number].process.join(10)
-                    code = ranks[number].process.exitcode
+                    code = ranks[number].process.wait(10)
                     died = RankDiedError(f"rank {number} ended with exit code {code}")
                     outcomes[number] = Outcome(number, error=died)
         for number in waiting.values():

@@ -1,7 +1,6 @@
 """The strategies that are given to others: they draw what they say, and hypothesis is asked for by name where it is missing."""
 
 import math
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +12,7 @@ import dcp_rs
 from dcp_rs.testing import strategies
 from dcp_rs.testing.compare import assert_state_equal
 from dcp_rs.testing.states import blank
+from support import programs
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_placements_are_of_every_kind():
 
 def test_without_hypothesis_it_says_what_to_install():
     code = "import sys; sys.modules['hypothesis'] = None; import dcp_rs.testing.strategies"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    done = programs.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert "pip install 'dcp-rs[testing]'" in done.stderr.splitlines()[-1]
 
 
@@ -67,4 +67,4 @@ def test_the_rest_needs_no_hypothesis():
         "from dcp_rs.testing import compare, conformance, disk, states\n"
         "assert len(conformance.cases()) > 20"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    programs.run([sys.executable, "-c", code], check=True, timeout=120)
