@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_rs import _torch
-from dcp_rs.checkpoint.values import unwrap_in
 from dcp_rs.dcp import background, plan_cache, protocol
 from dcp_rs.dcp.arguments import check_options, check_state_dict
 from dcp_rs.dcp.background import SaveFuture
@@ -29,7 +28,7 @@ from dcp_rs.dcp.together import Ranks
 from dcp_rs.dcp.unclear import apart, unclear
 from dcp_rs.dcp.writer import RsWriter
 from dcp_rs.options import ReaderArguments, WriterArguments
-from dcp_rs.tensors.nesting import like
+from dcp_rs.tensors.nesting import like, unwrap_in
 from dcp_rs.tensors.trees import stateful_values
 from dcp_rs.transfer.stage import HostStager
 

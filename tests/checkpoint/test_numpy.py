@@ -1,11 +1,8 @@
-"""`dcp_rs.open(framework="np")`: the arrays are what torch has, of every kind of checkpoint, and torch is not imported."""
+"""`dcp_rs.open(framework="np")`: the arrays are what torch has, of every kind of checkpoint, and only values import torch."""
 
-import io
-import pickle
 import subprocess
 import sys
 import warnings
-import zipfile
 from collections import Counter, OrderedDict
 
 import numpy as np
@@ -17,7 +14,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_rs
 from dcp_rs.checkpoint import elements
-from dcp_rs.checkpoint.values import load_value
 from dcp_rs.errors import CorruptDataError, DcpRsError, EntryNotFoundError, UnsafePickleError
 from support import dtypes_state, nested_state, run_ranks, shapes_state
 from support.both import save_rs, save_stock
@@ -123,24 +119,19 @@ def test_types_that_numpy_lacks(ckpt, monkeypatch):
         arrays["g"]  # said once
 
 
-def test_values_need_no_torch(ckpt):
+def test_values_are_what_torch_loads(ckpt):
     state = {
         "plain": {"a": [1, 2.5, None, True, "ü"], "b": (b"\x00\xff", {1, 2}, 3j)},
         "more": (bytearray(b"\x80a"), Counter("aab"), OrderedDict(z=1, a=2)),
         "size": (torch.Size([2, 3]), torch.bfloat16, torch.device("cuda", 1)),
-        "tensor": (torch.arange(6).reshape(2, 3).t(), torch.ones(2, dtype=torch.bfloat16)),
-        "rng": dcp_rs.optim.RngState().state_dict(),
+        "tensor": (torch.arange(6).reshape(2, 3).t(), torch.tensor([1 + 2j]).conj()),
     }
     save_rs(state, ckpt)
     arrays, tensors = dcp_rs.open(ckpt, framework="np"), dcp_rs.open(ckpt)
-    for name in ("plain.a.0", "plain.a.3", "plain.b"):
-        if name in tensors:
-            assert arrays[name] == tensors[name]
-    assert arrays["plain.b"] == (b"\x00\xff", {1, 2}, 3j)
-    assert arrays["more"] == (bytearray(b"\x80a"), Counter("aab"), OrderedDict(z=1, a=2))
-    assert arrays["size"] == ((2, 3), "torch.bfloat16", "cuda:1")
-    assert arrays["tensor"][0].tolist() == [[0, 3], [1, 4], [2, 5]]
-    assert np.array_equal(arrays["rng.torch"], tensors["rng.torch"].numpy())
+    for name in ("plain.a", "plain.b", "more", "size"):
+        assert arrays[name] == tensors[name]
+    for array, tensor in zip(arrays["tensor"], state["tensor"], strict=True):
+        assert torch.equal(array, tensor)
 
 
 class Other:
@@ -150,33 +141,8 @@ class Other:
 def test_a_pickle_of_something_else_is_refused_by_name(ckpt):
     with pytest.warns(UserWarning, match="will not load"):
         save_rs({"odd": Other()}, ckpt)
-    with pytest.raises(UnsafePickleError, match=r"'odd' holds a .*Other, which is not read without torch"):
+    with pytest.raises(UnsafePickleError, match=r"'odd' .*Other was not an allowed global"):
         dcp_rs.open(ckpt, framework="np")["odd"]
-
-
-def in_an_archive(data):
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr("archive/data.pkl", data)
-    return buffer.getvalue()
-
-
-def test_no_pickle_changes_anything_outside_of_itself():
-    before = dict(vars(Counter)), load_value("v", in_an_archive(pickle.dumps(Counter("ab"), 2)))
-    # Sets an attribute of the class itself: Counter.update = 1.
-    with pytest.raises(CorruptDataError):
-        load_value("v", in_an_archive(b"\x80\x02ccollections\nCounter\n(N}X\x06\x00\x00\x00updateK\x01stb."))
-    assert (dict(vars(Counter)), load_value("v", in_an_archive(pickle.dumps(Counter("ab"), 2)))) == before
-    for code in (
-        b"cos\nsystem\n(X\x04\x00\x00\x00truetR.",
-        b"cbuiltins\neval\n(X\x01\x00\x00\x001tR.",
-        b"c__builtin__\ngetattr\n.",
-    ):
-        with pytest.raises(UnsafePickleError):
-            load_value("v", in_an_archive(b"\x80\x02" + code))
-    for damaged in (b"", b"\x80\x02.", b"\x80\x02}", in_an_archive(b"")[:-9]):
-        with pytest.raises(CorruptDataError):
-            load_value("v", in_an_archive(damaged) if not damaged.startswith(b"PK") else damaged)
 
 
 def test_errors_are_those_of_torchs_checkpoint(ckpt):
@@ -204,11 +170,12 @@ import sys
 import dcp_rs
 assert "torch" not in sys.modules, "import dcp_rs"
 with dcp_rs.open(sys.argv[1], framework="np") as arrays:
-    for name in arrays: arrays[name]
+    for name in arrays:
+        if arrays.info(name).dtype is not None: arrays[name]
     arrays.get_slice("model.embedding.weight")[1:3]
 assert "torch" not in sys.modules, "open"
 from dcp_rs.cli import main
-for command in (["ls"], ["ls", "--values"], ["inspect"], ["verify"], ["inspect", "--html", sys.argv[2]]):
+for command in (["ls"], ["ls", "--json"], ["inspect"], ["verify"], ["tree"]):
     try: main([command[0], sys.argv[1], *command[1:]])
     except SystemExit as ended: assert ended.code == 0, command
     assert "torch" not in sys.modules, command
@@ -219,6 +186,6 @@ for command in (["ls"], ["ls", "--values"], ["inspect"], ["verify"], ["inspect",
 def test_torch_is_not_imported(tmp_path, kind):
     state = nested_state()
     (save_rs if kind == "ours" else save_stock)(state, tmp_path / "ckpt")
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path / "ckpt"), str(tmp_path / "page.html")]
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path / "ckpt")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

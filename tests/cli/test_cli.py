@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -198,7 +199,9 @@ def test_ls_shows_values_and_chooses_by_globs(dcp_rs_cli, world: Path) -> None:
         status, out, err = dcp_rs_cli("ls", world / name, "--values", "--include", "step", "--include", "name")
         assert (status, err) == (0, "")
         assert [line.split()[-2:] for line in out.splitlines()[1:-1]] == [["name", "'ünïcode'"], ["step", "12"]]
-        _, out, _ = dcp_rs_cli("ls", world / name, "*", "--exclude", "optimizer.*", "--exclude", "model.*", "--json")
+        _, out, _ = dcp_rs_cli(
+            "ls", world / name, "*", "--exclude", "optimizer.*", "--exclude", "model.*", "--values", "--json"
+        )
         values = {entry["name"]: entry.get("value") for entry in json.loads(out)["entries"]}
         assert values == {
             "buffers.0": None,
@@ -216,14 +219,43 @@ def test_ls_shows_values_and_chooses_by_globs(dcp_rs_cli, world: Path) -> None:
 
 def test_a_number_that_python_does_not_write_out_hides_no_other_entry(dcp_rs_cli, tmp_path: Path) -> None:
     torch.save({"big": 10**5000, "small": 7, "w": torch.ones(2)}, tmp_path / "x.pt")
-    status, out, _ = dcp_rs_cli("ls", tmp_path / "x.pt", "--json")
+    status, out, _ = dcp_rs_cli("ls", tmp_path / "x.pt", "--values", "--json")
     entries = {entry["name"]: entry for entry in json.loads(out)["entries"]}
     assert (status, entries["small"]["value"]) == (0, 7)
-    assert "4300 digits" in entries["big"]["problem"]
+    assert "Unsupported operand" in entries["big"]["problem"]
     status, out, _ = dcp_rs_cli("ls", tmp_path / "x.pt", "--values")
     assert (status, len(out.splitlines())) == (0, 5)
     assert dcp_rs_cli("inspect", tmp_path / "x.pt", "big")[0] == 0
     assert dcp_rs_cli("inspect", tmp_path / "x.pt", "--html", tmp_path / "page.html")[0] == 0
+
+
+def test_values_that_repeat_themselves_do_not_hang_a_listing(dcp_rs_cli, tmp_path: Path) -> None:
+    """A list of ten lists of ten lists, 30 deep, in 597 bytes: `ls --json` walked all 10**30 of them."""
+    shared: list[Any] = ["ha"]
+    for _ in range(30):
+        shared = [shared] * 10
+    deep: list[Any] = []
+    for _ in range(450):
+        deep = [deep]
+    torch.save({"shared": (shared,), "text": (["ha" * 1000] * 1000,), "deep": (deep,), "ok": 7}, tmp_path / "x.pt")
+    status, out, _ = dcp_rs_cli("ls", tmp_path / "x.pt", "--values", "--json")
+    entries = {entry["name"]: entry for entry in json.loads(out)["entries"]}
+    assert (status, entries["ok"]["value"]) == (0, 7)
+    assert "problem" in entries["shared"]
+    assert "repeats itself" in entries["text"]["problem"]
+    assert dcp_rs_cli("ls", tmp_path / "x.pt", "--values")[0] == 0
+    assert dcp_rs_cli("inspect", tmp_path / "x.pt", "shared", "--json")[0] == 0
+
+
+def test_json_escapes_what_a_terminal_could_take_for_a_command(dcp_rs_cli, tmp_path: Path) -> None:
+    """U+009B (a terminal's CSI) and U+202E (right to left from here) came out raw."""
+    said = "\x9b31m \u202e \x7f \U000e0001 ünï"
+    torch.save({said: said}, tmp_path / "x.pt")
+    _, out, _ = dcp_rs_cli("ls", tmp_path / "x.pt", "--values", "--json")
+    assert out.replace("\n", "").isprintable()
+    assert "ünï" in out
+    (entry,) = json.loads(out)["entries"]
+    assert (entry["name"], entry["value"]) == (said, said)
 
 
 def test_keys_of_all_kinds_are_told_apart(dcp_rs_cli, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint as NumPy arrays, without torch."""
+"""A checkpoint as NumPy arrays. Only a non-tensor value imports torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.elements import bits_dtype, numpy_dtype
 from dcp_rs.checkpoint.mapping import OpenCheckpoint, TensorInfo
 from dcp_rs.checkpoint.slices import StoredSlice
-from dcp_rs.checkpoint.values import load_value
 from dcp_rs.options import ReadOptions
 
 __all__ = ["ArraySlice", "NumpyCheckpoint"]
@@ -25,6 +24,8 @@ class NumpyCheckpoint(OpenCheckpoint["ArraySlice"]):
 
     Of dtypes that NumPy lacks arrays are those of ``ml_dtypes`` where it is installed and has them; else they are the bits of the elements,
     as unsigned integers, of which a warning says so once for each dtype.
+
+    A non-tensor value is read by ``torch.load``: the first one imports torch, and a tensor within a value is one of torch.
     """
 
     def __init__(self, index: _core.Index, *, options: ReadOptions) -> None:
@@ -32,7 +33,9 @@ class NumpyCheckpoint(OpenCheckpoint["ArraySlice"]):
         self._warned: set[str] = set()
 
     def _value(self, name: str, data: bytes) -> Any:
-        return load_value(name, data)
+        from dcp_rs.tensors import objects  # it imports torch
+
+        return objects.load(name, data, weights_only=True)
 
     def _tensor(self, tensor: int, entry: _core.TensorEntry) -> np.ndarray[Any, Any]:
         dtype, shape = self.element_dtype(entry.name, entry.dtype), entry.shape

@@ -1,4 +1,4 @@
-"""``dcp_rs.open``: torch's tensors, or NumPy's arrays without torch."""
+"""``dcp_rs.open``: torch's tensors, or NumPy's arrays."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def open(
     Args:
         path: a checkpoint: a folder of this package, of Hugging Face, of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``;
             or the URL of one of the first four on a store. There every tensor is read when it is asked for, and nothing is mapped.
-        framework: ``"pt"``: tensors of torch. ``"np"``: arrays of NumPy, and torch is not imported; see :class:`dcp_rs.NumpyCheckpoint`.
+        framework: ``"pt"``: tensors of torch. ``"np"``: arrays of NumPy. Only a non-tensor value imports torch; see :class:`dcp_rs.NumpyCheckpoint`.
         device: where tensors go. On ``"meta"`` they are a skeleton: shapes, dtypes and ``requires_grad`` as they were saved, and no tensor is read.
         weights_only: refuse values that need more than ``torch.load(weights_only=True)`` allows, as ``None`` does.
         allow_external: open data files outside the folder, if the index names any.

@@ -16,9 +16,9 @@ from dcp_rs import _core
 from dcp_rs._shown import size, table
 from dcp_rs.checkpoint.names import hint
 from dcp_rs.checkpoint.read_report import ReadReport
-from dcp_rs.checkpoint.values import unwrap
 from dcp_rs.errors import CheckpointReplacedError, DcpRsError, EntryNotFoundError, PlanError, UnsupportedError
 from dcp_rs.options import ReadOptions
+from dcp_rs.tensors.nesting import unwrap
 from dcp_rs.transfer.counts import Counts
 
 __all__ = ["ChunkInfo", "OpenCheckpoint", "TensorInfo"]
@@ -100,7 +100,7 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         Raises:
             EntryNotFoundError: there is none.
             CorruptDataError: a data file is missing or damaged.
-            UnsafePickleError: a value that needs more than is allowed: ``weights_only=True`` with torch, plain types and tensors without.
+            UnsafePickleError: a value that needs more than ``weights_only=True`` allows.
         """
         tensor = self._find(fqn)
         entry = self._index.tensor(tensor)

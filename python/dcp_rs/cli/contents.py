@@ -1,4 +1,4 @@
-"""What a checkpoint holds, for the commands that list it. Without torch."""
+"""What a checkpoint holds, for the commands that list it. Only values import torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from dcp_rs._url import location
 from dcp_rs.checkpoint.elements import ITEMSIZES
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.cli.output import for_command_line, printable
-from dcp_rs.errors import DcpRsError
+from dcp_rs.errors import DcpRsError, UnsupportedError
 
-__all__ = ["Contents", "Entry", "Piece", "open_contents", "value_text"]
+__all__ = ["UNSHOWN", "Contents", "Entry", "Piece", "open_contents", "value_text"]
+
+#: Why a value is not shown. ``ValueError``: an integer of thousands of digits. ``RecursionError``: nested too deep for ``repr``.
+UNSHOWN = (DcpRsError, ValueError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +132,35 @@ class Contents:
         ]
 
     def value(self, entry: Entry) -> Any:
-        """A value: of plain types, and arrays in place of tensors.
+        """Load a non-tensor value with torch.
 
         Raises:
-            UnsafePickleError: it needs more than that.
+            UnsafePickleError: it needs more than ``torch.load(weights_only=True)`` allows.
+            UnsupportedError: its text would be many times longer than what is stored.
         """
-        from dcp_rs.checkpoint.values import load_value  # it unpickles
+        from dcp_rs.tensors import objects  # it imports torch
 
         first = self._index.first_chunk(entry.number)
         (data,) = self._index.read_bytes([first], io="buffered", threads=1, verify=False, max_inflight_bytes=1 << 22)
-        return load_value(entry.name, data)
+        value = objects.load(entry.name, data, weights_only=True)
+        if not _is_short(value, 16 * len(data)):
+            msg = f"value {entry.name!r} repeats itself: it is much longer as text than the {len(data):,} bytes that are stored"
+            raise UnsupportedError(msg, tensor=entry.name)
+        return value
+
+
+def _is_short(value: Any, most: int) -> bool:
+    """Whether a value has at most ``most`` parts and characters. A part counts as often as something refers to it."""
+    todo = [value]
+    while todo and most >= 0:
+        part = todo.pop()
+        is_dict, is_list = isinstance(part, dict), isinstance(part, list | tuple | set | frozenset)
+        most -= 1 + (len(part) if is_dict or is_list or isinstance(part, str | bytes | bytearray) else 0)
+        if most >= 0 and is_dict:
+            todo += [*part.keys(), *part.values()]
+        elif most >= 0 and is_list:
+            todo += part
+    return most >= 0
 
 
 def open_contents(path: str | os.PathLike[str], *, rank: int | None = None, allow_external: bool = False) -> Contents:
@@ -152,6 +174,6 @@ def value_text(contents: Contents, entry: Entry, most: int) -> str:
         return ""
     try:
         text = printable(repr(contents.value(entry)))
-    except (DcpRsError, ValueError) as error:  # of an integer of thousands of digits
+    except UNSHOWN as error:
         return f"({printable(for_command_line(str(error)))})"
     return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"

@@ -15,7 +15,7 @@ from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import hint, natural
 from dcp_rs.cli import cutmap
 from dcp_rs.cli.cleaning import mention
-from dcp_rs.cli.contents import Contents, Entry, Piece, open_contents, value_text
+from dcp_rs.cli.contents import UNSHOWN, Contents, Entry, Piece, open_contents, value_text
 from dcp_rs.cli.output import (
     bar,
     count,
@@ -28,7 +28,7 @@ from dcp_rs.cli.output import (
     size,
     table,
 )
-from dcp_rs.errors import DcpRsError, EntryNotFoundError, PlanError
+from dcp_rs.errors import EntryNotFoundError, PlanError
 from dcp_rs.tensors.nesting import shown
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def ls(
                 "tensors": tensors,
                 "values": len(entries) - tensors,
                 "bytes": total,
-                "entries": [entry.to_json() | _value_json(contents, entry) for entry in entries],
+                "entries": [entry.to_json() | (_value_json(contents, entry) if values else {}) for entry in entries],
             }
         )
         return
@@ -244,13 +244,13 @@ def inspect_entry(
 
 
 def _value_json(contents: Contents, entry: Entry) -> dict[str, Any]:
-    """``value``, where it is one that JSON has; ``repr`` of any other."""
+    """Return ``value`` if JSON can hold it, else its ``repr``, else the ``problem``."""
     if entry.dtype is not None:
         return {}
     try:
         value = contents.value(entry)
         return {"value": value} if is_json(value) else {"repr": repr(value)}
-    except (DcpRsError, ValueError) as error:  # of an integer of thousands of digits
+    except UNSHOWN as error:
         return {"problem": for_command_line(str(error))}
 
 

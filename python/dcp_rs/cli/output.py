@@ -145,11 +145,21 @@ def readable(text: str) -> str:
 
 
 def print_json(value: Any) -> None:
-    """Prints one JSON document, in UTF-8 or in ASCII. Numbers that JSON has not (NaN, infinities) become text, as paths do that are not."""
+    """Print one JSON document, in UTF-8 or in ASCII. NaN and infinities become text, as JSON has no such numbers.
+
+    Characters that a terminal could take for a command are escaped.
+    """
     text = json.dumps(plain(value), indent=2, ensure_ascii=False)
+    if not text.replace("\n", "").isprintable():
+        text = "".join(c if c == "\n" or c.isprintable() else _escaped(c) for c in text)
     if codecs.lookup(sys.stdout.encoding or "utf-8").name != "utf-8" or not _fits(text):
         text = json.dumps(plain(value), indent=2)
     sys.stdout.write(text + "\n")
+
+
+def _escaped(character: str) -> str:
+    """Return the character as JSON escapes it. JSON's own encoder leaves DEL as it is."""
+    return json.dumps(character)[1:-1] if character != "\x7f" else "\\u007f"
 
 
 def plain(value: Any) -> Any:

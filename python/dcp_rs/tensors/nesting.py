@@ -15,6 +15,7 @@ from typing import Any
 from dcp_rs.errors import PlanError
 
 __all__ = [
+    "WHOLE",
     "Container",
     "StandIn",
     "TreePath",
@@ -26,9 +27,15 @@ __all__ = [
     "shown",
     "storable",
     "text_path",
+    "unwrap",
+    "unwrap_in",
 ]
 
 TreePath = tuple[Any, ...]
+
+#: Tags a mapping without tensors that DCP's flattening would change: it makes every key text, and drops empty dicts. The mapping is
+#: saved whole, as the tuple ``(WHOLE, mapping)``, because DCP never enters tuples.
+WHOLE = "dcp_rs.whole"
 
 _FACTORIES = {kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple)}
 #: How each kind of section 5 of the format is made. Whatever is none of them comes back as a ``dict``.
@@ -152,6 +159,26 @@ def nest(leaves: Iterable[tuple[int | None, TreePath, Any]], containers: Iterabl
         elif path:
             tree.enter(path, len(path))
     return tree.finished()
+
+
+def unwrap(value: Any) -> Any:
+    """Return the mapping of ``(WHOLE, mapping)``; any other value as it is."""
+    is_whole = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and value[0] == WHOLE
+    return value[1] if is_whole else value
+
+
+def unwrap_in(tree: Any) -> Any:
+    """Unwrap every value of a nested state dict, in place. Returns the state dict."""
+    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    if not any(issubclass(kind, dict | list | tuple) for kind in set(map(type, values))):
+        return tree  # mostly tensors: this spares one question for each of twenty thousand
+    places = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for key, value in list(places):
+        if isinstance(value, dict | list):
+            unwrap_in(value)
+        elif isinstance(value, tuple) and unwrap(value) is not value:
+            tree[key] = unwrap(value)
+    return tree
 
 
 class _Gap:

@@ -113,5 +113,5 @@ def _type_name(value: Any) -> str:
 
 def reason(error: pickle.UnpicklingError) -> str:
     """The one part of torch's message that says what is wrong."""
-    found = re.search(r"(?:WeightsUnpickler error: |(?=Trying to load ))(.*?)(\. Please use|\.?\n|\.?$)", str(error))
+    found = re.search(r"(?:WeightsUnpickler error:\s*|(?=Trying to load ))(.*?)(\. Please use|\.?\n|\.?$)", str(error))
     return found[1] if found else str(error).split("\n", 1)[0]

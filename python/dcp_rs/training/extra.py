@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dcp_rs.checkpoint.values import WHOLE, unwrap
 from dcp_rs.errors import PlanError
+from dcp_rs.tensors.nesting import WHOLE, unwrap
 from dcp_rs.tensors.trees import is_stateful
 from dcp_rs.training.numbers import plain_numbers
 
