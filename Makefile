@@ -56,7 +56,7 @@ $(VENV)/.uv:
 	@touch $@
 
 $(VENV)/.deps: $(VENV)/.uv pyproject.toml
-	$(UV) pip install --quiet --python $(PY) -r pyproject.toml --extra cli --group dev --group stores $(TORCH)
+	$(UV) pip install --quiet --python $(PY) -r pyproject.toml --group dev --group stores $(TORCH)
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.deps $(RUST_SOURCES)
@@ -68,7 +68,7 @@ build: $(VENV)/.built  ## Build the extension into the virtual environment
 # --- what people run -------------------------------------------------------------------------------
 
 demo: $(VENV)/.built  ## Save and restore a real model's state with stock DCP and dcp-rs, and compare
-	$(PY) -m dcp_rs.demo $(ARGS)
+	$(PY) examples/demo.py $(ARGS)
 
 test: test-rust test-python  ## All tests but the slow ones
 
@@ -229,7 +229,7 @@ audit: $(VENV)/.deps  ## Advisories on what is depended on, Rust and Python
 	@if command -v cargo-deny >/dev/null; then cargo deny check advisories; else echo 'cargo-deny is not installed'; exit 1; fi
 	$(UV) pip install --quiet --python $(PY) pip-audit
 	@mkdir -p build
-	$(UV) pip compile --quiet pyproject.toml --extra cli --extra testing -o build/requirements.txt --no-header --no-annotate
+	$(UV) pip compile --quiet pyproject.toml --extra testing -o build/requirements.txt --no-header --no-annotate
 	$(BIN)/pip-audit --strict --requirement build/requirements.txt --disable-pip --no-deps
 
 # actionlint comes as a program of its own; where there is none, the schema of workflows and zizmor are what looks.

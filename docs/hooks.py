@@ -115,7 +115,7 @@ def _command_line() -> str:
     names = list(app.commands)
     parts = [
         "# The command line",
-        "`pip install 'dcp-rs[cli]'` has it. Exit status: 0 all is well, 1 a finding (damage, a difference), 2 no answer.",
+        "Exit status: 0 all is well, 1 a finding (damage, a difference), 2 no answer.",
     ]
     for name in ["", *names]:
         # As a process of its own: what is printed is what a terminal of this width shows.

@@ -17,7 +17,6 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         (
             {"__main__"},
             {"cli"},
-            {"demo"},
             {"__init__"},
             {"integrations"},
             {"conversion", "steps", "testing"},

@@ -68,12 +68,6 @@ def test_json_everywhere(dcp_rs_cli, world: Path, tmp_path: Path) -> None:
     assert {row["reader"] for row in said["bench"]["readers"]} >= {"dcp_rs.load", "dcp.load, RsReader"}
 
 
-def test_demo_in_json(dcp_rs_cli, monkeypatch) -> None:
-    status, out, _ = dcp_rs_cli("demo", "--size-mb", "1", "--json")
-    assert status == 0
-    assert {row["action"] for row in json.loads(out)} == {"save", "restore", "open"}
-
-
 def test_verify_names_the_block(dcp_rs_cli, tmp_path: Path) -> None:
     save_rs({"small": torch.ones(3), "large": torch.arange(1 << 20)}, tmp_path / "ckpt")
     data = next((tmp_path / "ckpt").glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""Commands that measure: ``bench``, ``demo``."""
+"""The command that measures: ``bench``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import click
 
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
-from dcp_rs.cli.output import print_json
 
 
 @command("bench", "dcp-rs bench ckpt/", "dcp-rs bench ckpt/ --cold --include 'model.layers.0.*'")
@@ -41,22 +40,3 @@ def _bench(
         threads=threads,
         as_json=as_json,
     )
-
-
-@command("demo", "dcp-rs demo", "dcp-rs demo --size-mb 1000")
-@click.option("--size-mb", type=click.IntRange(min=1), default=300, help="Size of the model's weights.")
-@click.option("--keep", is_flag=True, help="Leave the checkpoints on the disk.")
-@options.json
-def _demo(size_mb: int, keep: bool, as_json: bool) -> int:
-    """Save and restore a model with stock DCP and with dcp-rs, and compare."""
-    from rich.console import Console
-
-    from dcp_rs.demo import run
-
-    if as_json:
-        rows = run.demo_rows(size_mb, keep, Console(stderr=True))
-        print_json([vars(row) for row in rows])
-        well = all(row.same is not False for row in rows)
-    else:
-        well = run.run_demo(size_mb, keep)
-    return 0 if well else 1

@@ -1,4 +1,7 @@
-"""The demonstration: one training state, saved and restored by stock DCP and by dcp-rs, compared."""
+"""Save and restore one training state with stock DCP and with dcp-rs, and compare.
+
+python examples/demo.py --size-mb 300
+"""
 
 from __future__ import annotations
 
@@ -6,26 +9,31 @@ import argparse
 import contextlib
 import os
 import shutil
+import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from demo_model import training_state
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+import dcp_rs
+from dcp_rs import RsReader, RsWriter
 
-    import torch
-
-    # What the table calls it, the folder it uses, and the call.
-    _Way = tuple[str, Path, Callable[[dict[str, Any]], None]]
+# What the table calls it, the folder it uses, and the call.
+_Way = tuple[str, Path, Callable[[dict[str, Any]], None]]
 
 # A restore is timed this often, and the best time counts: the first one may find the files cold.
 _ROUNDS = 3
@@ -59,7 +67,15 @@ def run_demo(size_mb: int = 300, keep: bool = False, console: Console | None = N
         DemoError: If the disk of temporary files has no room for two checkpoints.
     """
     console = console or Console()
-    rows = demo_rows(size_mb, keep, console)
+    _check_space(size_mb)
+    folder = Path(tempfile.mkdtemp(prefix="dcp-rs-demo-"))
+    try:
+        rows = _measure(size_mb, folder, console)
+    finally:
+        if keep:
+            console.print(f"checkpoints kept in {folder}", soft_wrap=True)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
     console.print(_table(rows))
     well = all(row.same is not False for row in rows)
     if well:
@@ -67,19 +83,6 @@ def run_demo(size_mb: int = 300, keep: bool = False, console: Console | None = N
     else:
         console.print("[red]what was restored differs from what was saved[/]")
     return well
-
-
-def demo_rows(size_mb: int, keep: bool, console: Console) -> list[_Row]:
-    """The measurements that :func:`run_demo` prints."""
-    _check_space(size_mb)
-    folder = Path(tempfile.mkdtemp(prefix="dcp-rs-demo-"))
-    try:
-        return _measure(size_mb, folder, console)
-    finally:
-        if keep:
-            console.print(f"checkpoints kept in {folder}", soft_wrap=True)
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_space(size_mb: int) -> None:
@@ -95,10 +98,6 @@ def _check_space(size_mb: int) -> None:
 
 
 def _measure(size_mb: int, folder: Path, console: Console) -> list[_Row]:
-    import torch
-
-    from dcp_rs.demo.model import training_state
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     theirs, ours = folder / "stock", folder / "dcp-rs"
     saves, restores = _saves(theirs, ours), _restores(theirs, ours)
@@ -148,11 +147,6 @@ def _measure(size_mb: int, folder: Path, console: Console) -> list[_Row]:
 
 
 def _saves(theirs: Path, ours: Path) -> list[_Way]:
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    from dcp_rs import RsWriter
-
     def stock(state: dict[str, Any]) -> None:
         save(state, storage_writer=FileSystemWriter(theirs), no_dist=True)
 
@@ -163,11 +157,6 @@ def _saves(theirs: Path, ours: Path) -> list[_Way]:
 
 
 def _restores(theirs: Path, ours: Path) -> list[_Way]:
-    from torch.distributed.checkpoint import state_dict_loader
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    from dcp_rs import RsReader, load_state_dict
-
     def stock(state: dict[str, Any]) -> None:
         state_dict_loader.load_state_dict(state, FileSystemReader(theirs), no_dist=True)
 
@@ -175,7 +164,7 @@ def _restores(theirs: Path, ours: Path) -> list[_Way]:
         state_dict_loader.load_state_dict(state, RsReader(ours), no_dist=True)
 
     def rust(state: dict[str, Any]) -> None:
-        load_state_dict(state, RsReader(ours), no_dist=True)
+        dcp_rs.load_state_dict(state, RsReader(ours), no_dist=True)
 
     return [
         ("dcp, FileSystemReader", theirs, stock),
@@ -186,8 +175,6 @@ def _restores(theirs: Path, ours: Path) -> list[_Way]:
 
 def _open_one(path: Path, state: dict[str, Any]) -> _Row:
     """One tensor by name, without a copy."""
-    import dcp_rs
-
     want = state["model"]["output.weight"].cpu()
     begin = time.perf_counter()
     with dcp_rs.open(path) as checkpoint:
@@ -200,8 +187,6 @@ def _open_one(path: Path, state: dict[str, Any]) -> _Row:
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
-    import torch
-
     if isinstance(state, torch.Tensor):
         yield state
     elif isinstance(state, dict | list):
@@ -211,8 +196,6 @@ def _tensors(state: Any) -> Iterator[torch.Tensor]:
 
 def _blank(state: Any) -> Any:
     """A destination of the same structure: tensors of their own, and none of the other values."""
-    import torch
-
     if isinstance(state, torch.Tensor):
         return torch.empty_like(state)
     if isinstance(state, dict):
@@ -224,8 +207,6 @@ def _blank(state: Any) -> Any:
 
 def _spoil(state: Any) -> None:
     """Overwrite what the last restore left, which also makes sure that all memory is there."""
-    import torch
-
     if isinstance(state, torch.Tensor):
         state.reshape(-1).view(torch.uint8).fill_(0xA5)
         return
@@ -237,8 +218,6 @@ def _spoil(state: Any) -> None:
 
 
 def _same(got: Any, want: Any) -> bool:
-    import torch
-
     if isinstance(want, torch.Tensor):
         return (
             isinstance(got, torch.Tensor)
@@ -254,8 +233,6 @@ def _same(got: Any, want: Any) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    import torch
-
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -263,8 +240,6 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _timed(action: Callable[[], object], device: torch.device) -> float:
-    import torch
-
     def settle() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -290,8 +265,6 @@ def _size_of(path: Path) -> int:
 
 
 def _name(device: torch.device) -> str:
-    import torch
-
     if device.type == "cuda":
         return torch.cuda.get_device_name()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -335,7 +308,7 @@ def _table(rows: list[_Row]) -> Table:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run from a command line; the exit status: 0 all the same, 1 a difference, 2 cannot run."""
-    parser = argparse.ArgumentParser(prog="dcp-rs demo", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size-mb", type=int, default=300, help="size of the model's weights")
     parser.add_argument("--keep", action="store_true", help="leave the checkpoints on the disk")
     options = parser.parse_args(arguments)
@@ -347,3 +320,7 @@ def main(arguments: list[str] | None = None) -> int:
     except DemoError as error:
         console.print(f"[red]{error}[/]", soft_wrap=True)
         return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

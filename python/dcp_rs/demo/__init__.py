@@ -1,1 +1,0 @@
-"""The demonstration of ``make demo``."""
