@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
 import warnings
 from collections.abc import Iterator
@@ -17,13 +16,12 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor  # 2
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint import (
-    _async_process_executor,  # 2.8, 2.11, 2.15
     _version,  # 2.8, 2.11, 2.15
     filesystem,
 )
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors  # 2.8, 2.11, 2.15
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.state_dict import _get_fqns  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.utils import find_tensor_shard  # 2.8, 2.11, 2.15
@@ -35,13 +33,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard  #
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # 2.8, 2.11, 2.15
 from torch.utils.serialization import config
 
-from dcp_rs.errors import UnsupportedError
-
 __all__ = [
     "PLAIN_TYPES",
-    "PROCESS_GOES_ON",
     "async_executors",
-    "check_process_group_of_process",
     "chunk_list",
     "copy_place_in_whole",
     "default_device",
@@ -49,7 +43,6 @@ __all__ = [
     "dtensor_offsets",
     "empty_host_cache",
     "empty_like",
-    "end_checkpoint_process",
     "file_system_classes",
     "find_shard",
     "first_to_say",
@@ -66,9 +59,7 @@ __all__ = [
     "is_wrapper_subclass",
     "modules_that_name",
     "place_in_whole",
-    "process_group_info",
     "require_cpu_backend",
-    "save_in_process",
     "spec_of",
     "storage_id",
     "storage_writer_for",
@@ -150,52 +141,6 @@ def require_cpu_backend(group: dist.ProcessGroup | None) -> None:
         raise ValueError(
             "a save in the background needs a process group with a CPU backend, as in init_process_group('cpu:gloo,cuda:nccl')"
         )
-
-
-def process_group_info(group: dist.ProcessGroup | None) -> Any:
-    """What torch's checkpoint process joins a group like ``group`` by, where that process is still to be started. Collective."""
-    started = _async_process_executor._CHECKPOINT_PROCESS is not None
-    return None if started else _async_process_executor._ProcessGroupInitInfo(group)
-
-
-#: The ranks for which torch's checkpoint process was started.
-_process_ranks: list[int] | None = None
-
-
-def check_process_group_of_process(group: dist.ProcessGroup | None) -> None:
-    """Raises where torch's checkpoint process was started for another group: it would save as if it were this one."""
-    started = _async_process_executor._CHECKPOINT_PROCESS is not None
-    if started and _process_ranks != dist.get_process_group_ranks(group):
-        why = "torch's checkpoint process was started for another process group, and serves that one only"
-        raise UnsupportedError(f"{why}: save with executor='thread'")
-
-
-#: Whether the process goes on after a save that failed: that of torch 2.8 ends.
-PROCESS_GOES_ON = "no_dist" in inspect.signature(_async_process_executor._AsyncCheckpointProcess.save).parameters
-
-
-def end_checkpoint_process() -> None:
-    """Ends torch's checkpoint process, and with it its connections to those of other ranks."""
-    process, _async_process_executor._CHECKPOINT_PROCESS = _async_process_executor._CHECKPOINT_PROCESS, None
-    if process is not None:
-        process._save_process.kill()
-        process._save_process.join()
-
-
-_execute_save = _async_process_executor._ProcessBasedAsyncCheckpointExecutor._execute_save_impl
-#: ``staged_state_dict`` (2.8) or ``staging_future_or_state_dict`` (2.11, 2.15).
-_STAGED = next(name for name in inspect.signature(_execute_save).parameters if name.endswith("_state_dict"))
-
-
-def save_in_process(
-    state_dict: dict[str, Any], writer: Any, planner: Any, group: dist.ProcessGroup | None, info: Any
-) -> Metadata:
-    """Saves in torch's checkpoint process, which is started if need be, and waits for it."""
-    global _process_ranks  # noqa: PLW0603
-    if _async_process_executor._CHECKPOINT_PROCESS is None:
-        _process_ranks = dist.get_process_group_ranks(group)
-    staged: dict[str, Any] = {_STAGED: state_dict}
-    return _execute_save(pg_init_info=info, storage_writer=writer, planner=planner, process_group=group, **staged)
 
 
 def flatten_sharded_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -18,7 +18,6 @@ from dcp_rs import _torch
 from dcp_rs.dcp import background, plan_cache, protocol
 from dcp_rs.dcp.arguments import check_options, check_state_dict
 from dcp_rs.dcp.background import SaveFuture
-from dcp_rs.dcp.checkpoint_process import save_in_process
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.reports import LoadReport, SavedMetadata
@@ -212,7 +211,6 @@ def async_save(
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    executor: Literal["thread", "process"] = "thread",
     stager: HostStager | None = None,
     async_staging: bool = False,
     **write_options: Unpack[WriterArguments],
@@ -236,8 +234,6 @@ def async_save(
     Args:
         state_dict, path, planner, process_group, no_dist, write_options: as for :func:`save`. A process group needs a CPU backend, and is
             best one that nothing else uses meanwhile.
-        executor: ``"thread"``, or ``"process"``: another process, which torch starts at the first such save and keeps; it needs an
-            initialised process group. Secrets of ``storage_options`` do not go there: it takes them from the environment.
         stager: keep one, made with ``cache=True``, to stage the next save to the same memory. The next call with it waits until the save of this one is over.
         async_staging: do not wait for the copy. Of accelerators it is made on streams of its own, of host memory by a thread. What is no tensor, and what raw bytes cannot
             hold (sparse or quantized tensors), is copied before this returns in any case. Where torch counts changes of a tensor, one that came too early is a
@@ -255,17 +251,10 @@ def async_save(
         StateChangedError: a tensor was changed before it was copied.
         Exception: whatever else prevents the copy.
     """
-    if executor not in ("thread", "process"):
-        msg = f"executor={executor!r}: one of 'thread', 'process'"
-        raise ValueError(msg)
     is_dist = dist.is_initialized() and not no_dist
     if is_dist:
         _torch.require_cpu_backend(process_group)
-    elif executor == "process":
-        msg = "executor='process' needs an initialised process group: torch sets up one like it in the other process"
-        raise ValueError(msg)
     ranks = Ranks(process_group, no_dist=no_dist)
-    save_staged = _save if executor == "thread" else save_in_process
     writer: RsWriter | None = None
     future = SaveFuture()
     give_room = background.no_room
@@ -275,7 +264,7 @@ def async_save(
         check_options("async_save", write_options, RsWriter)
         _say_what_is_ignored("async_save", write_options)
         writer = RsWriter(path, **write_options)
-        writer.stage_with(stager or HostStager(shared=executor == "process"))
+        writer.stage_with(stager or HostStager())
         planner = RsSavePlanner() if planner is None else planner
         staging = writer.begin_staging(_without_stateful(state_dict), queued=True, watched=async_staging)
         copied: Future[None] | None = None
@@ -286,14 +275,14 @@ def async_save(
             staging.finish()
             future.staged.set_result(None)
         begin = _giving((staging.state_dict, writer, planner), copied)
-        background.saving.submit(_fulfil, future, save_staged, ranks, begin, writer)
+        background.saving.submit(_fulfil, future, ranks, begin, writer)
     except BaseException as error:
         give_room()
         if writer is not None:
             writer.close()
         if not ranks.is_alone:
             # The others save: there they are told. Meanwhile nothing else of this rank may use the group.
-            told = background.saving.submit(save_staged, ranks, _raising(error))
+            told = background.saving.submit(_save, ranks, _raising(error))
             if not background.saving.is_current:  # in a callback of a save: what it would wait for comes after it
                 told.exception()
         raise
@@ -304,14 +293,13 @@ def async_save(
 
 def _fulfil(
     future: SaveFuture,
-    save_staged: Callable[[Ranks, BeginSave], Metadata],
     ranks: Ranks,
     begin: BeginSave,
     writer: RsWriter,
 ) -> None:
     """Saves, and gives the future what comes of it."""
     try:
-        metadata = save_staged(ranks, begin)
+        metadata = _save(ranks, begin)
     except BaseException as error:  # noqa: BLE001  # it is the future's
         try:
             writer.close()  # where the copy failed, nobody did

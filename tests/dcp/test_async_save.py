@@ -95,18 +95,11 @@ def test_the_future_tells_it_even_where_the_log_fails(ckpt, monkeypatch):
     dcp_rs.async_save({"w": torch.ones(2)}, ckpt).result(60)
 
 
-def test_another_process_needs_a_process_group(ckpt):
-    with pytest.raises(ValueError, match="process group"):
-        dcp_rs.async_save({"w": torch.ones(2)}, ckpt, executor="process")
-    with pytest.raises(ValueError, match="one of 'thread', 'process'"):
-        dcp_rs.async_save({"w": torch.ones(2)}, ckpt, executor="fork")
-
-
-def save_in_background(path, executor):
-    stager = HostStager(cache=True, shared=executor == "process")
+def save_in_background(path):
+    stager = HostStager(cache=True)
     for seed in (1, 2):
         state = sharded_state(seed)
-        future = dcp_rs.async_save(state, path, executor=executor, stager=stager)
+        future = dcp_rs.async_save(state, path, stager=stager)
         state["rows"].to_local().zero_()
         state["model"]["w3"].zero_()
         metadata = future.result(150)
@@ -118,15 +111,14 @@ def save_in_background(path, executor):
         dist.barrier()
     state["bad"] = torch.empty(1, device="meta")
     try:
-        dcp_rs.async_save(state, path, executor=executor).result(150)
+        dcp_rs.async_save(state, path).result(150)
     except UnsupportedError as error:
         return str(error)
     return None
 
 
-@pytest.mark.parametrize("executor", ["thread", "process"])
-def test_ranks_save_in_the_background(ckpt, executor):
-    for message in run_ranks(2, save_in_background, ckpt, executor, fresh=executor == "process", timeout=200):
+def test_ranks_save_in_the_background(ckpt):
+    for message in run_ranks(2, save_in_background, ckpt):
         assert "'bad' is on the meta device" in message
     assert len(data_files(ckpt)) == 2
 

@@ -1,7 +1,6 @@
 """Entry point x step x failing rank x kind of error: every rank ends, with that error, and knows the rank."""
 
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -92,9 +91,8 @@ def save_cell(path, step, how):
     with SmallDisk(1 << 16 if step == "data" else None):
         if how == "dcp.save":
             return dcp.save(state, storage_writer=RsWriter(path, **options))
-        if how in ("async_save", "process"):
-            executor = "process" if how == "process" else "thread"
-            return dcp_rs.async_save(state, path, planner=planner, executor=executor, **options).result(120)
+        if how == "async_save":
+            return dcp_rs.async_save(state, path, planner=planner, **options).result(120)
         return dcp_rs.save(state, path, planner=planner, no_dist=how == "no_dist", **options)
 
 
@@ -170,27 +168,9 @@ def cells_of(folder, culprit):  # noqa: C901 - a table
     return cells, expected
 
 
-def cells_of_process(folder, culprit):
-    """Saves in torch's checkpoint process, which plans and writes: what fails there comes back as what it was."""
-    mine = dist.get_rank() == culprit
-    # The process takes its time to begin. That is nobody's fault.
-    save_cell(folder / "warm", None, "process")
-    cells, expected = {}, {}
-    for step in ("options", "state_dict", "plan", "values", "commit"):
-        if step == "commit" and culprit:
-            continue
-        error = SAVE_STEPS[step]
-        here, path = step if mine else None, folder / f"process-{step}"
-        cells[f"process: {step}"] = lambda here=here, path=path: save_cell(path, here, "process")
-        expected[f"process: {step}"] = error, range(SIZE)
-    cells["process: all is well"] = lambda: save_cell(folder / "well", None, "process")
-    expected["process: all is well"] = None, ()
-    return cells, expected
-
-
-def run_cells(folder, culprit, make=cells_of):
+def run_cells(folder, culprit):
     """The cells that did not end as they should, and why."""
-    cells, expected = make(folder, culprit)
+    cells, expected = cells_of(folder, culprit)
     wrong = []
     for name, error in watched(cells).items():
         kind, ranks = expected[name]
@@ -215,34 +195,6 @@ def test_an_error_on_one_rank_is_raised_on_all(tmp_path, culprit):
     for count, wrong in run_ranks(SIZE, run_cells, tmp_path, culprit, timeout=240):
         assert wrong == []
         assert count > 80
-
-
-@pytest.mark.parametrize("culprit", [0, pytest.param(SIZE - 1, marks=pytest.mark.slow)])
-def test_an_error_in_torchs_checkpoint_process_is_raised_on_all(tmp_path, culprit):
-    for count, wrong in run_ranks(SIZE, run_cells, tmp_path, culprit, cells_of_process, timeout=240, fresh=True):
-        assert wrong == []
-        assert count > 4
-
-
-def lose_the_process(folder, culprit):
-    """A rank's checkpoint process is killed: every rank hears of it, and the next save starts another one."""
-    here = "set_up_planner" if dist.get_rank() == culprit else None
-    save = partial(dcp_rs.async_save, {"w": torch.ones(10)}, folder / "new", executor="process", fsync=False)
-    errors = []
-    for planner in (SaveBreaks(here, "killed"), SaveBreaks(None)):
-        try:
-            save(planner=planner).result(120)
-        except RankLostError as error:
-            errors.append(str(error))
-    return errors, dcp_rs.open(folder / "new")["w"].sum().item()
-
-
-@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.slow), SIZE - 1])
-def test_a_checkpoint_process_that_is_killed_is_missed_by_all(tmp_path, culprit):
-    for errors, total in run_ranks(SIZE, lose_the_process, tmp_path, culprit, timeout=240, fresh=True):
-        assert len(errors) == 1, errors
-        assert "checkpoint process" in errors[0]
-        assert total == 10
 
 
 def die(folder, culprit, entry, step):

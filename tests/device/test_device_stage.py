@@ -5,16 +5,13 @@ import threading
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import dcp_rs
 from dcp_rs import RsWriter
-from dcp_rs.transfer import blocks
 from dcp_rs.transfer.lanes import lane_for
 from dcp_rs.transfer.stage import HostStager
-from support import assert_state_equal, run_ranks
-from support.simulated import install, on
+from support import assert_state_equal
 from support.slow import Slow
 
 MIB = 1 << 20
@@ -64,30 +61,28 @@ def zero(value):
             zero(entry)
 
 
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("without", [None, "pinned", "streams"])
-def test_a_staged_copy_is_a_copy(sim, device, shared, without):
+def test_a_staged_copy_is_a_copy(sim, device, without):
     want = state()
     source = to(device, want)
     if without:
         setattr(sim, without, 0)
     sim.delay = 500
-    staged = HostStager(shared=shared).stage(source)
+    staged = HostStager().stage(source)
     zero(source)
     assert_state_equal(contiguous(staged), contiguous(want))
     for tensor in (*staged["model"].values(), staged["large"], staged["pair"][0]):
         assert sim.is_pinned(tensor) == (without != "pinned")
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_conjugated_and_negated(sim, device, shared):
+def test_conjugated_and_negated(sim, device):
     """W13: the host conjugated what had not arrived yet, and the copy was that of the tensor as it was."""
     base = torch.randn(500, 40, dtype=torch.complex64)
     there = base.to(device)
     want = {"conj": base.conj(), "neg": base.conj().imag, "both": base.conj().t(), "plain": base}
     source = {"conj": there.conj(), "neg": there.conj().imag, "both": there.conj().t(), "plain": there}
     sim.delay = 3000
-    staged = HostStager(shared=shared).stage(source)
+    staged = HostStager().stage(source)
     assert_state_equal(contiguous(staged), contiguous(want))
 
 
@@ -103,11 +98,10 @@ def test_several_devices(sim, device, other_device):
 # --- how much memory ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_not_a_byte_more_is_pinned(sim, device, shared):
+def test_not_a_byte_more_is_pinned(sim, device):
     """G3: one block for all, which torch rounds up to a power of two, and which was never given back."""
     source = {f"w{i}": torch.zeros(100, 1000, device=device) for i in range(50)}  # 20 MB: 32 MiB as a power of two
-    staged = HostStager(shared=shared).stage(source)
+    staged = HostStager().stage(source)
     assert 20_000_000 <= sim.pinned_bytes <= 20_010_000
     assert dcp_rs.release_pinned_memory() == 0  # in use
     del staged
@@ -143,9 +137,6 @@ def test_where_torch_alone_can_pin_blocks_are_not_rounded_up_together(sim, devic
     del staged
     dcp_rs.release_pinned_memory()
     assert sim.pinned_bytes == 0
-    shared = HostStager(shared=True).stage(to(device, want))
-    assert not any(sim.is_pinned(tensor) for tensor in shared.values())
-    assert_state_equal(dict(shared), want)
 
 
 def test_one_staged_state_dict_at_a_time(sim, device):
@@ -363,30 +354,3 @@ def test_a_manager_stages_each_step_to_the_memory_of_the_one_before(tmp_path, si
     for step in (3, 4):
         with dcp_rs.open(tmp_path / f"step-{step}", verify=True) as saved:
             assert all((tensor == step).all() for tensor in dict(saved).values())
-
-
-def save_by_process(path):
-    sim = install()
-    device = torch.device("sim", dist.get_rank() % 2)
-    stager = HostStager(cache=True, shared=True)
-    want = {f"r{dist.get_rank()}.{i}": torch.randn(100 + i, 50) for i in range(20)}
-    for turn in range(2):
-        source = {name: (tensor + turn).to(device) for name, tensor in want.items()}
-        sim.delay = 300
-        future = dcp_rs.async_save(source, path, executor="process", stager=stager, async_staging=True)
-        future.staged.result(60)
-        zero(source)
-        sim.delay = 0
-        future.result(120)
-        dist.barrier()
-        got = on(device, want)
-        dcp_rs.load(got, path, verify=True)
-        assert_state_equal({name: tensor.cpu() for name, tensor in got.items()}, {n: t + turn for n, t in want.items()})
-        dist.barrier()
-    assert sim.pinned_bytes > 0
-    return blocks.release_pinned_memory()
-
-
-def test_another_process_saves_what_was_staged_to_pinned_memory(ckpt, sim):
-    for released in run_ranks(2, save_by_process, ckpt, fresh=True, timeout=280):
-        assert released > 20 * 100 * 50 * 4

@@ -242,16 +242,3 @@ def save_alone(root):
 
 def test_a_rank_by_itself(tmp_path):
     assert run_ranks(2, save_alone, tmp_path / "run") == [1, None]
-
-
-def save_in_another_process(root):
-    with CheckpointManager(root, keep_last=1) as manager:
-        for step in (1, 2):
-            manager.async_save(step, {f"own.{dist.get_rank()}": torch.full((10,), float(step))}, executor="process")
-        manager.wait()
-        return numbers(manager)
-
-
-@pytest.mark.slow
-def test_saves_in_another_process(tmp_path):
-    assert run_ranks(2, save_in_another_process, tmp_path / "run", fresh=True, timeout=200) == [[2], [2]]

@@ -307,25 +307,6 @@ def test_a_rank_local_save_reuses_that_rank_s_own(server):
     run_ranks(2, save_rank_local, server.url("run"), server.options())
 
 
-def save_in_a_process(url, options, step, parent):
-    os.environ["AWS_SECRET_ACCESS_KEY"] = options["aws_secret_access_key"]
-    os.environ["AWS_ACCESS_KEY_ID"] = options["aws_access_key_id"]
-    plain = {key: value for key, value in options.items() if key in ("aws_endpoint", "aws_region", "aws_allow_http")}
-    future = dcp_rs.async_save(
-        sharded(step), f"{url}/{step}", parent=f"{url}/{parent}", executor="process", storage_options=plain
-    )
-    future.result(150)
-    return future.report.bytes_reused
-
-
-def test_an_async_save_in_a_process(server):
-    given_ = server.url("run"), server.options()
-    run_ranks(1, save_sharded, *given_, 1, None)
-    (reused,) = run_ranks(1, save_in_a_process, *given_, 2, 1, fresh=True, timeout=200)
-    assert reused >= 1_200_000
-    run_ranks(1, load_sharded, *given_, 2)
-
-
 # --- parents that cannot be used ----------------------------------------------------------------------
 
 

@@ -1,7 +1,6 @@
 """Checkpoints saved to a store: what is there is what a folder would have, and loads back as it was."""
 
 import json
-import os
 import re
 
 import pytest
@@ -280,16 +279,3 @@ def test_rank_local_saves(server):
     assert len(names(server)) == 3
     for outcome in rank_outcomes(2, save_rank_local, server.url("ckpt"), server.options()):
         assert isinstance(outcome.error, (CheckpointException, CheckpointExistsError))
-
-
-def save_in_process(url, options):
-    os.environ["AWS_SECRET_ACCESS_KEY"] = options["aws_secret_access_key"]
-    os.environ["AWS_ACCESS_KEY_ID"] = options["aws_access_key_id"]
-    plain = {key: value for key, value in options.items() if key in ("aws_endpoint", "aws_region", "aws_allow_http")}
-    dcp_rs.async_save(sharded_state(), url, executor="process", storage_options=plain).result(150)
-
-
-def test_async_save_in_a_process(server):
-    """Its credentials are those of its environment."""
-    run_ranks(2, save_in_process, server.url("ckpt"), server.options(), fresh=True, timeout=200)
-    run_ranks(2, load_sharded, server.url("ckpt"), server.options())

@@ -82,18 +82,6 @@ def test_what_comes_back_from_an_asynchronous_save_is_the_same(ckpt):
     assert identical(dcp_rs.open(ckpt).state_dict(), expected())
 
 
-def save_in_a_process(path):
-    want = tree()
-    del want["strange"]  # a lambda does not travel
-    dcp_rs.async_save(want, path, executor="process").result()
-    dist.barrier()
-    assert identical(dcp_rs.open(path).state_dict(), want)
-
-
-def test_what_comes_back_from_another_process_is_the_same(ckpt):
-    run_ranks(1, save_in_a_process, ckpt, fresh=True)
-
-
 def test_a_load_fills_the_callers_own_keys_and_containers(ckpt):
     want = tree()
     dcp_rs.save(want, ckpt)

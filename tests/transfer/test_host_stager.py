@@ -10,10 +10,9 @@ from dcp_rs.transfer.stage import HostStager
 from support import assert_state_equal, dtypes_state, nested_state, shapes_state
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_staged_copy_is_a_copy(shared):
+def test_a_staged_copy_is_a_copy():
     state = {**nested_state(), "dtypes": dtypes_state(), "shapes": shapes_state(), "pair": (torch.ones(2), [1])}
-    staged = HostStager(shared=shared).stage(state)
+    staged = HostStager().stage(state)
     assert_state_equal(contiguous(staged), contiguous(state))
     state["buffers"][0].zero_()
     state["pair"][0].zero_()
@@ -57,9 +56,9 @@ def test_tied_weights_are_staged_once_and_stay_tied():
     with torch.no_grad():
         state["conj"] = torch.view_as_complex(weight.view(-1, 2)).conj()
         state["unconj"] = torch.view_as_complex(weight.view(-1, 2))
-    for shared in (False, True):
-        staged = HostStager(shared=shared).stage(state)
-        if shared:  # as the other process gets it
+    for pickled in (False, True):
+        staged = HostStager().stage(state)
+        if pickled:  # as torch's checkpoint process gets it
             function, arguments = staged.__reduce__()
             assert sum(block.nbytes for block in arguments[0]) < 6 * weight.nbytes
             staged = function(*arguments)

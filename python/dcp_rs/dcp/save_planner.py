@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 import io
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -30,7 +29,6 @@ from dcp_rs.dcp.write_items import Nesting, Writes, collect
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.dtypes import NAMES, cast_to
-from dcp_rs.tensors.nesting import Container, kind_of
 from dcp_rs.tensors.shards import Layouts
 from dcp_rs.tensors.trees import flatten
 
@@ -135,7 +133,6 @@ class RsSavePlanner(DefaultSavePlanner):
         self._local: _Local | None = None
         self._items = LocalItems()
         self._nesting: Nesting | None = None
-        self._outermost = "dict"  # what the state dict was before torch made a dict of it
         self._digest = b""
         self._request_bytes = 0
 
@@ -153,8 +150,6 @@ class RsSavePlanner(DefaultSavePlanner):
         self.mappings = {}
         if self.flatten_state_dict:
             flat = flatten(state_dict)
-            if self._outermost != kind_of(state_dict) == "dict":
-                flat.containers.insert(0, Container(0, (), self._outermost))
             state_dict, self.mappings = flat.values, flat.text_paths()
             self._nesting = Nesting.of(flat)
         if self.flatten_sharded_tensors and _has_nested(state_dict.values()):
@@ -311,12 +306,6 @@ class RsSavePlanner(DefaultSavePlanner):
                 item = dataclasses.replace(item, tensor_data=dataclasses.replace(data, properties=properties))  # noqa: PLW2901
             items.append(item)
         return dataclasses.replace(plan, items=items)
-
-    def sent_with(self, state_dict: Mapping[Any, Any]) -> Self:
-        """This planner, for a save of ``state_dict`` in torch's checkpoint process, which makes a ``dict`` of the outermost mapping."""
-        sent = copy.copy(self)
-        sent._outermost = kind_of(state_dict)  # noqa: SLF001  # its own
-        return sent
 
     def __getstate__(self) -> Mapping[str, Any]:
         # For a save in another process: what this one has set up stays here.

@@ -57,7 +57,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         strict_values: refuse values that would not load back under ``weights_only=True``, and keys that come back as text; without it they are saved,
             with a warning.
         progress: ``True`` draws a bar for the first rank, on a terminal and in notebooks; a callable hears on its rank, now and then and at the end, of the bytes
-            that it has written, and of all that it is to write. Not where another process saves (``executor="process"``).
+            that it has written, and of all that it is to write. Not where another process saves (``AsyncCheckpointerType.PROCESS``).
         parent: a checkpoint, of an earlier step, say. What it holds with the same name, place, shape, dtype and content is not written again: its data files
             are linked, so that either checkpoint is whole without the other. On a store, where it is in the same bucket and ``storage_options`` reach both, the
             store copies them, and no byte of them is sent. Where that cannot be, and why is a warning, all is written.

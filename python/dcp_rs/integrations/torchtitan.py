@@ -39,9 +39,9 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
     committed and whole; of others the log ``dcp_rs`` says why they are passed over. What is committed stays when a save fails. A step that is
     removed is renamed before, so that a kill leaves no half of one.
 
-    Modes: ``"async"`` copies the state to host memory before it returns, and writes in a thread. ``"async_with_pinned_mem"`` writes in another process, from
-    memory that is shared with it, pinned on an accelerator, and kept for the next save; the copy goes on after it
-    returned, until torchtitan waits for it (``maybe_wait_for_staging``), which it does before the optimizer steps.
+    Modes: ``"async"`` copies the state to host memory before it returns, and writes in a thread. ``"async_with_pinned_mem"`` writes in a thread too, from
+    memory that is pinned on an accelerator and kept for the next save. The copy goes on after the call returns. torchtitan waits for
+    it (``maybe_wait_for_staging``) before the optimizer steps.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
         self._saved_last = ""
         self.stager: Any
         if self.async_mode == _Mode.ASYNC_WITH_PINNED_MEM:
-            self.stager = HostStager(cache=True, shared=True)
+            self.stager = HostStager(cache=True)
 
     @torch.no_grad()
     def dcp_save(
@@ -97,7 +97,6 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
                 state_dict,
                 checkpoint_id,
                 process_group=self.pg,
-                executor="process",
                 stager=self.stager,
                 async_staging=True,  # torchtitan waits before the optimizer steps
                 **self._write_options,

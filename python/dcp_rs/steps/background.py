@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dcp_rs import api
 from dcp_rs.dcp.background import SaveFuture
@@ -23,25 +23,22 @@ class Background:
 
     def __init__(self, team: Team) -> None:
         self._team = team
-        self._stagers: dict[str, HostStager] = {}
+        self._stager: HostStager | None = None
 
     def save(
         self,
         state_dict: dict[str, Any],
         path: Path,
         committed: Callable[[], None],
-        *,
-        executor: Literal["thread", "process"],
         **options: Any,
     ) -> SaveFuture:
         """Begins one. ``committed`` is called on the first rank once it is durable, and before the future is done."""
-        stager = self._stagers.get(executor)
-        if stager is None:
-            stager = self._stagers[executor] = HostStager(cache=True, shared=executor == "process")
+        if self._stager is None:
+            self._stager = HostStager(cache=True)
         done = SaveFuture()
         self._team.pending = done
         try:
-            saving = api.async_save(state_dict, path, executor=executor, stager=stager, **options)
+            saving = api.async_save(state_dict, path, stager=self._stager, **options)
         except BaseException as error:  # it may be this rank's alone: the next call raises it on all
             done.staged.set_result(None)
             done.set_exception(error)
@@ -54,5 +51,6 @@ class Background:
 
     def let_go(self) -> None:
         """Gives back the memory that no save is staged to."""
-        while self._stagers:
-            self._stagers.popitem()[1].release()
+        stager, self._stager = self._stager, None
+        if stager is not None:
+            stager.release()

@@ -228,14 +228,13 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         force: bool = False,
         planner: SavePlanner | None = None,
-        executor: Literal["thread", "process"] = "thread",
         async_staging: bool = False,
     ) -> SaveFuture:
         """Saves a step in the background, once the one before is saved. The state may change as soon as this returns, or ``future.staged`` is done.
 
         Args:
             step, state_dict, metrics, force, planner: as for :meth:`save`.
-            executor, async_staging: as for :func:`dcp_rs.async_save`.
+            async_staging: as for :func:`dcp_rs.async_save`.
 
         Returns:
             What :meth:`save` would have returned, once the step is durable and what the policies do not keep is gone. Whoever does not look at it
@@ -248,7 +247,7 @@ class CheckpointManager:
         self._done = step
         how = {"planner": planner, "async_staging": async_staging, **self._options(prepared)}
         committed = partial(self._keeper.committed, step, prepared.save_id)
-        return self._background.save(state_dict, self.path(step), committed, executor=executor, **how)
+        return self._background.save(state_dict, self.path(step), committed, **how)
 
     def wait(self) -> None:
         """Returns once the save in the background is over, if there is one.

@@ -1,4 +1,4 @@
-"""Blocks of host memory that state dicts are staged to: pinned where the device can, mapped by another process where that one saves.
+"""Blocks of host memory that state dicts are staged to: pinned where the device can.
 
 A block is lent, and comes back by itself when the last tensor that lies in it is gone. Nobody is given one before that.
 """
@@ -36,20 +36,17 @@ class Block:
     Attributes:
         nbytes: its size.
         pinned: copies between it and a device can be left to the device.
-        memory: all of it, for who maps it into another process. Others take what :meth:`lend` gives.
+        memory: all of it. Callers take what :meth:`lend` gives.
     """
 
-    def __init__(self, nbytes: int, pin: torch.device | None, *, shared: bool) -> None:
+    def __init__(self, nbytes: int, pin: torch.device | None) -> None:
         self.nbytes = nbytes
-        self.kind = pin and pin.type, shared
+        self.kind = pin and pin.type
         #: Stagings that passed it over since it was used last.
         self.passed_over = 0
         self.pinned = False
         runtime = _runtime(pin) if pin is not None else None
-        if shared:
-            self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            self.memory.share_memory_()  # type: ignore[no-untyped-call]
-        elif runtime is not None:
+        if runtime is not None:
             self.memory = torch.frombuffer(_pages(nbytes), dtype=torch.uint8)
         elif pin is not None:
             self.memory, self.pinned = slabs.pinned_memory(nbytes)
@@ -72,9 +69,7 @@ class Block:
                 torch.empty(1, device=device).zero_()
 
     def shared_memory(self) -> torch.Tensor:
-        """The memory such that it can be sent to another process: itself, or a copy."""
-        if self.memory.is_shared():  # type: ignore[no-untyped-call]
-            return self.memory
+        """Return a copy of the memory that can be sent to another process."""
         copied = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
         copied.share_memory_()  # type: ignore[no-untyped-call]
         copied.copy_(self.memory)
@@ -133,7 +128,6 @@ class Blocks:
         sizes: Sequence[int],
         *,
         pin: torch.device | None,
-        shared: bool,
         under_way: Callable[[], bool] | None = None,
     ) -> list[tuple[Block, torch.Tensor]]:
         """Blocks of ``sizes`` bytes, each with the tensor that it is lent as.
@@ -141,10 +135,9 @@ class Blocks:
         Args:
             sizes: in bytes.
             pin: the device that copies to them; None: none does.
-            shared: another process maps them.
             under_way: whether the save of what was staged last still is. Then its blocks are waited for, rather than made anew.
         """
-        kind = pin and pin.type, shared
+        kind = pin and pin.type
         if under_way is not None:
             self._wait(sizes, kind, under_way)
         with self._lock:
@@ -157,7 +150,7 @@ class Blocks:
             self._lent += len(taken)
         blocks = []
         for size, found in zip(sizes, taken, strict=True):
-            block = Block(size, pin, shared=shared) if found is None else found
+            block = Block(size, pin) if found is None else found
             block.passed_over = 0
             blocks.append((block, block.lend(self._back.put)))
         return blocks

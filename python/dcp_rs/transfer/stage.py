@@ -20,7 +20,7 @@ from dcp_rs.tensors.nesting import StandIn, like
 from dcp_rs.transfer.blocks import BLOCK_BYTES, Block, Blocks, pinned_blocks
 from dcp_rs.transfer.lanes import Transfer, lane_for
 
-__all__ = ["HostStager", "Staging", "by_place"]
+__all__ = ["HostStager", "Staging"]
 
 _ALIGN = 64
 #: By the bytes of an element. Those of complex128 and larger are copied as what they are.
@@ -36,13 +36,10 @@ class HostStager:
 
     Args:
         cache: keep the blocks for the next state dict.
-        shared: make the blocks such that another process can map them, so that the copy travels there without being copied again, as it
-            otherwise is. They are pinned where the device can pin memory that is there already (CUDA and ROCm).
     """
 
-    def __init__(self, *, cache: bool = False, shared: bool = False) -> None:
+    def __init__(self, *, cache: bool = False) -> None:
         self.cache = cache
-        self.shared = shared
         self._blocks = Blocks() if cache else None
         self._under_way: Callable[[], bool] | None = None
 
@@ -76,7 +73,7 @@ class HostStager:
         before = self._under_way if self.cache else None
         # Tensors of inference could not be written to in another thread, nor does torch detach wrappers in that mode.
         with torch.inference_mode(False):
-            blocks = pool.lend(found.cut(), pin=pin, shared=self.shared, under_way=before)
+            blocks = pool.lend(found.cut(), pin=pin, under_way=before)
             self._under_way = under_way
             made, pairs = found.targets_in(blocks)
             staged = like(state_dict, ((key, _rebuilt(value, made)) for key, value in state_dict.items()))
@@ -88,11 +85,11 @@ class HostStager:
             self._blocks.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _new_stager, (self.cache, self.shared)
+        return _new_stager, (self.cache,)
 
 
-def _new_stager(cache: bool, shared: bool) -> HostStager:
-    return HostStager(cache=cache, shared=shared)
+def _new_stager(cache: bool) -> HostStager:
+    return HostStager(cache=cache)
 
 
 #: By device: the copies, as bits, and what they are copies of.
@@ -324,11 +321,6 @@ class _Staged(StandIn):
         return _At(
             number, at, local.dtype, tuple(local.shape), tensor.requires_grad, _torch.place_in_whole(tensor), spec
         )
-
-
-def by_place(staged: dict[str, Any]) -> dict[str, Any]:
-    """What a staged state dict pickles as, without its blocks. Empty where another stager than :class:`HostStager` made it."""
-    return staged.placed() if isinstance(staged, _Staged) else {}
 
 
 def _from_blocks(blocks: list[torch.Tensor], placed: dict[str, Any]) -> dict[str, Any]:
