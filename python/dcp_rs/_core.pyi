@@ -306,6 +306,8 @@ class Batch:
 
     def __new__(cls, index: Index) -> Batch: ...
     def __len__(self) -> int: ...
+    def moved(self, tensors: list[Any], types: tuple[type, ...], dtypes: Mapping[Any, str]) -> bool:
+        """Return whether a tensor that ``plan_plain`` took has other memory by now. ``tensors`` are those of the same places."""
     def add(self, targets: Sequence[Any]) -> None:
         """Adds targets in host memory that hold what is stored, to be filled in place."""
     def add_elsewhere(self, number: int, target: Any, device: int, there: bool) -> None:

@@ -163,6 +163,11 @@ def copy_place_in_whole(tensor: torch.Tensor, other: torch.Tensor) -> None:
             setattr(other, name, value)
 
 
+def local_of(tensor: DTensor) -> torch.Tensor:
+    """Return the local tensor itself: ``to_local`` returns a view of it where gradients are recorded."""
+    return tensor._local_tensor
+
+
 def spec_of(tensor: DTensor) -> Any:
     """Mesh, placements, shape and dtype of the whole."""
     return tensor._spec

@@ -17,7 +17,7 @@ from dcp_rs.dcp.hooks import Methods
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
-from dcp_rs.tensors.memory import changing
+from dcp_rs.tensors.memory import changing, is_opaque
 from dcp_rs.transfer.counts import Counts
 from dcp_rs.transfer.load import Load
 from dcp_rs.transfer.target import Target, stored_dtype
@@ -109,22 +109,31 @@ class ItemReads:
 
     def _finish_batch(self, batch: list[tuple[ReadItem, torch.Tensor]], targets: list[Target]) -> None:
         planner = self._planner
-        load = Load(self._index, self._options, counts=self._counts, common=self._common)
-        load.add(targets)
         if not _commits(planner):
+            load = self._load(targets)
             with changing([target.tensor for target in targets]):
                 load.run_all()
             return
         # What shares memory, as a planner's buffer that is used again, is committed before it is filled anew.
         left = dict(enumerate(batch))
-        turns = load.arrange(every=True)
-        for turn in range(turns):
-            places = load.places(turn) if turn + 1 < turns else list(left)
-            with changing([targets[place].tensor for place in places]):
-                load.run(turn)
-            with torch.no_grad():  # a resolved tensor may require grad, and a planner may copy from it
-                for place in places:
-                    planner.commit_tensor(*left.pop(place))
+        while left:
+            load = self._load([targets[place] for place in left])
+            turns = load.arrange(every=True)
+            memory = {place: _memory_of(targets[place].tensor) for place in left} if turns > 1 else {}
+            for turn in range(turns):
+                places = load.places(turn) if turn + 1 < turns else list(left)
+                if turn and any(_memory_of(targets[place].tensor) != memory[place] for place in places):
+                    break  # a commit gave them other memory: their addresses have to be asked for again
+                with changing([targets[place].tensor for place in places]):
+                    load.run(turn)
+                with torch.no_grad():  # a resolved tensor may require grad, and a planner may copy from it
+                    for place in places:
+                        planner.commit_tensor(*left.pop(place))
+
+    def _load(self, targets: list[Target]) -> Load:
+        load = Load(self._index, self._options, counts=self._counts, common=self._common)
+        load.add(targets)
+        return load
 
     def _read_values(self, items: list[tuple[int, ReadItem]]) -> None:
         stored = self._index.read_bytes([c for c, _ in items], **self._options.engine())
@@ -134,6 +143,11 @@ class ItemReads:
             if self._weights_only:
                 objects.check_loadable(item.storage_index.fqn, data)
             self._planner.load_bytes(item, io.BytesIO(data))
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]] | None:
+    """Where the elements of a tensor lie; None where its class alone knows."""
+    return None if is_opaque(tensor) else (tensor.data_ptr(), tensor.stride())
 
 
 #: What torch's planner does where nobody is to be called for each item.

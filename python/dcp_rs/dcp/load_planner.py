@@ -286,7 +286,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
                     (fqn, Target(found.index, piece.offsets, piece.tensor, found.name, found.dtype, place))
                     for piece in local_pieces(fqn, self.state_dict[fqn], layouts)
                 ]
-        reads.add_covered(targets, self._fill_partly)
+        reads.add_covered(targets, self.state_dict, self._fill_partly)
         return reads
 
     def _fill_partly(self, fqn: str, offsets: Iterable[int], sizes: Iterable[int]) -> bool:

@@ -243,7 +243,7 @@ class RsReader(StorageReader):
                 warn_of_left_out_state(self._index(), names, ())
             else:
                 warn_of_left_out_state(reads.index, *reads.stored_names())
-            local = None if reads is None else self._begin_local(reads, ranks, known)
+            local = None if reads is None else self._begin_local(reads, planner_of(plan).state_dict, ranks, known)
             return Offer().told() if local is None else local.offer.told()
 
         opened = opened_of(plan)
@@ -344,20 +344,23 @@ class RsReader(StorageReader):
             raise PlanError(msg, path=self.path)
         return TorchsRanks(self._process_group) if told is None else told
 
-    def _begin_local(self, reads: LocalReads, ranks: Ranks, known: _core.Common | None) -> Begun:
+    def _begin_local(
+        self, reads: LocalReads, state_dict: Mapping[str, Any], ranks: Ranks, known: _core.Common | None
+    ) -> Begun:
         """Does what can fail before the first tensor is filled."""
         index = reads.index
-        load = Load(index, self._options(), reads.whole, self._local.counts, known)
-        load.add(reads.targets)
-        turns = load.arrange()
         stored = index.read_bytes([index.first_chunk(i) for i, _ in reads.values], **self.options.engine())
-        if self._local.counts.watch is not None:
-            self._local.counts.expected = reads.nbytes + sum(map(len, stored))
-        self._local.counts.add_values(sum(map(len, stored)))
         values = {
             fqn: objects.load(fqn, data, weights_only=self.weights_only)
             for (_, fqn), data in zip(reads.values, stored, strict=True)
         }
+        reads.follow(state_dict)
+        load = Load(index, self._options(), reads.whole, self._local.counts, known)
+        load.add(reads.targets)
+        turns = load.arrange()
+        if self._local.counts.watch is not None:
+            self._local.counts.expected = reads.nbytes + sum(map(len, stored))
+        self._local.counts.add_values(sum(map(len, stored)))
         return Begun(reads, load, turns, values, Offer() if ranks.is_alone else self._offer(reads, load, ranks))
 
     def _offer(self, reads: LocalReads, load: Load, ranks: Ranks) -> Offer:

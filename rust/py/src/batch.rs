@@ -43,16 +43,24 @@ pub struct Batch {
     gather: Gather,
     turns: Turns,
     common: Option<Arc<Common>>,
+    /// The memory that plain tensors had when they were added, by place; `None` for others.
+    planned: Vec<Option<u64>>,
 }
 
 impl Batch {
-    pub fn around(index: Py<Index>, gather: Gather) -> Self {
+    /// A batch of plain tensors, each at its place, and the memory that they have.
+    pub fn of_plain(index: Py<Index>, gather: Gather, planned: Vec<Option<u64>>) -> Self {
         Self {
             index,
             gather,
             turns: Turns::default(),
             common: None,
+            planned,
         }
+    }
+
+    pub fn planned_memory(&self) -> &[Option<u64>] {
+        &self.planned
     }
 
     /// What a target is a region of, and the tensor that this belongs to.
@@ -103,7 +111,7 @@ impl Batch {
     fn new(index: Py<Index>) -> Self {
         let found = index.get();
         let gather = Gather::new(Arc::clone(&found.inner), found.allow_external);
-        Self::around(index, gather)
+        Self::of_plain(index, gather, Vec::new())
     }
 
     fn __len__(&self) -> usize {
