@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from support import failures, judged, run_ranks
+from support import failures, run_ranks
 from support.both import save_rs
-from support.opened import WHOLE, save_sharded
+from support.layouts import WHOLE, save_sharded
 
 
 @pytest.fixture
 def saved(ckpt):
-    """Of `judged.STATE`: small enough to change each of its bytes."""
-    save_rs(judged.STATE, ckpt)
+    """Of `failures.SMALL_STATE`: small enough to change each of its bytes."""
+    save_rs(failures.SMALL_STATE, ckpt)
     return ckpt
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_rs.checkpoint.blocks import BLOCK_BYTES, Region, cut, rectangles
-from support.sources import item
+from support.formats import item
 
 
 @given(

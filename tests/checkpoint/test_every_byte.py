@@ -10,9 +10,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 import dcp_rs
 from dcp_rs import RsReader, _core
 from dcp_rs.errors import CorruptDataError, CorruptIndexError, DcpRsError, UnsupportedError
+from support import same_bits
 from support.both import save_rs
+from support.failures import outcome, read_whole
 from support.forged import INDEX, sealed
-from support.judged import outcome, read_all, same
 
 
 def test_every_flipped_byte_of_an_index_is_found(saved):
@@ -183,9 +184,9 @@ def compare_with_safetensors(path):
             want = {name: reference.get_tensor(name) for name in reference.keys()}  # noqa: SIM118
     except Exception:  # noqa: BLE001 - each of its releases has other classes
         with pytest.raises(DcpRsError):
-            read_all(path)
+            read_whole(path, verify=True)
         return
-    got = read_all(path)
+    got = read_whole(path, verify=True)
     assert got.keys() == want.keys()
     for name, value in want.items():
-        assert same(got[name], value), name
+        assert same_bits(got[name], value), name

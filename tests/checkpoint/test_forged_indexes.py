@@ -9,8 +9,8 @@ import torch
 
 import dcp_rs
 from dcp_rs.errors import PlanError, UnsupportedError
+from support.failures import read_whole
 from support.forged import INDEX, NOTHING, rebuild, refused_at_once, sealed, section, sections_of, tensor_record
-from support.judged import read_all
 
 
 def test_names_that_share_bytes_are_refused(saved):
@@ -87,7 +87,7 @@ def test_the_largest_shape_that_holds_nothing_is_read(saved):
     tensors = tensor_record((0, 1), ndim=2)
     dims = struct.pack("<QQ", (1 << 61) - 1, 0)
     (saved / INDEX).write_bytes(rebuild(header, [b"", tensors, b"", dims, b"", b"w", NOTHING]))
-    assert read_all(saved)["w"].shape == ((1 << 61) - 1, 0)
+    assert read_whole(saved, verify=True)["w"].shape == ((1 << 61) - 1, 0)
 
 
 def test_a_memory_format_without_a_meaning_is_refused(saved):
@@ -123,7 +123,7 @@ def test_strides_are_those_of_adopted_tensors(saved, source, kind, stride, match
     (saved / INDEX).write_bytes(rebuild(header, sections, patch=[(80, source)]))
     (saved / "file").write_bytes(bytes(4097))
     if match is None:
-        assert read_all(saved)["w"].tolist() == [0]
+        assert read_whole(saved, verify=True)["w"].tolist() == [0]
     else:
         refused_at_once(saved, match)
 
@@ -153,7 +153,7 @@ def test_signs_are_those_of_adopted_tensors(saved, source, incompat, code, flags
     (saved / "file").write_bytes(bytes(4096) + struct.pack("<ff", 1, 2))
     want = {8: 1 - 2j, 24: -1 + 2j, 16: -1}
     if match is None:
-        assert read_all(saved)["w"] == want[flags]
+        assert read_whole(saved, verify=True)["w"] == want[flags]
     else:
         refused_at_once(saved, match)
 
@@ -172,7 +172,7 @@ def test_links_are_of_native_data_in_an_index_that_says_so(saved, source, incomp
     (saved / INDEX).write_bytes(rebuild(header, sections, patch=[(80, source), (24, incompat)]))
     (saved / "file").write_bytes(bytes(4096) + struct.pack("<f", 1))
     if match is None:
-        assert read_all(saved)["w"] == 1
+        assert read_whole(saved, verify=True)["w"] == 1
     else:
         refused_at_once(saved, match)
 

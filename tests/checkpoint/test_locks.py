@@ -22,7 +22,7 @@ from crash.states import found_number, rank_state
 from dcp_rs import _core
 from dcp_rs.errors import DcpRsError, InternalError, PlanError
 from support import files_in, programs
-from support.indexes import whole_item
+from support.forged import whole_item
 from support.places import ROOT, TESTS
 from support.slabs import batch_of
 

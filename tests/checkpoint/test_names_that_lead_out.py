@@ -7,8 +7,8 @@ import torch
 
 import dcp_rs
 from dcp_rs.errors import CorruptDataError, CorruptIndexError, DcpRsError, UnsupportedError
+from support.failures import SMALL_STATE, outcome, read_whole
 from support.forged import INDEX, rebuild, sections_of
-from support.judged import STATE, outcome, read_all
 
 
 def with_name(path, name, *, external=False):
@@ -51,7 +51,7 @@ def test_no_name_leads_out_of_the_folder(saved, tmp_path, kind, external):
         assert outcome(saved) == "right"
     else:
         with pytest.raises((UnsupportedError, CorruptIndexError, CorruptDataError)) as raised:
-            read_all(saved)
+            read_whole(saved, verify=True)
         if type(raised.value) is UnsupportedError:
             assert "allow_external=True" in str(raised.value)
         target = {"model": {"w": torch.zeros(3, 4)}}
@@ -60,7 +60,7 @@ def test_no_name_leads_out_of_the_folder(saved, tmp_path, kind, external):
         assert not target["model"]["w"].any()
     if external:
         with dcp_rs.open(saved, allow_external=True) as checkpoint:
-            assert torch.equal(checkpoint["model.w"], STATE["model"]["w"])
+            assert torch.equal(checkpoint["model.w"], SMALL_STATE["model"]["w"])
 
 
 @pytest.mark.parametrize("external", [False, True])
@@ -85,7 +85,7 @@ def test_an_index_elsewhere_needs_permission_and_one_beside_does_not(tmp_path):
     assert outcome(folder, {"w": torch.ones(3)}) == "right"
     dcp_rs.index(folder / "model.safetensors", out=tmp_path / "elsewhere")
     with pytest.raises(UnsupportedError, match="allow_external=True"):
-        read_all(tmp_path / "elsewhere")
+        read_whole(tmp_path / "elsewhere", verify=True)
     with dcp_rs.open(tmp_path / "elsewhere", allow_external=True) as checkpoint:
         assert torch.equal(checkpoint["w"], torch.ones(3))
 
@@ -102,6 +102,6 @@ def test_a_cache_of_links_opens_without_an_index(tmp_path):
     with pytest.warns(UserWarning, match="allow_external=True"):
         dcp_rs.index(tmp_path / "snapshot")
     with pytest.raises(UnsupportedError, match="allow_external=True"):
-        read_all(tmp_path / "snapshot")
+        read_whole(tmp_path / "snapshot", verify=True)
     with dcp_rs.open(tmp_path / "snapshot", allow_external=True) as checkpoint:
         assert torch.equal(checkpoint["w"], torch.ones(3))

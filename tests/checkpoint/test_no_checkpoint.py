@@ -12,9 +12,8 @@ from dcp_rs import RsReader
 from dcp_rs.errors import CheckpointNotFoundError, CorruptIndexError, DcpRsError, UnsupportedError
 from support import blank
 from support.both import load_rs, save_rs
-from support.failures import STATE, WAYS, failure
+from support.failures import STATE, WAYS, failure, read_whole
 from support.forged import INDEX
-from support.judged import read_all
 from support.places import STOCK
 
 
@@ -103,7 +102,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(saved, tmp_path, which)
     target.unlink(missing_ok=True)
     os.mkfifo(target)
     with pytest.raises((DcpRsError, OSError)):
-        read_all(path)
+        read_whole(path, verify=True)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0
 
 

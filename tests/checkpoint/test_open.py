@@ -13,7 +13,7 @@ from dcp_rs import RsReader, RsWriter
 from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, UnsafePickleError
 from support import assert_state_equal, dtypes_state, nested_state, shapes_state, strange_names_state
 from support.both import HAS_RANK_LOCAL, save_rs
-from support.opened import WHOLE
+from support.layouts import WHOLE
 
 
 def test_a_part_of_a_checkpoint_is_not_opened_alone(sharded, saved_whole, tmp_path):

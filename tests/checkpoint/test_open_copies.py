@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import dcp_rs
 from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError, DcpRsError
 from support.both import save_rs
-from support.opened import WHOLE
+from support.layouts import WHOLE
 
 
 class Rows(torch.utils.data.Dataset):

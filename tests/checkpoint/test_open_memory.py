@@ -12,7 +12,7 @@ import dcp_rs
 from dcp_rs.errors import DcpRsError
 from support import assert_state_equal
 from support.both import save_rs
-from support.opened import WHOLE
+from support.layouts import WHOLE
 
 
 def test_two_look_ups_share_memory(saved_whole):

@@ -11,7 +11,7 @@ import dcp_rs
 from dcp_rs.errors import CorruptDataError
 from support import assert_state_equal
 from support.both import save_rs
-from support.opened import CUBE, WHOLE
+from support.layouts import CUBE, WHOLE
 
 
 @pytest.mark.parametrize("name", ["rows", "columns", "blocks", "alone"])

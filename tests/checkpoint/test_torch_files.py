@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader
 from dcp_rs.errors import DcpRsError, PlanError, UnsafePickleError, UnsupportedError
-from dcp_rs.testing.states import ALL_DTYPES, blank, nested_state, shapes_state
 from support import assert_state_equal, same_bits
+from support.states import ALL_DTYPES, blank, nested_state, shapes_state
 from support.torch_files import flat, rich_state, same
 
 

@@ -7,8 +7,8 @@ import torch
 
 import dcp_rs
 from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, PlanError
-from dcp_rs.testing.states import blank
 from support import assert_state_equal
+from support.states import blank
 
 
 def sharded(folder):

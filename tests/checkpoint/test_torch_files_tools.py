@@ -11,7 +11,7 @@ import torch
 import dcp_rs
 from dcp_rs.cli import main
 from dcp_rs.errors import CorruptDataError
-from dcp_rs.testing.states import nested_state
+from support.states import nested_state
 from support.torch_files import flat, rich_state, same
 
 

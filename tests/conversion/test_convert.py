@@ -7,10 +7,10 @@ import torch
 
 import dcp_rs
 from dcp_rs.errors import UnsupportedError
-from dcp_rs.testing.states import can_copy
 from support import assert_state_equal, dtypes_state, nested_state, random_tensor
 from support.formats import SOURCES, judge, leftovers, load_hf, make
 from support.places import STOCK
+from support.states import can_copy
 
 
 @pytest.mark.parametrize("to", ["dcp-rs", "dcp", "torch"])

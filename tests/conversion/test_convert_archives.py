@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import dcp_rs
 from dcp_rs import _core
 from dcp_rs.errors import CorruptDataError, UnsupportedError
-from dcp_rs.testing.states import ALL_DTYPES, can_copy
 from support import assert_state_equal, random_tensor
 from support.formats import judge, make
+from support.states import ALL_DTYPES, can_copy
 
 DTYPES = [dtype for dtype in ALL_DTYPES if can_copy(dtype)]
 SHAPES = st.sampled_from([(), (0,), (1,), (3, 0, 2), (7,), (5, 3), (1, 2, 1, 3), (1 << 19,), (3, 350_001)])

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_rs.conversion.job import Task, split
-from support.sources import item
+from support.formats import item
 
 
 @given(sizes=st.lists(st.integers(0, 1000), max_size=40), count=st.integers(1, 9))

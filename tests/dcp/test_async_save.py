@@ -13,9 +13,9 @@ from dcp_rs import RsWriter
 from dcp_rs.errors import SaveInProgressError, UnsupportedError
 from dcp_rs.transfer.stage import HostStager
 from support import assert_state_equal, run_ranks
-from support.files import data_files
+from support.faults import Slow
 from support.layouts import sharded_state
-from support.slow import Slow
+from support.places import data_files
 
 
 def test_training_may_go_on(ckpt):

@@ -16,7 +16,7 @@ from dcp_rs import CheckpointManager, HostStager, RsWriter
 from dcp_rs.dcp import background
 from dcp_rs.errors import StateChangedError, UnsupportedError
 from support import programs, run_ranks
-from support.slow import Slow
+from support.faults import Slow
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import dcp_rs
 from dcp_rs import RsSavePlanner, RsWriter
 from dcp_rs.errors import PlanError
 from support import rank_outcomes, run_ranks
-from support.files import data_files
+from support.places import data_files
 
 
 class Failing(RsSavePlanner):

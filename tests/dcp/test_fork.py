@@ -10,7 +10,7 @@ import torch
 
 from dcp_rs import _core
 from dcp_rs.dcp import commits
-from support.indexes import whole_item
+from support.forged import whole_item
 from support.numbered import save
 
 

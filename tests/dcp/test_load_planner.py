@@ -20,7 +20,7 @@ from dcp_rs import RsLoadPlanner, RsReader, RsWriter
 from dcp_rs.dcp.reports import Mismatch
 from dcp_rs.errors import PlanError
 from support import RankDiedError, assert_state_equal, rank_outcomes, run_ranks
-from support.indexes import save_with_hole
+from support.forged import save_with_hole
 
 W = torch.arange(24.0).reshape(4, 6) / 7
 STATE = {

@@ -18,7 +18,7 @@ from dcp_rs import RsLoadPlanner, RsReader
 from dcp_rs.errors import CorruptDataError, PlanError, UnsafePickleError
 from support import assert_state_equal, run_ranks
 from support.both import save_rs, save_stock
-from support.indexes import save_with_hole
+from support.forged import save_with_hole
 
 W = torch.arange(24.0).reshape(4, 6) / 7
 STATE = {

@@ -16,7 +16,7 @@ from dcp_rs import RsLoadPlanner, RsReader
 from dcp_rs.errors import PlanError
 from support import assert_state_equal, run_ranks
 from support.both import save_rs, save_stock
-from support.indexes import save_with_hole
+from support.forged import save_with_hole
 
 SAVED = {f"w{i}": torch.arange(4096.0).reshape(64, 64) + i for i in range(4)}
 

@@ -7,7 +7,7 @@ import torch
 
 import dcp_rs
 from dcp_rs import _core
-from support.indexes import whole_item
+from support.forged import whole_item
 
 
 def test_more_files_than_a_process_may_open(tmp_path):

@@ -20,10 +20,10 @@ import dcp_rs
 from dcp_rs import RsReader, RsSavePlanner, RsWriter, _core
 from dcp_rs.checkpoint.clean import leftovers
 from dcp_rs.errors import CorruptDataError
-from dcp_rs.testing.states import random_tensor
 from support import assert_state_equal, blank, run_ranks
 from support.both import HAS_RANK_LOCAL, load_rs, through_stock
 from support.second_reader import SecondReader
+from support.states import random_tensor
 
 LARGE = (600, 1000)  # of float32: several blocks
 

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dcp_rs
 from dcp_rs import RsSavePlanner, RsWriter
-from dcp_rs.testing.states import blank
 from support import assert_state_equal, run_ranks
 from support.both import load_rs, load_stock, save_rs
 from support.hooks import WAYS, in_a_subclass
 from support.layouts import sharded_state
+from support.states import blank
 
 BASES = [DefaultSavePlanner, RsSavePlanner]
 

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 import dcp_rs
 from crash.states import rank_state
 from dcp_rs import RsReader, _core
-from support.indexes import whole_item
+from support.forged import whole_item
 from support.numbered import check_loaded, save
 
 

@@ -15,9 +15,8 @@ import dcp_rs
 from dcp_rs import RsSavePlanner, RsWriter
 from dcp_rs.errors import PlanError, SaveInProgressError
 from support import assert_state_equal, run_ranks
-from support.faults import FailingSavePlanner
+from support.faults import FailingSavePlanner, Slow
 from support.layouts import sharded_state
-from support.slow import Slow
 
 
 def test_torchs_async_save_is_refused_while_another_one_is_under_way(ckpt):

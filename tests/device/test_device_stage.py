@@ -12,7 +12,7 @@ from dcp_rs import RsWriter
 from dcp_rs.transfer.lanes import lane_for
 from dcp_rs.transfer.stage import HostStager
 from support import assert_state_equal
-from support.slow import Slow
+from support.faults import Slow
 
 MIB = 1 << 20
 

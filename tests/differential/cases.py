@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from dcp_rs.testing.states import ALL_DTYPES, can_copy
 from dcp_rs.testing.strategies import meshes
+from support.states import ALL_DTYPES, can_copy
 
 __all__ = ["Case", "Load", "Save", "Tensor", "cases"]
 

@@ -25,7 +25,7 @@ from dcp_rs.errors import (
 from dcp_rs.optim import training_state
 from dcp_rs.steps import folder_root
 from support import programs
-from support.managed import loaded, numbers
+from support.numbered import loaded, numbers
 
 
 @pytest.fixture

@@ -18,12 +18,12 @@ from torch import distributed as dist
 
 import dcp_rs
 from dcp_rs import RsSavePlanner, RsWriter
-from dcp_rs.testing.states import blank, random_tensor
 from support import assert_state_equal, programs, run_ranks
 from support.both import HAS_RANK_LOCAL, through_stock
 from support.object_server import Fault, object_server
 from support.places import TESTS
 from support.second_reader import SecondReader
+from support.states import blank, random_tensor
 from support.stored import loaded, names
 
 FROZEN = 3 << 20  # float32: several parts of an upload

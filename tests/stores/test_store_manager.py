@@ -26,7 +26,7 @@ from dcp_rs.errors import (
 )
 from dcp_rs.optim import training_state
 from support import programs, run_ranks
-from support.managed import loaded, numbers
+from support.numbered import loaded, numbers
 from support.object_server import Fault
 
 DAY = 24 * 60 * 60

@@ -1,16 +1,7 @@
 """What the tests share: rank processes, state dicts, and their comparison."""
 
-from dcp_rs.testing.compare import assert_state_equal, same_bits, state_differences
-from dcp_rs.testing.states import (
-    ALL_DTYPES,
-    blank,
-    dtypes_state,
-    nested_state,
-    random_tensor,
-    shapes_state,
-    strange_names_state,
-)
-from support.files import files_in
+from support.oracle import assert_state_equal, same_bits, state_differences
+from support.places import files_in
 from support.ranks import (
     Outcome,
     RankDiedError,
@@ -20,6 +11,15 @@ from support.ranks import (
     UnpicklableError,
     rank_outcomes,
     run_ranks,
+)
+from support.states import (
+    ALL_DTYPES,
+    blank,
+    dtypes_state,
+    nested_state,
+    random_tensor,
+    shapes_state,
+    strange_names_state,
 )
 
 __all__ = [

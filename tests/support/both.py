@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 
 from dcp_rs import RsReader, RsWriter
-from dcp_rs.testing.states import blank
+from support.states import blank
 
 # torch 2.8 has no rank-local saves.
 HAS_RANK_LOCAL = "use_collectives" in inspect.signature(dcp.save).parameters

@@ -1,4 +1,4 @@
-"""Ways to read a checkpoint, each of which has to end in the same typed error."""
+"""Reads of a checkpoint that may be damaged: each ends in a typed error, or in what was saved."""
 
 import pickle
 
@@ -7,12 +7,27 @@ import torch
 
 import dcp_rs
 from dcp_rs.errors import DcpRsError
-from support import blank, random_tensor
+from support import blank, random_tensor, same_bits
 
 STATE = {
     "large": random_tensor((1 << 20, 3), torch.uint8, seed=1),
     "small": random_tensor((5, 3), seed=2),
     "step": 7,
+}
+
+
+#: Small enough to change each byte of its checkpoint.
+SMALL_STATE = {
+    "model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.arange(3, dtype=torch.bfloat16)},
+    "count": torch.tensor(3),
+    "value": "x",
+}
+
+SMALL_FLAT = {
+    "model.w": SMALL_STATE["model"]["w"],
+    "model.b": SMALL_STATE["model"]["b"],
+    "count": SMALL_STATE["count"],
+    "value": "x",
 }
 
 
@@ -23,8 +38,8 @@ def loaded(path, template=None, **options):
     return template
 
 
-def read_whole(path):
-    with dcp_rs.open(path) as checkpoint:
+def read_whole(path, **options):
+    with dcp_rs.open(path, **options) as checkpoint:
         return {name: checkpoint[name] for name in checkpoint}
 
 
@@ -48,3 +63,16 @@ def failure(kind, function, *args, **kwargs):
 
 def data_file(path):
     return next(path.glob("*.safetensors"))
+
+
+def outcome(path, want=SMALL_FLAT):
+    """Return the name of the typed error, or "right"; anything else fails. `want` is None where the bytes may say anything."""
+    try:
+        got = read_whole(path, verify=True)
+    except DcpRsError as error:
+        return type(error).__name__
+    if want is not None:
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            assert same_bits(got[name], value), name
+    return "right"

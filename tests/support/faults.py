@@ -1,4 +1,4 @@
-"""What can go wrong on one rank, step by step, and a watch over ranks that wait."""
+"""Failures of one rank, step by step, a planner that waits for a test, and a watch over ranks that wait."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import faulthandler
 import os
 import signal
 import sys
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-__all__ = ["Breaks", "FailingSavePlanner", "LoadBreaks", "MishapError", "SaveBreaks", "die_in", "watched"]
+__all__ = ["Breaks", "FailingSavePlanner", "LoadBreaks", "MishapError", "SaveBreaks", "Slow", "die_in", "watched"]
 
 #: Nobody may wait longer for a rank that has failed.
 PATIENCE = 20  # seconds
@@ -110,6 +111,19 @@ class FailingSavePlanner(RsSavePlanner):
 
     def _fail(self, *args: Any, storage_meta: Any = None, **kwargs: Any) -> None:
         raise ArithmeticError("as meant")
+
+
+class Slow(RsSavePlanner):
+    """Waits for a word before it plans."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self.begun.set()
+        self.go.wait(60)
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Checkpoints in every format that a conversion knows: made by its own writer, judged by its stock reader."""
+"""Checkpoints in every format that a conversion knows: made by its own writer, judged by its stock reader, and planned with."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import dcp_rs
+from dcp_rs.checkpoint.source import Chunk, Item
 from support import assert_state_equal, blank
 from support.both import load_rs, load_stock, save_rs, save_stock
 
@@ -64,3 +65,8 @@ def load_hf(path: Path) -> dict[str, torch.Tensor]:
 
 def leftovers(folder: Path) -> list[str]:
     return [entry.name for entry in folder.iterdir() if entry.name.endswith(".tmp") or entry.name.startswith(".")]
+
+
+def item(name: str, numel: int, dtype: torch.dtype) -> Item:
+    """Return an item of a source of tensors, as a conversion plans with them."""
+    return Item(name, 0, dtype, (numel,), (Chunk((0,), (numel,)),), numel * dtype.itemsize)

@@ -1,4 +1,4 @@
-"""Saves that are told apart by a number: one is made, loaded, recognized."""
+"""Saves and steps that are told apart by a number: they are made, loaded, recognized."""
 
 import torch
 
@@ -21,3 +21,16 @@ def check_loaded(got):
     for key, value in rank_state(number, 0).items():
         assert torch.equal(got[key], value) if isinstance(value, torch.Tensor) else got[key] == value, key
     return number
+
+
+def numbers(manager):
+    return [step.number for step in manager.steps()]
+
+
+def loaded(manager, step=None, **options):
+    state = {"w": torch.zeros(1000), "at": {"step": -1}}
+    found = manager.load(state, step, **options)
+    if found is not None:
+        assert state["w"].eq(float(found)).all()
+        assert state["at"] == {"step": found}
+    return found

@@ -9,7 +9,7 @@ from dcp_rs.options import ReadOptions, WriteOptions
 from dcp_rs.transfer import load
 from dcp_rs.transfer.entry import Entry
 from dcp_rs.transfer.target import Target, stored_dtype
-from support.indexes import commit_ranks
+from support.forged import commit_ranks
 
 SMALL = ReadOptions(max_inflight_bytes=1 << 20)  # slabs of 128 KiB
 

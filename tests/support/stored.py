@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 import dcp_rs
-from dcp_rs.testing.states import blank
 from support.object_server import ObjectServer
+from support.states import blank
 
 __all__ = ["large_state", "loaded", "names", "small_state"]
 

@@ -15,7 +15,7 @@ from dcp_rs import RsLoadPlanner, RsReader
 from dcp_rs.errors import PlanError, UnsupportedError
 from support import assert_state_equal, run_ranks
 from support.both import load_rs, load_stock, save_stock
-from support.files import data_files
+from support.places import data_files
 
 W = torch.arange(60.0).reshape(6, 10) / 7
 

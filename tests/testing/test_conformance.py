@@ -5,7 +5,7 @@ import torch
 
 import dcp_rs
 from dcp_rs.testing import conformance
-from dcp_rs.testing.compare import raw_bytes
+from support.oracle import raw_bytes
 from support.second_reader import SecondReader
 
 
@@ -28,7 +28,7 @@ def this_package(path):
                 entries[name] = (
                     str(tensor.dtype).removeprefix("torch."),
                     tuple(tensor.shape),
-                    raw_bytes(tensor).numpy().tobytes(),
+                    raw_bytes(tensor),
                 )
         return entries
 

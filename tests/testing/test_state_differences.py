@@ -1,7 +1,9 @@
-"""What is told apart, and what is not: by whoever tests with it."""
+"""The comparison that is given to others and the tests' own oracle: both find every difference, and only differences."""
 
+import re
 from argparse import Namespace
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,9 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dcp_rs.testing.compare import assert_state_equal, same_bits, state_differences
+from dcp_rs.testing import compare
+from support import oracle
+from support.places import TESTS
+from support.states import ALL_DTYPES, blank, random_tensor, shapes_state
 
 NAN = torch.tensor([0x7FC00001, 0x7FC00002], dtype=torch.int32).view(torch.float32)
+
+
+both = pytest.mark.parametrize("judge", [compare, oracle], ids=["package", "oracle"])
 
 
 def quantized(scale: float, value: float = 1.0) -> torch.Tensor:
@@ -19,7 +27,8 @@ def quantized(scale: float, value: float = 1.0) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch means to give these types up
-def test_tensors_that_have_no_plain_bytes():
+@both
+def test_tensors_that_have_no_plain_bytes(judge):
     """A quantized one ended the process, and a sparse one was an error of torch."""
     for one, other in (
         (quantized(0.1), quantized(0.2)),
@@ -28,28 +37,30 @@ def test_tensors_that_have_no_plain_bytes():
         (torch.eye(3).to_sparse(), torch.eye(3)),
         (torch.eye(3).to_sparse_csr(), torch.eye(3).to_sparse_csc()),
     ):
-        assert same_bits(one, one.clone())
-        assert not same_bits(one, other)
-        assert not state_differences([one], [one.clone()])
-        (line,) = state_differences({"a": one}, {"a": other})
+        assert judge.same_bits(one, one.clone())
+        assert not judge.same_bits(one, other)
+        assert not judge.state_differences([one], [one.clone()])
+        (line,) = judge.state_differences({"a": one}, {"a": other})
         assert line.startswith("state['a']: ")
 
 
-def test_sharded_and_plain(tmp_path):
+@both
+def test_sharded_and_plain(judge, tmp_path):
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         plain = torch.arange(6.0).reshape(2, 3)
         mesh = dist.init_device_mesh("cpu", (1,))
         rows, copies = (distribute_tensor(plain, mesh, [placement]) for placement in (Shard(0), Replicate()))
-        assert same_bits(rows, rows.clone())
-        assert not same_bits(rows, copies)
-        assert state_differences(rows, plain) == ["state: got a DTensor, want a plain tensor"]
-        assert state_differences(plain, rows) == ["state: got a plain tensor, want a DTensor"]
-        assert not same_bits(rows, rows + 1)
+        assert judge.same_bits(rows, rows.clone())
+        assert not judge.same_bits(rows, copies)
+        assert judge.state_differences(rows, plain) == ["state: got a DTensor, want a plain tensor"]
+        assert judge.state_differences(plain, rows) == ["state: got a plain tensor, want a DTensor"]
+        assert not judge.same_bits(rows, rows + 1)
     finally:
         dist.destroy_process_group()
 
 
+@both
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -69,10 +80,84 @@ def test_sharded_and_plain(tmp_path):
     ],
     ids=repr,
 )
-def test_values(one, other):
+def test_values(one, other, judge):
     """NaNs of complex numbers differed from themselves, and arrays were an error of NumPy."""
-    assert not state_differences(one, one)
-    assert state_differences(one, other)
-    assert state_differences(other, one)
+    assert not judge.state_differences(one, one)
+    assert judge.state_differences(one, other)
+    assert judge.state_differences(other, one)
     with pytest.raises(AssertionError, match="differences:"):
-        assert_state_equal(one, other)
+        judge.assert_state_equal(one, other)
+
+
+@both
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
+def test_every_bit_of_every_dtype_counts(dtype, judge):
+    want = random_tensor((3, 2), dtype)
+    for byte in range(want.nbytes):
+        got = want.clone()
+        oracle.memory_of(got)[byte] ^= 1
+        (line,) = judge.state_differences(got, want)
+        assert f"1 bytes of {dtype} (3, 2) differ, the first in element {byte // dtype.itemsize}" in line
+    assert not judge.state_differences(want.clone(), want)
+
+
+@both
+def test_what_a_view_shows_is_compared(judge):
+    """Not what its memory holds: strides, lazy conjugates and negations are no difference, the elements are."""
+    for name, want in shapes_state().items():
+        got = want.resolve_conj().resolve_neg().contiguous().clone()
+        assert not judge.state_differences(got, want), name
+        assert not judge.state_differences(want, got), name
+        if want.numel():
+            assert judge.state_differences(blank(want), want), name
+            oracle.memory_of(got)[-1] ^= 0x80
+            assert judge.state_differences(got, want), name
+
+
+def test_the_oracle_reads_bytes_as_torch_does():
+    for name, tensor in shapes_state().items():
+        plain = tensor.resolve_conj().resolve_neg().contiguous().clone()
+        assert oracle.raw_bytes(tensor) == bytes(plain.untyped_storage()), name
+
+
+class Holder:
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)),
+        (defaultdict(list), defaultdict(set)),
+        ({1: 0}, {True: 0}),
+        ({0.0: 0}, {-0.0: 0}),
+        ({0.0}, {-0.0}),
+        (Holder(t=[NAN[:1]]), Holder(t=[NAN[1:]])),
+        (partial(max, -0.0), partial(max, 0.0)),
+        (torch.Size([1]), (1,)),
+        (torch.zeros(0, 2), torch.zeros(2, 0)),
+        (torch.zeros(()), torch.zeros(1)),
+        (torch.zeros(2, device="meta"), torch.zeros(2)),
+        (np.array([[1, -0.0]], object), np.array([[1, 0.0]], object)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_oracle_looks_into_containers_and_objects(one, other):
+    assert not oracle.state_differences({"k": (one,)}, {"k": (one,)})
+    assert oracle.state_differences({"k": (one,)}, {"k": (other,)})
+    assert oracle.state_differences({"k": (other,)}, {"k": (one,)})
+
+
+def test_the_oracle_ends_where_a_state_holds_itself():
+    one, other = {"x": 1}, {"x": 1}
+    one["self"], other["self"] = one, other
+    assert not oracle.state_differences(one, other)
+    other["x"] = 2
+    assert len(oracle.state_differences(one, other)) == 1
+
+
+def test_the_oracle_uses_nothing_of_the_package():
+    """A mistake in the package's comparison hid on both sides of every test."""
+    for module in ("oracle", "states", "second_reader"):
+        assert "dcp_rs" not in re.sub(r"\.dcprs|dcp_rs/|`[^`]*`", "", (TESTS / "support" / f"{module}.py").read_text())

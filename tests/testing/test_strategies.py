@@ -10,9 +10,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import dcp_rs
 from dcp_rs.testing import strategies
-from dcp_rs.testing.compare import assert_state_equal
-from dcp_rs.testing.states import blank
-from support import programs
+from support import assert_state_equal, programs
+from support.states import blank
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import dcp_rs
 from dcp_rs import RsSavePlanner
 from dcp_rs.errors import UnsupportedError
-from support.files import data_files
+from support.places import data_files
 
 WIDE = torch.arange(12.0).reshape(3, 4)
 
