@@ -170,7 +170,6 @@ def test_rename(saved, rename, dtype):
         (["layers.0.*", "ids"], None, {"layers.0.weight", "layers.0.bias", "ids"}),
         ("layers.*", "*.bias", {"layers.0.weight", "layers.1.weight"}),
         (None, ["layers.*", "z", "note", "step"], {"ids", "mask"}),
-        ([], None, set()),
     ],
 )
 def test_include_and_exclude(saved, include, exclude, loaded):

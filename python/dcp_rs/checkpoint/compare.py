@@ -12,8 +12,9 @@ import torch
 
 from dcp_rs._url import StorageOptions, Url, location
 from dcp_rs.checkpoint.blocks import rectangles
-from dcp_rs.checkpoint.names import globs, selector
+from dcp_rs.checkpoint.names import globs, selector, some
 from dcp_rs.checkpoint.source import Item, Request, Source, open_source
+from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.nesting import TreePath, name_of, remaining, shown
@@ -80,6 +81,9 @@ def compare(
         storage_options: for URLs, see :class:`dcp_rs.RsReader`.
         b_storage_options: for that of ``b``; default: those of ``a``.
         progress: called with the bytes of ``a`` compared so far, and all of them.
+
+    Raises:
+        PlanError: ``include`` and ``exclude`` leave nothing to compare.
     """
     options = ReadOptions(threads=threads, max_inflight_bytes=_PIECE_BYTES)
     stores = StorageOptions.of(storage_options)
@@ -103,6 +107,10 @@ def compare(
         }
 
     in_a, in_b = chosen(left), chosen(right)
+    there = [item.name for item in (*left.items, *right.items)]
+    if there and not in_a and not in_b:
+        msg = f"there is nothing to compare: no name passes include={include!r}, exclude={exclude!r}; there are {some(there)}"
+        raise PlanError(msg)
     pairs = [(item, in_b[name]) for name, item in in_a.items() if name in in_b]
     differences = [Difference(name, "only in a", _what(item)) for name, item in in_a.items() if name not in in_b]
     differences += [Difference(name, "only in b", b=_what(item)) for name, item in in_b.items() if name not in in_a]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-__all__ = ["explain_missing", "globs", "hint", "natural", "nearest", "selector"]
+__all__ = ["explain_missing", "globs", "hint", "natural", "nearest", "selector", "some"]
 
 #: Names that are compared letter by letter: more would take seconds.
 _COMPARED = 5_000
+#: So many names are shown where none is the one that was meant.
+_SHOWN = 5
 #: Modules that a prefix consists of, at most.
 _PREFIX_PARTS = 3
 
@@ -32,6 +35,13 @@ def selector(include: str | Iterable[str] | None, exclude: str | Iterable[str] |
         return (wanted is None or wanted.match(name) is not None) and (unwanted is None or unwanted.match(name) is None)
 
     return passes
+
+
+def some(names: Collection[str]) -> str:
+    """Return the first names, for a message, and how many there are besides."""
+    more = len(names) - _SHOWN
+    shown = ", ".join(map(repr, itertools.islice(names, _SHOWN)))
+    return (shown or "no entries") + (f" and {more:,} more" if more > 0 else "")
 
 
 def nearest(name: str, names: Collection[str]) -> str | None:

@@ -6,6 +6,7 @@ import functools
 import io
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,12 +17,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from dcp_rs import _core, _torch
 from dcp_rs._shown import call
 from dcp_rs.checkpoint.frameworks import open as open_checkpoint
+from dcp_rs.checkpoint.names import some
 from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.checkpoint.renaming import Rename
 from dcp_rs.dcp.casts import CastRule, check_cast
 from dcp_rs.dcp.hooks import Methods
 from dcp_rs.dcp.load_names import LoadNames
-from dcp_rs.dcp.local_items import LocalItems, check_own, planner_of
+from dcp_rs.dcp.local_items import LocalItems, check_own, note_of, planner_of
 from dcp_rs.dcp.local_reads import LocalReads
 from dcp_rs.dcp.matching import Matching, add_hollow
 from dcp_rs.dcp.read_items import items_of, missing_elements
@@ -36,6 +38,14 @@ from dcp_rs.tensors.trees import WriteThrough, flatten, get_at, is_plain_state_d
 from dcp_rs.transfer.target import Target
 
 __all__ = ["RsLoadPlanner", "local_reads", "names_of"]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Whether the state dict of a rank has entries, and whether any of them is wanted and in the checkpoint."""
+
+    asked: bool
+    there: bool
 
 
 class RsLoadPlanner(DefaultLoadPlanner):
@@ -61,7 +71,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         report: what the last load found (:class:`LoadReport`).
 
     Raises (when planning, before anything is read):
-        PlanError: a missing key, another shape, a refused or impossible cast, a tensor that the checkpoint does not wholly hold.
+        PlanError: nothing to load on any rank, a missing key, another shape, a refused or impossible cast, a tensor that the checkpoint does not wholly hold.
     """
 
     def __init__(
@@ -147,9 +157,25 @@ class RsLoadPlanner(DefaultLoadPlanner):
         else:
             self._reads = self._plan_reads(index, wanted)
         casts.warn(self.report)
+        report = self.report
+        report.entries, report.entries_loaded = len(self.state_dict), len(self._planned) + len(report.tied)
+        there = report.entries - len(report.missing) - len(report.excluded)
+        self._items.note = _Found(asked=report.entries > 0, there=there > 0)
         # Who plans for all ranks needs the items of all.
         is_whole = index is None or _METHODS.replaced(self, ("create_global_plan",))
         return LoadPlan(list(self._items) if is_whole else self._items)  # type: ignore[arg-type]  # it is as good as one
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Return torch's plan: that of each rank as it is.
+
+        Raises:
+            PlanError: there is nothing to load on any rank, and something was asked for.
+        """
+        found = [note_of(plan) for plan in global_plan]
+        if all(isinstance(note, _Found) and not note.there for note in found) and any(note.asked for note in found):
+            raise PlanError(self._why_nothing())
+        plans: list[LoadPlan] = super().create_global_plan(global_plan)
+        return plans
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Takes the plan as it comes back. By now every rank has checked its own."""
@@ -256,6 +282,18 @@ class RsLoadPlanner(DefaultLoadPlanner):
 
     def _path(self, fqn: str) -> tuple[Any, ...]:
         return self._paths[fqn] if self.flatten_state_dict else (fqn,)
+
+    def _why_nothing(self) -> str:
+        """Return what to say where no rank has anything to load."""
+        stored = list(() if self.metadata is None else self.metadata.state_dict_metadata)
+        report = self.report
+        if not report.missing:
+            given = ", ".join(
+                f"{name}={self._given[name]!r}" for name in ("include", "exclude") if self._given[name] is not None
+            )
+            return f"there is nothing to load: no name of the state dict passes {given}; it has {some(self.state_dict)}"
+        msg = f"there is nothing to load: the checkpoint has none of the names that are wanted ({some(report.missing)}); it has {some(stored)}"
+        return msg + self._names.explain(report.missing, report.missing, stored)
 
     # --- what is read ---------------------------------------------------------------------------------
 

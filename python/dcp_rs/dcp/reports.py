@@ -52,6 +52,8 @@ class LoadReport(_Report):
 
     Attributes:
         path: the checkpoint.
+        entries: of the state dict. 0 where torch's planner planned the load.
+        entries_loaded: of those, how many the load fills.
         missing: in the state dict, not in the checkpoint.
         tied: in the state dict, not in the checkpoint, and filled all the same: tensors that are the memory of another, whose name follows.
         unexpected: in the checkpoint, not in the state dict. Noted with ``allow_partial_load=True`` alone; of any other load it is empty.
@@ -69,6 +71,8 @@ class LoadReport(_Report):
         phases: seconds by name, in their order: ``metadata``, ``plan`` (with the ranks' agreement), ``read``.
     """
 
+    entries: int = 0
+    entries_loaded: int = 0
     missing: list[str] = field(default_factory=list)
     tied: dict[str, str] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)
@@ -99,8 +103,10 @@ class LoadReport(_Report):
         }
         odd = "".join(f", {number:,} {what}" for what, number in found.items() if number)
         speed = self._speed(self.bytes_wanted)
+        part = "" if self.entries_loaded == self.entries else f"{self.entries_loaded:,} of {self.entries:,} entries, "
         return (
-            f"loaded {size(self.bytes_wanted)} from {self.path} in {self.seconds:.3f} s{speed}{odd} ({self._phases()})"
+            f"loaded {part}{size(self.bytes_wanted)} from {self.path} in {self.seconds:.3f} s{speed}{odd} "
+            f"({self._phases()})"
         )
 
 

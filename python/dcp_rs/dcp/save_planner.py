@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from dcp_rs import _core, _torch
 from dcp_rs._shown import call
-from dcp_rs.checkpoint.names import selector
+from dcp_rs.checkpoint.names import selector, some
 from dcp_rs.dcp.commits import SavedMeta
 from dcp_rs.dcp.held_items import HeldItem, held_items
 from dcp_rs.dcp.hooks import Methods
@@ -93,7 +93,7 @@ class RsSavePlanner(DefaultSavePlanner):
         include, exclude: globs over names; what is not included, or excluded, is not saved.
 
     Raises (while planning, on every rank):
-        PlanError: a chunk outside of its tensor, chunks that overlap, elements that no rank holds, a tensor that ranks describe in two ways.
+        PlanError: ``include`` and ``exclude`` leave nothing to save, a chunk outside of its tensor, chunks that overlap, elements that no rank holds, a tensor that ranks describe in two ways.
         UnsupportedError: a tensor that the format cannot hold.
     """
 
@@ -130,6 +130,7 @@ class RsSavePlanner(DefaultSavePlanner):
         self.include = include
         self.exclude = exclude
         self._compact = False
+        self._names: list[str] = []  # of the whole state dict, where not all of it may be saved
         self._local: _Local | None = None
         self._items = LocalItems()
         self._nesting: Nesting | None = None
@@ -155,6 +156,7 @@ class RsSavePlanner(DefaultSavePlanner):
         if self.flatten_sharded_tensors and _has_nested(state_dict.values()):
             state_dict = _torch.flatten_sharded_tensors(state_dict)
         passes = selector(self.include, self.exclude)
+        self._names = [] if passes is None else list(state_dict)
         if passes is not None:
             state_dict = {fqn: value for fqn, value in state_dict.items() if passes(fqn)}
             if self._nesting is not None:
@@ -184,8 +186,11 @@ class RsSavePlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Assigns what the ranks hold, after checking that it fits together."""
         if not self._compact:
-            return super().create_global_plan(all_plans)
+            plans, metadata = super().create_global_plan(all_plans)
+            self._refuse_nothing(len(metadata.state_dict_metadata))
+            return plans, metadata
         shares, items = self._assign([_request(plan) for plan in all_plans])
+        self._refuse_nothing(items)
         self.global_plan = [self._answer(plan, keep) for plan, keep in zip(all_plans, shares, strict=True)]
         self.metadata = Metadata(PlannedEntries(items), planner_data={} if self.flatten_state_dict else None)
         return self.global_plan, self.metadata
@@ -221,6 +226,12 @@ class RsSavePlanner(DefaultSavePlanner):
     def nesting(self, paths: Any) -> Nesting | None:
         """The nesting of the state dict, if ``paths`` are still those that this planner gave it."""
         return self._nesting if paths == self.mappings else None
+
+    def _refuse_nothing(self, count: int) -> None:
+        """Raise where ``include`` and ``exclude`` leave nothing to save on any rank."""
+        if count == 0 and self._names and not self.state_dict:
+            msg = f"there is nothing to save: no name passes include={self.include!r}, exclude={self.exclude!r}; there are {some(self._names)}"
+            raise PlanError(msg)
 
     # --- planning -------------------------------------------------------------------------------------
 
