@@ -29,6 +29,7 @@ _PLAIN = (
     "skip_signature",
     "timeout",
     "max_retries",
+    "ca_bundle",
     "account_name",
 )
 

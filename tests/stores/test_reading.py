@@ -91,6 +91,19 @@ def test_columns_are_read_through_and_not_row_by_row(saved, server, url, options
     )  # 6 MB, a MiB each at most
 
 
+def test_a_column_shard_is_fetched_in_few_requests(tmp_path, server, options):
+    """It was fetched in requests of 1 MiB, as their length went by the quarter that was wanted."""
+    whole = torch.zeros(8192, 4096)
+    whole[:, ::1024] = torch.arange(8192.0)[:, None]
+    dcp_rs.save({"w": whole}, tmp_path / "x")
+    server.put_folder(tmp_path / "x", "x")
+    with dcp_rs.open(server.url("x"), storage_options=options) as ckpt:
+        before = len(server.requests)
+        got = ckpt.get_slice("w")[:, 1024:2048]
+    assert torch.equal(got, whole[:, 1024:2048])
+    assert len(server.requests) - before <= 64 + 2  # 128 MiB by 64 at a time
+
+
 def test_overlapping_and_strided_destinations(saved, url, options):
     state, _ = saved
     into = {"model": {"big": torch.zeros(1024, 1500).t()}}

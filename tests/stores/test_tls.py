@@ -74,3 +74,13 @@ def test_another_name_than_that_of_the_certificate(saved, server, monkeypatch, s
 def test_no_certificate_is_looked_at_where_that_is_asked_for(saved, server, options):
     with dcp_rs.open(server.url("runs/ckpt"), storage_options={**options, "allow_invalid_certificates": True}) as ckpt:
         assert ckpt["step"] == 17
+
+
+def test_a_bundle_in_place_of_the_authorities_of_the_system(saved, server, options, monkeypatch, signed):
+    """`AWS_CA_BUNDLE` was not read."""
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    bundle = str(signed / "ca.pem")
+    for given in ({"aws_ca_bundle": bundle}, {}):
+        with dcp_rs.open(server.url("runs/ckpt"), storage_options={**options, **given}) as ckpt:
+            assert ckpt["step"] == 17
+        monkeypatch.setenv("AWS_CA_BUNDLE", bundle)

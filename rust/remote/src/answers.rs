@@ -8,6 +8,38 @@ use dcp_rs_core::{Error, StorageFault};
 use object_store::client::{HttpError, HttpErrorKind};
 
 use crate::secrets::Secrets;
+use crate::transport::{Refused, plain};
+
+/// Codes of errors that pass, whatever the status: AWS's own clients try these again, and S3 sends
+/// some with 400.
+const PASSING: &[&str] = &[
+    "BandwidthLimitExceeded",
+    "InternalError",
+    "OperationAborted",
+    "PriorRequestNotComplete",
+    "RequestLimitExceeded",
+    "RequestThrottled",
+    "RequestTimeout",
+    "RequestTimeoutException",
+    "ServerBusy",
+    "ServiceUnavailable",
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "TooManyRequestsException",
+];
+/// Codes that blame the credentials, which S3 sends with 400 or with 403.
+const CREDENTIALS: &[&str] = &[
+    "AuthenticationFailed",
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "InvalidAccessKeyId",
+    "InvalidAuthenticationInfo",
+    "InvalidToken",
+    "RequestExpired",
+    "SignatureDoesNotMatch",
+    "TokenRefreshRequired",
+];
 
 /// Why one attempt failed.
 #[derive(Debug)]
@@ -84,6 +116,7 @@ impl Failure {
                 }
                 Self::lasting(StorageFault::Denied, told)
             }
+            (_, Some(status)) if blames_credentials(status, text) => Self::lasting(StorageFault::Denied, told),
             (_, Some(412)) => Self::lasting(StorageFault::Precondition, told),
             // S3: another conditional write is under way. Neither was done.
             (E::AlreadyExists { .. }, _) | (_, Some(409)) if code(text) == Some("ConditionalRequestConflict") => {
@@ -93,7 +126,9 @@ impl Failure {
             // What it does not know, or has no room for, stays so.
             (_, Some(501 | 507)) => Self::lasting(StorageFault::Failed, told),
             (_, Some(408 | 409 | 429 | 500..=599)) => Self::passing(told),
+            (_, Some(400)) if code(text).is_some_and(|code| PASSING.contains(&code)) => Self::passing(told),
             (_, Some(_)) => Self::lasting(StorageFault::Failed, told),
+            (_, None) if found::<Refused>(error).is_some() => Self::lasting(StorageFault::Failed, told),
             (_, None) => match transport(error) {
                 Some(_) if text.contains("certificate") => Self::lasting(StorageFault::Failed, told),
                 Some(_) => Self::passing(told),
@@ -142,6 +177,25 @@ fn code(text: &str) -> Option<&str> {
     is_code.then_some(code)
 }
 
+/// What S3 says of a bucket that is in another region than the one that was asked.
+fn other_region(text: &str) -> String {
+    let inner = |(_, after): (&str, &'_ str)| Some(plain(after.split_once("</Region>")?.0));
+    match text.split_once("<Region>").and_then(inner) {
+        Some(region) => format!(": the bucket is in the region {region}: set aws_region"),
+        None => String::new(),
+    }
+}
+
+/// Whether an answer says that the credentials are wrong, or have expired: others may do.
+pub fn blames_credentials(status: u16, text: &str) -> bool {
+    match (status, code(text)) {
+        (400 | 401 | 403, Some(code)) => CREDENTIALS.contains(&code),
+        // A HEAD is answered without a code.
+        (401 | 403, None) => true,
+        _ => false,
+    }
+}
+
 /// Whether the bucket, or the container, is not there.
 fn is_no_bucket(text: &str) -> bool {
     matches!(code(text), Some("NoSuchBucket" | "ContainerNotFound"))
@@ -150,15 +204,22 @@ fn is_no_bucket(text: &str) -> bool {
 /// Whether a client that sends nothing says so.
 fn is_of_the_client(error: &object_store::Error, text: &str) -> bool {
     use object_store::Error as E;
-    matches!(error, E::NotImplemented { .. } | E::InvalidPath { .. }) || text.contains("ETag required")
+    matches!(error, E::NotImplemented { .. } | E::InvalidPath { .. })
+        || text.contains("ETag required")
+        || text.contains("Version required")
 }
 
 /// What happened to a request that got no answer.
 fn transport(error: &(dyn StdError + 'static)) -> Option<HttpErrorKind> {
+    found::<HttpError>(error).map(HttpError::kind)
+}
+
+/// The error of this type, here or underneath.
+fn found<'a, E: StdError + 'static>(error: &'a (dyn StdError + 'static)) -> Option<&'a E> {
     let mut next = Some(error);
     while let Some(error) = next {
-        if let Some(http) = error.downcast_ref::<HttpError>() {
-            return Some(http.kind());
+        if let Some(found) = error.downcast_ref() {
+            return Some(found);
         }
         next = error.source();
     }
@@ -172,7 +233,10 @@ fn told(error: &object_store::Error, text: &str, status: Option<u16>) -> String 
             (_, 404) if !matches!(error, object_store::Error::NotFound { .. }) && !is_no_bucket(text) => {
                 "no credentials: what should give them answered 404".into()
             }
-            (Some(code), _) => format!("the store answered {status} {code}"),
+            (Some(code), _) if CREDENTIALS.contains(&code) => {
+                format!("the store answered {status} {code}: the credentials are wrong, or have expired")
+            }
+            (Some(code), _) => format!("the store answered {status} {code}{}", other_region(text)),
             (None, 401 | 403) => {
                 format!("the store answered {status}: the credentials are missing, or may not do this")
             }
@@ -180,6 +244,9 @@ fn told(error: &object_store::Error, text: &str, status: Option<u16>) -> String 
             (None, 412) => "the store answered 412: the object is another one than was asked for".into(),
             (None, _) => format!("the store answered {status}"),
         };
+    }
+    if let Some(Refused(reason)) = found(error) {
+        return reason.clone();
     }
     if let Some(kind) = transport(error) {
         let what = match kind {

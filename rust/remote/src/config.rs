@@ -2,21 +2,24 @@
 
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::Path;
-use std::sync::{Arc, Once, OnceLock};
+use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use dcp_rs_core::Result;
-use object_store::aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey, AwsCredentialProvider, S3CopyIfNotExists};
+use object_store::aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey, S3CopyIfNotExists};
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
-use object_store::client::{ClientConfigKey, HttpClient, HttpConnector, ReqwestConnector};
+use object_store::client::ClientConfigKey;
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use object_store::http::HttpBuilder;
 use object_store::list::PaginatedListStore;
 use object_store::multipart::MultipartStore;
 use object_store::{ClientOptions, ObjectStore, RetryConfig};
 use reqwest::header::{HeaderMap, HeaderName, HeaderValue, IF_MATCH, IF_NONE_MATCH};
+use reqwest::tls::Certificate;
 
+use crate::credentials;
 use crate::secrets::Secrets;
+use crate::transport::{Hold, Transport};
 use crate::unsupported;
 
 /// What speaks for itself.
@@ -33,7 +36,7 @@ pub enum Kind {
 pub struct Limits {
     /// Since it last got anywhere.
     pub time: Duration,
-    /// After the first.
+    /// After the first; by default only the time bounds them.
     pub retries: u32,
     /// Without a byte, until one is taken as lost.
     pub silence: Duration,
@@ -43,7 +46,7 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             time: Duration::from_secs(120),
-            retries: 10,
+            retries: u32::MAX,
             silence: Duration::from_secs(15),
         }
     }
@@ -58,6 +61,8 @@ pub struct Config {
     /// Bucket or container; of a server, its URL.
     place: String,
     options: Vec<(String, String)>,
+    /// A file of certificates, in place of those that the system trusts.
+    authorities: Option<String>,
 }
 
 /// What speaks to a store.
@@ -85,52 +90,29 @@ impl Client {
 
     fn on_s3(builder: AmazonS3Builder) -> object_store::Result<Self> {
         let store = builder.clone().build()?;
-        let credentials = Arc::clone(store.credentials());
-        let client = OneClient::default();
-        let copying = Copying {
-            builder: builder
-                .with_credentials(Arc::clone(&credentials))
-                .with_http_connector(client.clone()),
-            credentials,
-            client,
-        };
         Ok(Self {
-            copying: Some(Arc::new(copying)),
+            copying: Some(Arc::new(Copying(builder))),
             ..Self::storing(store)
         })
     }
 }
 
 /// What makes clients of S3 for copies, each of which names the tag that the source has to have: where the client would ask that nothing is of
-/// the new name, which is nobody else's here, it asks for that.
-pub struct Copying {
-    builder: AmazonS3Builder,
-    credentials: AwsCredentialProvider,
-    client: OneClient,
-}
+/// the new name, which is nobody else's here, it asks for that. Their connections are of one pool.
+pub struct Copying(AmazonS3Builder);
 
 impl Copying {
     /// What copies only an object with this tag ([`CopyMode::Create`](object_store::CopyMode::Create)).
     pub fn only(&self, tag: &str) -> object_store::Result<Arc<dyn ObjectStore>> {
         let asks = S3CopyIfNotExists::Header("x-amz-copy-source-if-match".into(), tag.into());
-        let store = self.builder.clone().with_copy_if_not_exists(asks).build()?;
+        let store = self.0.clone().with_copy_if_not_exists(asks).build()?;
         Ok(Arc::new(store))
     }
-}
 
-/// Their connections are of one pool: that of the first.
-#[derive(Clone, Debug, Default)]
-struct OneClient(Arc<OnceLock<HttpClient>>);
-
-impl HttpConnector for OneClient {
-    fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
-        if let Some(client) = self.0.get() {
-            return Ok(client.clone());
-        }
-        // Headers that all requests of one of them have are not those of another's: each adds its own.
-        let options = options.clone().with_default_headers(HeaderMap::new());
-        let client = ReqwestConnector::default().connect(&options)?;
-        Ok(self.0.get_or_init(|| client).clone())
+    /// A client whose requests all have this header.
+    fn saying(&self, name: HeaderName, value: HeaderValue) -> object_store::Result<AmazonS3> {
+        let options = client_options().with_default_headers(HeaderMap::from_iter([(name, value)]));
+        self.0.clone().with_client_options(options).build()
     }
 }
 
@@ -169,6 +151,7 @@ impl Config {
                 authority.to_owned()
             },
             options: Vec::new(),
+            authorities: None,
         };
         for (key, value) in config.environment() {
             config.secrets.note(&key, &value);
@@ -182,6 +165,7 @@ impl Config {
     fn take(&mut self, key: &str, value: String) -> Result<()> {
         match key {
             "retry_timeout" => self.limits.time = seconds(key, &value)?,
+            "aws_ca_bundle" if self.kind == Kind::S3 => self.authorities = Some(value),
             "read_timeout" => self.limits.silence = seconds(key, &value)?,
             "max_retries" => {
                 self.limits.retries = value
@@ -229,31 +213,65 @@ impl Config {
         options.extend_from_slice(&self.options);
         options.sort_unstable();
         let mut hasher = DefaultHasher::new();
-        (&self.root, options).hash(&mut hasher);
+        (&self.root, options, &self.authorities).hash(&mut hasher);
         hasher.finish()
     }
 
-    /// A client, for one connection.
-    pub fn client(&self) -> Result<Client> {
+    /// A client, for one connection. Where the store asks to be left alone, `hold` says until when.
+    pub fn client(&self, hold: Arc<Hold>) -> Result<Client> {
         static PROVIDER: Once = Once::new();
         PROVIDER.call_once(|| {
             // Another one that was installed does as well.
             let _ = rustls::crypto::ring::default_provider().install_default();
         });
+        let fingerprint = self.fingerprint();
+        let transport = Transport::of_link(self.kind, fingerprint, self.certificates()?, hold);
         let (client, once) = (client_options(), once());
         let built: object_store::Result<Client> = match self.kind {
-            Kind::S3 => Client::on_s3(self.s3(client)),
+            Kind::S3 => {
+                let builder = self.s3(client);
+                let credentials = credentials::AWS.get(fingerprint, || {
+                    let store = builder
+                        .clone()
+                        .with_http_connector(transport.of_credentials())
+                        .build()?;
+                    Ok(Arc::clone(store.credentials()))
+                });
+                credentials.and_then(|credentials| {
+                    Client::on_s3(builder.with_credentials(credentials).with_http_connector(transport))
+                })
+            }
             Kind::Google => {
                 let builder = GoogleCloudStorageBuilder::from_env().with_client_options(client);
                 let builder = self.apply(builder, GoogleCloudStorageBuilder::with_config);
                 let builder = builder.with_bucket_name(&self.place).with_retry(once);
-                builder.build().map(Client::storing)
+                let credentials = credentials::GOOGLE.get(fingerprint, || {
+                    let store = builder
+                        .clone()
+                        .with_http_connector(transport.of_credentials())
+                        .build()?;
+                    Ok(Arc::clone(store.credentials()))
+                });
+                credentials.and_then(|credentials| {
+                    let builder = builder.with_credentials(credentials).with_http_connector(transport);
+                    builder.build().map(Client::storing)
+                })
             }
             Kind::Azure => {
                 let builder = MicrosoftAzureBuilder::from_env().with_client_options(client);
                 let builder = self.apply(builder, MicrosoftAzureBuilder::with_config);
                 let builder = builder.with_container_name(&self.place).with_retry(once);
-                builder.build().map(Client::storing)
+                let credentials = credentials::AZURE.get(fingerprint, || {
+                    let store = builder
+                        .clone()
+                        .with_http_connector(transport.of_credentials())
+                        .build()?;
+                    Ok(Arc::clone(store.credentials()))
+                });
+                credentials.and_then(|credentials| {
+                    let builder = builder.with_credentials(credentials).with_http_connector(transport);
+                    builder.build().map(Client::storing)
+                })
             }
             Kind::Http => {
                 let client = if self.place.starts_with("http://") {
@@ -262,7 +280,9 @@ impl Config {
                     client
                 };
                 let builder = HttpBuilder::new().with_url(&self.place).with_client_options(client);
-                let builder = self.apply(builder, HttpBuilder::with_config);
+                let builder = self
+                    .apply(builder, HttpBuilder::with_config)
+                    .with_http_connector(transport);
                 let store = builder.with_retry(once).build();
                 store.map(|store| Client {
                     objects: Arc::new(store),
@@ -272,7 +292,29 @@ impl Config {
                 })
             }
         };
-        built.map_err(|error| unsupported(format!("{}: {}", self.root, self.secrets.remove(&error.to_string()))))
+        let told = |error: &object_store::Error| self.secrets.remove(&error.to_string());
+        built.map_err(|error| unsupported(format!("{}: {}", self.root, told(&error))))
+    }
+
+    /// The authorities that are trusted, where they are not those of the system.
+    fn certificates(&self) -> Result<Option<Arc<[Certificate]>>> {
+        let environment = || {
+            let is_s3 = self.kind == Kind::S3;
+            std::env::var("AWS_CA_BUNDLE")
+                .ok()
+                .filter(|file| is_s3 && !file.is_empty())
+        };
+        let Some(file) = self.authorities.clone().or_else(environment) else {
+            return Ok(None);
+        };
+        let failed = |reason: String| unsupported(format!("aws_ca_bundle: {file}: {reason}"));
+        let bytes = std::fs::read(&file).map_err(|error| failed(error.to_string()))?;
+        match Certificate::from_pem_bundle(&bytes) {
+            Ok(found) if !found.is_empty() => Ok(Some(found.into())),
+            _ => Err(failed(
+                "there is no certificate in it, or one that cannot be read (PEM)".into(),
+            )),
+        }
     }
 
     fn s3(&self, client: ClientOptions) -> AmazonS3Builder {
@@ -286,25 +328,20 @@ impl Config {
 
     /// What removes an object only if it has this tag: a client whose requests all say so, for it has no word for it where something is removed. `None` of
     /// stores whose clients have no way to say it at all.
-    pub fn removing(&self, client: &Client, tag: &str) -> object_store::Result<Option<Arc<dyn ObjectStore>>> {
-        let store = self.saying(client, IF_MATCH, tag)?;
-        Ok(store.map(|store| Arc::new(store) as _))
+    pub fn removing(client: &Client, tag: &str) -> object_store::Result<Option<Arc<dyn ObjectStore>>> {
+        let (Some(copying), Ok(tag)) = (&client.copying, HeaderValue::from_str(tag)) else {
+            return Ok(None);
+        };
+        Ok(Some(Arc::new(copying.saying(IF_MATCH, tag)?)))
     }
 
     /// What completes an upload only where there is no object of its name; as [`removing`](Self::removing).
-    pub fn completing_new(&self, client: &Client) -> object_store::Result<Option<Arc<dyn MultipartStore>>> {
-        let store = self.saying(client, IF_NONE_MATCH, "*")?;
-        Ok(store.map(|store| Arc::new(store) as _))
-    }
-
-    /// A client of S3 whose requests all have this header.
-    fn saying(&self, client: &Client, name: HeaderName, value: &str) -> object_store::Result<Option<AmazonS3>> {
-        let (Some(copying), Ok(value)) = (&client.copying, HeaderValue::from_str(value)) else {
+    pub fn completing_new(client: &Client) -> object_store::Result<Option<Arc<dyn MultipartStore>>> {
+        let Some(copying) = &client.copying else {
             return Ok(None);
         };
-        let options = client_options().with_default_headers(HeaderMap::from_iter([(name, value)]));
-        let builder = self.s3(options).with_credentials(Arc::clone(&copying.credentials));
-        Ok(Some(builder.with_http_connector(copying.client.clone()).build()?))
+        let store = copying.saying(IF_NONE_MATCH, HeaderValue::from_static("*"))?;
+        Ok(Some(Arc::new(store)))
     }
 
     /// Gives a builder the options; what the environment says of the client itself was lost with the options that were set before.

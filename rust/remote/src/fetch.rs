@@ -28,7 +28,7 @@ pub struct File {
 /// As [`Connection::fetch`](dcp_rs_core::store::Connection::fetch) has it, for as long as the future lives.
 pub async unsafe fn fetch(shared: Arc<Shared>, file: Arc<File>, part: Part) -> Result<()> {
     let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
-    let mut patience = Patience::new(shared.config.limits);
+    let mut patience = shared.patience();
     let mut progress = Progress {
         at: part.start,
         first: 0,
@@ -53,7 +53,7 @@ pub async fn start(
     name: &object_store::path::Path,
     most: u64,
 ) -> Result<(Seen, Vec<u8>)> {
-    let mut patience = Patience::new(shared.config.limits);
+    let mut patience = shared.patience();
     let mut begun = Begun::default();
     loop {
         let failure = match begin(shared, name, most, &mut begun, &mut patience).await {
@@ -122,7 +122,9 @@ async fn begin(
             return Err(Failure::passing("the server sent more than it was asked for"));
         }
         begun.bytes.extend_from_slice(&bytes);
-        patience.progressed();
+        if !patience.progressed(bytes.len() as u64) {
+            return Err(too_slow());
+        }
     }
     match end - begun.bytes.len() as u64 {
         0 => Ok(now),
@@ -132,6 +134,10 @@ async fn begin(
 
 fn cut_short(left: u64) -> Failure {
     Failure::passing(format!("the answer was cut short, {left} bytes before its end"))
+}
+
+fn too_slow() -> Failure {
+    Failure::passing("the store sends too slowly")
 }
 
 /// What is missing, or has another length, is what it is for files.
@@ -186,7 +192,9 @@ async unsafe fn attempt(
         }
         // SAFETY: the caller's promise.
         unsafe { scatter(&part.runs, progress, &bytes) };
-        patience.progressed();
+        if !patience.progressed(bytes.len() as u64) {
+            return Err(too_slow());
+        }
     }
     if progress.at < part.end {
         return Err(cut_short(part.end - progress.at));

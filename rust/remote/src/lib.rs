@@ -6,6 +6,7 @@
 mod answers;
 mod config;
 mod connection;
+mod credentials;
 mod fetch;
 mod lend;
 mod link;
@@ -14,6 +15,7 @@ mod secrets;
 mod store;
 #[cfg(test)]
 mod testing;
+mod transport;
 
 use std::collections::HashMap;
 use std::fmt;

@@ -17,6 +17,7 @@ use crate::Seen;
 use crate::answers::Failure;
 use crate::config::{Client, Config, Kind};
 use crate::patience::Patience;
+use crate::transport::Hold;
 
 /// Requests in flight at most, of one connection.
 const IN_FLIGHT: usize = 96;
@@ -29,6 +30,7 @@ pub const LAST_WAIT: Duration = Duration::from_millis(200);
 pub struct Shared {
     pub config: Arc<Config>,
     pub client: Client,
+    hold: Arc<Hold>,
     pub permits: Semaphore,
     pub seen: Arc<Mutex<HashMap<PathBuf, Seen>>>,
 }
@@ -49,6 +51,11 @@ pub fn as_seen(config: &Config, seen: &Mutex<HashMap<PathBuf, Seen>>, path: &Pat
 }
 
 impl Shared {
+    /// For one request.
+    pub fn patience(&self) -> Patience {
+        Patience::new(self.config.limits, Arc::clone(&self.hold))
+    }
+
     /// The tag that a file has to have, if it was seen before.
     pub fn tag(&self, path: &Path) -> Option<String> {
         let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
@@ -90,7 +97,7 @@ impl Shared {
     where
         F: Future<Output = object_store::Result<T>>,
     {
-        let mut patience = Patience::new(self.config.limits);
+        let mut patience = self.patience();
         loop {
             let failure = match timeout(patience.answer(Patience::sending(body)), attempt()).await {
                 Ok(Ok(done)) => return Ok(done),
@@ -145,15 +152,17 @@ impl Link {
             .enable_all()
             .build()
             .map_err(|error| Error::io("start threads for", Path::new(&config.root), error))?;
+        let hold = Arc::default();
         let client = {
             // What it sets up by and by belongs to this runtime.
             let _entered = runtime.enter();
-            config.client()?
+            config.client(Arc::clone(&hold))?
         };
         Ok(Self {
             shared: Arc::new(Shared {
                 config,
                 client,
+                hold,
                 permits: Semaphore::new(IN_FLIGHT),
                 seen,
             }),

@@ -1,15 +1,20 @@
 //! How long a request is tried again: for a time, and so often.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::answers::Failure;
 use crate::config::Limits;
+use crate::transport::Hold;
 
 /// The wait after the first failure; it doubles, up to [`LONGEST`].
 const FIRST: Duration = Duration::from_millis(100);
 const LONGEST: Duration = Duration::from_secs(5);
 /// A request takes as long as its body takes at so many bytes a second; twice as long where it was not long enough.
 const SLOWEST: u64 = 256 << 10;
+/// Bytes that have to come in a second, on the average of `retry_timeout`. A request that gets less is
+/// given up: a server that sends a byte now and then would hold it for ever.
+const LEAST_RATE: u64 = 1 << 10;
 
 /// What is left of it, for one request.
 pub struct Patience {
@@ -18,24 +23,39 @@ pub struct Patience {
     since: Instant,
     /// Since then.
     failures: u32,
+    /// Bytes since then.
+    bytes: u64,
     /// In all.
     total: u32,
+    hold: Arc<Hold>,
 }
 
 impl Patience {
-    pub fn new(limits: Limits) -> Self {
+    pub fn new(limits: Limits, hold: Arc<Hold>) -> Self {
         Self {
             limits,
             since: Instant::now(),
             failures: 0,
+            bytes: 0,
             total: 0,
+            hold,
         }
     }
 
-    /// Something came of it: the time begins anew, and so does the count.
-    pub fn progressed(&mut self) {
-        self.since = Instant::now();
+    /// So many bytes came. With enough of them the time begins anew, and so does the count of
+    /// failures. False where the time has passed, and too few came.
+    pub fn progressed(&mut self, bytes: u64) -> bool {
+        self.bytes = self.bytes.saturating_add(bytes);
+        let passed = self.since.elapsed();
+        let least = LEAST_RATE.saturating_mul(self.limits.time.as_secs().max(1));
+        // Any byte shows that the last failure has passed.
         self.failures = 0;
+        if self.bytes >= least {
+            self.since = Instant::now();
+            self.bytes = 0;
+            return true;
+        }
+        passed < self.limits.time
     }
 
     /// How long to wait for an answer.
@@ -73,7 +93,8 @@ impl Patience {
             return None;
         }
         let longest = FIRST.saturating_mul(1 << (self.failures - 1).min(16)).min(LONGEST);
-        let wait = longest.mul_f64(0.5 + 0.5 * part(dcp_rs_core::store::random_bytes().unwrap_or([0x80; 16])));
+        let own = longest.mul_f64(0.5 + 0.5 * part(dcp_rs_core::store::random_bytes().unwrap_or([0x80; 16])));
+        let wait = own.max(self.hold.left());
         let left = self.limits.time.saturating_sub(self.since.elapsed());
         (wait < left).then_some(wait)
     }
@@ -100,19 +121,33 @@ mod tests {
             retries: 2,
             silence: Duration::from_secs(1),
         };
-        let mut patience = Patience::new(limits);
+        let mut patience = Patience::new(limits, Arc::default());
         let first = patience.failed().unwrap();
         assert!(first >= FIRST / 2 && first <= FIRST);
         assert!(patience.failed().is_some());
         assert!(patience.failed().is_none());
         assert_eq!(patience.attempts(), 3);
-        patience.progressed();
+        assert!(patience.progressed(1));
         assert!(patience.failed().is_some_and(|wait| wait <= FIRST));
         assert_eq!(patience.attempts(), 4);
-        let mut none = Patience::new(Limits {
+        let none = Limits {
             time: Duration::ZERO,
             ..limits
-        });
-        assert!(none.failed().is_none());
+        };
+        assert!(Patience::new(none, Arc::default()).failed().is_none());
+    }
+
+    #[test]
+    fn a_byte_now_and_then_is_no_progress() {
+        let limits = Limits {
+            time: Duration::from_millis(30),
+            ..Limits::default()
+        };
+        let mut patience = Patience::new(limits, Arc::default());
+        assert!(patience.progressed(1));
+        std::thread::sleep(limits.time);
+        assert!(!patience.progressed(1));
+        // What was too little before counts.
+        assert!(patience.progressed(LEAST_RATE - 2) && patience.progressed(1));
     }
 }

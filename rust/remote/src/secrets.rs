@@ -16,6 +16,7 @@ const PLAIN: &[&str] = &[
     "unsigned_payload",
     "timeout",
     "retries",
+    "ca_bundle",
     "account_name",
     "container_name",
     "use_emulator",

@@ -20,7 +20,7 @@ use object_store::{
 use tokio::time::{Instant, timeout, timeout_at};
 
 use crate::answers::Failure;
-use crate::config::Kind;
+use crate::config::{Config, Kind};
 use crate::link::Shared;
 use crate::patience::Patience;
 use crate::{Seen, see};
@@ -69,7 +69,7 @@ pub async fn put(shared: &Shared, path: &Path, name: &Name, bytes: Vec<Bytes>, c
     };
     let payload: PutPayload = bytes.into_iter().collect();
     let length = payload.content_length() as u64;
-    let mut patience = Patience::new(shared.config.limits);
+    let mut patience = shared.patience();
     let mut may_be_done = false;
     loop {
         let options = PutOptions::from(mode.clone());
@@ -147,7 +147,7 @@ pub async fn complete(
         |failure: Failure, attempts| failure.into_error("write", &upload.path, attempts, &shared.config.secrets);
     let mut conditional = None;
     if upload.condition == Condition::New {
-        let made = shared.config.completing_new(&shared.client);
+        let made = Config::completing_new(&shared.client);
         conditional = made.map_err(|error| failed(Failure::of(&error), 1))?;
     }
     let made = Made {
@@ -156,7 +156,7 @@ pub async fn complete(
     };
     let ids: Vec<PartId> = answers.into_iter().map(|content_id| PartId { content_id }).collect();
     let work = JOINING.saturating_mul(u32::try_from(ids.len()).unwrap_or(u32::MAX));
-    let mut patience = Patience::new(shared.config.limits);
+    let mut patience = shared.patience();
     let mut may_be_done = again;
     loop {
         // Not all stores look at a condition.
@@ -275,7 +275,7 @@ pub async fn copy(shared: &Shared, path: &Path, from: &Name, to: &Name, size: u6
         _ => (Arc::clone(&shared.client.objects), CopyMode::Overwrite),
     };
     let work = copying(size);
-    let mut patience = Patience::new(shared.config.limits);
+    let mut patience = shared.patience();
     let mut may_be_done = false;
     loop {
         let attempt = objects.copy_opts(from, to, CopyOptions::new().with_mode(mode));
@@ -381,11 +381,11 @@ pub async fn remove(shared: &Shared, removals: &[Removal], within: Duration) -> 
 pub async fn remove_seen(shared: &Shared, path: &Path, name: &Name) -> Result<()> {
     let refused = |failure: Failure, attempts| failure.into_error("remove", path, attempts, &shared.config.secrets);
     let conditional = match shared.tag(path) {
-        Some(tag) => shared.config.removing(&shared.client, &tag),
+        Some(tag) => Config::removing(&shared.client, &tag),
         None => Ok(None),
     };
     let mut conditional = conditional.map_err(|error| refused(Failure::of(&error), 1))?;
-    let mut patience = Patience::new(shared.config.limits);
+    let mut patience = shared.patience();
     while is_as_seen(shared, path, name, patience.attempts()).await? {
         let objects = conditional.as_ref().unwrap_or(&shared.client.objects);
         let Err(failure) = answered(&patience, Duration::ZERO, objects.delete(name)).await else {
@@ -433,7 +433,7 @@ pub async fn keeps_conditions(shared: &Shared, path: &Path, name: &Name) -> Resu
 }
 
 async fn ask(shared: &Shared, path: &Path, name: &Name) -> Result<bool> {
-    let mut patience = Patience::new(shared.config.limits);
+    let mut patience = shared.patience();
     let mode = PutMode::Update(UpdateVersion {
         e_tag: Some(NEVER.into()),
         version: Some(NO_VERSION.into()),

@@ -232,7 +232,7 @@ fn a_store_that_knows_no_such_condition_completes_it_all_the_same() {
 #[test]
 fn many_parts_take_longer() {
     let limits = crate::config::Limits::default();
-    let patience = Patience::new(limits);
+    let patience = Patience::new(limits, Arc::default());
     assert!(patience.answer(JOINING * 10_000) > limits.silence * 10);
 }
 
@@ -339,7 +339,7 @@ fn a_large_copy_takes_longer() {
     // A gigabyte a minute, and longer yet where that was not long enough.
     let work = copying(1 << 30);
     assert!(work >= Duration::from_secs(60));
-    let patience = Patience::new(crate::config::Limits::default());
+    let patience = Patience::new(crate::config::Limits::default(), Arc::default());
     assert!(patience.answer(work) > work);
 }
 

@@ -17,6 +17,10 @@ pub struct Reply {
     pub early: bool,
     /// Before anything.
     pub delay: Duration,
+    /// Headers besides, each with its line's end.
+    pub headers: String,
+    /// After the body: more of it without an end, a byte each time, or as fast as it goes.
+    pub endless: Option<Duration>,
 }
 
 impl Reply {
@@ -28,6 +32,8 @@ impl Reply {
             tag: "\"t\"",
             early: false,
             delay: Duration::ZERO,
+            headers: String::new(),
+            endless: None,
         }
     }
 
@@ -53,13 +59,33 @@ impl Reply {
         Self { early: true, ..self }
     }
 
+    pub fn with(self, name: &str, value: &str) -> Self {
+        let headers = format!("{}{name}: {value}\r\n", self.headers);
+        Self { headers, ..self }
+    }
+
+    /// The body is that of an object: of a range of it.
+    pub fn ranged(self, size: u64) -> Self {
+        let last = self.body.len().saturating_sub(1);
+        let reply = self.with("Content-Range", &format!("bytes 0-{last}/{size}"));
+        Self { status: 206, ..reply }
+    }
+
+    pub fn endless(self, pause: Duration) -> Self {
+        Self {
+            length: Some(1 << 40),
+            endless: Some(pause),
+            ..self
+        }
+    }
+
     pub fn after(self, delay: Duration) -> Self {
         Self { delay, ..self }
     }
 }
 
-/// What was asked: "PUT /bucket/name?query".
-type Asked = Arc<Mutex<Vec<String>>>;
+/// What was asked: "PUT /bucket/name?query". Where a header was a `Referer`, " Referer" after it.
+pub type Asked = Arc<Mutex<Vec<String>>>;
 
 /// Serves for as long as the process runs; `answer` is told what is asked, and how often that was before.
 pub fn serve(answer: impl Fn(&str, usize) -> Reply + Send + Sync + 'static) -> (String, Asked) {
@@ -82,7 +108,7 @@ pub fn serve(answer: impl Fn(&str, usize) -> Reply + Send + Sync + 'static) -> (
 fn converse(reader: &mut BufReader<TcpStream>, answer: &dyn Fn(&str, usize) -> Reply, asked: &Asked) -> Option<()> {
     let mut first = String::new();
     reader.read_line(&mut first).ok().filter(|&read| read > 0)?;
-    let mut length = 0;
+    let (mut length, mut refers) = (0, "");
     loop {
         let mut line = String::new();
         reader.read_line(&mut line).ok().filter(|&read| read > 0)?;
@@ -90,11 +116,14 @@ fn converse(reader: &mut BufReader<TcpStream>, answer: &dyn Fn(&str, usize) -> R
             break;
         }
         let (name, value) = line.split_once(':')?;
+        if name.eq_ignore_ascii_case("referer") {
+            refers = " Referer";
+        }
         if name.eq_ignore_ascii_case("content-length") {
             length = value.trim().parse().ok()?;
         }
     }
-    let question = first.rsplit_once(' ')?.0.to_owned();
+    let question = first.rsplit_once(' ')?.0.to_owned() + refers;
     let before = {
         let mut asked = asked.lock().unwrap();
         asked.push(question.clone());
@@ -106,13 +135,26 @@ fn converse(reader: &mut BufReader<TcpStream>, answer: &dyn Fn(&str, usize) -> R
     }
     thread::sleep(reply.delay);
     let told = format!(
-        "HTTP/1.1 {} x\r\nContent-Length: {}\r\nETag: {}\r\nLast-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\n\r\n{}",
+        "HTTP/1.1 {} x\r\nContent-Length: {}\r\nETag: {}\r\nLast-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\n{}\r\n{}",
         reply.status,
         reply.length.unwrap_or(reply.body.len()),
         reply.tag,
+        reply.headers,
         reply.body
     );
     reader.get_mut().write_all(told.as_bytes()).ok()?;
+    let piece = vec![
+        b'x';
+        if reply.endless == Some(Duration::ZERO) {
+            1 << 16
+        } else {
+            1
+        }
+    ];
+    while let Some(pause) = reply.endless {
+        thread::sleep(pause);
+        reader.get_mut().write_all(&piece).ok()?;
+    }
     if reply.early {
         // Held, and nothing more is read.
         thread::sleep(Duration::from_secs(3600));

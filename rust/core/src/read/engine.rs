@@ -54,9 +54,13 @@ pub unsafe fn read(
             } else {
                 threads
             };
-            // A small load from a store is over when the slowest request is: one each.
-            let shares = if *access == Access::Remote { 1 } else { 4 };
-            access.policy(total / (workers as u64 * shares))
+            // A small load from a store is over when the slowest request is: one each. What lies
+            // between rows is fetched too.
+            let share = match access {
+                Access::Remote => wanted.iter().fold(0_u64, |sum, w| sum.saturating_add(w.reach)),
+                _ => total / 4,
+            };
+            access.policy(share / workers as u64)
         })
         .collect();
     let connection = connect(files, threads)?;

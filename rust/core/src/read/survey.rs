@@ -25,6 +25,8 @@ const PART_OPEN: usize = 4;
 pub struct Wanted {
     /// Bytes to deliver.
     pub bytes: u64,
+    /// With what lies between the rows that are wanted.
+    pub reach: u64,
     start: u64,
     end: u64,
     /// The part of `bytes` that other processes want too, or what lies between.
@@ -54,6 +56,7 @@ pub fn spans(files: &[FileRef], reqs: &[ReadReq], options: &ReadOptions, catalog
             };
             wanted.end = wanted.end.max(end);
             wanted.bytes = wanted.bytes.saturating_add(bytes);
+            wanted.reach = wanted.reach.saturating_add(end.saturating_sub(start));
             let is_whole = |of: &HashMap<u32, u64>| catalog.tensor_bytes(req.tensor) == of.get(&req.tensor).copied();
             let is_common = match &options.shared {
                 Sharing::Nothing => false,

@@ -14,6 +14,8 @@ use crate::{Control, Error, Result};
 const FIRST: u64 = 4 << 20;
 /// One request each for what is left.
 const PART: u64 = 8 << 20;
+/// What is left is fetched in steps of so much, or of as much as is here.
+const STEP: usize = 64 << 20;
 /// Looks that wait for a store at a time.
 const LOOKS: usize = 32;
 
@@ -185,24 +187,24 @@ fn parts(at: u64, len: u64, to: Destination) -> impl Iterator<Item = Part> {
     })
 }
 
-/// All of a remote file of which the first bytes are here.
+/// All of a remote file of which the first bytes are here. Its length is the store's word, so memory
+/// grows with what comes.
 fn rest(connection: &dyn Connection, control: &Control, path: &Path, mut bytes: Vec<u8>, size: u64) -> Result<Vec<u8>> {
-    let here = bytes.len();
     let whole = usize::try_from(size).map_err(|_| Error::Unsupported(format!("{}: too large", path.display())))?;
-    if here >= whole {
-        return Ok(bytes);
+    while bytes.len() < whole {
+        let here = bytes.len();
+        let next = whole.min(here.saturating_add(here.max(STEP)));
+        if bytes.try_reserve_exact(next - here).is_err() {
+            return Err(Error::Unsupported(format!(
+                "{}: there is no memory for its {size} bytes",
+                path.display()
+            )));
+        }
+        bytes.resize(next, 0);
+        let to = Destination(bytes[here..].as_mut_ptr());
+        let parts = parts(here as u64, (next - here) as u64, to).collect();
+        // SAFETY: the buffer reaches to the end of the parts, and nothing else touches it meanwhile.
+        unsafe { connection.fetch(path, size, parts, control)? };
     }
-    // Its length is the store's word: memory that is not there is an error, and no abort.
-    if bytes.try_reserve_exact(whole - here).is_err() {
-        return Err(Error::Unsupported(format!(
-            "{}: there is no memory for its {size} bytes",
-            path.display()
-        )));
-    }
-    bytes.resize(whole, 0);
-    let to = Destination(bytes[here..].as_mut_ptr());
-    let parts = parts(here as u64, size - here as u64, to).collect();
-    // SAFETY: the buffer is as long as the file, and nothing else touches it meanwhile.
-    unsafe { connection.fetch(path, size, parts, control)? };
     Ok(bytes)
 }

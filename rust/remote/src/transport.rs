@@ -1,0 +1,314 @@
+//! The HTTP client under the clients of stores. It bounds answers and follows no redirect of a
+//! store: a redirected request would take credentials to another host.
+
+use std::fmt;
+use std::net::{SocketAddr, ToSocketAddrs as _};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use futures_util::StreamExt as _;
+use object_store::client::{
+    ClientConfigKey, HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpResponseBody,
+    HttpService,
+};
+use object_store::{ClientOptions, Error};
+use reqwest::dns::{Addrs, Name, Resolve, Resolving};
+use reqwest::header::{HeaderMap, LOCATION, RANGE, RETRY_AFTER};
+use reqwest::redirect::Policy;
+use reqwest::tls::Certificate;
+use reqwest::{Method, NoProxy, Proxy, StatusCode, Url};
+
+use crate::config::Kind;
+use crate::{answers, credentials};
+
+/// Longest error message that is read. Stores send a few hundred bytes.
+const MOST_ERROR: usize = 64 << 10;
+/// Longest answer that is read whole, as a page of a listing. Ranges of objects come in pieces.
+const MOST_ANSWER: usize = 16 << 20;
+/// Redirects that are followed to a file of a web server.
+const MOST_REDIRECTS: usize = 10;
+
+/// An answer that is not used, with the reason.
+#[derive(Debug)]
+pub struct Refused(pub String);
+
+impl fmt::Display for Refused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Refused {}
+
+/// Until when a store asked to be left alone (`Retry-After`). All requests of a link share it.
+#[derive(Debug, Default)]
+pub struct Hold(Mutex<Option<Instant>>);
+
+impl Hold {
+    fn note(&self, headers: &HeaderMap) {
+        let seconds = headers
+            .get(RETRY_AFTER)
+            .and_then(|value| value.to_str().ok()?.parse().ok());
+        let until = seconds.and_then(|seconds| Instant::now().checked_add(Duration::from_secs(seconds)));
+        let mut hold = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        *hold = (*hold).max(until);
+    }
+
+    /// How much longer.
+    pub fn left(&self) -> Duration {
+        let until = *self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        until.map_or(Duration::ZERO, |until| until.saturating_duration_since(Instant::now()))
+    }
+}
+
+/// Makes the HTTP clients of a store.
+#[derive(Clone, Debug)]
+pub struct Transport {
+    kind: Kind,
+    /// Of the configuration whose credentials the requests have.
+    fingerprint: u64,
+    authorities: Option<Arc<[Certificate]>>,
+    hold: Arc<Hold>,
+    /// The client that all share, where they may: they belong to one runtime then.
+    shared: Option<Arc<OnceLock<HttpClient>>>,
+}
+
+impl Transport {
+    /// For the requests of a link, which share one pool of connections.
+    pub fn of_link(kind: Kind, fingerprint: u64, authorities: Option<Arc<[Certificate]>>, hold: Arc<Hold>) -> Self {
+        Self {
+            kind,
+            fingerprint,
+            authorities,
+            hold,
+            shared: Some(Arc::default()),
+        }
+    }
+
+    /// For the providers of credentials. They outlive a link and its runtime, so they keep no
+    /// connection open.
+    pub fn of_credentials(&self) -> Self {
+        Self {
+            shared: None,
+            ..self.clone()
+        }
+    }
+
+    fn client(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
+        let client = self.built(options).map_err(|error| Error::Generic {
+            store: "HTTP client",
+            source: error,
+        })?;
+        Ok(HttpClient::new(Bounded {
+            client,
+            fingerprint: self.fingerprint,
+            hold: Arc::clone(&self.hold),
+        }))
+    }
+
+    /// A client with these options. `default_headers` are left to `object_store`, which signs them.
+    fn built(&self, options: &ClientOptions) -> Result<reqwest::Client, Box<dyn std::error::Error + Send + Sync>> {
+        use ClientConfigKey as Key;
+        let text = |key: Key| options.get_config_value(&key);
+        let is_on = |key: Key| match text(key).unwrap_or_default().to_ascii_lowercase().as_str() {
+            "1" | "true" | "on" | "yes" | "y" => Ok(true),
+            "" | "0" | "false" | "off" | "no" | "n" => Ok(false),
+            _ => Err(format!("{} is neither true nor false", key.as_ref())),
+        };
+        let duration = |key: Key| {
+            let parse = |value: String| humantime::parse_duration(&value);
+            let parsed = text(key).map(parse).transpose();
+            parsed.map_err(|_| format!("{} is not a duration, as 5s", key.as_ref()))
+        };
+        let mut builder = reqwest::Client::builder()
+            .referer(false)
+            .redirect(redirects(self.kind))
+            .user_agent(text(Key::UserAgent).unwrap_or_else(|| concat!("dcp-rs/", env!("CARGO_PKG_VERSION")).into()));
+        if let Some(url) = text(Key::ProxyUrl) {
+            let excluded = text(Key::ProxyExcludes).and_then(|hosts| NoProxy::from_string(&hosts));
+            builder = builder.proxy(Proxy::all(url)?.no_proxy(excluded));
+            if let Some(certificate) = text(Key::ProxyCaCertificate) {
+                builder = builder.tls_certs_merge([Certificate::from_pem(certificate.as_bytes())?]);
+            }
+        }
+        if let Some(authorities) = &self.authorities {
+            builder = builder.tls_certs_only(authorities.iter().cloned());
+        } else if is_on(Key::NoSystemCertificates)? {
+            builder = builder.tls_certs_only([]);
+        }
+        if let Some(time) = duration(Key::Timeout)? {
+            builder = builder.timeout(time);
+        }
+        if let Some(time) = duration(Key::ConnectTimeout)? {
+            builder = builder.connect_timeout(time);
+        }
+        if let Some(time) = duration(Key::PoolIdleTimeout)? {
+            builder = builder.pool_idle_timeout(time);
+        }
+        let idle = match (&self.shared, text(Key::PoolMaxIdlePerHost)) {
+            (None, _) => Some(0),
+            (Some(_), most) => most.map(|most| most.parse()).transpose()?,
+        };
+        if let Some(idle) = idle {
+            builder = builder.pool_max_idle_per_host(idle);
+        }
+        if let Some(time) = duration(Key::Http2KeepAliveInterval)? {
+            builder = builder.http2_keep_alive_interval(time);
+        }
+        if let Some(time) = duration(Key::Http2KeepAliveTimeout)? {
+            builder = builder.http2_keep_alive_timeout(time);
+        }
+        if let Some(size) = text(Key::Http2MaxFrameSize) {
+            builder = builder.http2_max_frame_size(Some(size.parse()?));
+        }
+        builder = builder.http2_keep_alive_while_idle(is_on(Key::Http2KeepAliveWhileIdle)?);
+        if is_on(Key::Http1Only)? {
+            builder = builder.http1_only();
+        }
+        if is_on(Key::Http2Only)? {
+            builder = builder.http2_prior_knowledge();
+        }
+        if is_on(Key::RandomizeAddresses)? {
+            builder = builder.dns_resolver(Arc::new(AnyAddress));
+        }
+        let client = builder
+            .danger_accept_invalid_certs(is_on(Key::AllowInvalidCertificates)?)
+            .https_only(!is_on(Key::AllowHttp)?)
+            .build()?;
+        Ok(client)
+    }
+}
+
+impl HttpConnector for Transport {
+    fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
+        let Some(shared) = &self.shared else {
+            return self.client(options);
+        };
+        if let Some(client) = shared.get() {
+            return Ok(client.clone());
+        }
+        let client = self.client(options)?;
+        Ok(shared.get_or_init(|| client).clone())
+    }
+}
+
+/// Stores redirect where a bucket is in another region, and the signature would not hold there.
+/// Web servers redirect to where their files are; no secret goes to them.
+fn redirects(kind: Kind) -> Policy {
+    if kind != Kind::Http {
+        return Policy::none();
+    }
+    Policy::custom(|attempt| {
+        let was_safe = attempt.previous().iter().any(|url| url.scheme() == "https");
+        let is_weaker = was_safe && attempt.url().scheme() != "https";
+        if is_weaker || attempt.previous().len() > MOST_REDIRECTS {
+            attempt.stop()
+        } else {
+            attempt.follow()
+        }
+    })
+}
+
+/// A client whose answers are bounded.
+#[derive(Debug)]
+struct Bounded {
+    client: reqwest::Client,
+    fingerprint: u64,
+    hold: Arc<Hold>,
+}
+
+#[async_trait]
+impl HttpService for Bounded {
+    async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let is_range = request.method() == Method::GET && request.headers().contains_key(RANGE);
+        let asked = request.uri().host().unwrap_or_default().to_owned();
+        let response = HttpService::call(&self.client, request).await?;
+        let status = response.status();
+        if status.is_redirection() && status != StatusCode::NOT_MODIFIED {
+            return Err(refused(redirected(status, response.headers(), &asked)));
+        }
+        if status.is_success() && is_range {
+            return Ok(response);
+        }
+        self.hold.note(response.headers());
+        let (parts, body) = response.into_parts();
+        let most = if status.is_success() { MOST_ANSWER } else { MOST_ERROR };
+        let (mut bytes, is_whole) = beginning(body, most).await?;
+        if !status.is_success() {
+            // A cut through a character would be an error of its own.
+            let text = String::from_utf8_lossy(&bytes).into_owned();
+            if answers::blames_credentials(status.as_u16(), &text) {
+                credentials::forget(self.fingerprint);
+            }
+            bytes = text.into();
+        } else if !is_whole {
+            return Err(refused(format!("the answer is longer than {most} bytes")));
+        }
+        Ok(HttpResponse::from_parts(parts, bytes.into()))
+    }
+}
+
+/// The beginning of a body, and whether that is all of it.
+async fn beginning(body: HttpResponseBody, most: usize) -> Result<(Vec<u8>, bool), HttpError> {
+    let mut bytes = Vec::new();
+    let mut pieces = body.bytes_stream();
+    while let Some(piece) = pieces.next().await {
+        let piece = piece?;
+        let room = most - bytes.len();
+        bytes.extend_from_slice(&piece[..piece.len().min(room)]);
+        if piece.len() > room {
+            return Ok((bytes, false));
+        }
+    }
+    Ok((bytes, true))
+}
+
+fn refused(reason: String) -> HttpError {
+    HttpError::new(HttpErrorKind::Unknown, Refused(reason))
+}
+
+fn redirected(status: StatusCode, headers: &HeaderMap, asked: &str) -> String {
+    let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
+    let host = text(LOCATION.as_str()).and_then(|to| Some(Url::parse(to).ok()?.host_str()?.to_owned()));
+    let to = match host.as_deref() {
+        Some(host) if host != asked => format!("to another host, {}", plain(host)),
+        _ => "elsewhere".into(),
+    };
+    let region = text("x-amz-bucket-region").map_or_else(String::new, |region| {
+        format!("; the bucket is in the region {}: set aws_region", plain(region))
+    });
+    format!(
+        "the store answered {} and points {to}, which is not followed{region}",
+        status.as_u16()
+    )
+}
+
+/// A name that a server gave, without what could not be in one.
+pub fn plain(name: &str) -> String {
+    let is_plain = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+    name.chars().filter(is_plain).take(128).collect()
+}
+
+/// Looks up a name and begins with any of its addresses, so that connections spread over servers.
+struct AnyAddress;
+
+impl Resolve for AnyAddress {
+    fn resolve(&self, name: Name) -> Resolving {
+        Box::pin(async move {
+            let look_up = move || -> std::io::Result<Vec<SocketAddr>> {
+                let mut found: Vec<_> = (name.as_str(), 0).to_socket_addrs()?.collect();
+                let [random] = dcp_rs_core::store::random_bytes::<1>().unwrap_or_default();
+                let first = usize::from(random).checked_rem(found.len()).unwrap_or_default();
+                found.rotate_left(first);
+                Ok(found)
+            };
+            let found = tokio::task::spawn_blocking(look_up).await??;
+            Ok(Box::new(found.into_iter()) as Addrs)
+        })
+    }
+}
+
+#[cfg(test)]
+#[path = "transport_tests.rs"]
+mod tests;

@@ -1,0 +1,306 @@
+//! Answers without an end and redirects to other hosts: once a store could fill the memory of a
+//! client, hold it for ever, or send it elsewhere with its credentials. And each phrase of
+//! `object_store` that `answers.rs` knows, from a live client.
+
+use std::path::Path;
+
+use dcp_rs_core::store::{Condition, Remote as _};
+use dcp_rs_core::{Control, StorageFault};
+use object_store::{GetOptions, GetRange, ObjectStore, ObjectStoreExt as _, PutMode, PutOptions, UpdateVersion};
+use tokio::runtime::Builder;
+
+use super::*;
+use crate::Store;
+use crate::answers::Failure;
+use crate::config::Config;
+use crate::testing::{Reply, options, serve};
+
+const NOW: Duration = Duration::ZERO;
+
+fn store(scheme: &str, url: &str, more: &[(&str, &str)]) -> Store {
+    Store::new(&format!("{scheme}://bucket"), options(scheme, url, more)).unwrap()
+}
+
+/// The first bytes of an object.
+fn start(store: &Store) -> dcp_rs_core::Result<Option<(Vec<u8>, u64)>> {
+    let path = format!("{}/file", store.root());
+    store
+        .connect(1)
+        .unwrap()
+        .start(path.as_ref(), 4 << 20, false, &Control::new())
+}
+
+fn fault(error: &dcp_rs_core::Error) -> (StorageFault, &str, u32) {
+    match error {
+        dcp_rs_core::Error::Storage {
+            kind, reason, attempts, ..
+        } => (*kind, reason, *attempts),
+        error => panic!("{error}"),
+    }
+}
+
+#[test]
+fn an_error_without_an_end_is_told_by_its_beginning() {
+    let (url, _) = serve(|_, _| Reply::of(403, "AccessDenied").endless(NOW));
+    for scheme in ["s3", "gs", "az"] {
+        let error = start(&store(scheme, &url, &[])).unwrap_err();
+        let (kind, reason, attempts) = fault(&error);
+        assert_eq!((kind, attempts), (StorageFault::Denied, 1), "{scheme}: {error}");
+        assert!(reason.contains("403 AccessDenied"), "{reason}");
+    }
+}
+
+#[test]
+fn a_listing_without_an_end_is_refused() {
+    let (url, _) = serve(|_, _| Reply::ok("<ListBucketResult>").endless(NOW));
+    let listed = store("s3", &url, &[])
+        .connect(1)
+        .unwrap()
+        .list("s3://bucket/x".as_ref(), &Control::new());
+    let error = listed.unwrap_err();
+    assert_eq!(
+        fault(&error),
+        (StorageFault::Failed, "the answer is longer than 16777216 bytes", 1)
+    );
+}
+
+#[test]
+fn a_byte_now_and_then_holds_nobody_for_ever() {
+    let (url, _) = serve(|_, _| {
+        let reply = Reply::ok("x").with("Content-Range", "bytes 0-4194303/1073741824");
+        Reply { status: 206, ..reply }.endless(Duration::from_millis(20))
+    });
+    let began = Instant::now();
+    let error = start(&store("s3", &url, &[("retry_timeout", "0.5")])).unwrap_err();
+    let (_, reason, _) = fault(&error);
+    assert!(reason.contains("too slowly") || reason.contains("in time"), "{reason}");
+    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+}
+
+#[test]
+fn a_length_is_believed_as_far_as_bytes_come() {
+    let (url, asked) = serve(|_, before| match before {
+        0 => Reply::ok(&"x".repeat(4 << 20)).ranged(3_000_000_000),
+        _ => Reply::of(403, "AccessDenied"),
+    });
+    let connection = store("s3", &url, &[]).connect(1).unwrap();
+    let path = Path::new("s3://bucket/index.dcprs");
+    let error = dcp_rs_core::store::read_files(&[path.to_owned()], &*connection, &Control::new()).unwrap_err();
+    assert_eq!(fault(&error).0, StorageFault::Denied);
+    // 64 MiB of the three gigabytes, and no memory for more.
+    assert!(asked.lock().unwrap().len() <= 1 + 8);
+}
+
+#[test]
+fn a_store_leads_to_no_other_host() {
+    let (elsewhere, asked) = serve(|_, _| Reply::ok("x").ranged(1));
+    let elsewhere = elsewhere.replace("127.0.0.1", "localhost");
+    for (scheme, status) in [("s3", 307), ("s3", 301), ("gs", 302), ("az", 308)] {
+        let to = format!("{elsewhere}/bucket/file");
+        let (url, _) = serve(move |_, _| {
+            Reply::of(status, "PermanentRedirect")
+                .with("Location", &to)
+                .with("x-amz-bucket-region", "eu-west-1")
+        });
+        let error = start(&store(scheme, &url, &[])).unwrap_err();
+        let (kind, reason, attempts) = fault(&error);
+        assert_eq!((kind, attempts), (StorageFault::Failed, 1), "{error}");
+        assert!(reason.contains("to another host, localhost"), "{reason}");
+        assert!(reason.contains("in the region eu-west-1"), "{reason}");
+    }
+    assert!(asked.lock().unwrap().is_empty());
+}
+
+#[test]
+fn a_web_server_may_and_is_not_told_where_from() {
+    let (elsewhere, asked) = serve(|_, _| Reply::ok("x").ranged(1));
+    let (url, _) = serve(move |_, _| Reply::of(302, "").with("Location", &format!("{elsewhere}/other")));
+    let store = Store::new(&url, []).unwrap();
+    let found = store
+        .connect(1)
+        .unwrap()
+        .start(format!("{url}/file").as_ref(), 4, false, &Control::new());
+    assert_eq!(found.unwrap(), Some((b"x".to_vec(), 1)));
+    assert_eq!(*asked.lock().unwrap(), ["GET /other"]);
+}
+
+#[test]
+fn a_store_that_asks_to_wait_is_left_alone() {
+    let (url, asked) = serve(|_, before| match before {
+        0 => Reply::of(503, "SlowDown").with("Retry-After", "1"),
+        _ => Reply::ok("x").ranged(1),
+    });
+    let began = Instant::now();
+    assert!(start(&store("s3", &url, &[])).unwrap().is_some());
+    assert!(began.elapsed() >= Duration::from_secs(1));
+    assert_eq!(asked.lock().unwrap().len(), 2);
+    // More than there is time for: it is not waited for.
+    let (url, asked) = serve(|_, _| Reply::of(503, "SlowDown").with("Retry-After", "3600"));
+    assert_eq!(fault(&start(&store("s3", &url, &[])).unwrap_err()).2, 1);
+    assert_eq!(asked.lock().unwrap().len(), 1);
+}
+
+#[test]
+fn what_passes_and_what_blames_credentials_is_known_by_its_code() {
+    for code in ["RequestTimeout", "SlowDown", "ThrottlingException"] {
+        let (url, asked) = serve(move |_, before| match before {
+            0 => Reply::of(400, code),
+            _ => Reply::ok("x").ranged(1),
+        });
+        assert!(start(&store("s3", &url, &[])).unwrap().is_some(), "{code}");
+        assert_eq!(asked.lock().unwrap().len(), 2);
+    }
+    for (status, code) in [
+        (400, "ExpiredToken"),
+        (403, "ExpiredToken"),
+        (401, ""),
+        (400, "InvalidToken"),
+    ] {
+        let (url, _) = serve(move |_, _| Reply::of(status, code));
+        let error = start(&store("s3", &url, &[])).unwrap_err();
+        let (kind, reason, attempts) = fault(&error);
+        assert_eq!((kind, attempts), (StorageFault::Denied, 1), "{error}");
+        assert!(reason.contains("credentials are"), "{reason}");
+    }
+    let (url, _) = serve(|_, _| Reply {
+        body: "<Error><Code>AuthorizationHeaderMalformed</Code><Region>eu-west-1</Region></Error>".into(),
+        ..Reply::of(400, "")
+    });
+    let error = start(&store("s3", &url, &[])).unwrap_err();
+    assert!(
+        fault(&error).1.contains("in the region eu-west-1: set aws_region"),
+        "{error}"
+    );
+}
+
+#[test]
+fn without_another_word_retries_end_with_the_time() {
+    let (url, asked) = serve(|_, _| Reply::of(503, "SlowDown"));
+    let began = Instant::now();
+    assert!(start(&store("s3", &url, &[("retry_timeout", "1.2")])).is_err());
+    assert!(began.elapsed() < Duration::from_secs(10));
+    // One number would have ended it before the time.
+    assert!(asked.lock().unwrap().len() >= 3);
+    assert_eq!(crate::config::Limits::default().retries, u32::MAX);
+}
+
+/// An instance with a role, and the bucket that it may read; the metadata beside it.
+fn instance(refuses: &'static str) -> (String, crate::testing::Asked) {
+    serve(move |question, before| match question {
+        "PUT /latest/api/token" => Reply::ok("token"),
+        "GET /latest/meta-data/iam/security-credentials/" => Reply::ok("role"),
+        "GET /latest/meta-data/iam/security-credentials/role" => Reply::ok(concat!(
+            r#"{"AccessKeyId": "key", "SecretAccessKey": "secret", "Token": "token", "Code": "Success","#,
+            r#" "Expiration": "2099-01-01T00:00:00Z"}"#
+        )),
+        _ if before == 0 && !refuses.is_empty() => Reply::of(403, refuses),
+        _ => Reply::ok("x").ranged(1),
+    })
+}
+
+fn asked_of_metadata(asked: &crate::testing::Asked) -> usize {
+    let asked = asked.lock().unwrap();
+    asked.iter().filter(|question| question.contains("/latest/")).count()
+}
+
+/// Once every call asked for credentials anew: 22 requests for one save of one rank.
+#[test]
+fn a_role_is_asked_for_its_credentials_once() {
+    let role = |url: &str| {
+        let given = [("aws_metadata_endpoint", url), ("aws_skip_signature", "false")];
+        store("s3", url, &given)
+    };
+    let (url, asked) = instance("");
+    for _ in 0..3 {
+        assert!(start(&role(&url)).unwrap().is_some());
+    }
+    assert_eq!(asked_of_metadata(&asked), 3);
+    // Others are asked for where these were refused, and not where they lack a permission.
+    for (code, again) in [("ExpiredToken", 6), ("AccessDenied", 3)] {
+        let (url, asked) = instance(code);
+        assert_eq!(fault(&start(&role(&url)).unwrap_err()).0, StorageFault::Denied);
+        assert!(start(&role(&url)).unwrap().is_some());
+        assert_eq!(asked_of_metadata(&asked), again, "{code}");
+    }
+}
+
+#[test]
+fn a_bundle_of_authorities_is_read() {
+    let given = |file: &str| store("s3", "https://127.0.0.1:1", &[("aws_ca_bundle", file)]);
+    for file in ["/does/not/exist.pem", "/dev/null"] {
+        let refused = given(file).connect(1).err().unwrap().to_string();
+        assert!(refused.contains("aws_ca_bundle") && refused.contains(file), "{refused}");
+    }
+}
+
+/// A client, and what runs it.
+fn client(scheme: &str, url: &str) -> (tokio::runtime::Runtime, Arc<dyn ObjectStore>) {
+    let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+    let config = Config::new(&format!("{scheme}://bucket"), options(scheme, url, &[])).unwrap();
+    let client = {
+        let _entered = runtime.enter();
+        config.client(Arc::default()).unwrap().objects
+    };
+    (runtime, client)
+}
+
+#[test]
+fn the_words_of_the_client_are_those_that_are_known() {
+    // "status code: ", as `Failure::status` has it; and what is under each class of error.
+    for (status, kind) in [
+        (404, StorageFault::NotFound),
+        (412, StorageFault::Precondition),
+        (403, StorageFault::Denied),
+        (401, StorageFault::Denied),
+        (400, StorageFault::Failed),
+        (500, StorageFault::Failed),
+    ] {
+        let (url, _) = serve(move |_, _| Reply::of(status, "Other"));
+        for scheme in ["s3", "gs", "az"] {
+            let (runtime, client) = client(scheme, &url);
+            let failure = Failure::of(&runtime.block_on(client.get(&"file".into())).unwrap_err());
+            assert_eq!((failure.status, failure.kind), (Some(status), kind), "{scheme}");
+            assert!(failure.was_sent);
+        }
+    }
+    // "ETag required", "Version required": nothing was sent.
+    let (url, asked) = serve(|_, _| Reply::ok(""));
+    for scheme in ["s3", "gs", "az"] {
+        let (runtime, client) = client(scheme, &url);
+        let nothing = UpdateVersion {
+            e_tag: None,
+            version: None,
+        };
+        let options = PutOptions::from(PutMode::Update(nothing));
+        let put = runtime.block_on(client.put_opts(&"file".into(), "x".into(), options));
+        assert!(!Failure::of(&put.unwrap_err()).may_be_done(), "{scheme}");
+    }
+    assert!(asked.lock().unwrap().is_empty());
+    // "non-partial response": a range was asked for, and all came.
+    let (url, _) = serve(|_, _| Reply::ok("all of it"));
+    for scheme in ["s3", "gs", "az"] {
+        let (runtime, client) = client(scheme, &url);
+        let options = GetOptions {
+            range: Some(GetRange::Bounded(0..3)),
+            ..GetOptions::default()
+        };
+        let failure = Failure::of(&runtime.block_on(client.get_opts(&"file".into(), options)).unwrap_err());
+        assert!(failure.reason.contains("whole files only"), "{}", failure.reason);
+    }
+    // "InternalError" in an answer that began well.
+    for code in ["InternalError", "SlowDown"] {
+        let (url, _) = serve(move |_, _| Reply {
+            status: 200,
+            ..Reply::of(200, code)
+        });
+        let store = store("s3", &url, &[("max_retries", "1")]);
+        let connection = store.connect_to_store(1).unwrap();
+        let upload = dcp_rs_core::store::Upload {
+            path: "s3://bucket/file".into(),
+            id: "1".into(),
+            condition: Condition::Always,
+        };
+        let done = connection.complete(&upload, vec!["1".into()], 1, &Control::new());
+        assert_eq!(fault(&done.unwrap_err()).2, 2, "{code}: it is tried again");
+    }
+}
