@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import dcp_rs
-from dcp_rs import RsSavePlanner, RsWriter, _core, errors
+from dcp_rs import CheckpointManager, RsSavePlanner, RsWriter, _core, errors
 from dcp_rs.dcp import background
 from support import rank_outcomes
 from support.both import save_rs
@@ -69,6 +69,13 @@ def unsafe(path):
 def plan(path):
     save_rs({"w": torch.ones(1)}, path)
     dcp_rs.load({"other": torch.ones(1)}, path, no_dist=True)
+
+
+def go_on_after_another(path):
+    with CheckpointManager(path, no_dist=True) as old, CheckpointManager(path, no_dist=True) as new:
+        old.save(1, {"w": torch.ones(1)})
+        new.load({"w": torch.zeros(1)})
+        old.save(2, {"w": torch.ones(1)})
 
 
 def in_progress(path):
@@ -174,6 +181,7 @@ PROVOKED = {
     errors.UnsupportedError: unsupported,
     errors.UnsafePickleError: unsafe,
     errors.PlanError: plan,
+    errors.RunTakenOverError: go_on_after_another,
     errors.SaveInProgressError: in_progress,
     errors.StateChangedError: change_what_is_copied,
     errors.StorageError: from_a_store(busy),

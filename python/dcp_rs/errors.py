@@ -15,6 +15,7 @@ __all__ = [
     "InternalError",
     "PlanError",
     "RankLostError",
+    "RunTakenOverError",
     "SaveInProgressError",
     "StateChangedError",
     "StorageError",
@@ -105,10 +106,14 @@ class RankLostError(DcpRsError):
         self.ranks = ranks
 
 
+class RunTakenOverError(DcpRsError):
+    """Another job resumed this run, or began to save to its root. Nothing was committed or removed. The message names the job's process."""
+
+
 class SaveInProgressError(DcpRsError):
     """Another save to the same path is not over in this process: wait for the future of that one first.
 
-    Or another process has kept the folder locked for ten minutes: the message names the lock.
+    Or another process is saving there, or has kept the folder locked for ten minutes. The message names the process, or the lock.
     """
 
 

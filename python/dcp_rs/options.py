@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -121,6 +122,7 @@ class WriterArguments(TypedDict, total=False):
     reuse: str | Iterable[str] | torch.nn.Module | Any | None
     verify_reuse: bool
     storage_options: Mapping[str, Any] | Any | None
+    guard: Callable[[], AbstractContextManager[object]] | None
 
 
 @dataclass(frozen=True, kw_only=True)

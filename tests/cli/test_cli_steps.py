@@ -37,7 +37,7 @@ def dcp_rs_does(capfd, monkeypatch):
 
 
 def folders(run):
-    return sorted(int(path.name.removeprefix("step-")) for path in run.iterdir())
+    return sorted(int(path.name.removeprefix("step-")) for path in run.glob("step-*"))
 
 
 @pytest.mark.parametrize("command", ["steps", "ls", "inspect"])

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 import dcp_rs
 from dcp_rs import RsWriter
 from dcp_rs.errors import UnsupportedError
+from dcp_rs.steps import folder_root
 from dcp_rs.steps.folder_root import FolderRoot
 from dcp_rs.steps.policies import Policies
 from dcp_rs.steps.pruning import prune
@@ -251,7 +252,18 @@ def test_a_name_in_another_form_is_no_step(root):
 
 
 @pytest.mark.parametrize(
-    "notes", ["", "{", "[]", '{"saved": "x", "metrics": {}}', '{"saved": 1, "metrics": {"a": []}}']
+    "notes",
+    [
+        "",
+        "{",
+        "[]",
+        '{"saved": "x", "metrics": {}}',
+        '{"saved": 1, "metrics": {"a": []}}',
+        pytest.param(f'{{"saved": 1, "metrics": {{"a": 1{"0" * 400}}}}}', id="a number that is no float"),
+        pytest.param('{"saved": Infinity, "metrics": {}}', id="no time"),
+        pytest.param("[" * 100_000, id="deep"),
+        pytest.param('{"saved": 1, "metrics": {}}' + " " * (1 << 20), id="long"),
+    ],
 )
 def test_notes_need_not_be_right(root, notes):
     folder = save(root, 10, {"loss": 1.0})
@@ -259,6 +271,18 @@ def test_notes_need_not_be_right(root, notes):
     step = root.latest()
     assert step.metrics == {}
     assert step.saved == (folder / "index.dcprs").stat().st_mtime
+
+
+def test_a_note_that_is_no_regular_file_is_none(root):
+    """A pipe in the place of a note: whoever looked at the step waited for ever."""
+    folder = save(root, 10, {"loss": 1.0})
+    note = folder / f"saved-{10:032x}.json"
+    note.unlink()
+    os.mkfifo(note)
+    assert root.latest().metrics == {}
+    without_index(folder)
+    note.rename(folder / f"saving-{10:032x}.json")
+    assert only_passed_over(root).kind == "unfinished"
 
 
 def test_notes_of_another_save_are_not_believed(root):
@@ -309,6 +333,8 @@ def test_a_removal_that_was_cut_short_leaves_no_step(root):
     assert root.look().passed_over == []
     save(root, 10)  # again
     root.remove(10)
+    assert numbers(root) == [20]
+    root.sweep()
     assert sorted(p.name for p in root.path.iterdir()) == ["step-20"]
     save(root, 30).rename(root.path / ".removing-step-30")
     (root.path / ".removing-step-x").mkdir()  # of somebody else
@@ -368,13 +394,44 @@ def test_a_damaged_newest_step_is_no_reason_to_keep_all_where_another_one_stays(
     assert [(step.number, step.verified) for step in root.look().steps] == [(2, True), (3, False)]
 
 
-def test_what_cannot_be_removed_is_said(root):
+def test_what_cannot_be_deleted_does_not_keep_the_rest(root, monkeypatch):
+    """On NFS a file that another process has open stays as `.nfsXXXX`: its folder ended each sweep, and nothing was ever removed again."""
+    for number in (1, 2, 3):
+        save(root, number)
+    stuck = root.set_aside(1)
+    left = save(root, 0, settle=False)
+    without_index(left)
+    removed = folder_root.shutil.rmtree
+
+    def rmtree(path):
+        if path == stuck:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        removed(path)
+
+    monkeypatch.setattr(folder_root.shutil, "rmtree", rmtree)
+    done = prune(root, Policies(keep_last=1))
+    assert [step.number for step in done.removed] == [2]
+    assert [found.number for found in done.swept] == [0]
+    (problem,) = done.problems
+    assert str(stuck) in problem
+    assert "Directory not empty" in problem
+    assert sorted(p.name for p in root.path.iterdir()) == [stuck.name, "step-3"]
+    monkeypatch.undo()
+    assert prune(root, Policies(keep_last=1)).problems == []
+    assert sorted(p.name for p in root.path.iterdir()) == ["step-3"]
+
+
+def test_what_cannot_be_removed_is_said(root, monkeypatch):
     for number in (1, 2):
         save(root, number)
-    root.path.joinpath(".removing-step-1").write_text("")  # not a folder: nothing can be put in its place
+
+    def rename(path, to):
+        raise OSError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "rename", rename)
     done = prune(root, Policies(keep_last=1))
     assert done.removed == []
-    assert len(done.problems) == 2
+    assert len(done.problems) == 1
     assert numbers(root) == [1, 2]
 
 

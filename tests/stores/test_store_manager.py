@@ -18,6 +18,7 @@ from dcp_rs import CheckpointManager
 from dcp_rs.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
+    RunTakenOverError,
     StorageError,
     StoragePermissionError,
     StoragePreconditionError,
@@ -25,6 +26,9 @@ from dcp_rs.errors import (
     UnsupportedError,
 )
 from dcp_rs.optim import training_state
+from dcp_rs.steps.policies import Policies
+from dcp_rs.steps.pruning import prune
+from dcp_rs.steps.roots import root_at
 from support import programs, run_ranks
 from support.numbered import loaded, numbers
 from support.object_server import Fault
@@ -48,7 +52,7 @@ def make(server):
 
 
 def steps_on(server):
-    return sorted({int(key.split("/")[1].removeprefix("step-")) for key in server.keys("run/")})
+    return sorted({int(key.split("/")[1].removeprefix("step-")) for key in server.keys("run/step-")})
 
 
 def is_index(request):
@@ -339,19 +343,33 @@ def test_a_step_of_a_killed_run_is_saved_again_without_a_wait(make, server):
 
 
 def test_another_manager_prunes_nothing_that_is_being_saved(make, server):
-    pruned = []
-
-    with make() as manager, make(keep_last=1) as other:
+    with make() as manager:
+        manager.save(4, state_of(4))
         server.faults.append(Fault(delay=2.0, matches=lambda request: is_index(request) and "step-5/" in request.key))
         saving = manager.async_save(5, state_of(5))
         while not any(key.endswith(".safetensors") for key in server.keys("run/step-5/")):
             time.sleep(0.01)
-        other.save(6, state_of(6))
-        pruned.append(steps_on(server))
+        done = prune(root_at(server.url("run"), server.options()), Policies(keep_last=1))
+        assert done.removed == []
         saving.result(60)
-        assert pruned == [[5, 6]]
-        assert numbers(manager) == [5, 6]
+        assert numbers(manager) == [4, 5]
         assert loaded(manager, 5, verify=True) == 5
+
+
+def test_a_job_that_was_taken_over_commits_and_removes_nothing(make, server):
+    """A job that was stopped, and woke up, committed its step into the run of the next one, and removed what that had resumed from."""
+    with make(keep_last=1) as old, make() as new:
+        old.save(1, state_of(1))
+        old.save(2, state_of(2))
+        assert loaded(new) == 2
+        with pytest.raises(RunTakenOverError, match=r"was taken over by process \d+ on "):
+            old.save(3, state_of(3))
+        old._keeper._prune(2)
+        with pytest.raises(RunTakenOverError):
+            old.delete(2)
+        assert steps_on(server) == [2]
+        new.save(3, state_of(3))
+        assert loaded(new, take_over=False) == 3
 
 
 # --- killed --------------------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ def test_what_a_killed_save_leaves_goes_a_day_later_once_a_newer_step_is_there(r
         cut_data(server)
     elif left == "no data":
         remove_data(server)
-    assert only_passed_over(root).kind == "in use"  # nothing tells
+    assert only_passed_over(root).kind == "unknown"  # nothing tells
     save(root, 20)
     assert root.sweep().left == []
     age(server)
@@ -234,7 +234,7 @@ def test_a_save_that_goes_on_is_left_alone(root):
         writer.go.set()
         thread.join()
     assert isinstance(passed, PassedOver)
-    assert passed.kind == "in use"
+    assert passed.kind == "unknown"
     assert swept == []
     assert numbers(root) == [10, 20]
 
@@ -478,7 +478,7 @@ def test_what_a_save_beside_has_stored_survives_the_removal_of_a_step(root, serv
     root.begin(10, f"{12:032x}", {})
     root.remove(10)
     assert server.keys("run/step-10/") == [stray, f"run/step-10/saving-{12:032x}.json"]
-    assert root.look_at(10).kind == "in use"
+    assert root.look_at(10).kind == "unknown"
     save(root, 20)
     age(server)
     root.sweep()

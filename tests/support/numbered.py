@@ -23,6 +23,11 @@ def check_loaded(got):
     return number
 
 
+def names_in(run):
+    """The names in the folder of a run, but for the note of whose run it is, and the lock."""
+    return sorted(path.name for path in run.iterdir() if not path.name.startswith(".dcprs"))
+
+
 def numbers(manager):
     return [step.number for step in manager.steps()]
 

@@ -6,7 +6,8 @@ import dataclasses
 import os
 import secrets
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,6 +67,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         verify_reuse: read what would be reused of ``parent``, and write what is not as its digests say.
         storage_options: for a URL, as for :class:`RsReader`. Secrets are not pickled: a save in another process takes them from its environment.
         save_id: what is to identify the first save with this writer, as a UUID; the coordinator's counts. Default: a random one.
+        guard: called once on the coordinator. The commit happens within what it returns, and what that raises when it is entered stops the commit.
         cache_staged_state_dict: keep the host memory that ``dcp.async_save`` stages to for the next save with this writer.
         thread_count, sync_files: ``threads`` and ``fsync``, as torch's ``FileSystemWriter`` calls them. Its other arguments are taken, in its
             order: ``single_file_per_rank`` and ``per_thread_copy_ahead`` change nothing here, which is warned of once, nor does
@@ -111,6 +113,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         verify_reuse: bool = False,
         storage_options: Mapping[str, Any] | Any | None = None,
         save_id: str | None = None,
+        guard: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> None:
         super().__init__()
         judge_writer(path, _extensions, single_file_per_rank, per_thread_copy_ahead)
@@ -126,6 +129,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self.overwrite = overwrite
         self.strict_values = strict_values
         self.progress = progress
+        self._guard = guard or nullcontext
         self.save_id = str(uuid.uuid4() if save_id is None else uuid_of(save_id))
         self._rank: int | None = None
         self._use_collectives = True
@@ -315,17 +319,18 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             to, rank, generation = self._written.to, self._written.rank, self._written.generation
         indexes = [unpacked(result) for rank_results in results for result in rank_results]
         try:
-            index, left = to.commit(
-                rank,
-                indexes,
-                save_id=uuid.UUID(self.save_id).bytes,
-                generation=generation,
-                planner_data=plain_data(metadata.planner_data),
-                items=getattr(entries, "planned_items", None),
-                names=entries,
-                fsync=self.options.fsync,
-                overwrite=self.overwrite,
-            )
+            with self._guard():
+                index, left = to.commit(
+                    rank,
+                    indexes,
+                    save_id=uuid.UUID(self.save_id).bytes,
+                    generation=generation,
+                    planner_data=plain_data(metadata.planner_data),
+                    items=getattr(entries, "planned_items", None),
+                    names=entries,
+                    fsync=self.options.fsync,
+                    overwrite=self.overwrite,
+                )
         except BaseException as error:
             self._written = None
             self._end()

@@ -13,6 +13,7 @@ __all__ = ["check_write_options"]
 _OF_ONE_SAVE = {
     "overwrite": "no step replaces another by accident; save(step, state_dict, force=True) replaces one",
     "save_id": "each step gets one of its own",
+    "guard": "each commit is held to be of the run that was taken over last",
     "parent": "reuse= takes over from the step before what is the same",
 }
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import stat
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +19,24 @@ from dcp_rs.checkpoint.clean import leftovers
 from dcp_rs.checkpoint.folders import make_folder
 from dcp_rs.checkpoint.locate import INDEX_NAME, holds_index, is_data_file, local_path
 from dcp_rs.checkpoint.verify import VerifyReport, verify
-from dcp_rs.errors import CorruptDataError, DcpRsError, UnsupportedError
+from dcp_rs.errors import (
+    CheckpointNotFoundError,
+    CorruptDataError,
+    DcpRsError,
+    SaveInProgressError,
+    UnsupportedError,
+)
 from dcp_rs.steps import notes
-from dcp_rs.steps.notes import saved_name, saving_name, verified_name
+from dcp_rs.steps.notes import Owner, saved_name, saving_name, verified_name
 from dcp_rs.steps.root import Listing, PassedOver, Root, Step, Why
 
 __all__ = ["FolderRoot"]
 
 #: What is being removed is renamed first, so that no half of it has the name of a step.
 _REMOVING = ".removing-"
-_ASIDE = re.compile(r"\.removing-step-\d+")
+_ASIDE = re.compile(r"\.removing-step-\d+(\.[0-9a-f]{16})?")
+#: What cannot be looked at is asked for again after so many seconds each.
+_AGAIN = (0.1, 0.4, 1.5, 3.0)
 _TEMPORARY = re.compile(r"(.+)\.[0-9a-f]{16}\.tmp")
 
 
@@ -57,8 +69,31 @@ class FolderRoot(Root):
         except FileNotFoundError:
             return []
 
+    def look_at(self, number: int) -> Step | PassedOver | None:
+        """What is at a step; None where nothing is.
+
+        Raises:
+            OSError: it cannot be looked at, and was asked for several times. It may be whole.
+        """
+        for seconds in _AGAIN:
+            with suppress(OSError):
+                return self._look_at_one(number)
+            time.sleep(seconds)
+        try:
+            return self._look_at_one(number)
+        except OSError as error:
+            path = self.folder(number)
+            error.add_note(f"{path} may be whole, so no other step takes its place. Remove it if it is not wanted.")
+            raise
+
     def _look_at(self, numbers: Sequence[int]) -> list[Step | PassedOver | None]:
-        return [self._look_at_one(number) for number in numbers]
+        found: list[Step | PassedOver | None] = []
+        for number in numbers:
+            try:
+                found.append(self._look_at_one(number))
+            except OSError as error:
+                found.append(PassedOver(number=number, path=self.folder(number), why=str(error), kind="unreadable"))
+        return found
 
     def _look_at_one(self, number: int) -> Step | PassedOver | None:
         path = self.folder(number)
@@ -66,17 +101,19 @@ class FolderRoot(Root):
             changed = (path / INDEX_NAME).stat().st_mtime
         except (FileNotFoundError, NotADirectoryError):
             return self._without_index(number, path) if path.is_dir() else None
-        except OSError as error:
-            return _passed_over(number, path, error)
         try:
             index = _core.Index.open(os.fspath(path), None, False)
             data = _data_files(index)
             files = dict(data)
             nbytes = index.path.stat().st_size + sum(files.values())
-        except (DcpRsError, OSError) as error:
+        except (CheckpointNotFoundError, FileNotFoundError) as error:
             if not path.exists():  # removed meanwhile
                 return None
-            return _passed_over(number, path, error)
+            return _damaged(number, path, error)
+        except UnsupportedError as error:
+            return PassedOver(number=number, path=path, why=str(error), kind="foreign")
+        except DcpRsError as error:
+            return _damaged(number, path, error)
         uses = index.use_of_files()
         shared = {file for (file, _), (_, linked) in zip(data, uses, strict=True) if linked}
         save_id = (index.save_id or "").replace("-", "")  # of others there may be none
@@ -94,18 +131,26 @@ class FolderRoot(Root):
             verified=(path / verified_name(save_id)).exists(),
         )
 
-    def _without_index(self, number: int, path: Path) -> PassedOver | None:
+    def _without_index(self, number: int, path: Path, *, locked: bool = False) -> PassedOver | None:
+        """What is at a folder without an index. With ``locked``, this process has the lock of the folder."""
         try:
             names = _names_in(path)
-            left = {leftover.verdict for leftover in leftovers(path)}
+            found = leftovers(path)
         except FileNotFoundError:  # removed meanwhile
             return None
-        except (DcpRsError, OSError) as error:
-            return _passed_over(number, path, error)
+        except UnsupportedError as error:
+            return PassedOver(number=number, path=path, why=str(error), kind="foreign")
+        except DcpRsError as error:
+            return _damaged(number, path, error)
+        # Only that lock claims an index that did not get its name.
+        left = {leftover.verdict for leftover in found if leftover.kind == "data" or not locked}
         strange = [name for name in names if not _is_own(name)]
+        owners = _owners(path, names)
+        runs = frozenset(owner.run for owner in owners if owner.run is not None)
         kind: Why
         if "in use" in left:
-            kind, why = "in use", "a process is saving it"
+            newest = max(owners, key=lambda owner: owner.since, default=None)
+            kind, why = "in use", f"{newest or 'a process'} is saving it"
         elif strange:
             kind, why = (
                 "foreign",
@@ -116,11 +161,29 @@ class FolderRoot(Root):
                 "no index",
                 f"it is complete, but its {INDEX_NAME} is gone: dcp_rs.index(path) makes it",
             )
-        elif "young" in left:
-            kind, why = "in use", "its save did not finish, or goes on: this file system does not tell"
+        elif "young" in left and not (runs and self.run is not None and self.run not in runs):
+            kind, why = "unknown", "its save did not finish, or goes on: this file system does not tell"
         else:
+            # It failed, or it is of an earlier run, which cannot commit any more.
             kind, why = "unfinished", "its save did not finish"
-        return PassedOver(number=number, path=path, why=why, kind=kind)
+        return PassedOver(number=number, path=path, why=why, kind=kind, runs=runs)
+
+    # --- whose run it is ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        make_folder(self.path)
+        lock = _core.FolderLock(os.fspath(self.path))
+        try:
+            yield
+        finally:
+            del lock
+
+    def _read_run(self) -> bytes | None:
+        return _read_note(self.path / notes.RUN_NAME)
+
+    def _write_run(self, data: bytes) -> None:
+        _core.publish(os.fspath(self.path), notes.RUN_NAME, data, True)
 
     # --- a save ----------------------------------------------------------------------------------------
 
@@ -128,7 +191,7 @@ class FolderRoot(Root):
         """Makes the folder of a step, and notes in it what is being saved."""
         path = self.folder(number)
         make_folder(path)
-        _core.publish(os.fspath(path), saving_name(save_id), notes.of_save(number, metrics), True)
+        _core.publish(os.fspath(path), saving_name(save_id), notes.of_save(number, metrics, self.run), True)
 
     def settle(self, number: int, save_id: str) -> None:
         """Notes that a save is committed, and forgets what was noted of others that it replaced."""
@@ -155,8 +218,12 @@ class FolderRoot(Root):
 
     def set_aside(self, number: int) -> Path | None:
         """Gives the folder of a step another name, under which it is no step any more, to be deleted. None: it is not there."""
-        doomed = self.path / f"{_REMOVING}step-{number}"
-        _delete(doomed)  # that a kill left
+        with self.holding():
+            return self._rename(number)
+
+    def _rename(self, number: int) -> Path | None:
+        # A name of its own: what an earlier removal could not delete is not in the way.
+        doomed = self.path / f"{_REMOVING}step-{number}.{secrets.token_hex(8)}"
         try:
             self.folder(number).rename(doomed)
         except FileNotFoundError:  # another process was faster
@@ -169,37 +236,41 @@ class FolderRoot(Root):
         return [self.path / name for name in self._names() if _ASIDE.fullmatch(name)]
 
     def sweep(self) -> Listing:
-        """Removes what killed removals left, and what killed saves left (:attr:`Listing.left`). Returns what there was."""
+        """Removes what killed removals left, and what killed saves left (:attr:`Listing.left`). Returns what there was, and what could not be removed."""
+        problems = []
         for path in self.set_aside_before():
-            _delete(path)
+            try:
+                _delete(path)
+            except OSError as error:  # a file that a process of another machine has open, say
+                problems.append(f"{path}, which was removed, is still there: {error}")
         found = self.look()
         for left in found.left:
-            self._remove_left(left.number)
-        return found
+            try:
+                self._remove_left(left.number)
+            except OSError as error:
+                problems.append(f"{left.path}, of a save that did not finish, could not be removed: {error}")
+        return replace(found, problems=problems)
 
     def _remove_left(self, number: int) -> None:
         """Removes what a killed save left of a step, unless it was not killed: what the look before found may have changed."""
-        path = self.folder(number)
-        try:
+        path, doomed = self.folder(number), None
+        # First the lock of the root, then that of the step, as a commit takes them.
+        with self.holding(), suppress(FileNotFoundError, SaveInProgressError):  # gone, or in use
             _lock = _core.FolderLock(os.fspath(path))  # as long as it is held, no save commits
             has_index = (path / INDEX_NAME).is_symlink() or (path / INDEX_NAME).exists()
-            at_work = any(left.kind == "data" and left.verdict in ("in use", "young") for left in leftovers(path))
-        except (FileNotFoundError, DcpRsError):  # gone, in use, or not known
-            return
-        if not has_index and not at_work:
-            self.remove(number)
+            left = None if has_index else self._without_index(number, path, locked=True)
+            if left is not None and left.kind == "unfinished":
+                doomed = self._rename(number)
+        if doomed is not None:
+            _delete(doomed)
 
 
 def _names_in(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
 
 
-def _passed_over(number: int, path: Path, error: Exception) -> PassedOver:
-    """A step that this error keeps shut."""
-    kind: Why = "unreadable"
-    if isinstance(error, DcpRsError):
-        kind = "foreign" if isinstance(error, UnsupportedError) else "damaged"
-    return PassedOver(number=number, path=path, why=str(error), kind=kind)
+def _damaged(number: int, path: Path, error: Exception) -> PassedOver:
+    return PassedOver(number=number, path=path, why=str(error), kind="damaged")
 
 
 def _is_own(name: str) -> bool:
@@ -233,9 +304,25 @@ def _noted(path: Path, save_id: str) -> dict[str, Any]:
     """What was noted of a save."""
     for name in (saved_name(save_id), saving_name(save_id)):
         with suppress(OSError):
-            if noted := notes.of((path / name).read_bytes()):
+            if noted := notes.of(_read_note(path / name) or b""):
                 return noted
     return {}
+
+
+def _owners(path: Path, names: Sequence[str]) -> list[Owner]:
+    """Who began saves of a step that are not known to be committed."""
+    found = [notes.owner_of(_read_note(path / name)) for name in names if name.startswith("saving-")]
+    return [owner for owner in found if owner is not None]
+
+
+def _read_note(path: Path) -> bytes | None:
+    """The bytes of a note, or a few of one that is too long; None where there is no regular file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # of a pipe nobody may write to
+    except FileNotFoundError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read(notes.MOST + 1) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
 
 
 def _delete(path: Path) -> None:

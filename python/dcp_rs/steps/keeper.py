@@ -5,12 +5,18 @@ from __future__ import annotations
 import errno
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dcp_rs.errors import CheckpointExistsError, CheckpointNotFoundError, DcpRsError, SaveInProgressError
+from dcp_rs.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    DcpRsError,
+    SaveInProgressError,
+    UnsupportedError,
+)
 from dcp_rs.steps.policies import Policies
 from dcp_rs.steps.pruning import expendable, prune
 from dcp_rs.steps.root import PassedOver, Root, Step
@@ -18,9 +24,9 @@ from dcp_rs.steps.root import PassedOver, Root, Step
 __all__ = ["Keeper", "Prepared"]
 
 #: What is passed over without further ado: there never was a checkpoint.
-_NEVER_WHOLE = ("unfinished", "in use")
-#: Of what is passed over, what only ``force`` removes to make way.
-_MAY_BE_WHOLE = ("in use", "foreign", "no index", "unreadable")
+_NEVER_WHOLE = ("unfinished", "in use", "unknown")
+#: Of what is passed over, what is known to be of no use.
+_OF_NO_USE = ("unfinished", "damaged")
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class Keeper:
         self._policies = policies
         self._verify = verify
         self._problems: list[str] = []
+        self._told: set[str] = set()
         self._begun: set[str] = set()  # ids of this run's saves
         self._damaged: set[str] = set()  # and of those that could not be loaded
 
@@ -69,14 +76,19 @@ class Keeper:
         Raises:
             ValueError: no number of a step, or metrics that are no numbers.
             CheckpointExistsError, SaveInProgressError: the step is there, and ``force`` is not set.
-            OSError: the folder cannot be made.
+            RunTakenOverError: another run began here.
+            OSError: the folder cannot be made, or what is there cannot be looked at.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             msg = f"step {step!r}: an integer from 0 on"
             raise ValueError(msg)
         numbers = {str(name): _number(name, value) for name, value in metrics.items()}
-        self._make_way(step, force=force)
-        latest = self._root.latest() if reuse or self._policies.max_bytes is not None else None
+        if self._root.run is None:
+            self._root.take_over()
+        with self._root.holding():
+            pass  # an error before anything is written, and not after
+        overwrite = self._make_way(step, force=force)
+        latest = self._newest() if reuse or self._policies.max_bytes is not None else None
         if latest is not None and self._policies.max_bytes is not None:
             # The first save of a run may be of other ranks, and find nothing to take over.
             alike = reuse and latest.save_id in self._begun
@@ -84,45 +96,80 @@ class Keeper:
         save_id = uuid.uuid4().hex
         self._root.begin(step, save_id, numbers)
         self._begun.add(save_id)
-        return Prepared(save_id, self._parent() if reuse else None, overwrite=force)
+        return Prepared(save_id, self._newest() if reuse else None, overwrite)
 
-    def _parent(self) -> Step | None:
-        """The newest step that nobody found damaged."""
-        whole = (found for found in self._root.newest() if isinstance(found, Step))
-        return next((found for found in whole if found.save_id not in self._damaged), None)
+    def _newest(self) -> Step | None:
+        """The newest step that nobody found damaged. A save can do without: None where a newer one cannot be looked at."""
+        try:
+            whole = (found for found in self._root.newest() if isinstance(found, Step))
+            return next((found for found in whole if found.save_id not in self._damaged), None)
+        except OSError as error:
+            self._tell(f"a step cannot be looked at, so nothing of it is reused: {error}")
+            return None
 
-    def _make_way(self, step: int, *, force: bool) -> None:
+    def _make_way(self, step: int, *, force: bool) -> bool:
+        """Removes what is in the way of a save. Returns whether the save may replace a step that is there.
+
+        What is whole stays. What is damaged or abandoned is replaced. Beside what may be under way, the save begins: of the two, the first that
+        commits wins, and a save of an earlier run cannot.
+        """
         found = self._root.look_at(step)
         if found is None:
-            return
+            return force
         if isinstance(found, Step):
-            # It is replaced by the save, and stays whole until then.
-            if not force:
+            # It is replaced by the save, and stays until then.
+            if not force and found.save_id not in self._damaged:
                 msg = f"there is a step {step} in {self._root.path} already: force=True replaces it"
                 raise CheckpointExistsError(msg, path=found.path)
-            return
-        if found.kind == "in use" and self._root.goes_beside:
-            return  # the first that commits wins, and the other hears of it
-        if not force and found.kind in _MAY_BE_WHOLE:
+            return True
+        if found.kind in _OF_NO_USE or force:
+            self._root.remove(step)
+        elif found.kind == "in use" and (not found.runs or self._root.run in found.runs):
             msg = f"step {step} cannot be saved to {found.path}: {found.why} (force=True removes what is there)"
-            raise (SaveInProgressError if found.kind == "in use" else CheckpointExistsError)(msg, path=found.path)
-        self._root.remove(step)
+            raise SaveInProgressError(msg, path=found.path)
+        elif found.kind not in ("in use", "unknown"):
+            msg = f"step {step} cannot be saved to {found.path}: {found.why} (force=True removes what is there)"
+            raise CheckpointExistsError(msg, path=found.path)
+        return force
+
+    def take_over(self) -> None:
+        """Begins a run at the root, if there is one, and it can be written to: an earlier run can neither commit nor remove anything any more."""
+        if not self._root.is_there():
+            return  # the first save does
+        try:
+            self._root.take_over()
+        except OSError as error:
+            if not isinstance(error, PermissionError) and error.errno != errno.EROFS:
+                raise
+        except UnsupportedError:  # a server that stores nothing
+            pass
+
+    def holding(self) -> AbstractContextManager[None]:
+        """Keeps the root for this run, for a commit."""
+        return self._root.holding()
 
     def committed(self, step: int, save_id: str) -> None:
         """Removes, once a step is durable, what is not kept. It never fails: what cannot be removed is a problem to be told."""
         try:
             self._root.settle(step, save_id)
         except OSError as error:
-            self._problems.append(f"what was noted of step {step} could not be renamed: {error}")
+            self._tell(f"what was noted of step {step} could not be renamed: {error}")
         self._prune(step)
 
     def _prune(self, step: int, room: int | None = None) -> None:
         try:
             done = prune(self._root, self._policies, protected=self._protected(step), room=room, verify=self._verify)
         except (DcpRsError, OSError) as error:
-            self._problems.append(f"what the policies do not keep is still there: {error}")
+            self._tell(f"what the policies do not keep is still there: {error}")
         else:
-            self._problems += done.problems
+            for problem in done.problems:
+                self._tell(problem)
+
+    def _tell(self, problem: str) -> None:
+        """Notes a problem to be told, once."""
+        if problem not in self._told:
+            self._told.add(problem)
+            self._problems.append(problem)
 
     def _protected(self, *steps: int) -> set[int]:
         """What stays, besides the latest and the best."""
@@ -162,6 +209,7 @@ class Keeper:
 
         Raises:
             CheckpointNotFoundError: there is no such step; or there are some, and none is whole.
+            OSError: a step cannot be looked at, and may be the one.
         """
         if step is not None:
             found = self._root.look_at(step)

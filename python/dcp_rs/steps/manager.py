@@ -207,6 +207,7 @@ class CheckpointManager:
         Raises (on every rank):
             CheckpointExistsError: there is one already.
             SaveInProgressError: another process is saving it.
+            RunTakenOverError: another job resumed this run.
             PlanError: the ranks save different steps.
             ValueError: a step that is no number from 0 on, or metrics that are not numbers.
             As :func:`dcp_rs.save`, and as a save in the background that failed before this.
@@ -276,6 +277,7 @@ class CheckpointManager:
         step: int | None = None,
         *,
         planner: LoadPlanner | None = None,
+        take_over: bool = True,
         **read_options: Any,
     ) -> int | None:
         """Loads a step into ``state_dict``.
@@ -285,6 +287,8 @@ class CheckpointManager:
             step: default: the newest that is committed and whole. One that turns out to be damaged is passed over too (every byte is looked at with
                 ``verify=True``). What was passed over is warned of, and in ``passed_over``.
             planner, read_options: as for :func:`dcp_rs.load`.
+            take_over: this process goes on with the run. The next save of a job that ran before raises a ``RunTakenOverError``, and that job removes
+                nothing any more. ``False``: for an evaluation beside training.
 
         Returns:
             The step that was loaded; None where no step was ever saved, and ``state_dict`` is as it was.
@@ -293,10 +297,13 @@ class CheckpointManager:
             CheckpointNotFoundError: the root has no such step; or, without ``step``, it has steps, and none can be loaded.
             CorruptDataError: a step is damaged, and the one before lacks something that may hold values of the damaged one by now
                 (``allow_partial_load``). Make the state anew.
+            OSError: a newer step cannot be looked at, though it was asked for several times. It may be whole, so no older one is loaded.
             As :func:`dcp_rs.load`.
         """
         options = {**self._root.access, **self._team.options, **read_options}
-        return self._load(step, lambda path: api.load(state_dict, path, planner=planner, **options))
+        return self._load(
+            step, lambda path: api.load(state_dict, path, planner=planner, **options), take_over=take_over
+        )
 
     def load_training_state(
         self,
@@ -304,20 +311,28 @@ class CheckpointManager:
         optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
         extra: dict[str, Any] | None = None,
         step: int | None = None,
+        *,
+        take_over: bool = True,
         **options: Any,
     ) -> int | None:
         """As :meth:`load`, of a step that was saved with :func:`dcp_rs.optim.training_state`.
 
         Args:
             model, optimizers, extra, options: as for :func:`dcp_rs.optim.load_training_state`.
-            step: as for :meth:`load`.
+            step, take_over: as for :meth:`load`.
         """
         optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
         options = {**self._root.access, **self._team.options, **options}
-        return self._load(step, lambda path: optim.load_training_state(path, model, optimizers, extra, **options))
+        return self._load(
+            step,
+            lambda path: optim.load_training_state(path, model, optimizers, extra, **options),
+            take_over=take_over,
+        )
 
-    def _load(self, step: int | None, load: Callable[[Path], object]) -> int | None:
+    def _load(self, step: int | None, load: Callable[[Path], object], *, take_over: bool) -> int | None:
         self._settle()
+        if take_over:
+            self._team.decide(None, lambda _: self._keeper.take_over())
         number, self.passed_over = resume(self._team, self._keeper, step, self._reusing.distrusting(load))
         if self._team.leads:
             for passed in self.passed_over:
@@ -376,7 +391,12 @@ class CheckpointManager:
 
     def _options(self, prepared: Prepared) -> dict[str, Any]:
         """How a step is saved."""
-        one = {"save_id": prepared.save_id, "overwrite": prepared.overwrite, **self._reusing.options(prepared)}
+        one = {
+            "save_id": prepared.save_id,
+            "overwrite": prepared.overwrite,
+            "guard": self._keeper.holding,
+            **self._reusing.options(prepared),
+        }
         return {**self._write_options, **self._root.access, **self._team.options, **one}
 
     def _settle(self) -> None:

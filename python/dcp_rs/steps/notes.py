@@ -1,19 +1,62 @@
-"""What is noted beside the data of a save, by its id: while it is under way, once it is committed, and once it was verified.
+"""Notes: who runs, what is being saved, and what was committed or verified.
 
-Notes are believed in nothing but what they tell of that one save, and need not be there.
+A note of a save lies beside its data, and has its id. It is believed in nothing but what it says of that save, and need not be there.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
+import socket
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["id_of", "is_note", "of", "of_save", "saved_name", "saving_name", "verified_name"]
+__all__ = [
+    "MOST",
+    "RUN_NAME",
+    "Owner",
+    "id_of",
+    "is_note",
+    "of",
+    "of_run",
+    "of_save",
+    "owner_of",
+    "saved_name",
+    "saving_name",
+    "verified_name",
+]
+
+#: The note of the run, in its root.
+RUN_NAME = ".dcprs-run.json"
+#: Bytes. A longer note is none.
+MOST = 1 << 20
 
 _NOTE = re.compile(r"(?:(?:saving|saved)-([0-9a-f]{32})\.json)|verified-([0-9a-f]{32})")
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that began a run, or a save.
+
+    Attributes:
+        run: the id of its run; None of a save outside of any.
+        host: its machine.
+        pid: its number there.
+        since: when it began, in seconds since 1970.
+    """
+
+    run: str | None
+    host: str
+    pid: int
+    since: float
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(self.since))
+        return f"process {self.pid} on {self.host!r} since {since} UTC"
 
 
 def saving_name(save_id: str) -> str:
@@ -42,16 +85,44 @@ def id_of(name: str) -> str | None:
     return None if found is None else found[1] or found[2]
 
 
-def of_save(number: int, metrics: Mapping[str, float]) -> bytes:
+def of_save(number: int, metrics: Mapping[str, float], run: str | None) -> bytes:
     """The note of a save that begins now."""
-    return json.dumps({"step": number, "saved": time.time(), "metrics": dict(metrics)}).encode()
+    noted = {"step": number, "saved": time.time(), "metrics": dict(metrics), "run": run}
+    return json.dumps({**noted, "host": socket.gethostname(), "pid": os.getpid()}).encode()
+
+
+def of_run(run: str) -> bytes:
+    """The note of a run that begins now."""
+    return json.dumps({"run": run, "host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}).encode()
 
 
 def of(data: bytes) -> dict[str, Any]:
     """``saved``, in seconds since 1970, and ``metrics`` of a note; nothing of one that cannot be read."""
+    noted = _parsed(data)
     try:
-        noted = json.loads(data)
         metrics = {str(name): float(value) for name, value in noted["metrics"].items()}
-        return {"saved": float(noted["saved"]), "metrics": metrics}
-    except (ValueError, TypeError, KeyError, AttributeError):
+        saved = float(noted["saved"])
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return {}
+    return {"saved": saved, "metrics": metrics} if math.isfinite(saved) else {}
+
+
+def owner_of(data: bytes | None) -> Owner | None:
+    """Who wrote a note; None where it does not say."""
+    noted = _parsed(data or b"")
+    try:
+        run, host, pid = noted["run"], str(noted["host"])[:256], int(noted["pid"])
+        since = float(noted["since"] if "since" in noted else noted["saved"])
+        time.gmtime(since)
+    except (ValueError, TypeError, KeyError, OverflowError, OSError):
+        return None
+    return Owner(run, host, pid, since) if run is None or isinstance(run, str) else None
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    """The object that a note is; an empty one of what is none."""
+    try:
+        noted = json.loads(data) if len(data) <= MOST else None
+    except (ValueError, RecursionError):
+        return {}
+    return noted if isinstance(noted, dict) else {}

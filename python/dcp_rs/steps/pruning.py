@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from dcp_rs.errors import DcpRsError, StorageError, StoragePreconditionError
+from dcp_rs.errors import DcpRsError, RunTakenOverError, StorageError, StoragePreconditionError
 from dcp_rs.steps.policies import Policies
 from dcp_rs.steps.root import PassedOver, Root, Step
 
@@ -71,6 +71,9 @@ def prune(
     try:
         found = root.sweep()
         done.swept.extend(found.left)
+        done.problems.extend(found.problems)
+    except RunTakenOverError:
+        raise
     except (DcpRsError, OSError) as error:
         done.problems.append(f"what killed saves left is still there: {error}")
         found = root.look()

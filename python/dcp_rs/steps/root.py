@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from dcp_rs.checkpoint.verify import VerifyReport
+from dcp_rs.errors import RunTakenOverError, SaveInProgressError
+from dcp_rs.steps import notes
 
 __all__ = ["Listing", "PassedOver", "Root", "Step", "is_step"]
 
 _STEP = re.compile(r"step-(\d+)")
 
-Why = Literal["unfinished", "in use", "no index", "foreign", "unreadable", "damaged"]
+Why = Literal["unfinished", "in use", "unknown", "no index", "foreign", "unreadable", "damaged"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +64,17 @@ class PassedOver:
         number: of the step.
         path: the folder.
         why: what is wrong with it, in words.
-        kind: ``"unfinished"``: of a save that was killed, or failed. ``"in use"``: a process is saving it, or may be. ``"no index"``: complete, but its
-            index is gone. ``"foreign"``: it holds something else than this version of this package knows. ``"unreadable"``: the file system fails to
-            say what is there, which may pass. ``"damaged"``: it is not what was saved, or lacks data.
+        kind: ``"unfinished"``: a save was killed, or failed. ``"in use"``: a process is saving it. ``"unknown"``: a save was killed or goes on, and
+            nothing tells which. ``"no index"``: it is complete, but its index is gone. ``"foreign"``: it holds something that this version of this
+            package does not know. ``"unreadable"``: it cannot be looked at. ``"damaged"``: it is not what was saved, or lacks data.
+        runs: ids of the runs whose saves of this step did not finish, as far as they are noted.
     """
 
     number: int
     path: Path
     why: str
     kind: Why
+    runs: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.path.name}: {self.why}"
@@ -76,10 +82,17 @@ class PassedOver:
 
 @dataclass(frozen=True)
 class Listing:
-    """What was found under a root; both in the order of the steps."""
+    """What was found under a root, in the order of the steps.
+
+    Attributes:
+        steps: those that are whole.
+        passed_over: the others.
+        problems: what a sweep could not remove, and why.
+    """
 
     steps: list[Step]
     passed_over: list[PassedOver]
+    problems: list[str] = field(default_factory=list)
 
     @property
     def left(self) -> list[PassedOver]:
@@ -95,13 +108,13 @@ class Root(ABC):
 
     Attributes:
         path: a folder, which need not be there yet, or a URL.
-        access: the arguments of whoever saves to a step, or reads it.
-        goes_beside: whether a save may begin where another may be under way: nothing can be locked, and the first that commits wins.
+        access: the arguments of a save to a step, or of a load.
+        run: the id of this process's run, once it has taken the root over.
     """
 
     path: Path
     access: Mapping[str, Any]
-    goes_beside: ClassVar[bool] = False
+    run: str | None = None
 
     def folder(self, number: int) -> Path:
         """Where a step is, or would be."""
@@ -113,6 +126,10 @@ class Root(ABC):
     def is_run(self) -> bool:
         """Whether it has steps, and is no checkpoint itself."""
 
+    def is_there(self) -> bool:
+        """Whether there is anything in it."""
+        return bool(self._names())
+
     @abstractmethod
     def _names(self) -> list[str]:
         """The names of what is right in it."""
@@ -122,7 +139,11 @@ class Root(ABC):
         """What is at these steps; None where nothing is."""
 
     def look_at(self, number: int) -> Step | PassedOver | None:
-        """What is at a step; None where nothing is."""
+        """What is at a step; None where nothing is.
+
+        Raises:
+            OSError: it cannot be looked at, and was asked for several times. It may be whole.
+        """
         return self._look_at([number])[0]
 
     def look(self) -> Listing:
@@ -134,20 +155,78 @@ class Root(ABC):
         return Listing([step for step in found if isinstance(step, Step)], sorted(passed, key=lambda step: step.number))
 
     def newest(self) -> Iterator[Step | PassedOver]:
-        """The newest first, each looked at when it is asked for."""
+        """The newest first, each looked at when it is asked for.
+
+        Raises:
+            OSError: as :meth:`look_at`.
+        """
         for number in reversed(_numbers(self._names())):
             found = self.look_at(number)
             if found is not None:
                 yield found
 
     def latest(self) -> Step | None:
-        """The newest that is whole."""
+        """The newest that is whole.
+
+        Raises:
+            OSError: a newer one cannot be looked at, and may be whole.
+        """
         return next((step for step in self.newest() if isinstance(step, Step)), None)
 
     def _misnamed(self, name: str) -> PassedOver:
         number = int(name.removeprefix("step-"))
         why = f"its name is not step-{number}"
         return PassedOver(number=number, path=self.path / name, why=why, kind="foreign")
+
+    # --- whose run it is ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _alone(self) -> AbstractContextManager[object]:
+        """The lock of the root, where it has one."""
+
+    @abstractmethod
+    def _read_run(self) -> bytes | None:
+        """The note of the run; None where there is none."""
+
+    @abstractmethod
+    def _write_run(self, data: bytes) -> None:
+        """Replaces that note."""
+
+    def take_over(self) -> None:
+        """Begins a run here. An earlier run can neither commit nor remove anything any more.
+
+        Raises:
+            SaveInProgressError: another process has kept the root locked for ten minutes.
+            OSError: the note of the run cannot be written.
+        """
+        run = uuid.uuid4().hex
+        try:
+            with self._alone():
+                self._write_run(notes.of_run(run))
+        except SaveInProgressError as error:
+            owner = notes.owner_of(self._read_run())
+            msg = f"{error}; the run is that of {owner or 'an unknown process'}"
+            raise SaveInProgressError(msg, path=self.path) from error
+        self.run = run
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Keeps the root for this run meanwhile. A process that has not taken it over may hold it too.
+
+        Raises:
+            RunTakenOverError: another run began here.
+            SaveInProgressError: another process has kept the root locked for ten minutes.
+        """
+        if self.run is None:
+            yield
+            return
+        with self._alone():
+            data = self._read_run()
+            owner = notes.owner_of(data)
+            if data is not None and (owner is None or owner.run != self.run):
+                msg = f"the run in {self.path} was taken over by {owner or 'an unknown process'}: this process may not save or remove steps any more"
+                raise RunTakenOverError(msg, path=self.path)
+            yield
 
     # --- a save ----------------------------------------------------------------------------------------
 
@@ -167,11 +246,20 @@ class Root(ABC):
 
     @abstractmethod
     def remove(self, number: int) -> None:
-        """Removes a step. A kill leaves all of it, or what no one takes for a step."""
+        """Removes a step. A kill leaves all of it, or what no one takes for a step.
+
+        Raises:
+            RunTakenOverError: another run began here.
+            OSError: it cannot be removed.
+        """
 
     @abstractmethod
     def sweep(self) -> Listing:
-        """Removes what killed removals left, and what killed saves left (:attr:`Listing.left`). Returns what there was."""
+        """Removes what killed removals left, and what killed saves left (:attr:`Listing.left`). Returns what there was, and what could not be removed.
+
+        Raises:
+            RunTakenOverError: another run began here.
+        """
 
 
 def is_step(name: str) -> bool:

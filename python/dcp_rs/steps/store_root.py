@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,6 @@ class StoreRoot(Root):
         path: its URL.
         options: how to reach the store.
     """
-
-    goes_beside = True
 
     def __init__(self, path: Url, options: StorageOptions | None) -> None:
         self.path = path
@@ -182,7 +180,7 @@ class StoreRoot(Root):
         elif (there.settled or not there.unsettled) and self._is_whole(store, path, left):
             kind, why = "no index", f"it is complete, but its {INDEX_NAME} is gone: dcp_rs.index(path) makes it"
         elif any(there.files[name].is_young for name in left):
-            kind, why = "in use", "its save did not finish, or goes on: a store does not tell"
+            kind, why = "unknown", "its save did not finish, or goes on: a store does not tell"
         else:
             kind, why = "unfinished", "its save did not finish"
         return PassedOver(number=number, path=path, why=why, kind=kind)
@@ -196,11 +194,23 @@ class StoreRoot(Root):
             return False
         return any(leftover.verdict == "whole" and leftover.path.name in left for leftover in found)
 
+    # --- whose run it is ---------------------------------------------------------------------------------
+
+    def _alone(self) -> AbstractContextManager[object]:
+        return nullcontext()  # a store has no locks
+
+    def _read_run(self) -> bytes | None:
+        (data,) = self._store().read([self.path / notes.RUN_NAME])
+        return data
+
+    def _write_run(self, data: bytes) -> None:
+        self._store().put(self.path / notes.RUN_NAME, data)
+
     # --- a save ----------------------------------------------------------------------------------------
 
     def begin(self, number: int, save_id: str, metrics: Mapping[str, float]) -> None:
         """Notes what is being saved."""
-        self._store().put(self.folder(number) / saving_name(save_id), notes.of_save(number, metrics))
+        self._store().put(self.folder(number) / saving_name(save_id), notes.of_save(number, metrics, self.run))
 
     def settle(self, number: int, save_id: str) -> None:
         """Notes that a save is committed, and forgets what was noted of others that it replaced."""
@@ -228,6 +238,7 @@ class StoreRoot(Root):
         """Removes a step: its index, with which it ends, then data, then notes. What a save that goes on there may have stored stays, if the step was whole.
 
         Raises:
+            RunTakenOverError: another run began here.
             StoragePreconditionError: the step is another one than it was a moment ago.
             StorageError: the first object that could not be removed; the others were tried. What is left is no step, and is for :meth:`sweep`.
         """
@@ -257,7 +268,8 @@ class StoreRoot(Root):
         self._known.pop(number, None)
         if now is not None:
             try:
-                store.remove_seen(path / INDEX_NAME)
+                with self.holding():
+                    store.remove_seen(path / INDEX_NAME)
             except StoragePreconditionError:
                 # Whether the one before was removed or replaced is not known: what is noted of it stays, for a sweep.
                 raise _saved_anew(number, path) from None
