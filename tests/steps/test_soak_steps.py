@@ -1,11 +1,15 @@
 """Short runs of the soak of the checkpoint manager: saved, pruned, killed at any moment, resumed."""
 
+import shutil
 import sys
 
 import pytest
 
+from crash import nfs
 from support import programs
 from support.places import TESTS
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
 SOAK = TESTS / "soak_steps.py"
 
@@ -20,3 +24,25 @@ def test_runs_that_are_killed_resume_from_the_newest_whole_step(ranks, steps):
     assert f"Tally(ranks={ranks}" in done.stdout
     assert f"steps={steps}," in done.stdout
     assert "kills=0" not in done.stdout
+
+
+def check_killed_on_nfs(kills):
+    """On NFS a save that was killed made every restart fail at that step for 24 hours."""
+    tallies = nfs.run(kills)
+    assert [tally["locks"] for tally in tallies] == [True, False]
+    for tally in tallies:
+        assert tally["kills"] == kills // 2
+        assert tally["slowest_start"] < 20  # nothing is waited for
+
+
+@needs_compiler
+@pytest.mark.timeout(300)
+def test_on_nfs_every_restart_goes_on_at_once():
+    check_killed_on_nfs(12)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_on_nfs_every_restart_of_500_goes_on_at_once():
+    check_killed_on_nfs(500)
