@@ -62,6 +62,7 @@ def location(path: str | os.PathLike[str]) -> Path:
     Raises:
         UnsupportedError: a scheme that no store is known for, a URL with credentials or an empty part in it, or one that was made a
             :class:`~pathlib.Path`, which lost a slash of it.
+        TypeError: a path as bytes.
     """
     if isinstance(path, Path):
         if not isinstance(path, Url) and _MANGLED.match(str(path)):
@@ -69,6 +70,9 @@ def location(path: str | os.PathLike[str]) -> Path:
             raise UnsupportedError(msg, path=path)
         return path
     text = os.fspath(path)
+    if isinstance(text, bytes):
+        msg = f"a path is text or a pathlib.Path, and this one is bytes, {text!r}: pass os.fsdecode(path)"
+        raise TypeError(msg)
     scheme = _SCHEME.match(text)
     if scheme is None:
         return Path(text)

@@ -118,8 +118,15 @@ def save_and_wait(url, options, pid, how):
         gc.collect()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR2])
-@pytest.mark.parametrize("how", ["api", "torch"])
+@pytest.mark.parametrize(
+    ("how", "number"),
+    [
+        ("api", signal.SIGINT),
+        ("torch", signal.SIGUSR2),
+        pytest.param("api", signal.SIGUSR2, marks=pytest.mark.slow),
+        pytest.param("torch", signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
 def test_a_commit_that_lands_after_its_saver_was_interrupted(server, tmp_path, how, number):
     """Every rank leaves its files: the store does what it was asked a moment later."""
     pid = tmp_path / "pid"
@@ -130,7 +137,7 @@ def test_a_commit_that_lands_after_its_saver_was_interrupted(server, tmp_path, h
         os.kill(int(pid.read_text()), number)
         return True
 
-    server.faults.append(Fault(delay=5.0, matches=interrupt))
+    server.faults.append(Fault(delay=2.0, matches=interrupt))
     outcomes = rank_outcomes(2, save_and_wait, server.url("ckpt"), server.options(), pid, how, fresh=True)
     raised = {signal.SIGINT: KeyboardInterrupt, signal.SIGUSR2: PreemptedError}[number]
     if how == "api":

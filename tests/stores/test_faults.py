@@ -42,11 +42,11 @@ def is_index(request):
         Fault(cut=1000, matches=is_index, times=3),
         Fault(short=1000, matches=is_index),
         Fault(short=1000, matches=is_data),
-        Fault(silent=1000, delay=3.0, matches=is_index),
+        Fault(silent=1000, delay=1.5, matches=is_index),
         Fault(reset=True),
         Fault(lose=True),
-        Fault(silent=5000, delay=3.0, matches=is_data),
-        Fault(delay=3.0),
+        Fault(silent=5000, delay=1.5, matches=is_data),
+        Fault(delay=1.5),
     ],
     ids=lambda fault: ",".join(
         f"{name}={value}"
@@ -108,8 +108,8 @@ def test_what_gets_anywhere_is_not_counted_as_a_failure(saved, server, matches):
 
 def test_a_body_that_comes_slowly_is_waited_for(saved, server):
     """Each piece within the time for one, all of them not."""
-    server.faults.append(Fault(pause=0.9, matches=is_index))
-    options = server.options(read_timeout=5, max_retries=0)
+    server.faults.append(Fault(pause=0.3, matches=is_index))
+    options = server.options(read_timeout=1.5, max_retries=0)
     with dcp_rs.open(server.url("runs/ckpt"), storage_options=options) as ckpt:
         assert ckpt["step"] == 17
     assert len([request for request in server.requests if is_index(request)]) == 1

@@ -260,6 +260,8 @@ def test_names_that_a_path_would_change_are_refused():
     for path in ("s3://b/a//x", "s3://b//x", "https://h/a//", Path("s3://b/x"), Path("https://h/x")):
         with pytest.raises(UnsupportedError, match="slash"):
             location(path)
+    with pytest.raises(TypeError, match=r"this one is bytes.*fsdecode"):
+        dcp_rs.open(b"s3://b/a")
     assert str(location("s3://b/a/")) == "s3://b/a"
     assert location(location("s3://b/a")) == location("s3://b/a")
 
