@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +33,45 @@ def pytest_configure() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run the tests that take minutes, too")
+    parser.addoption("--slow", action="store_true", help="run the slow tests, too")
+    parser.addoption("--only-slow", action="store_true", help="run the slow tests alone")
+
+
+def _mark_what_repeats(items: list[pytest.Item]) -> None:
+    """Mark as slow what tests marked `each` or `pairs` need not run to meet each value, or each pair."""
+    products: dict[tuple[str, int], list[pytest.Item]] = {}
+    for item in items:
+        for together, marker in enumerate(("each", "pairs"), 1):
+            if item.get_closest_marker(marker):
+                products.setdefault((item.nodeid.partition("[")[0], together), []).append(item)
+    for (_, together), product in products.items():
+        seen: set[tuple[tuple[str, int], ...]] = set()
+        # By steps that have no divisor in common with most sizes: neighbours differ in one value only.
+        size = len(product)
+        for at in sorted(range(size), key=lambda at, size=size: at * 7919 % size):
+            item = product[at]
+            parameters = item.callspec.params  # type: ignore[attr-defined]
+            values = [(name, id(value)) for name, value in sorted(parameters.items())]
+            pairs = set(combinations(values, min(together, len(values))))
+            if pairs <= seen:
+                item.add_marker("slow")
+            seen |= pairs
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow = config.getoption("--slow")
     if addressed := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         msg = f"processes that share the tests have to call them by the same names: {addressed[0]}"
         raise pytest.UsageError(msg)
     # A process that has the simulated device keeps it, and torch then takes it for the accelerator. No file has tests of both kinds, as
     # several processes share the tests by files, in this order.
     items.sort(key=lambda item: [name in getattr(item, "fixturenames", ()) for name in ("sim", "accelerator")])
-    for item in items:
-        if item.get_closest_marker("slow") and not slow:
-            item.add_marker(pytest.mark.skip(reason="slow: runs with --slow"))
+    _mark_what_repeats(items)
+    slow, only = config.getoption("--slow"), config.getoption("--only-slow")
+    left_out = [item for item in items if (only if not item.get_closest_marker("slow") else not (slow or only))]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
 
 
 def pytest_sessionfinish() -> None:

@@ -34,6 +34,7 @@ state: dcp_rs.optim.RngState = dcp_rs.optim.RngState()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_type_checker_finds_every_typo(tmp_path):
     pytest.importorskip("mypy")

@@ -27,6 +27,7 @@ def context(tmp_path_factory):
     return Context(tmp_path_factory.mktemp("bench"), "tiny", limit, rounds=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "peers"])
 def test_a_family_measures_all_its_rows(context, family):
     if family == "stall" and not hasattr(staging, "DefaultStager"):
@@ -136,6 +137,7 @@ def test_the_plot_leaves_out_what_has_no_ratio(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_planning_of_loads_is_simulated():
     command = [sys.executable, BENCHES / "load_planning.py", "--ranks", "2", "4", "--fqns", "3", "--stock-ranks", "4"]
     done = programs.run(command, capture_output=True, text=True, check=False, timeout=240)
@@ -150,6 +152,7 @@ def test_planning_of_loads_is_simulated():
     assert rows[0][5] == rows[2][5]  # a rank sends the same, whatever their number
 
 
+@pytest.mark.slow
 def test_planning_of_saves_is_simulated():
     command = [
         sys.executable,

@@ -151,6 +151,7 @@ def cast(tree, dtype):
     return tree.to(dtype) if isinstance(tree, torch.Tensor) and tree.is_floating_point() and dtype else tree
 
 
+@pytest.mark.each
 @pytest.mark.parametrize(("device", "options"), OPTIONS.values(), ids=OPTIONS)
 def test_new_tensors_come_with_what_was_read(way, device, options):
     way.save(STATE)
@@ -159,6 +160,7 @@ def test_new_tensors_come_with_what_was_read(way, device, options):
     assert_state_equal(state, cast(STATE, options.get("dtype")))
 
 
+@pytest.mark.each
 @pytest.mark.parametrize(("device", "options"), OPTIONS.values(), ids=OPTIONS)
 def test_what_fails_in_planning_has_replaced_nothing(way, device, options):
     way.save(STATE)
@@ -226,6 +228,7 @@ def damage(path):
         file.write_bytes(data[:-64] if file.suffix == ".distcp" else data)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize(("device", "options"), OPTIONS.values(), ids=OPTIONS)
 def test_a_read_that_fails_leaves_full_tensors_or_the_old_ones(way, tmp_path, device, options):
     state = {f"t{i}": torch.full((8, 8), float(i + 1)) for i in range(12)}
@@ -306,6 +309,7 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
 
+@pytest.mark.each
 @pytest.mark.parametrize(("device", "options"), OPTIONS.values(), ids=OPTIONS)
 def test_one_tensor_under_two_names_becomes_one(way, device, options):
     way.save({"model": {"embedding.weight": W, "head.weight": W, "other": W}})

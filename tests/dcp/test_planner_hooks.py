@@ -121,6 +121,7 @@ def loses_sight(way, name, body, device, reader):
     return wraps and body is commit_alone and device == "meta" and not isinstance(reader, RsReader)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("name", "body"), cases(LOADS))
@@ -142,6 +143,7 @@ def test_loads_do_what_stock_does(folders, monkeypatch, name, body, way, device)
         assert_state_equal((left_on_meta(got[0][0], blank_of(state())), got[0][1]), want[0])
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("name", "body"), cases(LOADS))
 def test_loads_by_torchs_planner_do_what_stock_does(folders, monkeypatch, name, body, way):
@@ -166,6 +168,7 @@ def save_with(path, writer, reader, planner):
     return got
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("name", "body"), cases(SAVES))
 def test_saves_do_what_stock_does(tmp_path, monkeypatch, name, body, way):
@@ -181,6 +184,7 @@ def test_saves_do_what_stock_does(tmp_path, monkeypatch, name, body, way):
         assert_state_equal(got[0], want[0])
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("name", "body"), cases(SAVES))
 def test_saves_by_torchs_planner_do_what_stock_does(tmp_path, monkeypatch, name, body, way):

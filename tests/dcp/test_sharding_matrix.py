@@ -96,7 +96,7 @@ def load_some(path, shift):
             assert_state_equal(optimizer_state(model, optimizer), stored(f"{path}/{other}-tied", "optim.state."))
 
 
-@pytest.mark.parametrize("saved", SIZES)
+@pytest.mark.parametrize("saved", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in SIZES if size != 2)])
 def test_any_parallelism_loads_what_another_saved(tmp_path, saved):
     run_ranks(saved, save_all, tmp_path)
     for shift, loaded in enumerate(SIZES):
@@ -142,7 +142,7 @@ def fsdp1_types(path):
             assert_state_equal(whole_parameters(other), want)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_types_of_fsdp1_state_dicts(tmp_path, ranks):
     run_ranks(ranks, fsdp1_types, tmp_path)
 

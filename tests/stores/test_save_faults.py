@@ -56,6 +56,7 @@ KINDS = {
 }
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "fault",

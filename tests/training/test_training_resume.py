@@ -103,7 +103,7 @@ def resume(path, kinds):
     return results
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
 def test_a_resumed_job_equals_one_that_never_stopped(tmp_path, ranks):
     want = run_ranks(ranks, train_and_save, tmp_path, KINDS)
     for turn, other in enumerate((1, 2, 4)):
