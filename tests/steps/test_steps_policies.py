@@ -63,6 +63,20 @@ def test_keep_within(times, seconds, kept):
 
 
 @pytest.mark.parametrize(
+    ("times", "kept"),
+    [
+        ({1: 10, 2: 20, 3: 10_000}, {1, 2, 3}),  # once, on a machine whose clock was wrong
+        ({1: 10, 2: 20, 3: 10_000, 4: 111}, {3, 4}),
+        ({1: 9_000, 2: 10_000}, {1, 2}),
+        ({1: 10, 2: 100, 3: 130}, {2, 3}),  # within what clocks differ by
+    ],
+)
+def test_no_step_is_compared_with_one_of_the_future(times, kept):
+    """One step that was stamped a year ahead had all others removed."""
+    assert keep_within([Saved(n, saved=t) for n, t in times.items()], 30, now=110) == kept
+
+
+@pytest.mark.parametrize(
     ("losses", "count", "mode", "kept"),
     [
         ({}, 1, "min", []),

@@ -357,6 +357,25 @@ def test_pruning_keeps_the_latest_the_best_and_what_is_protected(root):
     assert numbers(root) == [2, 3, 5]
 
 
+def test_what_did_not_change_is_looked_at_once(root, monkeypatch):
+    """Each save opened every index: with 1,500 steps, and nothing to remove, that took more than a second."""
+    looked = []
+    look = FolderRoot._look_at_one
+    monkeypatch.setattr(FolderRoot, "_look_at_one", lambda root, number: looked.append(number) or look(root, number))
+    for number in (1, 2, 3):
+        save(root, number)
+    for number in (4, 5):
+        save(root, number)
+        assert [step.number for step in root.sweep().steps] == [*range(1, number + 1)]
+    assert looked == [1, 2, 3, 4, 5]
+    remove_data(root.folder(2))
+    root.verify(root.look_at(3))
+    looked.clear()
+    found = root.sweep()
+    assert looked == [2, 3]
+    assert [(step.number, step.verified) for step in found.steps] == [(1, False), (3, True), (4, False), (5, False)]
+
+
 def test_pruning_counts_only_what_is_whole(root):
     for number in (1, 2, 3):
         save(root, number)

@@ -28,7 +28,7 @@ from dcp_rs.errors import (
 )
 from dcp_rs.steps import notes
 from dcp_rs.steps.notes import Owner, saved_name, saving_name, verified_name
-from dcp_rs.steps.root import Listing, PassedOver, Root, Step, Why
+from dcp_rs.steps.root import Listing, PassedOver, Root, Step, Why, numbers_in
 
 __all__ = ["FolderRoot"]
 
@@ -53,6 +53,7 @@ class FolderRoot(Root):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.abspath(local_path(path)))  # noqa: PTH100  # Path.resolve would follow links
         self.access: Mapping[str, Any] = {}
+        self._known: dict[int, tuple[object, Step]] = {}  # by what they looked like to the last sweep
 
     # --- looking ---------------------------------------------------------------------------------------
 
@@ -87,12 +88,28 @@ class FolderRoot(Root):
             raise
 
     def _look_at(self, numbers: Sequence[int]) -> list[Step | PassedOver | None]:
-        found: list[Step | PassedOver | None] = []
-        for number in numbers:
-            try:
-                found.append(self._look_at_one(number))
-            except OSError as error:
-                found.append(PassedOver(number=number, path=self.folder(number), why=str(error), kind="unreadable"))
+        return [self._look_once(number) for number in numbers]
+
+    def _look_once(self, number: int) -> Step | PassedOver | None:
+        try:
+            return self._look_at_one(number)
+        except OSError as error:
+            return PassedOver(number=number, path=self.folder(number), why=str(error), kind="unreadable")
+
+    def _look_if_changed(self, number: int) -> Step | PassedOver | None:
+        """What is at a step, from the look of an earlier sweep where its folder and its index are as they were."""
+        path = self.folder(number)
+        try:
+            stats = path.stat(), (path / INDEX_NAME).stat()
+        except OSError:
+            return self._look_once(number)
+        key = tuple((found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size) for found in stats)
+        known = self._known.get(number)
+        if known is not None and known[0] == key:
+            return known[1]
+        found = self._look_once(number)
+        if isinstance(found, Step):
+            self._known[number] = key, found
         return found
 
     def _look_at_one(self, number: int) -> Step | PassedOver | None:
@@ -243,7 +260,8 @@ class FolderRoot(Root):
                 _delete(path)
             except OSError as error:  # a file that a process of another machine has open, say
                 problems.append(f"{path}, which was removed, is still there: {error}")
-        found = self.look()
+        found = self._listing_of(map(self._look_if_changed, numbers_in(names := self._names())), names)
+        self._known = {step.number: self._known[step.number] for step in found.steps}
         for left in found.left:
             try:
                 self._remove_left(left.number)

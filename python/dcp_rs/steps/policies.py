@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ __all__ = [
     "keep_within",
     "used",
 ]
+
+
+#: Seconds. The clocks of two machines may differ by so much.
+_CLOCKS_DIFFER = 60.0
 
 
 class Saved(Protocol):
@@ -58,10 +63,14 @@ def keep_every(steps: Iterable[Saved], interval: int) -> set[int]:
     return {number for multiple, number in firsts.items() if multiple > 0}
 
 
-def keep_within(steps: Iterable[Saved], seconds: float) -> set[int]:
-    """Those saved within ``seconds`` of the newest: a run that rested for a week has them all when it goes on."""
+def keep_within(steps: Iterable[Saved], seconds: float, now: float = math.inf) -> set[int]:
+    """Those saved within ``seconds`` of the newest: a run that rested for a week has them all when it goes on.
+
+    A clock was wrong where a step is stamped later than ``now``. It stays, and no other step is compared with it.
+    """
     steps = sorted(steps, key=lambda step: step.number)
-    return {step.number for step in steps if step.saved >= steps[-1].saved - seconds}
+    past = [step.saved for step in steps if step.saved <= now + _CLOCKS_DIFFER]
+    return {step.number for step in steps if not past or step.saved >= past[-1] - seconds}
 
 
 def keep_best(steps: Iterable[Saved], count: int, metric: str, mode: Literal["min", "max"]) -> set[int]:
@@ -164,7 +173,7 @@ class Policies:
         if self.keep_every is not None:
             kept |= keep_every(steps, self.keep_every)
         if self.keep_within is not None:
-            kept |= keep_within(steps, self._seconds)
+            kept |= keep_within(steps, self._seconds, time.time())
         if self.keep_best is not None and self.metric is not None:
             kept |= keep_best(steps, self.keep_best, self.metric, self.mode)
         return kept

@@ -15,7 +15,7 @@ from dcp_rs.checkpoint.verify import VerifyReport
 from dcp_rs.errors import RunTakenOverError, SaveInProgressError
 from dcp_rs.steps import notes
 
-__all__ = ["Listing", "PassedOver", "Root", "Step", "is_step"]
+__all__ = ["Listing", "PassedOver", "Root", "Step", "is_step", "numbers_in"]
 
 _STEP = re.compile(r"step-(\d+)")
 
@@ -149,8 +149,12 @@ class Root(ABC):
     def look(self) -> Listing:
         """All that is there."""
         names = self._names()
+        return self._listing_of(self._look_at(numbers_in(names)), names)
+
+    def _listing_of(self, found: Iterable[Step | PassedOver | None], names: Iterable[str]) -> Listing:
+        """What was found at the steps among these names, in order."""
+        found = list(found)
         strangers = [self._misnamed(name) for name in names if _is_misnamed(name)]
-        found = self._look_at(_numbers(names))
         passed = [step for step in found if isinstance(step, PassedOver)] + strangers
         return Listing([step for step in found if isinstance(step, Step)], sorted(passed, key=lambda step: step.number))
 
@@ -160,7 +164,7 @@ class Root(ABC):
         Raises:
             OSError: as :meth:`look_at`.
         """
-        for number in reversed(_numbers(self._names())):
+        for number in reversed(numbers_in(self._names())):
             found = self.look_at(number)
             if found is not None:
                 yield found
@@ -267,7 +271,7 @@ def is_step(name: str) -> bool:
     return _STEP.fullmatch(name) is not None
 
 
-def _numbers(names: Iterable[str]) -> list[int]:
+def numbers_in(names: Iterable[str]) -> list[int]:
     """The numbers of steps, in order."""
     return sorted(int(name.removeprefix("step-")) for name in names if _STEP.fullmatch(name) and not _is_misnamed(name))
 
