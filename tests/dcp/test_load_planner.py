@@ -271,6 +271,15 @@ def test_tensors_by_name(saved):
     assert torch.equal(planner.resolve_tensor("layers.1.weight"), -W)
 
 
+def test_a_tensor_by_name_is_no_view_of_its_file(saved):
+    """The file may be overwritten in place, and removed, before the tensor is used."""
+    got = RsLoadPlanner(checkpoint=saved).resolve_tensor("layers.0.weight")
+    for file in saved.glob("g*"):
+        with file.open("r+b") as opened:
+            opened.write(bytes(file.stat().st_size))
+    assert torch.equal(got, W)
+
+
 class Watching(RsLoadPlanner):
     """Sees every item of its rank, and fills in its own way."""
 

@@ -1,7 +1,8 @@
-"""Checkpoints of more files than a process may open."""
+"""Files that are open: no more than a process may have, and none once a call has returned."""
 
 import os
 import resource
+from pathlib import Path
 
 import torch
 
@@ -44,3 +45,24 @@ def test_more_files_than_a_process_may_open(tmp_path):
             assert len([checkpoint[name] for name in checkpoint]) == 300
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_no_call_leaves_a_file_open_or_mapped(tmp_path):
+    state = {"w": torch.arange(1000.0), "step": 3}
+
+    def use():
+        dcp_rs.save(state, tmp_path / "ckpt", no_dist=True)
+        dcp_rs.load(dict(state), tmp_path / "ckpt", no_dist=True)
+        dcp_rs.verify(tmp_path / "ckpt")
+        with dcp_rs.open(tmp_path / "ckpt") as checkpoint:
+            checkpoint["w"].sum()
+        return checkpoint  # closed
+
+    def held():
+        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count(str(tmp_path))
+
+    use()
+    before = held()
+    kept = [use() for _ in range(3)]
+    assert len(kept) == 3
+    assert held() == before

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import dcp_rs
-from dcp_rs import RsWriter
+from dcp_rs import RsWriter, _core
 from dcp_rs.errors import UnsupportedError
 from dcp_rs.steps import folder_root
 from dcp_rs.steps.folder_root import FolderRoot
@@ -186,6 +186,55 @@ def test_a_save_that_goes_on_is_left_alone(root):
     assert passed.kind == "in use"
     assert swept == []
     assert numbers(root) == [10, 20]
+
+
+class Looking(FolderRoot):
+    """Does something between a look and what follows from it."""
+
+    def look(self):
+        found = super().look()
+        self.meanwhile()
+        return found
+
+
+def test_a_save_that_begins_after_the_look_is_left_alone(root):
+    """Only the index was looked for under the lock: the data that the new save had written by then was removed."""
+    remove_data(save(root, 10, settle=False))
+    without_index(root.folder(10))
+    save(root, 20)
+    writer = Paused(root.folder(10))
+    thread = threading.Thread(
+        target=dcp.save, args=({"w": torch.ones(2)},), kwargs={"storage_writer": writer, "no_dist": True}
+    )
+
+    def begin():
+        thread.start()
+        assert writer.written.wait(60)
+
+    looking = Looking(root.path)
+    looking.meanwhile = begin
+    try:
+        assert [found.number for found in looking.sweep().left] == [10]
+    finally:
+        writer.go.set()
+        thread.join()
+    assert numbers(root) == [10, 20]
+
+
+def test_a_removal_waits_for_a_commit_that_is_under_way(root):
+    folder = save(root, 10, settle=False)
+    save(root, 20)
+    index = (folder / "index.dcprs").read_bytes()
+    remove_data(folder)
+    without_index(folder)
+    lock = _core.FolderLock(os.fspath(folder))
+    thread = threading.Thread(target=root.sweep)
+    thread.start()
+    thread.join(0.5)
+    (folder / "index.dcprs").write_bytes(index)
+    del lock
+    thread.join(60)
+    assert (folder / "index.dcprs").exists()
 
 
 def test_a_step_that_cannot_be_looked_at_is_left_alone(root, monkeypatch):

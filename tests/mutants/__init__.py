@@ -1,0 +1,1 @@
+"""Plausible bugs, each of which the tests have to find: `make mutants`."""
