@@ -48,6 +48,65 @@ def test_chunks_that_share_bytes_are_refused(saved):
     refused_at_once(saved, "share bytes")
 
 
+def forge_chunks(saved, chunks, dims, tensors, *, source=0, files=(b"file",), size=64):
+    """An index of tensors `a` and `b`, whose chunks are (tensor, file, offset, length, dims), over files of 64 bytes each."""
+    header = (saved / INDEX).read_bytes()
+    names = b"ab" + b"".join(files)
+    at, records = 2, b""
+    for name in files:
+        records += struct.pack("<QIIQQQ", at, len(name), 0, 4096 + size, 4096, 0) + bytes(24)
+        at += len(name)
+        (saved / name.decode()).write_bytes(bytes(4096 + size))
+    body = b"".join(struct.pack("<IIQQQQII", *chunk, 0, 0, 0) for chunk in chunks)
+    pool = struct.pack(f"<{len(dims)}Q", *dims)
+    sections = [records, b"".join(tensors), body, pool, b"", names, NOTHING]
+    (saved / INDEX).write_bytes(rebuild(header, sections, patch=[(80, source)]))
+
+
+def one_chunk(number, at):
+    """The record of the tensor of this number: 16 bytes, whose shape is the first of `dims`."""
+    return tensor_record((number, 1), shape=0, chunks=(at, 1), dtype=2, ndim=1)
+
+
+@pytest.mark.parametrize("source", [0, 1, 2])
+@pytest.mark.parametrize(("a", "b"), [(4096, 4096), (4096, 4111), (4111, 4096)])
+def test_entries_that_share_bytes_are_refused(saved, source, a, b):
+    """Sums were compared once, not ranges: in a file that is long enough, a tensor was another's alias, and `verify` said that all is well."""
+    tensors = [one_chunk(0, 0), one_chunk(1, 1)]
+    forge_chunks(saved, [(0, 0, a, 16, 1), (1, 0, b, 16, 1)], (16, 0, 16), tensors, source=source)
+    refused_at_once(saved, 'share bytes.*"a" and "b"')
+    forge_chunks(saved, [(0, 0, 4096, 16, 1), (1, 0, 4112, 16, 1)], (16, 0, 16), tensors, source=source)
+    assert set(dcp_rs.open(saved)) == {"a", "b"}
+
+
+def test_chunks_of_one_tensor_may_overlap_in_the_tensor_but_not_in_the_file(saved):
+    tensors = [tensor_record((0, 1), shape=0, chunks=(0, 2), dtype=2, ndim=1)]
+    dims = (24, 0, 16, 8, 16)
+    forge_chunks(saved, [(0, 0, 4096, 16, 1), (0, 0, 4112, 16, 3)], dims, tensors)
+    with dcp_rs.open(saved) as checkpoint:
+        assert checkpoint["a"].tolist() == [0] * 24
+    forge_chunks(saved, [(0, 0, 4096, 16, 1), (0, 0, 4104, 16, 3)], dims, tensors)
+    refused_at_once(saved, "share bytes")
+
+
+def test_a_file_that_is_named_twice_is_refused(saved):
+    """Under two numbers, the ranges of one file would not be compared with each other."""
+    tensors = [one_chunk(0, 0), one_chunk(1, 1)]
+    chunks = [(0, 0, 4096, 16, 1), (1, 1, 4096, 16, 1)]
+    forge_chunks(saved, chunks, (16, 0, 16), tensors, files=(b"file", b"file"))
+    refused_at_once(saved, "named twice")
+
+
+def test_a_tensor_of_a_torch_file_is_one_chunk(saved):
+    """Entries of such a file may share bytes, as tied weights do: 256 kB of chunks over 1 MiB of file were a tensor of 4 GB."""
+    tensors = [tensor_record((0, 1), shape=0, chunks=(0, 2), dtype=2, ndim=1)]
+    forge_chunks(saved, [(0, 0, 4096, 16, 1), (0, 0, 4096, 16, 3)], (32, 0, 16, 16, 16), tensors, source=3)
+    refused_at_once(saved, "more than one chunk")
+    tensors = [one_chunk(0, 0), one_chunk(1, 1)]
+    forge_chunks(saved, [(0, 0, 4096, 16, 1), (1, 0, 4096, 16, 1)], (16, 0, 16), tensors, source=3)
+    assert set(dcp_rs.open(saved)) == {"a", "b"}
+
+
 def test_elements_that_share_bytes_stay_views(saved):
     """Strides of zero, as torch's own files have them: one element that claims to be 2**40."""
     header = (saved / INDEX).read_bytes()

@@ -1,7 +1,9 @@
 //! Every rule of section 3 of `docs/format.md`, checked once when an index is opened.
 
+use std::collections::HashSet;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 
 use zerocopy::FromBytes as _;
 use zerocopy::little_endian::U64;
@@ -124,8 +126,12 @@ fn records(index: &Index, workers: usize) -> Result<()> {
     check.files()?;
     check.tensors()?;
     check.contents()?;
-    check.payload()?;
-    check.chunks(workers)
+    check.digests()?;
+    if workers == 1 {
+        return check.payload(1).and_then(|()| check.chunks(1));
+    }
+    let (payload, chunks) = parallel::both(|| check.payload(workers), || check.chunks(workers));
+    payload.and(chunks)
 }
 
 struct Check<'a> {
@@ -179,12 +185,17 @@ impl Check<'_> {
         if u32::try_from(records.len()).is_err() {
             return self.bad(Section::Files, 0, "too many files");
         }
+        let mut known = HashSet::with_capacity(records.len());
         for (i, record) in records.iter().enumerate() {
             let Some(name) = self.text(record.name_offset.get(), record.name_len.get()) else {
                 return self.bad(Section::Files, i, "name of a file is outside the strings");
             };
             if Self::is_shared(&mut names, record.name_len.get(), strings) {
                 return self.bad(Section::Files, i, "names of files share bytes");
+            }
+            // Chunks in two files of one name could share bytes.
+            if !known.insert(name) {
+                return self.bad(Section::Files, i, format!("file {name:?} is named twice"));
             }
             let external = record.flags.get() & FILE_EXTERNAL != 0;
             if let Err(reason) = name::check_file_name(name, external) {
@@ -297,6 +308,10 @@ impl Check<'_> {
             1 => {}
             _ => return Err("unknown kind"),
         }
+        // Chunks of such an index may share bytes: with many of them, a small file could make a tensor of any size.
+        if self.index.source() == SourceKind::Torch && record.chunk_count.get() > 1 {
+            return Err("more than one chunk, in an index over files of torch.save");
+        }
         if record.split_dim.get() != NO_SPLIT && record.split_dim.get() as usize >= ndim {
             return Err("split dimension is not one of the tensor's");
         }
@@ -351,36 +366,96 @@ impl Check<'_> {
         Ok(())
     }
 
-    /// Chunks share no bytes of a file, and no digests: what all tensors take together is in proportion to the files. In files of `torch.save`
-    /// they may: tensors there are views of storages.
-    fn payload(&self) -> Result<()> {
-        let (files, chunks) = (self.index.file_records(), self.index.chunk_records());
-        let mut left: Vec<u64> = files
-            .iter()
-            .map(|file| file.file_size.get() - file.data_start.get())
-            .collect();
-        let mut digests = self.index.section(Section::Digests).len() as u64 / 8;
-        for (at, chunk) in chunks.iter().enumerate() {
-            let Some(left) = left.get_mut(chunk.file.get() as usize) else {
-                return self.bad(Section::Chunks, at, "no such file");
-            };
-            let length = chunk.length.get();
-            let of_digests = if chunk.flags.get() & CHUNK_DIGESTS == 0 {
-                0
-            } else {
-                block_count(length)
-            };
-            let taken = if self.index.source() == SourceKind::Torch {
-                0
-            } else {
-                length
-            };
-            match (left.checked_sub(taken), digests.checked_sub(of_digests)) {
-                (Some(less), Some(fewer)) => (*left, digests) = (less, fewer),
-                _ => return self.bad(Section::Chunks, at, "chunks share bytes of a file, or digests"),
+    /// Chunks share no digests: together they have no more than there are.
+    fn digests(&self) -> Result<()> {
+        let mut left = self.index.section(Section::Digests).len() as u64 / 8;
+        for (at, chunk) in self.index.chunk_records().iter().enumerate() {
+            if chunk.flags.get() & CHUNK_DIGESTS != 0 {
+                left = match left.checked_sub(block_count(chunk.length.get())) {
+                    Some(left) => left,
+                    None => return self.bad(Section::Chunks, at, "chunks share digests"),
+                };
             }
         }
         Ok(())
+    }
+
+    /// Chunks share no bytes of a file: no entry is another's alias, and what all take together is in proportion to the
+    /// files. In files of `torch.save` they may: tensors there are views of storages.
+    fn payload(&self, workers: usize) -> Result<()> {
+        let (files, chunks) = (self.index.file_records(), self.index.chunk_records());
+        // Where the ranges of each file begin among those of all.
+        let mut next = vec![0_usize; files.len() + 1];
+        for (at, chunk) in chunks.iter().enumerate() {
+            match next.get_mut(chunk.file.get() as usize + 1) {
+                Some(count) => *count += 1,
+                None => return self.bad(Section::Chunks, at, "no such file"),
+            }
+        }
+        if self.index.source() == SourceKind::Torch {
+            return Ok(());
+        }
+        for file in 0..files.len() {
+            next[file + 1] += next[file];
+        }
+        let mut ranges = vec![(0_u64, 0_u64); chunks.len()];
+        for chunk in chunks {
+            let (next, offset) = (&mut next[chunk.file.get() as usize], chunk.offset.get());
+            ranges[*next] = (offset, offset.saturating_add(chunk.length.get()));
+            *next += 1;
+        }
+        // By now each entry of `next` is where the ranges of its file end.
+        let mut rest = ranges.as_mut_slice();
+        let mut begin = 0;
+        let by_file: Vec<Mutex<&mut [(u64, u64)]>> = next[..files.len()]
+            .iter()
+            .map(|&end| {
+                let (own, others) = std::mem::take(&mut rest).split_at_mut(end - begin);
+                (rest, begin) = (others, end);
+                Mutex::new(own)
+            })
+            .collect();
+        parallel::for_each(
+            by_file.len(),
+            workers,
+            || (),
+            |(), file| {
+                let mut ranges = by_file[file].lock().unwrap_or_else(PoisonError::into_inner);
+                if !ranges.is_sorted() {
+                    ranges.sort_unstable();
+                }
+                let mut end = 0;
+                for &(from, to) in ranges.iter().filter(|(from, to)| from < to) {
+                    if from < end {
+                        return self.shared(file, from);
+                    }
+                    end = to;
+                }
+                Ok(())
+            },
+        )
+    }
+
+    /// The error for a chunk that begins within the bytes of another one.
+    fn shared(&self, file: usize, from: u64) -> Result<()> {
+        let chunks = self.index.chunk_records();
+        let holds = |chunk: &ChunkRecord| {
+            let offset = chunk.offset.get();
+            chunk.file.get() as usize == file && offset <= from && from - offset < chunk.length.get()
+        };
+        let mut both = (0..chunks.len()).filter(|&at| holds(&chunks[at]));
+        let (first, second) = (both.next().unwrap_or(0), both.next().unwrap_or(0));
+        let name = |at: usize| match chunks[at].tensor.get() {
+            tensor if (tensor as usize) < self.index.tensor_records().len() => self.index.name(tensor),
+            _ => "",
+        };
+        let reason = format!(
+            "chunks share bytes of a file: those of {:?} and {:?} at byte {from} of {:?}",
+            name(first),
+            name(second),
+            self.index.file(u32::try_from(file).unwrap_or(u32::MAX)).name,
+        );
+        self.bad(Section::Chunks, second, reason)
     }
 
     /// Checks one chunk against its tensor and the chunk before it; returns its offsets and sizes.
