@@ -9,8 +9,8 @@ use crate::format::{Identity, Index};
 use crate::store::{Mapping, is_remote, open_file, read_at};
 use crate::{Error, Result};
 
-/// Indexes of up to this many bytes are read: that takes no longer than to map one, and what was read cannot be cut short.
-const SMALL_INDEX: u64 = 1 << 20;
+/// Indexes of up to this many bytes are read: what was read cannot be cut short or overwritten after it was checked.
+const MOST_READ: u64 = 64 << 20;
 
 /// Opens the index file at `path`, and checks it. A large one is mapped, unless it lies where a page fault may wait or fail.
 pub fn open_index(path: &Path) -> Result<Index> {
@@ -23,8 +23,12 @@ pub fn open_index(path: &Path) -> Result<Index> {
         _ => Error::io("open", path, error),
     })?;
     let len = file.metadata().map_err(|error| Error::io("stat", path, error))?.len();
-    if len <= SMALL_INDEX || is_remote(&file) {
+    if len <= MOST_READ || is_remote(&file) {
         let mut bytes = Vec::new();
+        let length = usize::try_from(len).unwrap_or(usize::MAX);
+        bytes
+            .try_reserve_exact(length)
+            .map_err(|error| Error::io("take memory to read", path, error.into()))?;
         file.read_to_end(&mut bytes)
             .map_err(|error| Error::io("read", path, error))?;
         return Index::from_bytes(bytes, path);
@@ -40,7 +44,7 @@ pub(crate) fn identity_of(path: &Path) -> Option<Identity> {
     Identity::of(&start)
 }
 
-/// An index file in memory. Published indexes are never changed in place (section 9 of the format), which is what makes a slice of one sound.
+/// A mapped index file, a large one. Published indexes are never changed in place (section 9 of the format), which is what makes a slice of one sound.
 struct IndexMapping(Mapping);
 
 impl AsRef<[u8]> for IndexMapping {

@@ -122,12 +122,15 @@ impl Worker {
         if mapped {
             // Touching the pages cannot fail once they are set up.
             let mapping = self.open.mapping(batch, job.file)?;
-            for segment in &self.segments {
+            let populated = self.segments.iter().try_for_each(|segment| {
                 if batch.access[index] == Access::Shared {
                     mapping.read_ahead(segment.start, segment.end);
                 }
                 let populated = mapping.populate(segment.start, segment.end);
-                populated.map_err(|e| failed(file, segment.start, e))?;
+                populated.map_err(|e| (segment.start, e))
+            });
+            if let Err((at, e)) = populated {
+                return Err(failed(file, self.open.plain(batch, job.file).ok(), at, e));
             }
         } else {
             self.fill(batch, job)?;
@@ -214,11 +217,15 @@ impl Worker {
         if resident_bytes(plain, start, end) == Some(end - start) {
             return Ok(false);
         }
+        let number = file;
         let file = &batch.files[file as usize];
         match read_direct_at(self.open.direct(file)?, memory, start, index(end - start), index(align)) {
             Ok(()) => {}
             Err(e) if e.raw_os_error() == Some(libc::EINVAL) => return Ok(false),
-            Err(e) => return Err(failed(file, start, e)),
+            Err(e) => {
+                let plain = self.open.plain(batch, number).ok();
+                return Err(failed(file, plain, start, e));
+            }
         }
         self.stats.bytes_wanted += end - start;
         self.stats.bytes_read += end - start;
@@ -250,13 +257,14 @@ impl Worker {
                     }
                     // Some file systems refuse single reads (compressed extents, inline data): read those plainly.
                     Err((_, e)) if e.raw_os_error() == Some(libc::EINVAL) => {}
-                    Err((at, e)) => return Err(failed(file, at, e)),
+                    Err((at, e)) => return Err(failed(file, self.open.plain(batch, index).ok(), at, e)),
                 }
             }
             // The segments keep the places that the alignment gave them.
         }
         let plain = self.open.plain(batch, index)?;
-        bounce::fill(&mut self.buffer, plain, &self.segments, None, room).map_err(|(at, e)| failed(file, at, e))
+        bounce::fill(&mut self.buffer, plain, &self.segments, None, room)
+            .map_err(|(at, e)| failed(file, Some(plain), at, e))
     }
 
     /// Checks the fetched extents and copies them to their destinations.
@@ -334,19 +342,23 @@ fn index(offset: u64) -> usize {
     usize::try_from(offset).unwrap_or(usize::MAX)
 }
 
-fn failed(file: &FileRef, offset: u64, error: io::Error) -> Error {
-    // EFAULT is what populating a mapping says of a page beyond the end of the file.
-    if error.kind() == io::ErrorKind::UnexpectedEof || error.raw_os_error() == Some(libc::EFAULT) {
-        Error::corrupt_data(
+/// The error for a read at `offset` that failed; `open`: the file that was read.
+fn failed(file: &FileRef, open: Option<&File>, offset: u64, error: io::Error) -> Error {
+    let length = open.and_then(|open| Some(open.metadata().ok()?.len()));
+    match length {
+        Some(length) if length < file.size => Error::corrupt_data(
             &file.path,
             "",
             offset,
             format!(
-                "the file ends before byte {}, its length is not {} any more",
-                offset, file.size
+                "the file ends at byte {length}, its length is not {} any more",
+                file.size
             ),
-        )
-    } else {
-        Error::io("read", &file.path, error)
+        ),
+        // Populating a mapping answers so where a touch would be a bus error: here the disk failed.
+        _ if error.raw_os_error() == Some(libc::EFAULT) => {
+            Error::io("read", &file.path, io::Error::from_raw_os_error(libc::EIO))
+        }
+        _ => Error::io("read", &file.path, error),
     }
 }
