@@ -411,6 +411,7 @@ class SavePlan:
         fsync: bool,
         io: str,
         max_inflight_bytes: int,
+        local_ranks: int = 1,
         turns: Sequence[int] | None = None,
         reuse: Reuse | None = None,
         store: Store | None = None,
@@ -464,8 +465,8 @@ class SlabReader:
         """How many slabs are best filled at a time."""
     def batch(self, batch: int) -> tuple[int, list[Copy]]:
         """The number of the device, and the copies, in the order of their places."""
-    def start(self, addresses: Sequence[int], memory: object, workers: int) -> None:
-        """Begins to fill slabs at the addresses, multiples of 4096, of memory that ``memory`` keeps alive."""
+    def start(self, slabs: Sequence[tuple[int, int]], memory: object, workers: int) -> None:
+        """Begin to fill slabs: (address, bytes) of memory that ``memory`` keeps alive. Addresses are multiples of 4096."""
     def next(self) -> tuple[int, int] | None:
         """(batch, slab), in order, once it is filled; None after the last."""
     def release(self, slab: int) -> None: ...
@@ -578,6 +579,7 @@ class Save:
         fsync: bool,
         io: str,
         max_inflight_bytes: int,
+        local_ranks: int = 1,
         store: Store | None = None,
     ) -> Save:
         """Lays out the files for the items, and creates them."""
@@ -591,6 +593,7 @@ class Save:
         fsync: bool,
         io: str,
         max_inflight_bytes: int,
+        local_ranks: int = 1,
         crc32: bool = False,
     ) -> Save:
         """Files are (name, header, size), in the caller's own layout. ``finish`` returns nothing of use. With ``crc32``, :meth:`crc32s` does."""
@@ -692,6 +695,9 @@ def disarm_fault() -> tuple[int, str | None] | None:
 
 def has_native_data(folder: str) -> bool: ...
 def next_generation(folder: str) -> int: ...
+def available_cores() -> int:
+    """Return the cores of this process: those of its affinity, and no more than its cgroup's quota pays for."""
+
 def block_digest(data: bytes) -> int:
     """XXH3-64, as the format has it."""
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
+from dcp_rs import _core
 from dcp_rs._progress import Progress
 
 if TYPE_CHECKING:
@@ -22,9 +23,8 @@ MIB = 1 << 20
 
 
 def default_threads() -> int:
-    """The cores this process may use, shared fairly among the local ranks."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // (local_ranks() or 1))
+    """Return the cores this process may use, by its affinity and its cgroup's CPU quota, divided by the local ranks."""
+    return max(1, _core.available_cores() // (local_ranks() or 1))
 
 
 def default_shared() -> bool:
@@ -132,7 +132,7 @@ class ReadOptions:
     Attributes:
         io: ``"mmap"`` copies from a mapping, ``"direct"`` reads around the page cache, ``"buffered"`` reads through it;
             ``"auto"`` decides for each file by what is in the page cache and by the file system.
-        threads: default: the cores of this process, divided by ``LOCAL_WORLD_SIZE``.
+        threads: default: the cores of this process (its affinity, and its cgroup's CPU quota), divided by ``LOCAL_WORLD_SIZE``.
         verify: check the digest of every block that is read. Blocks are hashed as they are copied, so a destination may hold a damaged one
             when the error is raised; no planner is told that it is filled.
         shared: whether other processes of this machine load the same checkpoint at the same time. ``"auto"`` then reads what they
@@ -192,9 +192,9 @@ class WriteOptions:
 
     Attributes:
         io: ``"direct"`` writes around the page cache, ``"buffered"`` through it; ``"auto"`` takes what is faster on the file system.
-        threads: writes in flight; default: as many as keep the disk busy.
+        threads: writes in flight; default: as many as keep the disk busy, divided by ``LOCAL_WORLD_SIZE``.
         fsync: make files and folder durable before the checkpoint counts as saved.
-        max_inflight_bytes: bound on memory for tensors that have to be copied before they are written, in bytes. Default 64 MiB, for an
+        max_inflight_bytes: bound on memory for copies that wait to be written, in bytes. Default 64 MiB, for an object store 256 MiB, for an
             accelerator 256 MiB of pinned memory.
     """
 
@@ -217,13 +217,15 @@ class WriteOptions:
         """The bound for tensors on the CPU or on an accelerator."""
         return self.max_inflight_bytes or (256 * MIB if accelerator else 64 * MIB)
 
-    def engine(self) -> dict[str, Any]:
-        """The keyword arguments of the engine's calls."""
+    def engine(self, *, remote: bool = False) -> dict[str, Any]:
+        """Return the keyword arguments of the engine's calls; ``remote``: for an object store."""
         return {
             "io": self.io,
             "threads": self.threads or 0,  # the engine knows how many writes keep a disk busy
+            "local_ranks": local_ranks() or 1,
             "fsync": self.fsync,
-            "max_inflight_bytes": self.inflight_bytes(accelerator=False),
+            # A store answers slowly, so many parts are on their way at a time, each in a buffer.
+            "max_inflight_bytes": self.max_inflight_bytes or (256 * MIB if remote else 64 * MIB),
         }
 
 

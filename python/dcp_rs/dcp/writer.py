@@ -270,7 +270,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             "token": secrets.randbits(64),
             "rank": place.rank,
             "world_size": place.world_size,
-            **self.options.engine(),
+            **self.options.engine(remote=to.store is not None),
         }
         writes = writes_of(plan, planner, strict=self.strict_values)
         entries = writes.entries

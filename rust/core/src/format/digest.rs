@@ -5,10 +5,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use smallvec::SmallVec;
 use twox_hash::xxhash3_64::Hasher;
-use twox_hash::{XxHash3_64, XxHash3_128};
+use twox_hash::{XxHash3_64, XxHash3_128, xxhash3_128};
 
 /// Bytes of payload that one digest covers.
 pub const BLOCK_SIZE: u64 = 1 << 20;
+
+/// Of more bytes than this, the lower half of XXH3-128 is XXH3-64.
+const SHORT: usize = 240;
 
 /// How many digests a chunk of `length` bytes has.
 pub const fn block_count(length: u64) -> u64 {
@@ -33,14 +36,43 @@ impl BlockDigests {
     /// Those of a block.
     pub fn of(block: &[u8]) -> Self {
         let content = XxHash3_128::oneshot(block);
-        // Of more than 240 bytes, the lower half of XXH3-128 is XXH3-64.
         #[expect(clippy::cast_possible_truncation, reason = "the lower half")]
-        let digest = if block.len() > 240 {
+        let digest = if block.len() > SHORT {
             content as u64
         } else {
             block_digest(block)
         };
         Self { digest, content }
+    }
+}
+
+/// [`BlockDigests`] of a block that comes in pieces.
+#[derive(Default)]
+pub(crate) struct BlockHasher {
+    wide: xxhash3_128::Hasher,
+    /// Of the first bytes, as many as a block may have for the halves of its two digests to differ.
+    narrow: Hasher,
+    len: usize,
+}
+
+impl BlockHasher {
+    pub(crate) fn write(&mut self, piece: &[u8]) {
+        if self.len <= SHORT {
+            self.narrow.write(&piece[..piece.len().min(SHORT + 1 - self.len)]);
+        }
+        self.wide.write(piece);
+        self.len += piece.len();
+    }
+
+    pub(crate) fn finish(&self) -> BlockDigests {
+        let content = self.wide.finish_128();
+        #[expect(clippy::cast_possible_truncation, reason = "the lower half")]
+        let digest = if self.len > SHORT {
+            content as u64
+        } else {
+            self.narrow.finish()
+        };
+        BlockDigests { digest, content }
     }
 }
 
@@ -98,6 +130,12 @@ mod tests {
                 content: XxHash3_128::oneshot(block),
             };
             assert_eq!(BlockDigests::of(block), expected, "{length}");
+            for cut in [0, length / 3, length.saturating_sub(1)] {
+                let mut hasher = BlockHasher::default();
+                hasher.write(&block[..cut]);
+                hasher.write(&block[cut..]);
+                assert_eq!(hasher.finish(), expected, "{length} cut at {cut}");
+            }
         }
     }
 

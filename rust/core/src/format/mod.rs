@@ -14,8 +14,8 @@ mod value;
 
 pub use build::IndexBuilder;
 pub use data_file::DataFileName;
-pub(crate) use digest::BlockCell;
 pub use digest::{BLOCK_SIZE, BlockDigests, block_count, block_digest, content_digest};
+pub(crate) use digest::{BlockCell, BlockHasher};
 pub use entry::{ChunkEntry, FileEntry, TensorEntry};
 pub use index::{ChunkView, FileView, Index, IndexBytes, TensorView};
 pub(crate) use layout::Identity;

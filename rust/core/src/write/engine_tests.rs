@@ -27,6 +27,7 @@ fn options(io: WriteIo) -> WriteOptions {
         threads: 3,
         fsync: false,
         max_inflight_bytes: 3 << 18,
+        local_ranks: 1,
     }
 }
 
@@ -107,34 +108,36 @@ fn uneven_items_in_all_ways() {
 }
 
 #[test]
-fn memory_that_is_aligned_is_written_from_where_it_is() {
-    let items = [whole("w", "uint8", &[3 * MIB + 5])];
+fn memory_that_is_aligned_is_written_from_where_it_is_if_nothing_is_hashed() {
     let data = content(0, 3 * MIB + 5);
     let mut buffer = Buffer::default();
     let aligned = &mut buffer.at_least(data.len()).unwrap()[..data.len()];
     aligned.copy_from_slice(&data);
-    let dir = tempdir().unwrap();
-    let save = Save::create(
-        dir.path(),
-        items.to_vec(),
-        INFO,
-        &options(WriteIo::Direct),
-        &Control::new(),
-    )
-    .unwrap();
-    let control = Control::new();
-    save.write(
-        &[Part {
+    for (sums, copied) in [(Sums::None, false), (Sums::Crc32, true)] {
+        let dir = tempdir().unwrap();
+        let file = FilePlan {
+            name: "f".into(),
+            header: Vec::new(),
+            size: 3 * MIB + 5,
+            items: Vec::new(),
+        };
+        let values = vec![("w".into(), Place { file: 0, offset: 0 }, 3 * MIB + 5)];
+        let (control, options) = (Control::new(), options(WriteIo::Direct));
+        let save = Save::create_files(dir.path(), vec![file], values, sums, &options, &control).unwrap();
+        let part = Part {
             item: 0,
             at: 0,
-            data: aligned,
-        }],
-        &control,
-    )
-    .unwrap();
-    assert_eq!(control.done(), 3 * MIB + 5);
-    assert_eq!(save.buffers(), 0);
-    assert_saved(&finish(save, dir.path()), &items);
+            data: &*aligned,
+        };
+        save.write(&[part], &control).unwrap();
+        assert_eq!(control.done(), 3 * MIB + 5);
+        assert_eq!(save.buffers() > 0, copied, "{sums:?}");
+        if copied {
+            assert_eq!(save.crc32s(), [crc32fast::hash(&data)]);
+        }
+        save.finish_with(Value::None, &control).unwrap().keep();
+        assert!(fs::read(dir.path().join("f")).unwrap() == data);
+    }
 }
 
 proptest! {

@@ -28,6 +28,8 @@ pub struct WriteOptions {
     pub fsync: bool,
     /// The most memory that a save may take for bytes in flight.
     pub max_inflight_bytes: u64,
+    /// Ranks of this machine, that save at a time: they share its cores and its disk.
+    pub local_ranks: usize,
 }
 
 impl Default for WriteOptions {
@@ -37,6 +39,7 @@ impl Default for WriteOptions {
             threads: 0,
             fsync: true,
             max_inflight_bytes: 64 << 20,
+            local_ranks: 1,
         }
     }
 }
@@ -90,8 +93,7 @@ impl WriteOptions {
         };
         let alignment = PAYLOAD_ALIGNMENT.max(rustix::param::page_size() as u64);
         let threads = match self.threads {
-            0 if direct => DIRECT_THREADS,
-            0 => parallel::available(),
+            0 => threads_of_rank(direct, parallel::available(), self.local_ranks),
             threads => threads,
         };
         let room = usize::try_from(self.max_inflight_bytes).unwrap_or(usize::MAX);
@@ -110,9 +112,42 @@ impl WriteOptions {
     }
 }
 
+/// Threads that a rank writes with where nobody says how many.
+fn threads_of_rank(direct: bool, cores: usize, local_ranks: usize) -> usize {
+    let ranks = local_ranks.max(1);
+    if direct {
+        // They wait for the disk, and few of each rank keep it busy.
+        (DIRECT_THREADS / ranks).max(FEW_THREADS)
+    } else {
+        (cores / ranks).max(1)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ranks_of_a_machine_share_its_threads() {
+        for (direct, cores, ranks, expected) in [
+            (true, 2, 1, 16),
+            (true, 128, 1, 16),
+            (true, 128, 2, 8),
+            (true, 128, 8, 4),
+            (true, 128, 1000, 4),
+            (true, 4, 0, 16),
+            (false, 128, 1, 128),
+            (false, 128, 8, 16),
+            (false, 4, 8, 1),
+            (false, 4, 0, 4),
+        ] {
+            assert_eq!(
+                threads_of_rank(direct, cores, ranks),
+                expected,
+                "{direct} {cores} {ranks}"
+            );
+        }
+    }
 
     #[test]
     fn memory_is_bounded() {

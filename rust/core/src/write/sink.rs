@@ -1,10 +1,13 @@
 //! Where the bytes of a save go: to files, or to objects of a store.
 
+use std::collections::{BTreeMap, HashMap};
+use std::io;
 use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::item::SaveItem;
 use super::jobs::{Job, Span};
-use crate::format::{BLOCK_SIZE, BlockCell, BlockDigests, block_count, content_digest};
+use crate::format::{BLOCK_SIZE, BlockCell, BlockDigests, BlockHasher, block_count, content_digest};
 use crate::store::FileLock;
 use crate::{Control, Result};
 
@@ -48,7 +51,7 @@ pub(super) trait Sink: Send + Sync {
 
 /// What one thread writes with.
 pub(super) trait Hand {
-    /// Writes a job, of which `spans` are the bytes, and digests the blocks that begin in it.
+    /// Writes a job, of which `spans` are the bytes, and takes their digests.
     fn write(&mut self, job: &Job, spans: &[Span<'_>]) -> Result<()>;
 }
 
@@ -64,11 +67,41 @@ pub enum Sums {
 }
 
 /// The digests of all items, while they are found out.
+///
+/// A tensor may change while it is saved. So digests are taken of a copy, and that copy is written: they are
+/// right for what is in the file, whatever the tensor holds by then.
 pub(super) struct Digests {
     sums: Sums,
     /// For each item, the index of its first; and the end of the last.
     first: Vec<usize>,
     cells: Vec<BlockCell>,
+    /// The blocks that several jobs share and that not all of them have added their bytes to, by cell.
+    shared: Mutex<HashMap<usize, Arc<Mutex<Shared>>>>,
+}
+
+/// A block whose bytes several jobs write.
+struct Shared {
+    hasher: Hasher,
+    /// Bytes that the hasher has, from the start of the block on.
+    done: usize,
+    /// Copies of the pieces that came before the bytes in front of them did, by their place in the block.
+    early: BTreeMap<usize, Vec<u8>>,
+}
+
+enum Hasher {
+    Digests(Box<BlockHasher>),
+    Crc32(crc32fast::Hasher),
+}
+
+/// The bytes of a job that do not begin a block: the job before this one has its first bytes.
+pub(super) struct Rest {
+    cell: usize,
+    /// Of the whole block.
+    block_len: usize,
+    /// Where in the block the bytes begin.
+    at: usize,
+    /// Where in the job's copy they are.
+    bytes: Range<usize>,
 }
 
 impl Digests {
@@ -84,7 +117,13 @@ impl Digests {
             sums,
             first,
             cells: std::iter::repeat_with(BlockCell::default).take(count).collect(),
+            shared: Mutex::default(),
         }
+    }
+
+    /// Whether nothing is found out, so that bytes need not be copied before they are written.
+    pub(super) fn are_none(&self) -> bool {
+        self.sums == Sums::None
     }
 
     /// Where those of an item begin, from its byte `at` on, which begins a block.
@@ -92,30 +131,97 @@ impl Digests {
         self.first[item] + to_usize(at / BLOCK_SIZE)
     }
 
-    /// Hashes the blocks of a span that begin in the job, and hands on the bytes of the span that lie in the job, each
-    /// piece right after it was hashed. A block that reaches beyond the job is hashed here and handed on with the next.
-    pub(super) fn digest<'a>(&self, span: &Span<'a>, job: &Job, mut hand_on: impl FnMut(&'a [u8])) {
+    /// Copies the bytes of the spans that lie in the job to `to`, where the job begins, and hashes the copy. Each byte
+    /// of the spans is read once.
+    ///
+    /// Call [`add_rest`](Self::add_rest) with what this returns once the copy is written: by then the job before this
+    /// one has most likely hashed the bytes in front of it, and none need be kept.
+    pub(super) fn copy(&self, spans: &[Span<'_>], job: &Job, to: &mut [u8]) -> io::Result<Option<Rest>> {
         let block_size = to_usize(BLOCK_SIZE);
-        let Range { start: mut at, end } = span.within(&job.bytes);
-        while at < end {
-            let block = at / block_size;
-            let next = (block + 1) * block_size;
-            if at.is_multiple_of(block_size) {
-                self.sum(span.digest + block, &span.data[at..next.min(span.data.len())]);
+        let mut rest = None;
+        let mut filled = 0;
+        for span in spans {
+            let Range { start: mut at, end } = span.within(&job.bytes);
+            while at < end {
+                let block = at / block_size;
+                let begin = block * block_size;
+                let next = (begin + block_size).min(end);
+                let piece = filled..filled + (next - at);
+                to[piece.clone()].copy_from_slice(&span.data[at..next]);
+                let part = Rest {
+                    cell: span.digest + block,
+                    block_len: block_size.min(span.data.len() - begin),
+                    at: at - begin,
+                    bytes: piece.clone(),
+                };
+                if at == begin {
+                    self.add(&part, &to[piece])?;
+                } else {
+                    // Only the first bytes of a job can continue a block.
+                    rest = Some(part);
+                }
+                filled += next - at;
+                at = next;
             }
-            hand_on(&span.data[at..next.min(end)]);
-            at = next;
         }
+        Ok(rest)
+    }
+
+    /// Hashes the bytes that [`copy`](Self::copy) left, of the same copy.
+    pub(super) fn add_rest(&self, rest: Option<Rest>, copy: &[u8]) -> io::Result<()> {
+        rest.map_or(Ok(()), |rest| self.add(&rest, &copy[rest.bytes.clone()]))
+    }
+
+    fn add(&self, part: &Rest, piece: &[u8]) -> io::Result<()> {
+        if piece.len() == part.block_len {
+            self.sum(part.cell, piece);
+            return Ok(());
+        }
+        let block = {
+            let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+            let hasher = match self.sums {
+                Sums::Digests => || Hasher::Digests(Box::default()),
+                Sums::Crc32 => || Hasher::Crc32(crc32fast::Hasher::new()),
+                Sums::None => return Ok(()),
+            };
+            let new = || {
+                Arc::new(Mutex::new(Shared {
+                    hasher: hasher(),
+                    done: 0,
+                    early: BTreeMap::new(),
+                }))
+            };
+            Arc::clone(shared.entry(part.cell).or_insert_with(new))
+        };
+        let mut block = block.lock().unwrap_or_else(PoisonError::into_inner);
+        if block.done != part.at {
+            let mut copy = Vec::new();
+            copy.try_reserve_exact(piece.len())?;
+            copy.extend_from_slice(piece);
+            block.early.insert(part.at, copy);
+            return Ok(());
+        }
+        block.take(piece);
+        while let Some(next) = {
+            let done = block.done;
+            block.early.remove(&done)
+        } {
+            block.take(&next);
+        }
+        if block.done == part.block_len {
+            self.cells[part.cell].set(block.found());
+            self.shared
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .remove(&part.cell);
+        }
+        Ok(())
     }
 
     fn sum(&self, cell: usize, block: &[u8]) {
         let found = match self.sums {
             Sums::Digests => BlockDigests::of(block),
-            // In the place of a digest.
-            Sums::Crc32 => BlockDigests {
-                digest: crc32fast::hash(block).into(),
-                content: 0,
-            },
+            Sums::Crc32 => of_crc32(crc32fast::hash(block)),
             Sums::None => return,
         };
         self.cells[cell].set(found);
@@ -137,6 +243,31 @@ impl Digests {
         let blocks = &self.cells[self.first[item]..self.first[item + 1]];
         let digests = blocks.iter().map(BlockCell::digest).collect();
         (digests, content_digest(blocks.iter().map(BlockCell::content)))
+    }
+}
+
+impl Shared {
+    fn take(&mut self, piece: &[u8]) {
+        match &mut self.hasher {
+            Hasher::Digests(hasher) => hasher.write(piece),
+            Hasher::Crc32(hasher) => hasher.update(piece),
+        }
+        self.done += piece.len();
+    }
+
+    fn found(&self) -> BlockDigests {
+        match &self.hasher {
+            Hasher::Digests(hasher) => hasher.finish(),
+            Hasher::Crc32(hasher) => of_crc32(hasher.clone().finalize()),
+        }
+    }
+}
+
+/// A CRC-32 in the place of a digest.
+fn of_crc32(crc: u32) -> BlockDigests {
+    BlockDigests {
+        digest: crc.into(),
+        content: 0,
     }
 }
 

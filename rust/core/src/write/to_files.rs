@@ -149,11 +149,11 @@ impl Hand for OpenFile<'_> {
             None => to.files.handles(job.file)?,
         };
         let handles = &*self.open.insert((job.file, handles)).1;
-        if let [span] = spans
+        if digests.are_none()
+            && let [span] = spans
             && let bytes = &span.data[span.within(&job.bytes)]
             && (handles.direct.is_none() || to.is_aligned_alike(bytes, job.bytes.start))
         {
-            digests.digest(span, job, |_| ());
             return to.store(job, bytes, handles, control);
         }
         let pool = || to.staging.lock().unwrap_or_else(PoisonError::into_inner);
@@ -162,17 +162,12 @@ impl Hand for OpenFile<'_> {
         // Where the job begins in its first page, it begins in the buffer.
         let begin = to_usize(job.bytes.start % to.how.alignment);
         let end = begin + to_usize(job.bytes.end - job.bytes.start);
-        let memory = buffer.at_least(end);
-        let bytes = &mut memory.map_err(|e| Error::io("take memory to write", to.files.path(job.file), e))?[begin..end];
-        let mut at = 0;
-        for span in spans {
-            digests.digest(span, job, |piece| {
-                bytes[at..at + piece.len()].copy_from_slice(piece);
-                at += piece.len();
-            });
-        }
-        let result = to.store(job, bytes, handles, control);
+        let no_memory = |e| Error::io("take memory to write", to.files.path(job.file), e);
+        let bytes = &mut buffer.at_least(end).map_err(no_memory)?[begin..end];
+        let rest = digests.copy(spans, job, bytes).map_err(no_memory)?;
+        to.store(job, bytes, handles, control)?;
+        digests.add_rest(rest, bytes).map_err(no_memory)?;
         pool().push(buffer);
-        result
+        Ok(())
     }
 }

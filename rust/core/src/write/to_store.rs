@@ -1,4 +1,4 @@
-//! A save to a store: each file an object, sent in parts straight from the memory that is saved, or by way of a buffer what comes in pieces.
+//! A save to a store: each file an object, sent in parts, each from a buffer.
 
 use std::ops::Range;
 use std::path::Path;
@@ -24,8 +24,6 @@ const LEAST_PART: u64 = 5 << 20;
 const MOST_PARTS: u64 = 10_000;
 /// Requests in flight, where nobody says how many.
 const IN_FLIGHT: usize = 32;
-/// A part that lies in more pieces of memory than that is sent from a buffer.
-const MOST_PIECES: usize = 64;
 /// How often a thread that waits for memory looks whether it is to stop.
 const PERIOD: Duration = Duration::from_millis(50);
 
@@ -146,7 +144,8 @@ impl ToStore {
     /// A buffer for a part, with what there is of it before any item came.
     fn buffer(&self, file: u32, bytes: &Range<u64>) -> Result<Vec<u8>> {
         let length = to_usize(bytes.end - bytes.start);
-        let mut buffer = Vec::new();
+        let mut buffer = self.room.taken().unused.pop().unwrap_or_default();
+        buffer.clear();
         if buffer.try_reserve_exact(length).is_err() {
             let path = &self.files[file as usize].object.path;
             return Err(Error::io(
@@ -172,21 +171,8 @@ impl ToStore {
     fn write_job(&self, job: &Job, spans: &[Span<'_>], digests: &Digests, control: &Control) -> Result<()> {
         let number = to_usize(job.bytes.start / self.part_bytes);
         let bytes = self.bytes_of(job.file, number);
-        let header = self.header(job.file, &bytes);
         let length = job.bytes.end - job.bytes.start;
         let mut part = self.part(job.file, number);
-        let is_all = part.buffer.is_none() && header.len() as u64 + length == bytes.end - bytes.start;
-        if is_all && spans.len() < MOST_PIECES {
-            let mut pieces = Vec::with_capacity(spans.len() + 1);
-            pieces.push(header);
-            for span in spans {
-                digests.digest(span, job, |_| ());
-                pieces.push(&span.data[span.within(&job.bytes)]);
-            }
-            part.missing = 0;
-            part.sent = Some(self.send(job.file, number, &pieces, control)?);
-            return Ok(());
-        }
         let completes = part.missing == length;
         // Not the part's while this works on it: an error or a panic gives the memory back, for which others may wait.
         let mut buffer = if let Some(buffer) = part.buffer.take() {
@@ -199,13 +185,13 @@ impl ToStore {
         if completes {
             buffer.share.leave();
         }
-        for span in spans {
-            let mut at = to_usize(job.bytes.start.max(span.offset) - bytes.start);
-            digests.digest(span, job, |piece| {
-                buffer.bytes[at..at + piece.len()].copy_from_slice(piece);
-                at += piece.len();
-            });
-        }
+        let no_memory = |e| Error::io("take memory to write", &self.files[job.file as usize].object.path, e);
+        let begin = to_usize(job.bytes.start - bytes.start);
+        let copy = begin..begin + to_usize(length);
+        let rest = digests
+            .copy(spans, job, &mut buffer.bytes[copy.clone()])
+            .map_err(no_memory)?;
+        digests.add_rest(rest, &buffer.bytes[copy]).map_err(no_memory)?;
         part.missing -= length;
         if completes {
             part.sent = Some(self.send(job.file, number, &[&buffer.bytes], control)?);
@@ -328,7 +314,7 @@ pub(super) fn part_bytes(largest: u64, memory: u64) -> u64 {
     largest.div_ceil(MOST_PARTS).next_multiple_of(1 << 20).max(least)
 }
 
-/// The memory for parts that do not lie in memory in one piece.
+/// The memory for parts.
 struct Room {
     most: u64,
     taken: Mutex<Taken>,
@@ -338,6 +324,8 @@ struct Room {
 #[derive(Default)]
 struct Taken {
     bytes: u64,
+    /// Buffers that were sent, for the next parts.
+    unused: Vec<Vec<u8>>,
     /// Those that are on their way, and will be given back: worth a wait. What of a part is not there yet may come in the next call only.
     leaving: u64,
 }
@@ -405,10 +393,17 @@ impl Drop for Share {
     }
 }
 
-/// Memory for a part, freed before its share of the room is.
+/// Memory for a part. Dropped, it is there for the next part before its share of the room is.
 struct Buffer {
     bytes: Vec<u8>,
     share: Share,
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        let bytes = std::mem::take(&mut self.bytes);
+        self.share.room.taken().unused.push(bytes);
+    }
 }
 
 #[cfg(test)]
