@@ -269,7 +269,7 @@ def test_a_child_does_not_wait_for_the_threads_of_a_load(ckpt):
     assert reader.batch_count > 2
     with mmap.mmap(-1, 1 << 16) as memory:
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        reader.start([address], memory, 1)
+        reader.start([(address, 1 << 16)], memory, 1)
         _, slab = reader.next()
 
         def child():

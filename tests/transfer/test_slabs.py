@@ -45,7 +45,7 @@ def test_batches_come_in_order_and_slabs_wait_for_their_release(ckpt):
     index = saved(ckpt, {f"w{i}": torch.randn(16 << 10) for i in range(10)})
     source = reader(index)
     taken = slabs._SlabCache().take(3, 1 << 16, pinned=False)
-    source.start([slab.data_ptr() for slab in taken], taken, 3)
+    source.start([(slab.data_ptr(), slab.nbytes) for slab in taken], taken, 3)
     held, order = [], []
     for _ in range(3):
         batch, slab = source.next()
@@ -73,9 +73,9 @@ def test_a_closed_load_gives_nothing(ckpt):
     with pytest.raises(PlanError, match="not begun"):
         source.next()
     taken = slabs._SlabCache().take(2, 1 << 16, pinned=False)
-    source.start([slab.data_ptr() for slab in taken], taken, 2)
+    source.start([(slab.data_ptr(), slab.nbytes) for slab in taken], taken, 2)
     with pytest.raises(PlanError, match="has begun"):
-        source.start([slab.data_ptr() for slab in taken], taken, 2)
+        source.start([(slab.data_ptr(), slab.nbytes) for slab in taken], taken, 2)
     source.close()
     with pytest.raises(KeyboardInterrupt):
         source.next()
@@ -87,7 +87,7 @@ def test_a_load_that_is_dropped_stops(ckpt):
     index = saved(ckpt, {f"w{i}": torch.randn(16 << 10) for i in range(10)})
     source = reader(index)
     taken = slabs._SlabCache().take(2, 1 << 16, pinned=False)
-    source.start([slab.data_ptr() for slab in taken], taken, 2)
+    source.start([(slab.data_ptr(), slab.nbytes) for slab in taken], taken, 2)
     del source
     assert threads.none_of("dcp-rs-slab")
 
@@ -97,7 +97,9 @@ def test_misplaced_slabs_are_refused(ckpt):
     source = reader(index)
     memory = torch.empty(3 << 16, dtype=torch.uint8)
     with pytest.raises(PlanError, match="multiples"):
-        source.start([memory.data_ptr() // 4096 * 4096 + 8], memory, 1)
+        source.start([(memory.data_ptr() // 4096 * 4096 + 8, 1 << 16)], memory, 1)
+    with pytest.raises(PlanError, match="65535 bytes, where 65536 are needed"):
+        source.start([(memory.data_ptr() // 4096 * 4096, (1 << 16) - 1)], memory, 1)
     with pytest.raises(PlanError, match="multiples"):
         source.start([], memory, 1)
     with pytest.raises(PlanError, match="slabs of"):
@@ -108,7 +110,7 @@ def test_a_fork_leaves_the_threads_to_its_parent(ckpt):
     index = saved(ckpt, {f"w{i}": torch.randn(16 << 10) for i in range(10)})
     source = reader(index)
     taken = slabs._SlabCache().take(2, 1 << 16, pinned=False)
-    source.start([slab.data_ptr() for slab in taken], taken, 2)
+    source.start([(slab.data_ptr(), slab.nbytes) for slab in taken], taken, 2)
     child = os.fork()
     if child == 0:
         source.close()  # would wait for ever for threads that are not there

@@ -158,7 +158,8 @@ class SlabLoad:
         count = min(room, reader.workers + slabs.SPARE_SLABS, reader.batch_count)
         self._spare = max(1, min(slabs.SPARE_SLABS, count // 2))
         self._slabs = slabs.kept.take(count, self._slab_bytes, pinned=self._pinned)
-        reader.start([slab.data_ptr() for slab in self._slabs], self._slabs, max(1, count - self._spare))
+        places = [(slab.data_ptr(), slab.nbytes) for slab in self._slabs]
+        reader.start(places, self._slabs, max(1, count - self._spare))
         return self
 
     def __iter__(self) -> Iterator[tuple[int, list[_core.Copy], torch.Tensor]]:

@@ -32,3 +32,4 @@ pub mod write;
 pub use control::Control;
 pub use dtype::Dtype;
 pub use error::{Error, Result, StorageFault};
+pub use parallel::available as available_cores;

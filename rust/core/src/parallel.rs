@@ -7,6 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::Result;
+use crate::store::spare_address_space;
 
 /// Calls that tell whether the others will wait.
 const FIRST: usize = 8;
@@ -41,8 +42,9 @@ pub(crate) fn for_each<S>(
         }
         Ok(())
     };
+    let workers = affordable(workers.min(count));
     thread::scope(|scope| {
-        let helpers: Vec<_> = (1..workers.min(count))
+        let helpers: Vec<_> = (1..workers)
             .map_while(|_| {
                 thread::Builder::new()
                     .name("dcp-rs".into())
@@ -130,9 +132,26 @@ pub(crate) fn both<A: Send, B>(first: impl FnOnce() -> A + Send, second: impl Fn
     })
 }
 
-/// As many as the cores that this process may use.
-pub(crate) fn available() -> usize {
+/// As many as the cores that this process may use: those of its affinity, and no more than its cgroup's quota of CPU
+/// time pays for (which the standard library asks for, of cgroup v1 and v2).
+pub fn available() -> usize {
     thread::available_parallelism().map_or(1, std::num::NonZero::get)
+}
+
+/// Address space for a thread: its stack, its buffer, and what the allocator and the copies of pages take beside.
+const SPACE: u64 = 16 << 20;
+
+/// So many of the threads that are wanted as there is address space for, where that is limited; at least the caller's.
+pub(crate) fn affordable(wanted: usize) -> usize {
+    if wanted <= 1 {
+        return 1;
+    }
+    within(wanted, spare_address_space())
+}
+
+fn within(wanted: usize, spare: Option<u64>) -> usize {
+    let most = spare.map_or(usize::MAX, |spare| usize::try_from(spare / SPACE).unwrap_or(usize::MAX));
+    wanted.min(most).max(1)
 }
 
 #[cfg(test)]
@@ -157,6 +176,22 @@ mod tests {
             let mut seen = seen.into_inner().unwrap();
             seen.sort_unstable();
             assert_eq!(seen, (0..50).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn threads_fit_in_the_address_space() {
+        for (wanted, spare, expected) in [
+            (0, None, 1),
+            (1, None, 1),
+            (64, None, 64),
+            (64, Some(0), 1),
+            (64, Some(SPACE - 1), 1),
+            (64, Some(40 << 20), 2),
+            (64, Some(1 << 40), 64),
+            (2, Some(1 << 40), 2),
+        ] {
+            assert_eq!(within(wanted, spare), expected, "{wanted} {spare:?}");
         }
     }
 

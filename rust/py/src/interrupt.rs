@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use dcp_rs_core::{Control, Result};
@@ -18,7 +19,8 @@ pub fn run<T: Send>(py: Python<'_>, work: impl FnOnce(&Control) -> Result<T> + S
     run_with(py, None, 0, work)
 }
 
-/// Runs `work` on another thread while this one, without the GIL, watches for signals. A signal whose handler raises cancels the
+/// Runs `work` on another thread while this one, without the GIL, watches for signals; on this thread where the system gives
+/// no other, and then signals wait. A signal whose handler raises cancels the
 /// work; its threads have ended when this returns. `progress` is called now and then with the bytes done (and those done `before`), and at the end with
 /// all of them; what it raises cancels the work too.
 pub fn run_with<T: Send>(
@@ -72,11 +74,23 @@ pub fn run_on<I: Send, T: Send>(
         let (give, made) = channel();
         let (done, is_done) = channel();
         let control = &control;
-        let worker = scope.spawn(move || {
+        // Not handed to the thread but taken by it: it is still there where the system has no thread to give.
+        let work = Mutex::new(Some((work, made)));
+        let run = move || {
+            let (work, made) = work
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .take()
+                .expect("it is taken once");
             let result = work(made, control);
             // The receiver lives until the worker is joined.
             let _ = done.send(());
             result
+        };
+        let run = Arc::new(run);
+        let worker = std::thread::Builder::new().spawn_scoped(scope, {
+            let run = Arc::clone(&run);
+            move || run()
         });
         let (mut raised, mut raised_late) = (None, None);
         let unwinding = CancelOnPanic(control);
@@ -100,6 +114,10 @@ pub fn run_on<I: Send, T: Send>(
         drop(give);
         let tell = &tell;
         let (result, raised) = py.detach(move || {
+            let Ok(worker) = worker else {
+                // On this thread, which then hears of no signals.
+                return (run(), raised);
+            };
             while raised.is_none() && is_done.recv_timeout(PERIOD) == Err(RecvTimeoutError::Timeout) {
                 // An interpreter that ends has no more signals: what is dropped last may still have work to do.
                 let watch = Python::try_attach(|py| {

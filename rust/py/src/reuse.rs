@@ -71,8 +71,11 @@ impl Reuse {
     }
 
     /// Compares parts of items, as `Save.write` writes them: memory stays until this returns.
+    #[expect(unsafe_code, reason = "tensors are handed over by address")]
     fn write(&self, py: Python<'_>, parts: Vec<Bound<'_, rows::Part>>) -> PyResult<()> {
-        self.compare(py, &parts_at(&parts))
+        // SAFETY: this method's contract, which `dcp_rs.transfer.save` keeps.
+        let parts = unsafe { parts_at(&parts)? };
+        self.compare(py, &parts)
     }
 
     /// Compares the plain tensors of the plan.

@@ -21,7 +21,7 @@ use crate::plain::{BLOCK, HostTensor, Plain};
 use crate::remote::Store;
 use crate::reuse::Reuse;
 use crate::save_item::{self, items_of, name_of};
-use crate::write::{Save, to};
+use crate::write::{Save, bytes_at, to};
 
 const REQUIRES_GRAD: u8 = 1;
 
@@ -163,7 +163,7 @@ impl SavePlan {
 
     /// Creates the files for what `keep` gives to this rank: first the plain tensors, for `Save.write_plain`; then the others, in the order of
     /// `kept_others`, whose lengths in bytes are `lengths`. `turns`, for each of these, where they are not written at a time: in which one, from 1 on.
-    #[pyo3(signature = (folder, keep, lengths, *, save_id, generation, token, rank, world_size, threads, fsync, io, max_inflight_bytes, turns=None, reuse=None, store=None))]
+    #[pyo3(signature = (folder, keep, lengths, *, save_id, generation, token, rank, world_size, threads, fsync, io, max_inflight_bytes, local_ranks=1, turns=None, reuse=None, store=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
     fn create(
         &self,
@@ -180,6 +180,7 @@ impl SavePlan {
         fsync: bool,
         io: &str,
         max_inflight_bytes: u64,
+        local_ranks: usize,
         turns: Option<Vec<u32>>,
         reuse: Option<&Bound<'_, Reuse>>,
         store: Option<&Bound<'_, Store>>,
@@ -199,7 +200,7 @@ impl SavePlan {
             rank,
             world_size,
         };
-        let options = crate::write::options(threads, fsync, io, max_inflight_bytes)?;
+        let options = crate::write::options(threads, fsync, io, max_inflight_bytes, local_ranks)?;
         let reuse = reuse.map(|reuse| Arc::clone(&reuse.get().inner));
         Save::begin(py, &to(&folder, store), items, info, &options, planned, reuse)
     }
@@ -301,7 +302,9 @@ impl Planned {
         let mut held = Vec::new();
         let mut parts = written.map(move |&(item, place, length)| {
             let tensor = tensors.get_item(place)?;
-            let part = part(item, plain.look(&tensor)?, length)?;
+            // SAFETY: torch said just now where the tensor is, and it is held until the write is over.
+            #[expect(unsafe_code, reason = "tensors are handed over by address")]
+            let part = unsafe { part(item, plain.look(&tensor)?, length)? };
             held.push(tensor);
             Ok(part)
         });
@@ -314,8 +317,11 @@ impl Planned {
 
 /// All of an item of `length` bytes, as its tensor is found. It may have been replaced since it was planned (`tensor.data = ...`): only what it is now
 /// says what may be read.
+///
+/// # Safety
+/// The tensor is where it was found for `'a`.
 #[expect(unsafe_code, reason = "tensors are handed over by address")]
-fn part<'a>(item: u32, found: Option<HostTensor>, length: u64) -> PyResult<Part<'a>> {
+unsafe fn part<'a>(item: u32, found: Option<HostTensor>, length: u64) -> PyResult<Part<'a>> {
     let host = found
         .filter(|host| host.address != 0 && contiguous_length(host) == Some(length))
         .ok_or_else(|| PlanError::new_err("a tensor changed its shape or place while it was being saved"))?;
@@ -323,9 +329,8 @@ fn part<'a>(item: u32, found: Option<HostTensor>, length: u64) -> PyResult<Part<
     Ok(Part {
         item,
         at: 0,
-        // SAFETY: the tensor, contiguous and in host memory, is `length` bytes long, and is held until the write is over. Training code that
-        // changes a tensor while it is saved gets a torn save, as with any writer.
-        data: unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(host.address), length) },
+        // SAFETY: as the caller vouches; the tensor, contiguous and in host memory, is `length` bytes long.
+        data: unsafe { bytes_at(host.address, length)? },
     })
 }
 

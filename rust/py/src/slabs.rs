@@ -115,15 +115,21 @@ impl SlabReader {
         Ok((self.plan.device(batch), list))
     }
 
-    /// Begins to fill slabs, on up to `workers` threads. `addresses` are those of memory that `memory` keeps, a slab each; they
-    /// are multiples of 4096.
-    fn start(&self, addresses: Vec<usize>, memory: Py<PyAny>, workers: usize) -> PyResult<()> {
+    /// Begins to fill slabs, on up to `workers` threads. `slabs` are the addresses and lengths in bytes of memory that `memory`
+    /// keeps, a slab each; addresses are multiples of 4096.
+    fn start(&self, slabs: Vec<(usize, u64)>, memory: Py<PyAny>, workers: usize) -> PyResult<()> {
         if self.running.get().is_some() {
             return Err(PlanError::new_err("the load has begun"));
         }
-        let slabs = addresses
+        let needed = self.plan.slab_bytes();
+        if let Some((_, length)) = slabs.iter().find(|(_, length)| *length < needed) {
+            return Err(PlanError::new_err(format!(
+                "a slab of {length} bytes, where {needed} are needed"
+            )));
+        }
+        let slabs = slabs
             .into_iter()
-            .map(|address| Slab(Destination(std::ptr::with_exposed_provenance_mut(address))))
+            .map(|(address, _)| Slab(Destination(std::ptr::with_exposed_provenance_mut(address))))
             .collect();
         let plan = Arc::clone(&self.plan);
         // SAFETY: this method's contract: `memory` keeps the slabs, `plan.slab_bytes()` each, alive and apart, and is held until the session

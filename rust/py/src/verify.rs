@@ -62,6 +62,13 @@ impl Index {
     }
 }
 
+/// The cores that this process may use: those of its affinity, and no more than its cgroup's quota pays for.
+#[guarded]
+#[pyfunction]
+pub fn available_cores() -> usize {
+    dcp_rs_core::available_cores()
+}
+
 /// XXH3-64 of some bytes, as the format has it.
 #[guarded]
 #[pyfunction]

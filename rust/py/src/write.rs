@@ -1,7 +1,7 @@
 //! Saves, as Python sees them.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dcp_rs_core::Error;
 use dcp_rs_core::format::Value;
@@ -60,7 +60,7 @@ struct State {
 impl Save {
     /// Lays out the files for `items` in `folder` and creates them.
     #[staticmethod]
-    #[pyo3(signature = (folder, items, *, save_id, generation, token, rank, world_size, threads, fsync, io, max_inflight_bytes, store=None))]
+    #[pyo3(signature = (folder, items, *, save_id, generation, token, rank, world_size, threads, fsync, io, max_inflight_bytes, local_ranks=1, store=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
     fn create(
         py: Python<'_>,
@@ -75,6 +75,7 @@ impl Save {
         fsync: bool,
         io: &str,
         max_inflight_bytes: u64,
+        local_ranks: usize,
         store: Option<&Bound<'_, Store>>,
     ) -> PyResult<Self> {
         let info = SaveInfo {
@@ -84,14 +85,14 @@ impl Save {
             rank,
             world_size,
         };
-        let options = options(threads, fsync, io, max_inflight_bytes)?;
+        let options = options(threads, fsync, io, max_inflight_bytes, local_ranks)?;
         let to = to(&folder, store);
         Self::begin(py, &to, items_of(&items), info, &options, Planned::default(), None)
     }
 
     /// Creates files (name, header, size) of the caller's own layout, with values in them. With `crc32`, theirs are found out.
     #[staticmethod]
-    #[pyo3(signature = (folder, files, values, *, threads, fsync, io, max_inflight_bytes, crc32=false))]
+    #[pyo3(signature = (folder, files, values, *, threads, fsync, io, max_inflight_bytes, local_ranks=1, crc32=false))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, in Python")]
     fn create_files(
         py: Python<'_>,
@@ -102,6 +103,7 @@ impl Save {
         fsync: bool,
         io: &str,
         max_inflight_bytes: u64,
+        local_ranks: usize,
         crc32: bool,
     ) -> PyResult<Self> {
         let files = files
@@ -115,7 +117,7 @@ impl Save {
             .collect();
         let values: Vec<_> = values.iter().map(|value| value.get().to_core()).collect();
         let bytes = values.iter().map(|(.., length)| length).sum();
-        let options = options(threads, fsync, io, max_inflight_bytes)?;
+        let options = options(threads, fsync, io, max_inflight_bytes, local_ranks)?;
         let save = interrupt::run(py, |control| {
             let sums = if crc32 { Sums::Crc32 } else { Sums::None };
             write::Save::create_files(&folder, files, values, sums, &options, control)
@@ -126,8 +128,11 @@ impl Save {
     /// Writes parts of items.
     ///
     /// The memory behind every address must be there, and unchanged, until this returns: the caller holds the tensors.
+    #[expect(unsafe_code, reason = "tensors are handed over by address")]
     fn write(&self, py: Python<'_>, parts: Vec<Bound<'_, rows::Part>>) -> PyResult<()> {
-        self.put(py, &parts_at(&parts))
+        // SAFETY: this method's contract, which `dcp_rs.transfer.save` keeps.
+        let parts = unsafe { parts_at(&parts)? };
+        self.put(py, &parts)
     }
 
     /// Writes the plain tensors of the plan that this save was created from; they are in the list that the plan was made with.
@@ -209,6 +214,17 @@ impl Save {
     }
 }
 
+impl Drop for Save {
+    /// Removes the files of a save that did not end, or talks to a store: other Python threads run meanwhile.
+    fn drop(&mut self) {
+        let state = self.inner.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let (save, claim) = (state.save.take(), state.claim.take());
+        if save.is_some() || claim.is_some() {
+            Python::attach(|py| py.detach(|| drop((save, claim))));
+        }
+    }
+}
+
 impl Save {
     pub fn begin(
         py: Python<'_>,
@@ -234,12 +250,11 @@ impl Save {
         let of = |which: bool| {
             (lengths.iter().zip(&reused)).filter_map(move |(length, reused)| (*reused == which).then_some(*length))
         };
-        Ok(Self {
-            bytes_reused: of(true).sum(),
-            problems: problems.iter().map(ToString::to_string).collect(),
-            at_once: matches!(to, To::Store(..)),
-            ..Self::new(save, planned.only(|item| !reused[item as usize]), of(false).sum())
-        })
+        let mut begun = Self::new(save, planned.only(|item| !reused[item as usize]), of(false).sum());
+        begun.bytes_reused = of(true).sum();
+        begun.problems = problems.iter().map(ToString::to_string).collect();
+        begun.at_once = matches!(to, To::Store(..));
+        Ok(begun)
     }
 
     fn put(&self, py: Python<'_>, parts: &[Part<'_>]) -> PyResult<()> {
@@ -318,20 +333,41 @@ pub fn to<'a>(folder: &'a Path, store: Option<&Bound<'_, Store>>) -> To<'a> {
 }
 
 /// Parts of tensors that the caller holds.
+///
+/// # Safety
+/// That of [`bytes_at`], for each part.
 #[expect(unsafe_code, reason = "tensors are handed over by address")]
-pub fn parts_at<'a>(parts: &[Bound<'_, rows::Part>]) -> Vec<Part<'a>> {
+pub unsafe fn parts_at<'a>(parts: &[Bound<'_, rows::Part>]) -> PyResult<Vec<Part<'a>>> {
     parts
         .iter()
         .map(Bound::get)
         .filter(|part| part.nbytes > 0)
-        .map(|part| Part {
-            item: part.item,
-            at: part.at,
-            // SAFETY: the contract of the methods that take such parts: `dcp_rs.transfer.save` holds every tensor, contiguous and in host
-            // memory, until the call returns. Training code that changes a tensor while it is saved gets a torn save, as with any writer.
-            data: unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(part.address), part.nbytes) },
+        .map(|part| {
+            Ok(Part {
+                item: part.item,
+                at: part.at,
+                // SAFETY: as the caller vouches.
+                data: unsafe { bytes_at(part.address, part.nbytes)? },
+            })
         })
         .collect()
+}
+
+/// Memory that Python holds, as bytes. An address and a length that no memory can have are refused.
+///
+/// # Safety
+/// `length` bytes from the address on can be read for `'a`. Training code that changes a tensor while it is saved gets
+/// a torn save, as with any writer.
+#[expect(unsafe_code, reason = "tensors are handed over by address")]
+pub unsafe fn bytes_at<'a>(address: usize, length: usize) -> PyResult<&'a [u8]> {
+    let is_memory = address != 0 && isize::try_from(length).is_ok() && address.checked_add(length).is_some();
+    if !is_memory {
+        return Err(PlanError::new_err(format!(
+            "{length} bytes at address {address:#x} are no memory"
+        )));
+    }
+    // SAFETY: as the caller vouches; the length is one that a slice may have.
+    Ok(unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(address), length) })
 }
 
 /// Values (item, bytes), each in one part.
@@ -347,12 +383,19 @@ pub fn parts_of(values: &[(u32, PyBackedBytes)]) -> Vec<Part<'_>> {
         .collect()
 }
 
-pub fn options(threads: usize, fsync: bool, io: &str, max_inflight_bytes: u64) -> PyResult<WriteOptions> {
+pub fn options(
+    threads: usize,
+    fsync: bool,
+    io: &str,
+    max_inflight_bytes: u64,
+    local_ranks: usize,
+) -> PyResult<WriteOptions> {
     Ok(WriteOptions {
         threads,
         fsync,
         io: io_mode(io)?,
         max_inflight_bytes,
+        local_ranks,
     })
 }
 

@@ -13,7 +13,7 @@ use super::ways::Ways;
 use super::worker::Worker;
 use super::{Catalog, FileRef, ReadOptions, ReadReq, ReadStats};
 use crate::store::Buffer;
-use crate::{Control, Error, Result};
+use crate::{Control, Error, Result, parallel};
 
 /// Fills every destination, in parallel; returns when all is written. The first error stops the rest.
 ///
@@ -38,7 +38,7 @@ pub unsafe fn read(
     let threads = match options.threads {
         // Asking for the number of cores takes longer than a small batch.
         0 if total < MIN_JOB => 1,
-        0 => std::thread::available_parallelism().map_or(1, usize::from),
+        0 => parallel::available(),
         n => n,
     };
     let Found {
@@ -165,7 +165,7 @@ impl Call<'_> {
     fn run(&self, [copying, straight, buffered]: [usize; 3]) -> Result<ReadStats> {
         std::thread::scope(|scope| {
             // The calling thread is one of the first that there are. Where the system refuses a thread, fewer do the work.
-            for i in 1..buffered + straight + copying {
+            for i in 1..parallel::affordable(buffered + straight + copying) {
                 let queues: &[usize] = if i < buffered {
                     // Who has a buffer does without.
                     &[BUFFERED, STRAIGHT]

@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 
 use super::policy::{Access, SMALL_READ};
 use super::{Catalog, FileRef, IoMode, ReadOptions, ReadReq, Sharing};
-use crate::store::{Connection, Mapping, direct_align, is_remote, most_open, resident_bytes};
+use crate::store::{Connection, Mapping, direct_align, is_remote, most_open, resident_bytes, spare_address_space};
 use crate::{Error, Result, parallel};
 
 /// Of a file that is taken as resident, at most one part in this many is not.
@@ -152,10 +152,15 @@ pub fn survey(files: &[FileRef], wanted: &[Wanted], options: &ReadOptions) -> Re
     let local: Vec<usize> = (0..files.len()).filter(local).collect();
     let few = local.len() <= KEEP_OPEN;
     let may_open = OnceLock::new();
+    // Each thread maps the file that it reads. Half of what is left is for buffers and all else.
+    let most_mapped = spare_address_space().map_or(u64::MAX, |spare| {
+        let threads = parallel::affordable(options.threads.max(parallel::available()));
+        spare / (2 * threads as u64)
+    });
     let look = |i: usize, waits: bool| {
         let (file, wanted) = (&files[local[i]], &wanted[local[i]]);
         let open = file.open(false)?;
-        let access = access(file, &open, wanted, options);
+        let access = access(file, &open, wanted, options, most_mapped);
         let kept = if few {
             Kept::Open(open)
         } else if waits && access.maps() && i < KEEP_MAPPED {
@@ -177,7 +182,8 @@ pub fn survey(files: &[FileRef], wanted: &[Wanted], options: &ReadOptions) -> Re
 }
 
 /// How a file is best read.
-fn access(file: &FileRef, open: &File, wanted: &Wanted, options: &ReadOptions) -> Access {
+fn access(file: &FileRef, open: &File, wanted: &Wanted, options: &ReadOptions, most_mapped: u64) -> Access {
+    let may_map = file.size <= most_mapped;
     let missing = || {
         let span = wanted.end.saturating_sub(wanted.start);
         resident_bytes(open, wanted.start, wanted.end).map(|bytes| span.saturating_sub(bytes) > span / MISSING_PART)
@@ -192,10 +198,10 @@ fn access(file: &FileRef, open: &File, wanted: &Wanted, options: &ReadOptions) -
         IoMode::Buffered => Access::Buffered,
         IoMode::Direct => direct().unwrap_or(Access::Buffered),
         IoMode::Auto => match (missing(), is_remote(open)) {
-            (Some(false), false) if wanted.bytes >= SMALL => Access::Mapped,
+            (Some(false), false) if wanted.bytes >= SMALL && may_map => Access::Mapped,
             (Some(false), _) => Access::Cached,
             (_, true) => Access::Buffered,
-            _ if wanted.common > wanted.bytes / 2 && Mapping::tells_errors() => Access::Shared,
+            _ if wanted.common > wanted.bytes / 2 && may_map && Mapping::tells_errors() => Access::Shared,
             (_, false) => direct().unwrap_or(Access::Buffered),
         },
     }

@@ -12,7 +12,7 @@ use super::plan::Plan;
 use crate::checkpoint::explain;
 use crate::checkpoint::gather::Names;
 use crate::read::{Destination, ReadReq, ReadStats, Sequential, connect};
-use crate::{Control, Error, Result};
+use crate::{Control, Error, Result, parallel};
 
 /// Memory for one batch: [`Plan::slab_bytes`] from an address that is a multiple of [`PAGE`].
 #[derive(Clone, Copy, Debug)]
@@ -90,7 +90,7 @@ impl Session {
                 "slabs are at multiples of {PAGE}, and at least one"
             )));
         }
-        let workers = workers.clamp(1, slabs.len()).min(plan.batches.len());
+        let workers = parallel::affordable(workers.clamp(1, slabs.len()).min(plan.batches.len()));
         // The threads have it, and with the last of them it ends.
         let connection = connect(&plan.files, plan.threads)?;
         let state = State {

@@ -40,9 +40,11 @@ impl Buffer {
         if !takes_huge_pages(len) {
             return MmapMut::map_anon(size);
         }
-        // Untouched, what lies before the first huge page costs nothing.
+        // Untouched, what lies before the first huge page costs nothing but address space.
         let room = size.checked_add(HUGE_PAGE).ok_or(io::ErrorKind::OutOfMemory)?;
-        let memory = MmapMut::map_anon(room)?;
+        let Ok(memory) = MmapMut::map_anon(room) else {
+            return MmapMut::map_anon(len.next_multiple_of(STEP));
+        };
         let begin = memory.as_ptr().align_offset(HUGE_PAGE);
         platform::ask_for_huge_pages(&memory, begin, size);
         self.begin = begin;

@@ -39,3 +39,8 @@ pub use remote::{
     read_files,
 };
 pub use residency::{direct_align, is_remote, resident_bytes};
+
+/// Bytes of address space that this process may take yet, where that is limited.
+pub(crate) fn spare_address_space() -> Option<u64> {
+    platform::spare_address_space()
+}

@@ -225,6 +225,24 @@ pub fn ask_for_huge_pages(memory: &MmapMut, start: usize, len: usize) {
     let _ = memory.advise_range(Advice::HugePage, start, len);
 }
 
+/// Bytes that this process may map yet, where `RLIMIT_AS` bounds them; 0 where that cannot be known.
+pub fn spare_address_space() -> Option<u64> {
+    let mut limit = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
+    // SAFETY: the kernel writes one `struct rlimit`, which lives across the call.
+    let result = unsafe { libc::getrlimit(libc::RLIMIT_AS, &raw mut limit) };
+    if result != 0 || limit.rlim_cur == libc::RLIM_INFINITY {
+        return None;
+    }
+    let taken = std::fs::read_to_string("/proc/self/statm")
+        .ok()
+        .and_then(|pages| pages.split_whitespace().next()?.parse::<u64>().ok())
+        .map(|pages| pages.saturating_mul(rustix::param::page_size() as u64));
+    Some(taken.map_or(0, |taken| limit.rlim_cur.saturating_sub(taken)))
+}
+
 /// Whether there are huge pages of 2 MiB, to be asked for.
 pub fn has_huge_pages() -> bool {
     rustix::param::page_size() == 4096

@@ -24,6 +24,11 @@ pub fn is_remote(_: &File) -> bool {
     false
 }
 
+/// Nothing says.
+pub fn spare_address_space() -> Option<u64> {
+    None
+}
+
 /// There are no direct reads.
 pub fn direct_align(_: &File) -> Option<u64> {
     None
