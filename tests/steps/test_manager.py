@@ -590,6 +590,38 @@ torch.distributed.checkpoint.save({"w": torch.ones(3)}, storage_writer=Paused(sy
         assert numbers(manager) == [4]
 
 
+def test_a_job_that_wakes_up_is_told_that_the_run_has_gone_on(run):
+    """Until it woke up, the new job died at the step of the stopped one. Then that step was committed into the new run."""
+    job = """
+import sys, torch, dcp_rs
+from dcp_rs.errors import RunTakenOverError
+with dcp_rs.CheckpointManager(sys.argv[1], keep_last=1) as manager:
+    holding = manager._keeper.holding
+    def wake_up():  # with all its data written, before its commit
+        print("written", flush=True)
+        sys.stdin.read()
+        return holding()
+    manager._keeper.holding = wake_up
+    try:
+        manager.save(2, {"w": torch.ones(3)})
+    except RunTakenOverError as error:
+        print(error)
+"""
+    with CheckpointManager(run) as manager:
+        manager.save(1, state_of(1))
+    with CheckpointManager(run) as manager:
+        with programs.Popen([sys.executable, "-c", job, run], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+            assert other.stdout.readline() == b"written\n"
+            with pytest.warns(UserWarning, match=r"not resumed from step-2: process \d+ on '.+' since .* is saving it"):
+                assert loaded(manager) == 1
+            manager.save(2, state_of(2))
+            other.stdin.close()
+            assert f"was taken over by process {os.getpid()} on".encode() in other.stdout.read()
+        assert numbers(manager) == [1, 2]
+        assert loaded(manager, verify=True) == 2
+        assert len(list(manager.path(2).glob("g*"))) == 1
+
+
 # --- preemption ------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_rs
 from dcp_rs import CheckpointManager
-from dcp_rs.errors import CheckpointExistsError, PlanError, UnsupportedError
+from dcp_rs.errors import CheckpointExistsError, PlanError, RunTakenOverError, UnsupportedError
 from support import rank_outcomes, run_ranks
 
 
@@ -88,6 +88,20 @@ def give_different_steps(root, call):
         with pytest.raises(PlanError, match="different steps: rank 0 gives 5, rank 1 gives 6"):
             getattr(manager, call)(*([{}] if call == "load" else []), 5 + rank, *([{}] if "save" in call else []))
         return numbers(manager)
+
+
+def take_over(root):
+    with CheckpointManager(root) as old, CheckpointManager(root) as new:
+        old.save(1, state_of(1))
+        assert loaded(new) == 1
+        with pytest.raises(RunTakenOverError):
+            old.save(2, state_of(2))
+        new.save(2, state_of(2))
+        return loaded(new)
+
+
+def test_all_ranks_of_a_job_hear_that_another_took_over(tmp_path):
+    assert run_ranks(2, take_over, tmp_path / "run") == [2, 2]
 
 
 @pytest.mark.parametrize("call", ["save", "async_save", "load", "delete"])

@@ -8,11 +8,11 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dcp_rs import _core
 from dcp_rs.checkpoint.clean import leftovers
@@ -31,6 +31,8 @@ from dcp_rs.steps.notes import Owner, saved_name, saving_name, verified_name
 from dcp_rs.steps.root import Listing, PassedOver, Root, Step, Why, numbers_in
 
 __all__ = ["FolderRoot"]
+
+T = TypeVar("T")
 
 #: What is being removed is renamed first, so that no half of it has the name of a step.
 _REMOVING = ".removing-"
@@ -66,7 +68,7 @@ class FolderRoot(Root):
 
     def _names(self) -> list[str]:
         try:
-            return _names_in(self.path)
+            return _again(lambda: _names_in(self.path))
         except FileNotFoundError:
             return []
 
@@ -76,12 +78,8 @@ class FolderRoot(Root):
         Raises:
             OSError: it cannot be looked at, and was asked for several times. It may be whole.
         """
-        for seconds in _AGAIN:
-            with suppress(OSError):
-                return self._look_at_one(number)
-            time.sleep(seconds)
         try:
-            return self._look_at_one(number)
+            return _again(lambda: self._look_at_one(number))
         except OSError as error:
             path = self.folder(number)
             error.add_note(f"{path} may be whole, so no other step takes its place. Remove it if it is not wanted.")
@@ -281,6 +279,18 @@ class FolderRoot(Root):
                 doomed = self._rename(number)
         if doomed is not None:
             _delete(doomed)
+
+
+def _again(look: Callable[[], T]) -> T:
+    """What a look finds. One that fails is made again, a few times, unless nothing is there: on a network an error may pass."""
+    for seconds in _AGAIN:
+        try:
+            return look()
+        except FileNotFoundError:
+            raise
+        except OSError:
+            time.sleep(seconds)
+    return look()
 
 
 def _names_in(folder: Path) -> list[str]:
