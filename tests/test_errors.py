@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 import dcp_rs
-from dcp_rs import CheckpointManager, RsSavePlanner, RsWriter, _core, errors
+from dcp_rs import CheckpointManager, RsSavePlanner, _core, errors
 from dcp_rs.dcp import background
 from support import rank_outcomes
 from support.both import save_rs
+from support.faults import Slow
 from support.object_server import Fault, object_server
 from support.places import ROOT
 
@@ -79,20 +80,13 @@ def go_on_after_another(path):
 
 
 def in_progress(path):
-    writer = RsWriter(path)
-    writer.stage({"w": torch.ones(1)})
-    other = []
-
-    def save():
-        try:
-            RsWriter(path).stage({"w": torch.ones(1)})
-        except BaseException as error:  # noqa: BLE001 - handed to the test
-            other.append(error)
-
-    thread = threading.Thread(target=save)
-    thread.start()
-    thread.join()
-    raise other[0]
+    planner = Slow()
+    first = dcp_rs.async_save({"w": torch.ones(1)}, path, planner=planner, no_dist=True)
+    try:
+        dcp_rs.async_save({"w": torch.ones(1)}, path, no_dist=True)
+    finally:
+        planner.go.set()
+        first.result(60)
 
 
 def change_what_is_copied(path):

@@ -155,6 +155,7 @@ def save(
     def begin() -> tuple[dict[str, Any], RsWriter, SavePlanner]:
         nonlocal writer
         check_state_dict(state_dict, path)
+        background.check_free(path)
         check_options("save", write_options, RsWriter)
         _say_what_is_ignored("save", write_options)
         writer = RsWriter(path, **write_options)
@@ -186,8 +187,6 @@ def _save(ranks: Ranks, begin: BeginSave) -> Metadata:
     except BaseException:
         if writer is not None and ranks.failures and not any(map(unclear, ranks.failures.values())):
             writer.discard()  # all ranks know that it failed, so nobody commits
-        elif writer is not None:
-            writer.leave()
         raise
     finally:
         if writer is not None:
@@ -259,14 +258,19 @@ def async_save(
     future = SaveFuture()
     give_room = background.no_room
     try:
-        give_room = background.take_room()
         check_state_dict(state_dict, path)
+        background.enter(path, future)
+        give_room = background.take_room()
         check_options("async_save", write_options, RsWriter)
         _say_what_is_ignored("async_save", write_options)
         writer = RsWriter(path, **write_options)
         writer.stage_with(stager or HostStager())
         planner = RsSavePlanner() if planner is None else planner
-        staging = writer.begin_staging(_without_stateful(state_dict), queued=True, watched=async_staging)
+        staging = writer.begin_staging(
+            _without_stateful(state_dict),
+            under_way=background.may_wait(lambda: not future.done()),
+            watched=async_staging,
+        )
         copied: Future[None] | None = None
         if async_staging:
             copied = background.copying.submit(staging.finish)
@@ -278,6 +282,7 @@ def async_save(
         background.saving.submit(_fulfil, future, ranks, begin, writer)
     except BaseException as error:
         give_room()
+        background.leave(future)
         if writer is not None:
             writer.close()
         if not ranks.is_alone:
@@ -288,6 +293,7 @@ def async_save(
         raise
     else:
         future.add_done_callback(lambda _: give_room())
+        future.add_done_callback(lambda _: background.leave(future))
         return future
 
 

@@ -1,15 +1,15 @@
 """`dcp_rs.async_save`: saves in the background of training."""
 
 import logging
+import os
 import threading
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 import dcp_rs
-from dcp_rs import RsWriter
+from dcp_rs.dcp import background
 from dcp_rs.errors import SaveInProgressError, UnsupportedError
 from dcp_rs.transfer.stage import HostStager
 from support import assert_state_equal, run_ranks
@@ -62,14 +62,30 @@ def test_a_second_save_to_the_path_is_refused_until_the_first_is_over(ckpt, tmp_
         dcp_rs.async_save({"w": torch.zeros(2)}, ckpt)
     with pytest.raises(SaveInProgressError):
         dcp_rs.save({"w": torch.zeros(2)}, ckpt.parent / "." / "ckpt")
-    with pytest.raises(SaveInProgressError):
-        dcp.async_save({"w": torch.zeros(2)}, storage_writer=RsWriter(ckpt))
     other = dcp_rs.async_save({"w": torch.zeros(2)}, tmp_path / "other")  # queued
     planner.go.set()
     first.result(60)
     other.result(60)
     dcp_rs.async_save({"w": torch.full((2,), 2.0)}, ckpt).result(60)
     assert dcp_rs.open(ckpt)["w"].tolist() == [2, 2]
+
+
+def test_a_fork_does_not_wait_for_the_saves_of_its_parent(ckpt):
+    """The future of a save in the background is never done in a child, which has not its thread."""
+    planner = Slow()
+    future = dcp_rs.async_save({"w": torch.ones(2)}, ckpt, planner=planner)
+    assert planner.begun.wait(60)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            background.check_free(ckpt)
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    planner.go.set()
+    future.result(60)
 
 
 def test_the_future_tells_what_went_wrong(ckpt):

@@ -198,7 +198,7 @@ def test_a_change_before_it_is_staged_is_an_error_and_no_checkpoint(ckpt):
 def test_who_waits_for_the_copy_is_told_of_no_change(ckpt):
     state = {"w": torch.ones(10)}
     writer = RsWriter(ckpt)
-    staging = writer.begin_staging(state, queued=True)
+    staging = writer.begin_staging(state, under_way=lambda: False)
     state["w"].add_(0)  # another thread's, say
     staging.finish()
     assert staging.state_dict["w"].eq(1).all()

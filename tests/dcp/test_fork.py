@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from dcp_rs import _core
-from dcp_rs.dcp import commits
 from support.forged import whole_item
 from support.numbered import save
 
@@ -57,14 +56,6 @@ def test_a_fork_after_an_open(ckpt):
     for _ in range(5):
         assert in_child(child) == 0
     assert bytes(mapping) == before
-
-
-def test_a_fork_while_another_thread_begins_a_save(ckpt):
-    def child():
-        commits._enter(commits.begin(ckpt, child), str(ckpt), ckpt)
-
-    with commits._lock:
-        assert in_child(child) == 0
 
 
 def test_forks_during_loads_of_other_threads(ckpt):

@@ -13,46 +13,54 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_rs
 from dcp_rs import RsSavePlanner, RsWriter
-from dcp_rs.errors import PlanError, SaveInProgressError
+from dcp_rs.errors import PlanError
 from support import assert_state_equal, run_ranks
 from support.faults import FailingSavePlanner, Slow
 from support.layouts import sharded_state
+from support.places import data_files
 
 
-def test_torchs_async_save_is_refused_while_another_one_is_under_way(ckpt):
-    planner = Slow()
+def test_a_writer_keeps_its_memory_from_save_to_save(ckpt):
     writer = RsWriter(ckpt, cache_staged_state_dict=True)
-    state = {"w": torch.ones(100)}
-    future = dcp.async_save(state, storage_writer=writer, planner=planner)
-    state["w"].zero_()
-    with pytest.raises(SaveInProgressError):
-        dcp.async_save(state, storage_writer=writer)
-    with pytest.raises(SaveInProgressError):
-        dcp.async_save(state, storage_writer=RsWriter(ckpt))
-    planner.go.set()
-    future.result(60)
-    assert dcp_rs.open(ckpt)["w"].all()
     for value in (3.0, 4.0):  # right after each other, through the same writer and a new one
         dcp.async_save({"w": torch.full((100,), value)}, storage_writer=writer).result(60)
     dcp.async_save({"w": torch.full((100,), 5.0)}, storage_writer=RsWriter(ckpt)).result(60)
     assert dcp_rs.open(ckpt)["w"][0] == 5
 
 
+def test_of_two_saves_to_a_path_the_last_commit_wins(ckpt):
+    planner = Slow()
+    first = dcp.async_save({"w": torch.ones(100)}, storage_writer=RsWriter(ckpt), planner=planner)
+    assert planner.begun.wait(60)
+    dcp.async_save({"w": torch.full((100,), 2.0)}, storage_writer=RsWriter(ckpt)).result(60)
+    assert dcp_rs.open(ckpt)["w"].eq(2).all()
+    planner.go.set()
+    first.result(60)
+    with dcp_rs.open(ckpt, verify=True) as saved:
+        assert saved["w"].eq(1).all()
+    assert len(data_files(ckpt)) == 1
+
+
 def test_a_writer_that_still_saves_is_not_sent_elsewhere(tmp_path):
-    """W7: torch names the next path to the writer when the save begins, in the midst of the one before; that one's memory was written over."""
+    """W7: torch named the next path to the writer in the midst of a save, and its staged memory was written over.
+
+    The save was then found at the path of the next, in silence. Now it fails, and the next is whole.
+    """
     planner = Slow()
     writer = RsWriter(tmp_path, cache_staged_state_dict=True)
     state = {"w": torch.ones(1000)}
     first = dcp.async_save(state, checkpoint_id=tmp_path / "first", storage_writer=writer, planner=planner)
     assert planner.begun.wait(60)
     state["w"].fill_(2)
-    with pytest.raises(SaveInProgressError, match="still saves"):
-        dcp.async_save(state, checkpoint_id=tmp_path / "second", storage_writer=writer)
+    second = dcp.async_save(state, checkpoint_id=tmp_path / "second", storage_writer=writer)
+    second.result(60)
     planner.go.set()
-    first.result(60)
-    dcp.async_save(state, checkpoint_id=tmp_path / "second", storage_writer=writer).result(60)
-    assert dcp_rs.open(tmp_path / "first")["w"].eq(1).all()
-    assert dcp_rs.open(tmp_path / "second")["w"].eq(2).all()
+    with pytest.raises(CheckpointException, match="another thread began a save with this writer"):
+        first.result(60)
+    assert not (tmp_path / "first").exists()
+    assert dcp_rs.open(tmp_path / "second", verify=True)["w"].eq(2).all()
+    dcp.async_save(state, checkpoint_id=tmp_path / "first", storage_writer=writer).result(60)
+    assert dcp_rs.open(tmp_path / "first")["w"].eq(2).all()
 
 
 def save_when_the_group_is_gone(path):
@@ -71,20 +79,6 @@ def test_ranks_whose_group_is_gone_do_not_each_save_alone(ckpt):
         assert isinstance(error, PlanError)
         assert "2 ranks was destroyed before the save" in str(error)
     assert not (ckpt / "index.dcprs").exists()
-
-
-def test_a_staged_save_is_known_by_the_path_that_it_goes_to(tmp_path):
-    """It is named only when the save begins: until then the writer had another one."""
-    planner, state = Slow(), {"w": torch.ones(1000)}
-    first = dcp.async_save(state, checkpoint_id=tmp_path / "to", storage_writer=RsWriter(tmp_path), planner=planner)
-    assert planner.begun.wait(60)
-    with pytest.raises(SaveInProgressError, match="still under way"):
-        dcp_rs.save({"w": torch.zeros(2)}, tmp_path / "to", no_dist=True)
-    dcp.save({"w": torch.zeros(2)}, storage_writer=RsWriter(tmp_path), no_dist=True)  # where it does not go
-    planner.go.set()
-    first.result(60)
-    assert dcp_rs.open(tmp_path / "to")["w"].eq(1).all()
-    assert dcp_rs.open(tmp_path)["w"].eq(0).all()
 
 
 def send_to_torchs_process(path):
@@ -115,34 +109,41 @@ def test_torchs_checkpoint_process_gets_what_is_staged(ckpt):
 
 
 class Late(RsSavePlanner):
-    """Waits for a word once the writer has begun."""
+    """Waits for a word once the writer has begun, or once it is to write."""
 
-    def __init__(self):
+    def __init__(self, step):
         super().__init__()
-        self.begun, self.go = threading.Event(), threading.Event()
+        self.step, self.begun, self.go = step, threading.Event(), threading.Event()
+
+    def _pass(self, step):
+        if step == self.step:
+            self.begun.set()
+            self.go.wait(60)
 
     def create_local_plan(self):
-        self.begun.set()
-        self.go.wait(60)
+        self._pass("plan")
         return super().create_local_plan()
 
+    def finish_plan(self, new_plan):
+        self._pass("write")
+        return super().finish_plan(new_plan)
 
-def test_a_save_of_another_thread_stays_at_its_path(tmp_path):
+
+@pytest.mark.parametrize("step", ["plan", "write"])
+def test_a_save_of_another_thread_fails_where_its_writer_is_taken(tmp_path, step):
     """The writer once took it along to the path of the next, in silence."""
-    planner, writer = Late(), RsWriter(tmp_path)
+    planner, writer = Late(step), RsWriter(tmp_path)
     with ThreadPoolExecutor(1) as pool:
         how = {"storage_writer": writer, "no_dist": True}
         first = pool.submit(dcp.save, {"w": torch.ones(2)}, checkpoint_id=tmp_path / "first", planner=planner, **how)
         assert planner.begun.wait(60)
-        with pytest.raises(SaveInProgressError, match="still saves"):
-            dcp.save({"w": torch.zeros(2)}, checkpoint_id=tmp_path / "second", **how)
-        with pytest.raises(SaveInProgressError, match="still under way"):
-            dcp_rs.save({"w": torch.zeros(2)}, tmp_path / "first", no_dist=True)
+        dcp.save({"w": torch.zeros(2)}, checkpoint_id=tmp_path / "second", **how)
         planner.go.set()
-        first.result(60)
-    assert dcp_rs.open(tmp_path / "first")["w"].eq(1).all()
-    dcp.save({"w": torch.zeros(2)}, checkpoint_id=tmp_path / "second", **how)
-    assert dcp_rs.open(tmp_path / "second")["w"].eq(0).all()
+        with pytest.raises(CheckpointException, match="another thread began a save with this writer"):
+            first.result(60)
+    assert not (tmp_path / "first" / "index.dcprs").exists()
+    assert dcp_rs.open(tmp_path / "second", verify=True)["w"].eq(0).all()
+    assert len(data_files(tmp_path / "second")) == 1
 
 
 METHODS = ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"]

@@ -11,8 +11,21 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_rs.dcp.reports import SaveReport
+from dcp_rs.errors import SaveInProgressError
 
-__all__ = ["STAGED_AT_ONCE", "SaveFuture", "Worker", "copying", "may_wait", "no_room", "saving", "take_room"]
+__all__ = [
+    "STAGED_AT_ONCE",
+    "SaveFuture",
+    "Worker",
+    "check_free",
+    "copying",
+    "enter",
+    "leave",
+    "may_wait",
+    "no_room",
+    "saving",
+    "take_room",
+]
 
 #: Copies of state dicts that are being made or written: one to write, and one to make meanwhile.
 STAGED_AT_ONCE = 2
@@ -100,3 +113,40 @@ take_room = _Room().take
 def may_wait(under_way: Callable[[], bool]) -> Callable[[], bool]:
     """Whether a save is under way, to whoever may wait for it: in a callback of a save, what it would wait for may come after it."""
     return lambda: not saving.is_current and under_way()
+
+
+#: The last save in the background to each path.
+_saves: dict[str, SaveFuture] = {}
+os.register_at_fork(after_in_child=_saves.clear)
+
+
+def enter(path: str | os.PathLike[str], future: SaveFuture) -> None:
+    """Note that a save in the background to ``path`` begins.
+
+    Raises:
+        SaveInProgressError: another save to ``path`` is not over.
+    """
+    other = _saves.setdefault(_key(path), future)
+    if other is not future:
+        check_free(path)
+        _saves[_key(path)] = future
+
+
+def leave(future: SaveFuture) -> None:
+    """Forget a save that is over, or did not begin."""
+    for key, known in list(_saves.items()):
+        if known is future:
+            _saves.pop(key, None)
+
+
+def check_free(path: str | os.PathLike[str]) -> None:
+    """Raise a ``SaveInProgressError`` where a save in the background to ``path`` is not over."""
+    other = _saves.get(_key(path))
+    if other is not None and not other.done():
+        msg = f"a save to {path} is still under way in this process: wait for its future before saving there again"
+        raise SaveInProgressError(msg, path=path)
+
+
+def _key(path: str | os.PathLike[str]) -> str:
+    text = os.fspath(path)
+    return text if "://" in text else os.path.realpath(text)

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from dcp_rs import _core, _torch
 from dcp_rs._shown import call
 from dcp_rs.checkpoint.names import selector, some
-from dcp_rs.dcp.commits import SavedMeta
 from dcp_rs.dcp.held_items import HeldItem, held_items
 from dcp_rs.dcp.hooks import Methods
 from dcp_rs.dcp.local_items import LocalItems, check_own, note_of, planner_of
@@ -32,7 +31,12 @@ from dcp_rs.tensors.dtypes import NAMES, cast_to
 from dcp_rs.tensors.shards import Layouts
 from dcp_rs.tensors.trees import flatten
 
-__all__ = ["PlannedEntries", "RsSavePlanner", "writes_of"]
+__all__ = ["PlannedEntries", "RsSavePlanner", "SavedMeta", "writes_of"]
+
+
+@dataclass
+class SavedMeta(StorageMeta):
+    """The storage meta of an :class:`RsWriter`: planners know by it who will write."""
 
 
 @dataclass(frozen=True)

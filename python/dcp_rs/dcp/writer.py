@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,18 +26,16 @@ from dcp_rs._shown import call
 from dcp_rs._url import StorageOptions, location
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.locate import rank_index_name, warn_of_a_foreign_model
-from dcp_rs.dcp import commits
-from dcp_rs.dcp.background import may_wait
-from dcp_rs.dcp.commits import Place, SavedMeta, Saving
 from dcp_rs.dcp.destination import Destination
 from dcp_rs.dcp.local_paths import stay_here
 from dcp_rs.dcp.metadata import describe_saved, plain_data
+from dcp_rs.dcp.place import Place, arrived, await_place
 from dcp_rs.dcp.reports import Phases, SaveReport
 from dcp_rs.dcp.reuse import Frozen, Parent
-from dcp_rs.dcp.save_planner import writes_of
+from dcp_rs.dcp.save_planner import SavedMeta, writes_of
 from dcp_rs.dcp.stock_arguments import STOCK_COPY_AHEAD, judge_writer, one_of
 from dcp_rs.dcp.written import Written, packed, unpacked
-from dcp_rs.errors import PlanError
+from dcp_rs.errors import PlanError, SaveInProgressError
 from dcp_rs.options import WriteOptions, uuid_of
 from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.transfer.save import turns, write_entries
@@ -82,7 +81,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     Raises (from a save, on every rank):
         CheckpointExistsError: with ``overwrite=False``; also where another save was committed meanwhile.
-        SaveInProgressError: another save to the path is not over in this process, or one that this writer staged.
+        SaveInProgressError: another thread began a save with this writer before this one was over.
         UnsupportedError: a value that the format cannot hold; with ``strict_values`` also a key.
         UnsafePickleError: with ``strict_values``, a value that would not load back.
         StoragePreconditionError: another save to the URL was committed meanwhile.
@@ -138,8 +137,10 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._commits = True
         self._clock = Phases()
         self.report: SaveReport | None = None
-        self._saving: Saving | None = None
-        self._sent: frozenset[str] | None = None  # what was frozen, where another process staged
+        self._thread: int | None = None  # that began the save under way
+        self._staged_ranks = 0  # when a state dict was staged; 0: no process group
+        self._staged_frozen: frozenset[str] | None = None  # names that were frozen then
+        self._frozen: frozenset[str] | None = None  # those of the save under way
         self._looked_at: Path | None = None
         self._to: Destination | None = None  # of the save under way
         self._written: Written | None = None  # until it is known to be committed
@@ -149,14 +150,26 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         return call("RsWriter", given)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins a new save, to another path where one is given. While another thread saves through this writer, that is a ``SaveInProgressError``."""
+        """Begin a new save, to another path where one is given.
+
+        A save that another thread has under way through this writer fails with a ``SaveInProgressError``.
+        """
         to = location(checkpoint_id) if checkpoint_id else self.path
-        if checkpoint_id and self._saving is not None:
-            commits.take_up(self._saving, to)
-        if self._written is not None and self._written.is_over:
+        # First, so that what the other thread reads before it looks at this is its own.
+        self._thread = threading.get_ident()
+        if self._written is not None and self._written.thread == self._thread:
             self._forget()
         self.path = to
         self._take_new_id()
+
+    def _check_alone(self) -> None:
+        """Raise where another thread began a save with this writer: path and ids are of that save."""
+        if self._thread != threading.get_ident():
+            msg = (
+                "another thread began a save with this writer before this save was over: "
+                "wait for the future of a save before the next, or give each a writer of its own"
+            )
+            raise SaveInProgressError(msg, path=self.path)
 
     def _take_new_id(self) -> None:
         self.save_id, self._is_used = str(uuid.uuid4()), False
@@ -167,9 +180,22 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         return self.path
 
     def storage_meta(self) -> StorageMeta | None:
-        """The path and the id of this save. torch asks for them first, in the thread that saves."""
-        if self._saving is not None and self._saving.is_staged:
-            commits.take_up(self._saving, self.path)
+        """Return the path and the id of this save. torch asks for them first, in the thread that saves.
+
+        Raises:
+            PlanError: the process group under which the state dict was staged is gone.
+        """
+        self._thread = threading.get_ident()
+        # They are of this save, or of none: one that fails must not leave them to the next.
+        self._frozen, self._staged_frozen = self._staged_frozen, None
+        staged_ranks, self._staged_ranks = self._staged_ranks, 0
+        if staged_ranks > 1 and _ranks() == 0:
+            # torch would take that for a save of one rank, and each rank would commit what it has.
+            msg = (
+                f"the process group of {staged_ranks} ranks was destroyed before the save that was staged under it "
+                "began: wait for its future first"
+            )
+            raise PlanError(msg, path=self.path)
         return SavedMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def stage_with(self, stager: HostStager) -> None:
@@ -177,44 +203,42 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._stager = stager
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copies the state dict to host memory, for ``dcp.async_save``. Until this save is over, another one to the path or through this writer is refused."""
-        return self.begin_staging(state_dict).state_dict
+        """Copy the state dict to host memory, for ``dcp.async_save``."""
+        # torch does not tell when the save before is over: the memory of one that is not is left alone.
+        staging = self.begin_staging(state_dict, under_way=lambda: False)
+        staging.finish()
+        return staging.state_dict
 
-    def begin_staging(self, state_dict: dict[str, Any], *, queued: bool = False, watched: bool = False) -> Staging:
-        """Such a copy. With ``queued``, the caller finishes it, and the save may begin much later: :meth:`close` will tell when it is over."""
-        if self._saving is not None:
-            commits.await_end(self._saving)
-        self._saving = commits.begin(self.path, self, queued=queued)
+    def begin_staging(
+        self, state_dict: dict[str, Any], *, under_way: Callable[[], bool], watched: bool = False
+    ) -> Staging:
+        """Begin such a copy, which the caller finishes. Arguments as for :meth:`HostStager.begin`."""
+        self._staged_ranks = _ranks()
         if not (dist.is_available() and dist.is_initialized() and dist.get_rank() != 0):
             self._look_at_folder()
-        try:
-            self._saving.frozen = self._parent.look_at(state_dict)
-            staging = self._stager.begin(state_dict, under_way=may_wait(self._saving.is_under_way), watched=watched)
-            if not queued:
-                staging.finish()
-        except BaseException:
-            self._saving.ended = True
-            raise
+        frozen = self._parent.look_at(state_dict)
+        staging = self._stager.begin(state_dict, under_way=under_way, watched=watched)
+        self._staged_frozen = frozen
         return staging
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Takes the rank, and whether this save is rank-local (``use_collectives=False``), from newer torch.
 
         Raises:
-            PlanError: what was staged, was so under a process group that is gone.
+            SaveInProgressError: another thread began a save with this writer.
         """
+        if self._thread is None:
+            self._thread = threading.get_ident()
+        to = Destination(self.path, self.storage_options)
+        self._check_alone()
         if self._is_used:  # nothing said that this is another save with the same writer
             self._take_new_id()
         self._rank = kwargs.get("rank")
         self._use_collectives = kwargs.get("use_collectives", True)
-        if self._saving is None or not self._saving.is_staged:
-            self._saving = commits.begin(self.path, self)
-            self._saving.frozen, self._sent = self._sent, None
-        commits.start(self._saving)
+        self._to = to
         if is_coordinator:
             self._look_at_folder()
         self._clock = Phases()
-        self._to = Destination(self.path, self.storage_options)
         self._commits = is_coordinator or not self._use_collectives
 
     def _look_at_folder(self) -> None:
@@ -225,14 +249,18 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Creates the folder, and looks at what is in it."""
-        self._where().prepare(self._own_rank(), overwrite=self.overwrite)
+        to = self._where()
+        self._check_alone()
+        to.prepare(self._own_rank(), overwrite=self.overwrite)
         self._chosen = None
-        commits.await_place()
+        await_place()
         return stay_here(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Chooses the save's generation and id, and tells each rank. No rank writes before it is told."""
-        chosen = uuid.UUID(self.save_id).bytes, self._where().begin(self._own_rank(), overwrite=self.overwrite)
+        to, save_id = self._where(), uuid.UUID(self.save_id).bytes
+        self._check_alone()
+        chosen = save_id, to.begin(self._own_rank(), overwrite=self.overwrite)
         places = (
             [Place(rank, len(plans), *chosen) for rank in range(len(plans))]
             if self._use_collectives
@@ -249,7 +277,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     def _place(self, plan: SavePlan) -> Place:
         """Which part of which save this rank writes."""
-        place = commits.arrived() or self._chosen or plan.storage_data
+        place = arrived() or self._chosen or plan.storage_data
         if not isinstance(place, Place):
             raise PlanError(
                 "this rank was not told which part of the save it is: a writer's prepare_global_plan was passed over"
@@ -258,12 +286,12 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's data files. The one result carries this rank's index."""
-        place = self._place(plan)
+        place, to, frozen = self._place(plan), self._where(), self._frozen
+        self._check_alone()
         self.save_id, self._is_used = str(uuid.UUID(bytes=place.save_id)), True
         self._clock.end("plan")
         # All ranks have come this far, so the save before this one is over.
         self._forget()
-        to = self._where()
         how = {
             "save_id": place.save_id,
             "generation": place.generation,
@@ -274,7 +302,6 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         }
         writes = writes_of(plan, planner, strict=self.strict_values)
         entries = writes.entries
-        frozen = None if self._saving is None else self._saving.frozen
         reuse = self._parent.find_reuse(writes, planner, to, frozen, rank=self._own_rank(), options=self.options)
         if reuse is not None:
             self._clock.end("compare")
@@ -290,13 +317,11 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
                     save, entries, self.options, save.plain_count, only=[not reused for reused in save.reused()]
                 )
             index = save.finish(None if writes.nesting is None else writes.nesting.to_core())
-            self._written = Written(to, self._own_rank(), place.generation, index, self._saving, os.getpid())
+            self._check_alone()
         except BaseException:
             save.abort()
-            self._end()
             raise
-        if self._saving is not None:
-            commits.writing(self._saving, save)
+        self._written = Written(to, self._own_rank(), place, index, save, threading.get_ident(), os.getpid())
         result = WriteResult(
             index=MetadataIndex(rank_index_name(place.rank)),
             size_in_bytes=save.bytes,
@@ -314,17 +339,19 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Merges the indexes of all ranks and commits the checkpoint."""
         entries = metadata.state_dict_metadata
-        to, rank, generation = self._where(), self._own_rank(), 0
-        if self._written is not None:
-            to, rank, generation = self._written.to, self._written.rank, self._written.generation
         indexes = [unpacked(result) for rank_results in results for result in rank_results]
+        written = self._written
+        if written is None or written.index not in indexes:
+            msg = "another thread began a save with this writer before this save was over, or the writer wrote nothing"
+            raise SaveInProgressError(msg, path=self.path)
+        to, rank, place = written.to, written.rank, written.place
         try:
             with self._guard():
                 index, left = to.commit(
                     rank,
                     indexes,
-                    save_id=uuid.UUID(self.save_id).bytes,
-                    generation=generation,
+                    save_id=place.save_id,
+                    generation=place.generation,
                     planner_data=plain_data(metadata.planner_data),
                     items=getattr(entries, "planned_items", None),
                     names=entries,
@@ -332,12 +359,10 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
                     overwrite=self.overwrite,
                 )
         except BaseException as error:
-            self._written = None
-            self._end()
+            self.close()
             to.give_up(rank, indexes, error)
             raise
-        self._written = None
-        self._end()
+        self.close()
         self._clock.end("commit")
         self.report = self.report or SaveReport(path=os.fspath(self.path))
         self.report.entries = index.tensor_count
@@ -353,7 +378,6 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     def _tell(self) -> None:
         if self.report is not None:
             self._clock.tell(self.report)
-            commits.reported(self.report)
 
     def _own_rank(self) -> int | None:
         """The rank whose index it is, in a rank-local save."""
@@ -370,18 +394,11 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if written is not None:
             written.forget()
 
-    def leave(self) -> None:
-        """Leaves what this rank wrote: whether the save was committed is not known here. :func:`dcp_rs.clean` removes it if not."""
-        self._written = None
-
     def close(self) -> None:
-        """Says that the save through this writer is over, well or not."""
-        self._end()
-
-    def _end(self) -> None:
-        if self._saving is not None:
-            self._saving.ended = True
-            self._saving.let_go()
+        """Leave what this rank wrote as it is: the save is over, or :func:`dcp_rs.clean` is to look at it."""
+        written, self._written = self._written, None
+        if written is not None:
+            written.let_go()
         self._looked_at = None
 
     def __del__(self) -> None:
@@ -389,10 +406,11 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        # For a save in another process: it begins anew there, and is under way here for as long as this thread waits for it.
-        sent = None if self._saving is None else commits.sent(self._saving)
-        here = dict.fromkeys(("_saving", "_written", "_to", "_stager", "progress"))
-        return {**self.__dict__, **here, "_sent": sent}
+        # For a save in another process, which begins anew there. What was staged goes with it: it is not of the next save here.
+        here = dict.fromkeys(("_thread", "_frozen", "_written", "_to", "_stager", "progress"))
+        state = {**self.__dict__, **here}
+        self._staged_frozen, self._staged_ranks = None, 0
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -403,3 +421,8 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         """Whether the id can be a path of the local file system, or a URL that can be saved to."""
         scheme, is_url, _ = os.fspath(checkpoint_id).partition("://")
         return not is_url or scheme.lower() in ("file", "s3", "gs", "az")
+
+
+def _ranks() -> int:
+    """Return how many ranks there are; 0 without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0

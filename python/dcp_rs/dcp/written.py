@@ -1,4 +1,4 @@
-"""What a rank wrote for a save, until it is known to be committed; and how its index travels."""
+"""What a rank wrote for a save, until the save is known to be committed; and how its index travels."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_rs.dcp.commits import Saving
+from dcp_rs import _core
 from dcp_rs.dcp.destination import Destination
+from dcp_rs.dcp.place import Place
 
 __all__ = ["Written", "packed", "unpacked"]
 
@@ -19,41 +20,50 @@ _INDEX_MAGIC = b"\x89DCPRS"
 
 @dataclass(frozen=True)
 class Written:
-    """What this rank wrote, and where: the writer may be given another path, or another save, before it is known to be committed."""
+    """The files of one rank and one save, and the claim on them.
+
+    A writer may be given another path, or another save, before it hears whether this one was
+    committed.
+
+    Attributes:
+        to: where the files are.
+        rank: whose rank-local save it is; None: it is one of all ranks.
+        place: which save it is.
+        index: names the files.
+        save: claims the files, so that ``dcp_rs.clean`` in another process leaves them alone.
+        thread: the thread that wrote.
+        process: the process that wrote.
+    """
 
     to: Destination
     rank: int | None
-    generation: int
+    place: Place
     index: bytes
-    saving: Saving | None
+    save: _core.Save
+    thread: int
     process: int
 
-    @property
-    def committed(self) -> bool:
-        """Whether the checkpoint that it is of is there."""
-        return self.saving is not None and self.saving.committed
+    def let_go(self) -> None:
+        """End the claim: an index names the files, or nobody needs them."""
+        self.save.let_go()
 
     def discard(self) -> None:
-        """Removes it, where that is known to have failed."""
-        # In a fork of the process that wrote it, it is the other's to judge.
-        if self.committed or self.process != os.getpid():
+        """Remove the files, unless the index of this save is there."""
+        if self.process != os.getpid():  # a fork: the parent decides
             return
         self.to.remove(self.rank, [self.index])
-        if self.saving is not None:
-            self.saving.let_go()
+        self.let_go()
 
     def forget(self) -> None:
-        """Nothing more will be heard of it. In a folder a lock and a look at the index keep what is, or will be, committed; the rest is removed.
+        """Give up on hearing whether the save was committed.
 
-        On a store the commit of another rank may still be on its way: there :func:`dcp_rs.clean` removes it.
+        In a folder the index tells. On a store the commit of another rank may still be on its way:
+        there :func:`dcp_rs.clean` removes files that no index names.
         """
         if self.to.store is None:
             self.discard()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no other thread is at this save."""
-        return self.saving is None or self.saving.is_over()
+        elif self.process == os.getpid():
+            self.let_go()
 
 
 def packed(index: bytes, ranks: int) -> bytes:
