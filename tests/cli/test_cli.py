@@ -86,8 +86,14 @@ def test_verify_names_the_block(dcp_rs_cli, tmp_path: Path) -> None:
 
 def test_index_makes_others_verifiable(dcp_rs_cli, world: Path, tmp_path: Path) -> None:
     shutil.copytree(world / "hf", tmp_path / "hf")
+    # The status was 0, and a gate in CI passed with nothing verified.
     status, out, _ = dcp_rs_cli("verify", tmp_path / "hf")
-    assert status == 0
+    assert status == 1
+    assert dcp_rs_cli("verify", tmp_path / "hf", "--allow-unverified")[0] == 0
+    for options, want in ((), 1), (("--allow-unverified",), 0):
+        status, said, _ = dcp_rs_cli("verify", tmp_path / "hf", "--json", *options)
+        assert (status, json.loads(said)["ok"]) == (want, None)
+    assert not dcp_rs.verify(tmp_path / "hf")
     assert "without digests" in out
     assert "the files are there and of the right size; nothing was verified" in out
     assert "all is well" not in out
@@ -323,7 +329,7 @@ def test_convert_leaves_the_folder_only_when_told(dcp_rs_cli, world: Path, tmp_p
     assert not (tmp_path / "new").exists()
     status, _, err = dcp_rs_cli("convert", tmp_path / "adopted", tmp_path / "new", "--allow-external")
     assert (status, err) == (0, "")
-    for command, *more in (("verify",), ("diff", world / "hf"), ("bench", "--rounds", "1")):
+    for command, *more in (("verify", "--allow-unverified"), ("diff", world / "hf"), ("bench", "--rounds", "1")):
         status, _, err = dcp_rs_cli(command, tmp_path / "adopted", *more)
         assert status == 2
         assert "--allow-external" in err

@@ -13,7 +13,6 @@ from dcp_rs import _core
 from dcp_rs._progress import Progress, watching
 from dcp_rs._shown import Shown
 from dcp_rs._url import StorageOptions, Url, location, options_for
-from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.clean import Leftover, seen_beside
 from dcp_rs.checkpoint.folders import make_folder
 from dcp_rs.checkpoint.locate import INDEX_NAME, local_path, open_index, payload
@@ -57,7 +56,7 @@ class Problem:
 
 @dataclass(frozen=True, repr=False)
 class VerifyReport(Shown):
-    """What :func:`verify` found. True where nothing is wrong, as far as there are digests to tell by.
+    """What :func:`verify` found. It is true where something was verified and nothing is wrong.
 
     Attributes:
         problems: in the order of files and offsets.
@@ -77,12 +76,14 @@ class VerifyReport(Shown):
     entries: int | None = None
 
     @property
-    def ok(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.problems
+    def ok(self) -> bool | None:
+        """Whether nothing is wrong, as far as there are digests; None where there are none, so that nothing could be verified."""
+        if self.problems:
+            return False
+        return None if self.bytes_without_digest and not self.bytes_verified else True
 
     def __bool__(self) -> bool:
-        return self.ok
+        return self.ok is True
 
 
 def verify(
@@ -173,15 +174,14 @@ def index(
         storage_options: for a URL, see :class:`dcp_rs.RsReader`.
         progress: as for :func:`verify`; what is to be hashed of a folder that lost its index is not known before (None).
 
-    Warns where a file is a link that leads out of the folder, but for those of Hugging Face's cache to the same repository: through an
-    index such a link is followed only with ``allow_external=True``.
-
     Raises:
         CheckpointExistsError: there is an index already, or by now, and ``overwrite`` is not set.
         CheckpointReplacedError: a save was committed there meanwhile, or the data is gone; what is there was not touched.
         CheckpointNotFoundError: there is no data to index.
         UnsupportedError: the folder holds a rank-local save (``use_collectives=False``): an index of all ranks would hide it; or several
-            models, none of which transformers or diffusers would choose; or ``out`` where one of the two is on a store.
+            models, none of which transformers or diffusers would choose; or ``out`` where one of the two is on a store; or, without ``out``, a
+            file is a link that leads out of the folder, which an index does not follow. Links of Hugging Face's cache to the same repository
+            are followed.
         ValueError: an option that makes no sense; ``generation`` or ``save_id`` for data of others.
         StoragePreconditionError: the same on a store.
         StorageError: see :mod:`dcp_rs.errors`.
@@ -226,8 +226,12 @@ def index(
         # An index that is being replaced is no source: the data is.
         found = _core.Index.from_data(os.fspath(source))
     if out is None and (link := found.find_link_outside()) is not None:
-        msg = f"{link} is a link to something outside its folder: with this index beside it, opening it takes allow_external=True"
-        warn_caller(msg)
+        msg = (
+            f"{link} is a link to something outside its folder, which is followed through an index only with allow_external=True: with an "
+            "index beside it the folder would open no more as it does now. Give out=, a folder for the index, which is then opened with "
+            "allow_external=True; or put the file in place of the link"
+        )
+        raise UnsupportedError(msg, path=link)
     # The id of the save that wrote the data, where it has one.
     own = uuid.uuid4() if found.save_id is None else uuid.UUID(found.save_id)
     with watching(progress, "indexing") as watch:

@@ -18,8 +18,8 @@ __all__ = ["convert", "index", "verify"]
 _SOME = 10
 
 
-def verify(path: Path, *, allow_external: bool, threads: int | None, as_json: bool) -> int:
-    """1 where something is damaged."""
+def verify(path: Path, *, allow_external: bool, allow_unverified: bool, threads: int | None, as_json: bool) -> int:
+    """1 where something is damaged, or nothing could be verified."""
     from dcp_rs.checkpoint.locate import INDEX_NAME
     from dcp_rs.checkpoint.verify import verify as check
 
@@ -40,7 +40,7 @@ def verify(path: Path, *, allow_external: bool, threads: int | None, as_json: bo
                 "leftovers": [asdict(leftover) for leftover in report.leftovers],
             }
         )
-        return 0 if report.ok else 1
+        return 0 if report or (report.ok is None and allow_unverified) else 1
     for problem in report.problems:
         text = problem.got if report.entries is None else str(problem)
         line(("damaged  ", "red"), printable(for_command_line(text)))
@@ -60,9 +60,9 @@ def verify(path: Path, *, allow_external: bool, threads: int | None, as_json: bo
     without = report.bytes_without_digest
     if without:
         line(("not checked  ", "yellow"), f"{size(without)} of data without digests (dcp-rs index --digests adds them)")
-    if report.ok and without and not report.bytes_verified:
+    if report.ok is None:
         line(("the files are there and of the right size; nothing was verified", "yellow"))
-        return 0
+        return 0 if allow_unverified else 1
     if report.ok:
         verdict = ("no damage found", "yellow") if without else ("all is well", "green")
     else:

@@ -106,5 +106,8 @@ def _has_verified(root: Root, steps: list[Step], problems: list[str]) -> bool:
             continue
         if report.ok:
             return True
-        problems.append(f"step {step.number} is damaged: {report.problems[0]}")
+        why = (
+            f"is damaged: {report.problems[0]}" if report.problems else "has no digests, so nothing of it was verified"
+        )
+        problems.append(f"step {step.number} {why}")
     return False

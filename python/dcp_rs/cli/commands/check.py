@@ -13,14 +13,19 @@ from dcp_rs.cli.app import command
 
 @command("verify", "dcp-rs verify ckpt/", "dcp-rs verify ckpt/ --json | jq .problems")
 @options.any_checkpoint
+@click.option(
+    "--allow-unverified", is_flag=True, help="Exit status 0 also where there are no digests to check against."
+)
 @options.external
 @options.threads
 @options.json
-def _verify(path: Path, allow_external: bool, threads: int | None, as_json: bool) -> int:
-    """Read everything and check it against its digests. Exit status 1: something is damaged."""
+def _verify(path: Path, allow_unverified: bool, allow_external: bool, threads: int | None, as_json: bool) -> int:
+    """Read everything and check it against its digests. Exit status 1: something is damaged, or nothing has a digest."""
     from dcp_rs.cli.work import verify
 
-    return verify(path, allow_external=allow_external, threads=threads, as_json=as_json)
+    return verify(
+        path, allow_external=allow_external, allow_unverified=allow_unverified, threads=threads, as_json=as_json
+    )
 
 
 @command(
