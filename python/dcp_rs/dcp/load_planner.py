@@ -34,7 +34,7 @@ from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.nesting import TreePath
 from dcp_rs.tensors.replacements import Replacements
 from dcp_rs.tensors.shards import Layouts, local_pieces
-from dcp_rs.tensors.trees import WriteThrough, flatten, get_at, is_plain_state_dict, set_at
+from dcp_rs.tensors.trees import WriteThrough, flatten, get_at, is_hollow, is_plain_state_dict, set_at
 from dcp_rs.transfer.target import Target
 
 __all__ = ["RsLoadPlanner", "local_reads", "names_of"]
@@ -158,9 +158,13 @@ class RsLoadPlanner(DefaultLoadPlanner):
             self._reads = self._plan_reads(index, wanted)
         casts.warn(self.report)
         report = self.report
-        report.entries, report.entries_loaded = len(self.state_dict), len(self._planned) + len(report.tied)
-        there = report.entries - len(report.missing) - len(report.excluded)
-        self._items.note = _Found(asked=report.entries > 0, there=there > 0)
+        report.entries_loaded = len(self._planned) + len(report.tied)
+        report.entries = len(self.state_dict)
+        if not self.flatten_state_dict:
+            left = (value for fqn, value in self.state_dict.items() if fqn not in self._planned)
+            report.entries -= sum(map(is_hollow, left))
+        there = len(self.state_dict) - len(report.missing) - len(report.excluded)
+        self._items.note = _Found(asked=len(self.state_dict) > 0, there=there > 0)
         # Who plans for all ranks needs the items of all.
         is_whole = index is None or _METHODS.replaced(self, ("create_global_plan",))
         return LoadPlan(list(self._items) if is_whole else self._items)  # type: ignore[arg-type]  # it is as good as one
@@ -261,6 +265,8 @@ class RsLoadPlanner(DefaultLoadPlanner):
             raise PlanError("the planner was not set up with metadata")
         found = match.look_up(wanted)
         missing = [fqn for fqn, stored in found.items() if stored is None] + self._names.unnamed(self.state_dict)
+        if not self.flatten_state_dict:  # a save leaves out what holds nothing
+            missing = [fqn for fqn in missing if not is_hollow(self.state_dict[fqn])]
         if missing and self.flatten_state_dict:
             older = _torch.flatten_as_2_3(self.original_state_dict)
             extra = [fqn for fqn in older[0] if fqn not in self.state_dict and match.has(fqn)]

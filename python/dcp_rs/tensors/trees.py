@@ -20,6 +20,7 @@ __all__ = [
     "flatten",
     "get_at",
     "holds_only_tensors",
+    "is_hollow",
     "is_plain_state_dict",
     "is_stateful",
     "number_parameters",
@@ -70,6 +71,11 @@ def flatten(state_dict: Mapping[Any, Any]) -> Flat:
 def holds_only_tensors(state_dict: Mapping[Any, Any]) -> bool:
     """Whether every value is a tensor. Asked of the few types there are, and not of every value."""
     return all(issubclass(kind, torch.Tensor) for kind in set(map(type, state_dict.values())))
+
+
+def is_hollow(value: Any) -> bool:
+    """Return whether the value is a mapping in which there is nothing but such mappings: nothing is saved for it."""
+    return isinstance(value, Mapping) and all(map(is_hollow, value.values()))
 
 
 def _enter(node: Any, prefix: str, path: TreePath, flat: Flat) -> None:
