@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.state_dict import _get_fqns  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.utils import find_tensor_shard  # 2.8, 2.11, 2.15
-from torch.distributed.distributed_c10d import _get_default_group, _get_default_store  # 2.8, 2.11, 2.15
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _world  # 2.8, 2.11, 2.15
 from torch.distributed.remote_device import _remote_device  # 2.8, 2.11, 2.15
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # 2.8, 2.11, 2.15
@@ -36,6 +36,7 @@ from torch.utils.serialization import config
 __all__ = [
     "PLAIN_TYPES",
     "async_executors",
+    "background_group",
     "chunk_list",
     "copy_place_in_whole",
     "default_device",
@@ -57,6 +58,7 @@ __all__ = [
     "is_gloo",
     "is_strided_shard",
     "is_wrapper_subclass",
+    "local_of",
     "modules_that_name",
     "place_in_whole",
     "require_cpu_backend",
@@ -98,6 +100,8 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 #: No storage lies below it; what a freed one leaves of the address of a view is the offset.
 _LOWEST = 1 << 32
+#: What the group of saves in the background is called.
+_BACKGROUND = "dcp_rs.async_save"
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -133,6 +137,19 @@ def first_to_say(key: str, value: str) -> str:
         return bytes(_get_default_store().compare_set(key, "", value)).decode()
     except Exception:  # noqa: BLE001  # whatever is wrong with it: it may have been the lost rank's
         return value
+
+
+def background_group() -> dist.ProcessGroup:
+    """Return a gloo group of all ranks in which only saves in the background talk. Every rank calls it.
+
+    It is made once for a default group, and found again among torch's groups, which forget it with the default group.
+    """
+    for group in _world.pg_map:
+        if group.group_desc == _BACKGROUND:
+            return group
+    made = dist.new_group(backend="gloo", timeout=timeout_of(None), group_desc=_BACKGROUND)
+    assert isinstance(made, dist.ProcessGroup)  # noqa: S101  # this process is one of the ranks
+    return made
 
 
 def require_cpu_backend(group: dist.ProcessGroup | None) -> None:
