@@ -65,8 +65,9 @@ def main(folder: str, steps: int = 6) -> list[float]:
     fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
-    loader = Loader(mesh["dp"].get_local_rank())
-    extra = {"scheduler": scheduler, "loader": PerRank(loader), "rng": RngState(), "step": 0}
+    dp_rank = mesh["dp"].get_local_rank()
+    loader = Loader(dp_rank)
+    extra = {"scheduler": scheduler, "loader": PerRank(loader, key=dp_rank), "rng": RngState(), "step": 0}
 
     losses = []
     with CheckpointManager(folder, save_every=INTERVAL, keep_last=KEEP, preemption=signal.SIGTERM) as manager:

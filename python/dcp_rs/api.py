@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Unpack
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
@@ -193,13 +194,22 @@ def _save(ranks: Ranks, begin: BeginSave) -> Metadata:
             writer.close()
 
 
-def _without_stateful(state_dict: dict[str, Any]) -> dict[str, Any]:
+def _without_stateful(state_dict: dict[str, Any], *, copy_buffers: bool = False) -> dict[str, Any]:
     stateful = stateful_values(state_dict)
     if not stateful:
         return like(state_dict, state_dict.items())
+
+    def state_of(holder: Any) -> Any:
+        state = holder.state_dict()
+        if copy_buffers and isinstance(holder, torch.nn.Module):
+            # The next forward pass may write to them while the rest is still being copied.
+            buffers = {name for name, _ in holder.named_buffers(remove_duplicate=False)}
+            state = like(state, ((key, value.clone() if key in buffers else value) for key, value in state.items()))
+        return state
+
     return like(
         state_dict,
-        ((key, stateful[key].state_dict() if key in stateful else value) for key, value in state_dict.items()),
+        ((key, state_of(stateful[key]) if key in stateful else value) for key, value in state_dict.items()),
     )
 
 
@@ -231,8 +241,8 @@ def async_save(
     is raised there, as soon as the others know; on those the future raises it.
 
     Args:
-        state_dict, path, planner, process_group, no_dist, write_options: as for :func:`save`. A process group needs a CPU backend, and is
-            best one that nothing else uses meanwhile.
+        state_dict, path, planner, process_group, no_dist, write_options: as for :func:`save`. A process group needs a CPU backend, and
+            nothing else may use it meanwhile. Default: a gloo group of all ranks, made at the first such call and kept for the next.
         stager: keep one, made with ``cache=True``, to stage the next save to the same memory. The next call with it waits until the save of this one is over.
         async_staging: do not wait for the copy. Of accelerators it is made on streams of its own, of host memory by a thread. What is no tensor, and what raw bytes cannot
             hold (sparse or quantized tensors), is copied before this returns in any case. Where torch counts changes of a tensor, one that came too early is a
@@ -252,6 +262,9 @@ def async_save(
     """
     is_dist = dist.is_initialized() and not no_dist
     if is_dist:
+        if process_group is None and dist.get_world_size() > 1:
+            # Training goes on in the default group meanwhile, and collectives of two threads in one group do not match.
+            process_group = _torch.background_group()
         _torch.require_cpu_backend(process_group)
     ranks = Ranks(process_group, no_dist=no_dist)
     writer: RsWriter | None = None
@@ -267,7 +280,7 @@ def async_save(
         writer.stage_with(stager or HostStager())
         planner = RsSavePlanner() if planner is None else planner
         staging = writer.begin_staging(
-            _without_stateful(state_dict),
+            _without_stateful(state_dict, copy_buffers=async_staging),
             under_way=background.may_wait(lambda: not future.done()),
             watched=async_staging,
         )

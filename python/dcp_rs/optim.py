@@ -25,7 +25,7 @@ from dcp_rs.dcp.together import Ranks
 from dcp_rs.errors import PlanError
 from dcp_rs.training.choice import Choice
 from dcp_rs.training.counters import counters_as_they_are
-from dcp_rs.training.extra import PerRank, RngState, state_of
+from dcp_rs.training.extra import PerRank, RngState, check_values, state_of, with_buffers_copied
 from dcp_rs.training.optimizers import optimizer_state
 from dcp_rs.training.saved import SavedOptimizers
 from dcp_rs.training.saved_extra import EXTRA, SavedExtra
@@ -51,21 +51,28 @@ def training_state(
     extra: Mapping[str, Any] | None = None,
     *,
     process_group: dist.ProcessGroup | None = None,
+    strict_values: bool = True,
 ) -> dict[str, Any]:
     """The state dict that :func:`save_training_state` saves, for ``dcp_rs.async_save`` and for ``dcp.save``.
 
     It has ``"model"`` and ``"optim"`` as torch's ``get_state_dict`` gives them, and ``"extra"``. Its tensors are those of the model
-    and the optimizers, not copies.
+    and the optimizers, not copies. Buffers are copies, so that a forward pass may write to them while ``async_staging=True`` copies the rest.
+
+    Args:
+        strict_values: refuse values in ``extra`` that would not load back under ``weights_only=True``.
 
     Raises:
         PlanError: an optimizer has a parameter that is not in the model.
+        UnsafePickleError: with ``strict_values``, a value that would not load back.
     """
     ranks = Ranks(process_group, no_dist=not dist.is_initialized())  # whether others are missing is for the save to say
-    return _training_state(model, optimizers, extra, ranks)
+    state = _training_state(model, optimizers, extra, ranks, strict=strict_values)
+    state[MODEL] = with_buffers_copied(state[MODEL], model)
+    return state
 
 
 def _training_state(
-    model: torch.nn.Module, optimizers: Optimizers, extra: Mapping[str, Any] | None, ranks: Ranks
+    model: torch.nn.Module, optimizers: Optimizers, extra: Mapping[str, Any] | None, ranks: Ranks, *, strict: bool
 ) -> dict[str, Any]:
     def make() -> dict[str, Any]:
         state: dict[str, Any] = {MODEL: get_model_state_dict(model)}
@@ -78,6 +85,8 @@ def _training_state(
             state[OPTIM] = {"param_groups": optim["param_groups"]}
         if extra:
             state[EXTRA] = {name: state_of(value) for name, value in extra.items()}
+            if strict:
+                check_values(EXTRA, state[EXTRA])
         return state
 
     return ranks.together(make)
@@ -108,13 +117,15 @@ def save_training_state(
             :class:`PerRank`; :class:`RngState` is for random numbers. NumPy's numbers, as schedulers make them, are saved as Python's: those load under ``weights_only=True``.
         process_group, no_dist: as in ``dcp.save``.
         planner: default: that of :func:`dcp_rs.save`. Its ``dtype`` is not for the optimizers' state without dimensions (``step``).
-        write_options: arguments of :class:`dcp_rs.RsWriter`.
+        write_options: arguments of :class:`dcp_rs.RsWriter`. ``strict_values`` is true here for what is in ``extra``, unless it is given.
 
     Raises:
         PlanError: an optimizer has a parameter that is not in the model.
+        UnsafePickleError: a value in ``extra`` would not load back under ``weights_only=True``.
         DcpRsError: as :func:`dcp_rs.save`.
     """
-    state = _training_state(model, optimizers, extra, Ranks(process_group, no_dist=no_dist))
+    strict = write_options.get("strict_values", True)
+    state = _training_state(model, optimizers, extra, Ranks(process_group, no_dist=no_dist), strict=strict)
     with counters_as_they_are(planner, {OPTIM: state.get(OPTIM, {})}):
         return save(state, path, planner=planner, process_group=process_group, no_dist=no_dist, **write_options)
 
@@ -141,7 +152,7 @@ def load_training_state(
         optimizers: as in the save, in any order: parameters are found by name. What is loaded takes the place of their state.
         extra: as in the save. Objects get their state; tensors are filled in place; other values are replaced in ``extra``.
         allow_partial_load: leave alone what model, optimizers and ``extra`` have and the checkpoint lacks, and the state of parameters
-            which it has in another shape, or not wholly. Otherwise that is an error.
+            which it has in another shape, or not wholly. Otherwise that is an error. That of a planner says the same.
         process_group, no_dist: as in ``dcp.load``.
         planner: default: :class:`dcp_rs.RsLoadPlanner`, with the same ``allow_partial_load``. What one of that class does not include
             stays as it is; its ``dtype`` is not for the optimizers' state without dimensions (``step``).
@@ -159,10 +170,11 @@ def load_training_state(
     several, extra = _several(optimizers), {} if extra is None else extra
     planner = RsLoadPlanner(allow_partial_load=allow_partial_load) if planner is None else planner
     ranks = Ranks(process_group, no_dist=no_dist)
+    partial = allow_partial_load or (isinstance(planner, RsLoadPlanner) and planner.allow_partial_load)
 
     def load(attempts: Attempts) -> None:
         given = (path, model, several, extra, planner, ranks, attempts, read_options)
-        _load_training_state(*given, partial=allow_partial_load)
+        _load_training_state(*given, partial=partial)
 
     protocol.again_where_replaced(ranks, load)
     return planner.report if isinstance(planner, RsLoadPlanner) else None

@@ -15,7 +15,8 @@ import dcp_rs
 from dcp_rs import CheckpointManager, HostStager, RsWriter
 from dcp_rs.dcp import background
 from dcp_rs.errors import StateChangedError, UnsupportedError
-from support import programs, run_ranks
+from dcp_rs.optim import training_state
+from support import assert_state_equal, programs, run_ranks
 from support.faults import Slow
 
 
@@ -227,6 +228,22 @@ def test_a_forward_pass_that_writes_to_buffers_is_noticed(ckpt):
         model(torch.randn(8, 4))
     with pytest.raises(StateChangedError, match="num_batches_tracked"):
         future.result(60)
+
+
+@pytest.mark.parametrize("way", ["training_state", "module"])
+def test_a_forward_pass_may_write_to_buffers_where_the_module_is_known(ckpt, way):
+    """The loop of docs/steps.md ended with a `StateChangedError` where the model had batch normalisation."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    model(torch.randn(8, 4))
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    state = training_state(model) if way == "training_state" else {"model": model}
+    with copies_held_up():
+        future = dcp_rs.async_save(state, ckpt, async_staging=True)
+        model(torch.randn(8, 4))
+    future.result(60)
+    got = {"model": {name: torch.zeros_like(value) for name, value in want.items()}}
+    dcp_rs.load(got, ckpt)
+    assert_state_equal(got["model"], want)
 
 
 @pytest.mark.parametrize("how", ["for-loop", "foreach", "fused"])

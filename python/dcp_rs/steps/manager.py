@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from dcp_rs import api, optim
 from dcp_rs._warnings import warn_caller
 from dcp_rs.dcp.background import SaveFuture
+from dcp_rs.dcp.reports import LoadReport
 from dcp_rs.errors import DcpRsError
 from dcp_rs.steps.arguments import check_write_options
 from dcp_rs.steps.background import Background
@@ -78,6 +79,7 @@ class CheckpointManager:
     Attributes:
         passed_over: what the last :meth:`load` passed over, newer than what it loaded, and why.
         resumed: the step that the last :meth:`load` loaded, or None.
+        report: what the last :meth:`load` found and took on this rank (:class:`dcp_rs.LoadReport`), or None.
         preempted: whether the ranks agreed in the last :meth:`should_save` that some rank is to stop.
 
     Raises:
@@ -123,6 +125,7 @@ class CheckpointManager:
         self._reusing = Reusing(reuse, verify=verify_reuse)
         self._save_every = save_every
         self.resumed: int | None = None
+        self.report: LoadReport | None = None
         self.preempted = False
         self.passed_over: list[PassedOver] = []
         self._closed = False
@@ -329,11 +332,16 @@ class CheckpointManager:
             take_over=take_over,
         )
 
-    def _load(self, step: int | None, load: Callable[[Path], object], *, take_over: bool) -> int | None:
+    def _load(self, step: int | None, load: Callable[[Path], LoadReport | None], *, take_over: bool) -> int | None:
         self._settle()
         if take_over:
             self._team.decide(None, lambda _: self._keeper.take_over())
-        number, self.passed_over = resume(self._team, self._keeper, step, self._reusing.distrusting(load))
+        self.report = None
+
+        def reported(path: Path) -> None:
+            self.report = load(path)
+
+        number, self.passed_over = resume(self._team, self._keeper, step, self._reusing.distrusting(reported))
         if self._team.leads:
             for passed in self.passed_over:
                 warn_caller(f"not resumed from {passed}")

@@ -14,7 +14,7 @@ from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._warnings import warn_caller
 from dcp_rs.errors import CorruptDataError, UnsafePickleError, UnsupportedError
 
-__all__ = ["check_loadable", "dump", "dump_named", "load", "reason", "warn_unless_loadable"]
+__all__ = ["check_loadable", "dump", "dump_named", "load", "reason", "warn_unless_loadable", "why_not_loadable"]
 
 # torch allows bytearray, but not bytes, which is how pickle writes b"", nor io.BytesIO, which torch's own examples save. Neither can run anything.
 torch.serialization.add_safe_globals([bytes, io.BytesIO])
@@ -78,19 +78,39 @@ def warn_unless_loadable(fqn: str, value: Any, data: bytes, *, strict: bool = Fa
     Raises:
         UnsafePickleError: such a value, with ``strict``.
     """
-    if _is_plain(value):
+    why, error = _refused(fqn, value, data)
+    if why is None:
         return
+    if strict:
+        msg = f"value {fqn!r} ({_type_name(value)}) would not load under weights_only=True, the default: {why} (strict_values=True)"
+        raise UnsafePickleError(msg, tensor=fqn) from error
+    warn_caller(
+        f"value {fqn!r} ({_type_name(value)}) is saved, but will not load under weights_only=True, the default: {why}. "
+        "Save plain types in its place (numbers, text, lists, dicts, tensors), or load it with weights_only=False"
+    )
+
+
+def why_not_loadable(fqn: str, value: Any) -> str | None:
+    """Return why a value would not load back under ``weights_only=True``; None where it does.
+
+    Raises:
+        UnsupportedError: it does not pickle.
+    """
+    if _is_plain(value):
+        return None
+    why, _ = _refused(fqn, value, dump_named(fqn, value))
+    return why and f"value {fqn!r} ({_type_name(value)}) would not load under weights_only=True, the default: {why}"
+
+
+def _refused(fqn: str, value: Any, data: bytes) -> tuple[str | None, Exception | None]:
+    if _is_plain(value):
+        return None, None
     try:
         check_loadable(fqn, data)
-    except Exception as error:  # whatever it is, the value is saved
-        why = reason(error.__cause__) if isinstance(error.__cause__, pickle.UnpicklingError) else error
-        if strict:
-            msg = f"value {fqn!r} ({_type_name(value)}) would not load under weights_only=True, the default: {why} (strict_values=True)"
-            raise UnsafePickleError(msg, tensor=fqn) from error
-        warn_caller(
-            f"value {fqn!r} ({_type_name(value)}) is saved, but will not load under weights_only=True, the default: {why}. "
-            "Save plain types in its place (numbers, text, lists, dicts, tensors), or load it with weights_only=False"
-        )
+    except Exception as error:  # noqa: BLE001  # whatever it is, the value does not load
+        why = reason(error.__cause__) if isinstance(error.__cause__, pickle.UnpicklingError) else str(error)
+        return why, error
+    return None, None
 
 
 #: What is known to load without trying, by itself and in containers.

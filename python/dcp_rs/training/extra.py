@@ -4,35 +4,62 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dcp_rs.errors import PlanError
+from dcp_rs import _torch
+from dcp_rs.errors import PlanError, UnsafePickleError
+from dcp_rs.tensors import objects
 from dcp_rs.tensors.nesting import WHOLE, unwrap
-from dcp_rs.tensors.trees import is_stateful
+from dcp_rs.tensors.trees import flatten, is_stateful
 from dcp_rs.training.numbers import plain_numbers
 
-__all__ = ["PerRank", "RngState", "merge", "pack", "state_of", "unpack"]
+__all__ = [
+    "PerRank",
+    "RngState",
+    "check_values",
+    "merge",
+    "pack",
+    "state_of",
+    "unpack",
+    "why_not_found",
+    "with_buffers_copied",
+]
 
 #: The keys of a mapping that holds tensors, where some are not text.
 _KEYS = "dcp_rs.keys"
+#: What keys of :class:`PerRank` begin with.
+_KEY, _RANK = "key", "rank"
 
 
 class PerRank:
-    """A value of which every rank has its own: the position of a data loader, a queue, a random number generator.
+    """A value that differs from rank to rank: the position of a data loader, a queue, a random number generator.
 
     DCP keeps one rank's of what all ranks save under the same name, so give such a value to ``extra`` in this wrapper.
-    After a restart rank r gets what rank r saved. A rank beyond those that saved keeps what it has.
+    After a restart each rank gets what was saved under its key.
 
     Args:
         value: an object with ``state_dict`` and ``load_state_dict``.
+        key: what tells whose the value is: for a data loader the data-parallel rank. Ranks with the same key have the same value, of
+            which one is saved. Default: the rank among all, which only fits a restart with the same ranks.
+
+    Example:
+        ``extra = {"loader": PerRank(loader, key=mesh["dp"].get_local_rank())}``
     """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, key: int | str | None = None) -> None:
         self.value = value
+        self.key = key
+
+    @property
+    def saved_key(self) -> str:
+        """What the value goes by in the checkpoint."""
+        if self.key is not None:
+            return f"{_KEY}{self.key}"
+        return f"{_RANK}{dist.get_rank() if dist.is_initialized() else 0}"
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank's value."""
@@ -45,7 +72,10 @@ class PerRank:
 
 
 class RngState(PerRank):
-    """The random number generators of this rank: Python's, torch's on the CPU and on the current accelerator, and NumPy's if it was imported."""
+    """The random number generators of this rank: Python's, torch's on the CPU and on the current accelerator, and NumPy's if it was imported.
+
+    A rank that finds none in the checkpoint keeps its own, with a warning.
+    """
 
     def __init__(self) -> None:
         super().__init__(self)
@@ -75,13 +105,65 @@ class RngState(PerRank):
 def state_of(value: Any) -> Any:
     """What is saved for an entry of ``extra``."""
     if isinstance(value, PerRank):
-        return {rank_key(): pack(plain_numbers(value.state_dict()))}
+        return {value.saved_key: pack(plain_numbers(value.state_dict()))}
     return pack(plain_numbers(value.state_dict() if is_stateful(value) else value))
 
 
-def rank_key() -> str:
-    """The key of this rank's own state."""
-    return f"rank{dist.get_rank() if dist.is_initialized() else 0}"
+def check_values(name: str, tree: Any) -> None:
+    """Raise where a value of a state would not load back under ``weights_only=True``.
+
+    Args:
+        name: of what is above it.
+        tree: the state, as it is saved.
+
+    Raises:
+        UnsafePickleError: such a value.
+        UnsupportedError: a value that does not pickle.
+    """
+    for fqn, value in flatten({name: tree}).values.items():
+        if isinstance(value, torch.Tensor):
+            continue
+        why = objects.why_not_loadable(fqn, value)
+        if why is not None:
+            msg = (
+                f"{why}. Save plain types in its place (numbers, text, lists, dicts, tensors): this is the state that a restart needs. "
+                "Or pass strict_values=False, and weights_only=False to the load"
+            )
+            raise UnsafePickleError(msg, tensor=fqn)
+
+
+def with_buffers_copied(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    """Return a model's state dict with copies of its buffers: a forward pass may write to those.
+
+    Args:
+        state: as torch's ``get_model_state_dict`` gives it.
+        model: whose it is.
+    """
+    names = {name for key, _ in model.named_buffers(remove_duplicate=False) for name in _torch.fqns(model, key)}
+    with torch.no_grad():
+        return {key: value.clone() if key in names else value for key, value in state.items()}
+
+
+def why_not_found(name: str, value: PerRank, saved: Iterable[str]) -> str | None:
+    """Return why a value of which each rank has its own does not go on where it was; None where it does.
+
+    Args:
+        name: of the entry of ``extra``.
+        value: that of this rank.
+        saved: the keys that it was saved under, by all ranks.
+    """
+    keys = set(saved)
+    ranks = [int(key.removeprefix(_RANK)) for key in keys if key.removeprefix(_RANK).isdecimal()]
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if value.saved_key in keys and (value.key is not None or all(rank < size for rank in ranks)):
+        return None
+    there = f"it was saved under {', '.join(sorted(keys)[:8])}" if keys else "the checkpoint has none"
+    if value.key is not None:
+        return f"{name!r} has no state for key={value.key!r}: {there}"
+    return (
+        f"{name!r} was saved by other ranks than load it: {there}, and this is rank {dist.get_rank() if size > 1 else 0} of {size}. "
+        "Give it the key that tells whose it is, PerRank(value, key=data_parallel_rank), when you save and when you load"
+    )
 
 
 def pack(tree: Any) -> Any:

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from dcp_rs._warnings import warn_caller
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.nesting import TreePath, remaining, text_path
 from dcp_rs.tensors.trees import flatten, is_stateful
 from dcp_rs.training.choice import Choice
-from dcp_rs.training.extra import PerRank, merge, pack, rank_key, state_of, unpack
+from dcp_rs.training.extra import PerRank, RngState, merge, pack, state_of, unpack, why_not_found
 from dcp_rs.training.stored import branch_at, join, tree_of
 
 __all__ = ["EXTRA", "SavedExtra"]
@@ -40,7 +41,7 @@ class SavedExtra:
     def __init__(self, metadata: Metadata, name: str, value: Any, choice: Choice) -> None:
         self._name = name
         self.template: dict[str, Any] = {}
-        prefix = (EXTRA, name, rank_key()) if isinstance(value, PerRank) else (EXTRA, name)
+        prefix = (EXTRA, name, value.saved_key) if isinstance(value, PerRank) else (EXTRA, name)
         whole = ".".join(prefix)
         # The names of its leaves in the checkpoint, and where in it they belong.
         branch = branch_at(metadata, prefix)
@@ -51,8 +52,9 @@ class SavedExtra:
         is_empty = not isinstance(value, PerRank) and state_of(value) in ({}, [])
         self._is_loaded = bool(self._paths) or (bool(self._containers) and choice.wants(whole)) or is_empty
         self._kept: dict[TreePath, Any] = {}  # leaves that stay as they are
+        if isinstance(value, PerRank) and choice.wants(whole):
+            _check_ranks(metadata, name, value, choice)
         if not self._is_loaded and choice.wants(whole):
-            # A rank that was not there keeps its own.
             if not isinstance(value, PerRank) and not choice.is_partial:
                 msg = f"the checkpoint has no {EXTRA}.{name}"
                 raise PlanError(msg, tensor=f"{EXTRA}.{name}")
@@ -103,6 +105,25 @@ class SavedExtra:
             choice.report.excluded += self._paths
             self._paths = {}
         self._is_loaded = bool(self._paths)
+
+
+def _check_ranks(metadata: Metadata, name: str, value: PerRank, choice: Choice) -> None:
+    """Warn or raise where the value of this rank would not go on where it was.
+
+    Raises:
+        PlanError: there is none for it, or the value of a rank that is no more would be left behind.
+    """
+    above = branch_at(metadata, (EXTRA, name))
+    saved = {str(path[0]) for path in [*above.paths.values(), *(c.path for c in above.containers)] if path}
+    why = why_not_found(f"{EXTRA}.{name}", value, saved)
+    if why is None or choice.is_partial:
+        return
+    if not isinstance(value, RngState):
+        raise PlanError(why, tensor=f"{EXTRA}.{name}")
+    if value.saved_key not in saved:
+        warn_caller(
+            f"{EXTRA}.{name}: this rank keeps the random number generators that it has: the checkpoint has none of it"
+        )
 
 
 def _text(path: TreePath) -> tuple[str, ...]:

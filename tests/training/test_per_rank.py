@@ -1,0 +1,113 @@
+"""``PerRank`` went by the rank among all, and nobody was told when the ranks were others.
+
+Saved at dp 2 and resumed at dp 1, tp 2, the two ranks of a tensor-parallel group went on at different documents. From 2 to 4
+ranks, the new ones began at document 0 while the others went on.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dcp_rs import CheckpointManager, RsLoadPlanner
+from dcp_rs.errors import PlanError
+from dcp_rs.optim import PerRank, RngState, load_training_state, save_training_state, training_state
+from support import run_ranks
+
+
+class Loader:
+    def __init__(self, at=0):
+        self.at = at
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def model():
+    return torch.nn.Linear(1, 1)
+
+
+def save_at_dp_2(folder):
+    rank = dist.get_rank()
+    save_training_state(
+        f"{folder}/keyed", model(), (), {"loader": PerRank(Loader(10 + 3 * rank), key=rank)}, fsync=False
+    )
+    save_training_state(f"{folder}/ranks", model(), (), {"loader": PerRank(Loader(10 + 3 * rank))}, fsync=False)
+
+
+def load_at_tp_2(folder):
+    loader = Loader()
+    load_training_state(f"{folder}/keyed", model(), (), {"loader": PerRank(loader, key=0)})
+    return loader.at
+
+
+def load_as_saved(folder):
+    loader = Loader()
+    load_training_state(f"{folder}/ranks", model(), (), {"loader": PerRank(loader)})
+    return loader.at
+
+
+def load_more_than_saved(folder):
+    with pytest.raises(PlanError, match=r"rank0, and this is rank 1 of 2.*key=data_parallel_rank"):
+        load_training_state(f"{folder}/alone", model(), (), {"loader": PerRank(Loader())})
+    with pytest.raises(PlanError, match=r"no state for key=1.*key0"):
+        load_training_state(f"{folder}/alone_keyed", model(), (), {"loader": PerRank(Loader(), key=dist.get_rank())})
+    module = model()
+    before = torch.get_rng_state()
+    if dist.get_rank() == 0:
+        load_training_state(f"{folder}/alone", module, (), {"rng": RngState()})
+    else:
+        with pytest.warns(UserWarning, match=r"extra\.rng: this rank keeps the random number generators"):
+            load_training_state(f"{folder}/alone", module, (), {"rng": RngState()})
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(2, save_at_dp_2, folder)
+    save_training_state(folder / "alone", model(), (), {"loader": PerRank(Loader(7)), "rng": RngState()}, fsync=False)
+    save_training_state(folder / "alone_keyed", model(), (), {"loader": PerRank(Loader(7), key=0)}, fsync=False)
+    return folder
+
+
+def test_tensor_parallel_peers_go_on_at_one_document(saved):
+    assert run_ranks(2, load_at_tp_2, saved) == [10, 10]
+    assert run_ranks(2, load_as_saved, saved) == [10, 13]
+
+
+def test_more_ranks_than_saved_are_told(saved):
+    run_ranks(2, load_more_than_saved, saved)
+
+
+def test_fewer_ranks_than_saved_are_told(saved):
+    loader = Loader(5)
+    with pytest.raises(PlanError, match=r"saved under rank0, rank1, and this is rank 0 of 1"):
+        load_training_state(saved / "ranks", model(), (), {"loader": PerRank(loader)})
+    assert loader.at == 5
+    load_training_state(saved / "keyed", model(), (), {"loader": PerRank(loader, key=1)})
+    assert loader.at == 13
+
+
+def test_what_was_not_found_is_in_the_report(saved, tmp_path):
+    loader = Loader(5)
+    options = {"extra": {"loader": PerRank(loader, key=4)}, "allow_partial_load": True}
+    assert load_training_state(saved / "keyed", model(), **options).missing == ["extra.loader.key4"]
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.report is None
+        manager.save(1, training_state(model(), (), {"loader": PerRank(Loader(), key=0)}))
+        manager.load_training_state(model(), **options)
+        assert manager.report.missing == ["extra.loader.key4"]
+        manager.load(model().state_dict(), planner=RsLoadPlanner(rename={"model": ""}))
+        assert manager.report.missing == []
+    assert loader.at == 5
+
+
+def test_one_flag_is_enough_for_a_partial_load(saved):
+    """``load_training_state(planner=RsLoadPlanner(allow_partial_load=True))`` had to be told so a second time."""
+    extra = {"other": 3}
+    report = load_training_state(saved / "alone", model(), extra=extra, planner=RsLoadPlanner(allow_partial_load=True))
+    assert report.missing == ["extra.other"]
+    assert extra == {"other": 3}
