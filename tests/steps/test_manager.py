@@ -537,6 +537,24 @@ def test_an_evaluation_beside_a_run_takes_nothing_over(run):
         training.save(2, state_of(2))
 
 
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_root_that_cannot_be_written_to_can_be_loaded_from(run, monkeypatch, number):
+    with CheckpointManager(run) as manager:
+        manager.save(1, state_of(1))
+
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(folder_root.FolderRoot, "_write_run", refuse)
+    with CheckpointManager(run) as manager:
+        assert loaded(manager) == 1
+        with pytest.raises(OSError, match=os.strerror(number)):
+            manager.save(2, state_of(2))
+        monkeypatch.undo()
+        manager.save(2, state_of(2))
+        assert numbers(manager) == [1, 2]
+
+
 def test_who_saves_without_a_load_takes_over_too(run):
     with CheckpointManager(run) as old, CheckpointManager(run) as new:
         assert loaded(old) is None

@@ -191,10 +191,10 @@ def test_a_save_that_goes_on_is_left_alone(root):
 class Looking(FolderRoot):
     """Does something between a look and what follows from it."""
 
-    def look(self):
-        found = super().look()
+    def _listing_of(self, found, names):
+        listing = super()._listing_of(found, names)
         self.meanwhile()
-        return found
+        return listing
 
 
 def test_a_save_that_begins_after_the_look_is_left_alone(root):
@@ -322,12 +322,13 @@ def test_notes_need_not_be_right(root, notes):
     assert step.saved == (folder / "index.dcprs").stat().st_mtime
 
 
-def test_a_note_that_is_no_regular_file_is_none(root):
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_note_that_is_no_regular_file_is_none(root, make):
     """A pipe in the place of a note: whoever looked at the step waited for ever."""
     folder = save(root, 10, {"loss": 1.0})
     note = folder / f"saved-{10:032x}.json"
     note.unlink()
-    os.mkfifo(note)
+    make(note)
     assert root.latest().metrics == {}
     without_index(folder)
     note.rename(folder / f"saving-{10:032x}.json")

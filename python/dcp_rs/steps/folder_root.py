@@ -259,7 +259,8 @@ class FolderRoot(Root):
             except OSError as error:  # a file that a process of another machine has open, say
                 problems.append(f"{path}, which was removed, is still there: {error}")
         found = self._listing_of(map(self._look_if_changed, numbers_in(names := self._names())), names)
-        self._known = {step.number: self._known[step.number] for step in found.steps}
+        there = {step.number for step in found.steps}
+        self._known = {number: known for number, known in self._known.items() if number in there}
         for left in found.left:
             try:
                 self._remove_left(left.number)
@@ -346,11 +347,12 @@ def _owners(path: Path, names: Sequence[str]) -> list[Owner]:
 def _read_note(path: Path) -> bytes | None:
     """The bytes of a note, or a few of one that is too long; None where there is no regular file."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # of a pipe nobody may write to
+        if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe is to wait for who writes to it
+            return None
+        with path.open("rb") as file:
+            return file.read(notes.MOST + 1)
     except FileNotFoundError:
         return None
-    with os.fdopen(descriptor, "rb") as file:
-        return file.read(notes.MOST + 1) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
 
 
 def _delete(path: Path) -> None:
