@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -12,15 +13,21 @@ from torch.distributed.tensor import DTensor
 
 from dcp_rs import _core, _torch
 from dcp_rs._torch import PLAIN_TYPES
+from dcp_rs.checkpoint.blocks import rectangles
 from dcp_rs.errors import PlanError
+from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.boxes import narrow
 from dcp_rs.tensors.dtypes import NAMES as DTYPE_NAMES
+from dcp_rs.tensors.memory import twins
 from dcp_rs.tensors.shards import Layouts, local_pieces
 from dcp_rs.transfer.load import Load
 from dcp_rs.transfer.replicas import Offer
 from dcp_rs.transfer.target import Target, stored_dtype
 
 __all__ = ["Begun", "LocalReads"]
+
+#: Of tensors that are one in the state dict, so much is compared.
+_HEAD_BYTES = 1 << 20
 
 
 @dataclass
@@ -155,6 +162,50 @@ class LocalReads:
                 self._memory[fqn] = _memory_of(now[at])
             self.whole, self.plain, self._plain_fqns = _core.Batch(self.index), ([], [], []), []
         self.targets = self._covered()
+
+    def untied(self, values: Mapping[str, Any], first: Collection[int], options: ReadOptions) -> dict[str, str]:
+        """Return names whose tensor is that of another name, where the checkpoint has two that differ. By them the one that is filled last.
+
+        The first MiB of each is compared: weights that were trained apart differ everywhere.
+
+        Args:
+            values: the state dict.
+            first: the places that are filled first, and not hidden by others.
+            options: how to read.
+        """
+        names, _, others = self.plain
+        if len(first) == len(names) - len(others) + len({target.place for target in self.targets}):
+            return {}  # no two are of the same memory
+        planned = set(range(len(names))).difference(others).union(target.place for target in self.targets)
+        late = [self._plain_fqns[place] for place in sorted(planned.difference(first)) if place < len(names)]
+        if not late:
+            return {}
+        stored = dict(zip(self._plain_fqns, names, strict=True))
+        tied = twins(late, [self._plain_fqns[place] for place in first if place < len(names)], values)
+        return {
+            fqn: other for fqn, other in tied.items() if not _same_head(self.index, stored[fqn], stored[other], options)
+        }
+
+
+def _same_head(index: _core.Index, one: str, other: str, options: ReadOptions) -> bool:
+    """Return whether two stored tensors begin with the same elements."""
+    if one == other:
+        return True
+    heads = []
+    for found in index.describe([one, other]):
+        assert found is not None  # noqa: S101  # it was planned
+        number, name, shape = found
+        dtype = stored_dtype(one, name)
+        flat = torch.empty(min(math.prod(shape), _HEAD_BYTES // dtype.itemsize), dtype=dtype, device="cpu")
+        fills, at = [], 0
+        for offsets, sizes in rectangles(shape, 0, flat.numel()):
+            into = flat[at : at + math.prod(sizes)].view(sizes)
+            fills.append(_core.Fill(number, offsets, into.shape, into.data_ptr(), into.stride()))
+            at += into.numel()
+        index.read_regions(fills, **options.engine())
+        heads.append(flat)
+    a, b = heads
+    return a.dtype != b.dtype or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def _memory_of(tensor: Any) -> Any:

@@ -20,6 +20,7 @@ from dcp_rs import _core
 from dcp_rs._progress import Progress, watching
 from dcp_rs._shown import call
 from dcp_rs._url import StorageOptions, location
+from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.locate import is_of_all_ranks, open_index
 from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.dcp.item_reads import ItemReads
@@ -358,6 +359,11 @@ class RsReader(StorageReader):
         load = Load(index, self._options(), reads.whole, self._local.counts, known)
         load.add(reads.targets)
         turns = load.arrange()
+        for fqn, other in reads.untied(state_dict, load.at_once(), self.options.alone()).items():
+            warn_caller(
+                f"{fqn!r} and {other!r} are one tensor in the state dict, and two that differ in {self.path}: the tensor gets the values "
+                f"of {other!r}. Leave the other out with exclude={fqn!r}, or load into a model that does not tie them"
+            )
         if self._local.counts.watch is not None:
             self._local.counts.expected = reads.nbytes + sum(map(len, stored))
         self._local.counts.add_values(sum(map(len, stored)))
