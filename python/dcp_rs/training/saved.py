@@ -31,6 +31,8 @@ from dcp_rs.training.stored import join
 
 __all__ = ["SavedOptimizers"]
 
+#: Where the parameters are in the checkpoint.
+_MODEL = "model"
 #: Stands for what is not in a state.
 _MISSING: Any = object()
 
@@ -148,15 +150,25 @@ class SavedOptimizers:
         osd = part.optimizer.state_dict()
         by_key = names_by_key(model, part.optimizer, osd, part.number)
         kept = {key: osd["state"][key] for key, fqn in by_key.items() if fqn in part.kept and key in osd["state"]}
+        loaded = {key: state[fqn] for key, fqn in by_key.items() if fqn in state}
         part.optimizer.load_state_dict(
             {
-                "state": {key: state[fqn] for key, fqn in by_key.items() if fqn in state} | kept,
+                "state": loaded | kept,
                 "param_groups": [
                     group | {who: mine[who] for who in WHO if who in mine}
                     for group, mine in zip(part.groups, osd["param_groups"], strict=True)
                 ],
             }
         )
+
+        for number, param in enumerate(param for group in part.optimizer.param_groups for param in group["params"]):
+            if number in loaded and self._is_of_dtype(by_key[number], param):
+                _as_it_was(part.optimizer.state[param], loaded[number])
+
+    def _is_of_dtype(self, fqn: str, param: torch.Tensor) -> bool:
+        """Return whether the checkpoint has the parameter in the dtype that it has here."""
+        stored = self._metadata.state_dict_metadata.get(join(_MODEL, fqn))
+        return isinstance(stored, TensorStorageMetadata) and stored.properties.dtype == param.dtype
 
     def _apply_fsdp1(
         self, model: torch.nn.Module, optimizer: Optimizer, state: dict[str, Any], groups: list[dict[str, Any]]
@@ -315,6 +327,17 @@ class SavedOptimizers:
                 self._choice.unseen.add(name)
             room[name] = own if own is not None else _memory(shape, dtype, path, like, expected)
         return room
+
+
+def _as_it_was(state: dict[Any, Any], loaded: Mapping[Any, Any]) -> None:
+    """Give a parameter's state the dtypes that were saved: ``load_state_dict`` casts it to that of the parameter.
+
+    Fp32 master weights of a parameter in bf16 would lose the bits for which they are there.
+    """
+    for key, value in loaded.items():
+        cast = state.get(key)
+        if isinstance(value, torch.Tensor) and isinstance(cast, torch.Tensor) and cast.dtype != value.dtype:
+            state[key] = value.to(cast.device)
 
 
 def _keys_made(made: MadeState, param: torch.Tensor | None, group: int) -> Mapping[TreePath, Any]:
