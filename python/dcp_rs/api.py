@@ -51,7 +51,8 @@ def load_state_dict(
 ) -> LoadReport | None:
     """Loads into ``state_dict`` in place: ``torch.distributed.checkpoint.load_state_dict``, without its deprecation warning.
 
-    Every rank of ``process_group`` calls it, with the same keys. As there, ``Stateful`` values are not called: see :func:`load`.
+    Every rank of ``process_group`` calls it, with the same keys. Default planner: :class:`RsLoadPlanner` with an :class:`RsReader`, else
+    torch's. As there, ``Stateful`` values are not called: see :func:`load`.
 
     Returns:
         What the load found and took on this rank, if the reader is an :class:`RsReader`.
@@ -65,7 +66,10 @@ def load_state_dict(
     def begin() -> tuple[dict[str, Any], StorageReader, LoadPlanner]:
         check_state_dict(state_dict)
         storage_reader.reset()
-        return state_dict, storage_reader, DefaultLoadPlanner() if planner is None else planner
+        if planner is None:
+            own = RsLoadPlanner() if isinstance(storage_reader, RsReader) else DefaultLoadPlanner()
+            return state_dict, storage_reader, own
+        return state_dict, storage_reader, planner
 
     ranks = Ranks(process_group, no_dist=no_dist, coordinator=coordinator_rank)
     protocol.again_where_replaced(ranks, lambda attempts: protocol.load(ranks, begin, attempts))
