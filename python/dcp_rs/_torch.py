@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.state_dict import _get_fqns  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.utils import find_tensor_shard  # 2.8, 2.11, 2.15
-from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _world  # 2.8, 2.11, 2.15
+from torch.distributed.distributed_c10d import _get_default_group, _world  # 2.8, 2.11, 2.15
 from torch.distributed.remote_device import _remote_device  # 2.8, 2.11, 2.15
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # 2.8, 2.11, 2.15
@@ -46,12 +46,10 @@ __all__ = [
     "empty_like",
     "file_system_classes",
     "find_shard",
-    "first_to_say",
     "flatten_as_2_3",
     "flatten_sharded_tensors",
     "fqns",
     "group_devices",
-    "group_name",
     "has_memory",
     "host_copy_of_sharded",
     "inner_tensors",
@@ -124,19 +122,6 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     group = group or _get_default_group()
     timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return timeout
-
-
-def group_name(group: dist.ProcessGroup | None) -> str:
-    """A name that all ranks of the group have for it."""
-    return str((group or _get_default_group()).group_name)
-
-
-def first_to_say(key: str, value: str) -> str:
-    """What the first of all ranks said under ``key``, in the store that they met at; ``value`` where that is gone."""
-    try:
-        return bytes(_get_default_store().compare_set(key, "", value)).decode()
-    except Exception:  # noqa: BLE001  # whatever is wrong with it: it may have been the lost rank's
-        return value
 
 
 def background_group() -> dist.ProcessGroup:

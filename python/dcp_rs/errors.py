@@ -92,18 +92,11 @@ class PlanError(DcpRsError, ValueError):
 
 
 class RankLostError(DcpRsError):
-    """A rank is gone: its process was killed, or cannot be reached. Nothing can be done together with it, nor over its process group, any more.
+    """A rank was killed or stopped, or cannot be reached: a collective failed. Nothing can be done over its process group any more.
 
-    What was being loaded may be partly filled. What was being saved may have been committed or not: the checkpoint at the path is the new one or
-    the one before, and whole.
-
-    Attributes:
-        ranks: who is gone, as they are called among all ranks; empty where the process group does not tell.
+    The process group does not say which rank. What was being loaded may be partly filled. What was being saved may have been committed or not: the checkpoint at the
+    path is the new one or the one before, and whole.
     """
-
-    def __init__(self, *args: Any, ranks: tuple[int, ...] = (), **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.ranks = ranks
 
 
 class RunTakenOverError(DcpRsError):

@@ -234,4 +234,3 @@ def test_a_rank_that_is_killed_is_missed_by_all(tmp_path, entry, step, culprit):
     assert isinstance(outcomes.pop(culprit).error, RankDiedError)
     for outcome in outcomes:
         assert type(outcome.error) is RankLostError, outcome
-        assert outcome.error.ranks == (culprit,), outcome

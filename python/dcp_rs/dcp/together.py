@@ -24,7 +24,7 @@ __all__ = ["Ranks", "failures_among", "has_group"]
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Of messages that nobody takes: they find out who is there, and end the connections of those who wait.
+#: Of a receive that nobody answers: it ends the connections.
 _TAG = 0xDC9
 #: As many ranks are named in a message.
 _NAMED = 8
@@ -266,43 +266,21 @@ class Ranks:
         return values[0]
 
     def _give_up(self, error: Exception) -> RankLostError:
-        """Ends the connections to the ranks that are there, so that they find out as well. Returns the error to raise."""
-        gone = [rank for rank in range(self.size) if rank != self.rank and not self._is_there(rank)]
-        ranks = tuple(map(self.global_rank, gone))
+        """End the connections of this rank, so that no other waits for it. Return the error to raise."""
         if _torch.is_gloo(self.process_group):
-            # Whoever sees a rank go writes down its name before it leaves: others see both go.
-            first = _torch.first_to_say(
-                f"dcp_rs.lost.{_torch.group_name(self.process_group)}", ",".join(map(str, ranks))
-            )
-            named = tuple(int(rank) for rank in first.split(",") if rank.isdecimal())
-            ranks = named if named and set(named) <= set(ranks) else ranks
-            there = next((rank for rank in range(self.size) if rank != self.rank and rank not in gone), None)
-            if there is not None:
-                with suppress(Exception):  # gloo closes all connections of a group in which one waited too long
-                    message = torch.empty(1, dtype=torch.uint8, device="cpu")
-                    work = dist.irecv(message, self.global_rank(there), self.process_group, tag=_TAG)
-                    work.wait(timedelta(milliseconds=1))  # type: ignore[union-attr]  # this process is in the group
+            # gloo closes all connections of a group in which a receive waited too long. One that is closed raises at once.
+            for rank in range(self.size):
+                if rank != self.rank:
+                    with suppress(Exception):
+                        message = torch.empty(1, dtype=torch.uint8, device="cpu")
+                        work = dist.irecv(message, self.global_rank(rank), self.process_group, tag=_TAG)
+                        work.wait(timedelta(milliseconds=1))  # type: ignore[union-attr]  # this process is in the group
         reason = str(error).partition("\n")[0]
-        who = (
-            f"rank {ranks[0]} is"
-            if len(ranks) == 1
-            else f"ranks {', '.join(map(str, ranks))} are"
-            if ranks
-            else "a rank is"
+        msg = (
+            f"a rank is lost, and the process group does not say which: it was killed or stopped, or cannot be reached; "
+            f"see which process ended without an error of its own ({reason})"
         )
-        return RankLostError(f"{who} gone: killed, or not to be reached any more ({reason})", ranks=ranks)
-
-    def _is_there(self, rank: int) -> bool:
-        """Whether the connection to a rank holds, as far as gloo knows by now."""
-        if not _torch.is_gloo(self.process_group):
-            return True
-        try:
-            dist.isend(
-                torch.empty(1, dtype=torch.uint8, device="cpu"), self.global_rank(rank), self.process_group, tag=_TAG
-            )
-        except RuntimeError:
-            return False
-        return True
+        return RankLostError(msg)
 
 
 @dataclass(frozen=True)
