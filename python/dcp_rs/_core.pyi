@@ -147,29 +147,6 @@ class ReadStats:
     def requests(self) -> int: ...
 
 @final
-class Tally:
-    """Statistics of some elements."""
-
-    @property
-    def finite(self) -> int:
-        """How many are; the next four are of those."""
-    @property
-    def mean(self) -> float: ...
-    @property
-    def squares(self) -> float:
-        """The sum of squared differences from the mean."""
-    @property
-    def least(self) -> float: ...
-    @property
-    def greatest(self) -> float: ...
-    @property
-    def nan(self) -> int: ...
-    @property
-    def infinite(self) -> int: ...
-    @property
-    def zeros(self) -> int: ...
-
-@final
 class Fill:
     """Memory to be filled with a rectangle of a chunk, or of a tensor."""
 
@@ -700,9 +677,6 @@ def available_cores() -> int:
 
 def block_digest(data: bytes) -> int:
     """XXH3-64, as the format has it."""
-
-def tally(pieces: Sequence[tuple[int, int, str]], threads: int) -> list[Tally]:
-    """Of pieces of memory (address, bytes, dtype)."""
 
 def create_folder(folder: str) -> None:
     """Creates a folder and those it is in, durably; one that is there is left as it is."""

@@ -32,7 +32,7 @@ from dcp_rs.errors import EntryNotFoundError, PlanError
 from dcp_rs.tensors.nesting import shown
 
 if TYPE_CHECKING:
-    from dcp_rs.checkpoint.stats import TensorStats  # it needs NumPy
+    from dcp_rs.checkpoint.stats import TensorStats
 
 __all__ = ["inspect", "inspect_entry", "ls", "put_page", "statistics_of", "write_page"]
 

@@ -26,7 +26,6 @@ pub mod read;
 pub mod save_plan;
 pub mod slabs;
 pub mod store;
-pub mod tally;
 pub mod write;
 
 pub use control::Control;

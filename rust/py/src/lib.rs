@@ -21,7 +21,6 @@ mod rows;
 mod save_item;
 mod save_plan;
 mod slabs;
-mod tally;
 mod template;
 mod verify;
 mod wanted;
@@ -53,7 +52,7 @@ mod _core {
     use crate::reuse::Reuse;
     #[pymodule_export]
     use crate::rows::{
-        ChunkEntry, Damage, FileEntry, Fill, Leftover, Overlap, Part, PlacedValue, ReadStats, Tally, TensorEntry,
+        ChunkEntry, Damage, FileEntry, Fill, Leftover, Overlap, Part, PlacedValue, ReadStats, TensorEntry,
     };
     #[pymodule_export]
     use crate::save_item::SaveItem;
@@ -61,8 +60,6 @@ mod _core {
     use crate::save_plan::{SavePlan, assign_saves};
     #[pymodule_export]
     use crate::slabs::{Copy, SlabReader};
-    #[pymodule_export]
-    use crate::tally::tally;
     #[pymodule_export]
     use crate::template::Template;
     #[pymodule_export]

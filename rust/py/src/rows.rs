@@ -2,12 +2,12 @@
 
 use std::path::PathBuf;
 
+use dcp_rs_core::Dtype;
 use dcp_rs_core::checkpoint::{self, LeftoverKind, Verdict, verify};
 use dcp_rs_core::format::{ChunkView, FileView, Kind, TensorView};
 use dcp_rs_core::geometry::overlap;
 use dcp_rs_core::read;
 use dcp_rs_core::write::Place;
-use dcp_rs_core::{Dtype, tally as core};
 use pyo3::IntoPyObjectExt as _;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -177,38 +177,6 @@ impl From<read::ReadStats> for ReadStats {
             mapped: stats.bytes_mapped,
             requests: stats.jobs,
         }
-    }
-}
-
-/// Statistics of some elements. `squares`: the sum of squared differences of the finite ones from their mean.
-#[pyclass(frozen, get_all, module = "dcp_rs._core")]
-pub struct Tally {
-    finite: u64,
-    mean: f64,
-    squares: f64,
-    least: Py<PyAny>,
-    greatest: Py<PyAny>,
-    nan: u64,
-    infinite: u64,
-    zeros: u64,
-}
-
-impl Tally {
-    pub fn new(py: Python<'_>, found: &core::Tally) -> PyResult<Self> {
-        let (least, greatest) = match found.exact {
-            Some((least, greatest)) => (least.into_py_any(py)?, greatest.into_py_any(py)?),
-            None => (found.least.into_py_any(py)?, found.greatest.into_py_any(py)?),
-        };
-        Ok(Self {
-            finite: found.finite,
-            mean: found.mean,
-            squares: found.squares,
-            least,
-            greatest,
-            nan: found.nan,
-            infinite: found.infinite,
-            zeros: found.zeros,
-        })
     }
 }
 
