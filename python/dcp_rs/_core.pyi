@@ -675,6 +675,9 @@ def next_generation(folder: str) -> int: ...
 def available_cores() -> int:
     """Return the cores of this process: those of its affinity, and no more than its cgroup's quota pays for."""
 
+def refusal(data: bytes) -> tuple[bool, str] | None:
+    """Why torch should not unpickle a value: whether it is damaged, and what is wrong. None: it may."""
+
 def block_digest(data: bytes) -> int:
     """XXH3-64, as the format has it."""
 

@@ -13,6 +13,7 @@ import re
 import shutil
 import struct
 import sys
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 
@@ -331,6 +332,48 @@ def test_planner_data_cannot_multiply() -> None:
     # The others are in the memo, and stay on the stack until the outermost tuple takes them.
     pieces = b"(" + laughs + b"t"
     refused(metadata_with(pieces), UnsupportedError, "without measure")
+
+
+def test_a_list_of_chunks_cannot_multiply() -> None:
+    """One chunk 50,000 times in a list, and that in 1,000 tensors: 150 kB took gigabytes."""
+    new = b")\x81}("
+    chunk = (
+        name(METADATA, "ChunkStorageMetadata") + new + short("offsets") + b"K\x00\x85" + short("sizes") + b"K\x01\x85ub"
+    )
+    layout = name("torch.serialization", "_get_layout") + short("torch.strided") + b"\x85R"
+    order = name(METADATA, "_MEM_FORMAT_ENCODING") + b"K\x00\x85R"
+    properties = (
+        name(METADATA, "TensorProperties") + b")\x81(" + name("torch", "float32") + layout + b"\x89" + order + b"\x89tb"
+    )
+    kept = b"(" + chunk + b"\x94" + b"](" + b"h\x00" * 50_000 + b"e\x94" + properties + b"\x94t"
+    tensor = name(METADATA, "TensorStorageMetadata") + new
+    tensor += short("properties") + b"h\x02" + short("size") + b"K\x01\x85" + short("chunks") + b"h\x01ub"
+    tensors = b"".join(short(str(number)) + tensor for number in range(1000))
+    fields = short("storage_meta") + kept + short("state_dict_metadata") + b"}(" + tensors + b"u"
+    fields += short("storage_data") + b"}" + short("planner_data") + b"}"
+    refused(PROTO + name(METADATA, "Metadata") + b")\x81}(" + fields + b"ub.", UnsupportedError, "without measure")
+
+
+def test_a_pickle_cannot_make_much_of_little() -> None:
+    """Each byte made a list of its own: a file of 4 MB took 3.9 GB."""
+    lists = b"(" + b"]" * 2_500_000 + b"t"
+    with pytest.raises(UnsupportedError, match="makes more than 8000"):
+        opened(metadata_with(lists))
+    many = b"\x80\x02}" + b"X\x01\x00\x00\x00a" + lists + b"s."
+    with zipfile.ZipFile("x.pt", "w") as file:
+        file.writestr("archive/data.pkl", many)
+    with pytest.raises(UnsupportedError, match="makes more than 8000"):
+        dcp_rs.open("x.pt")
+
+
+def test_entries_of_a_file_of_torch_save_cannot_multiply() -> None:
+    """A dict of 1,000 entries 1,000 times, and that 1,000 times, in 20 kB."""
+    state: dict[str, object] = {str(number): number for number in range(1000)}
+    for _ in range(2):
+        state = {str(number): state for number in range(1000)}
+    torch.save(state, "x.pt")
+    with pytest.raises(UnsupportedError, match="without measure"):
+        dcp_rs.open("x.pt")
 
 
 def planner_data_of(value: object, protocol: int) -> object:

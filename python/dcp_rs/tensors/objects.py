@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dcp_rs import _core
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._warnings import warn_caller
 from dcp_rs.errors import CorruptDataError, UnsafePickleError, UnsupportedError
@@ -43,26 +44,45 @@ def dump_named(fqn: str, value: Any) -> bytes:
 
 
 def load(fqn: str, data: bytes, *, weights_only: bool) -> Any:
-    """The value behind the bytes of the entry ``fqn``.
+    """Unpickle the bytes of the entry ``fqn``.
+
+    With ``weights_only``, the bytes are checked before torch gets them: a small pickle could crash torch, or fill the memory.
 
     Raises:
-        UnsafePickleError: it needs more than ``torch.load(weights_only=True)`` allows.
+        UnsafePickleError: it needs more than ``torch.load(weights_only=True)`` allows, or more memory than its size accounts for.
+        UnsupportedError: without ``weights_only``, a class of it cannot be imported.
         CorruptDataError: it is not what ``torch.save`` writes.
     """
+    if weights_only and (refusal := _core.refusal(data)) is not None:
+        is_damaged, why = refusal
+        if is_damaged:
+            msg = f"value {fqn!r} is not what torch.save writes: {why}"
+            raise CorruptDataError(msg, tensor=fqn)
+        msg = f"value {fqn!r} is not safe to load: {why}. Nothing was executed. Leave it out (exclude=), or pass weights_only=False if you trust whoever wrote it."
+        raise UnsafePickleError(msg, tensor=fqn)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
         if not weights_only:
-            msg = f"value {fqn!r} cannot be unpickled: {error}"
-            raise CorruptDataError(msg, tensor=fqn) from error
+            raise _cannot_be_unpickled(fqn, error) from error
         msg = (
             f"value {fqn!r} does not load under torch.load(weights_only=True): {reason(error)}. Nothing was executed. Leave it out (exclude=), "
             "allow its types with torch.serialization.add_safe_globals, or pass weights_only=False if you trust whoever wrote it."
         )
         raise UnsafePickleError(msg, tensor=fqn) from error
-    except (RuntimeError, EOFError, ValueError) as error:
-        msg = f"value {fqn!r} is not what torch.save writes: {error}"
-        raise CorruptDataError(msg, tensor=fqn) from error
+    except (ImportError, AttributeError) as error:
+        if weights_only:
+            raise _cannot_be_unpickled(fqn, error) from error
+        msg = f"value {fqn!r} cannot be unpickled here: {error}"
+        raise UnsupportedError(msg, tensor=fqn) from error
+    except (MemoryError, OSError):  # neither says anything about the value
+        raise
+    except Exception as error:  # whatever torch, or a class of the pickle, makes of damaged bytes
+        raise _cannot_be_unpickled(fqn, error) from error
+
+
+def _cannot_be_unpickled(fqn: str, error: Exception) -> CorruptDataError:
+    return CorruptDataError(f"value {fqn!r} cannot be unpickled: {type(error).__name__}: {error}", tensor=fqn)
 
 
 def check_loadable(fqn: str, data: bytes) -> None:

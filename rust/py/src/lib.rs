@@ -63,7 +63,7 @@ mod _core {
     #[pymodule_export]
     use crate::template::Template;
     #[pymodule_export]
-    use crate::verify::{available_cores, block_digest, check_no_rank_indexes, has_native_data, recover};
+    use crate::verify::{available_cores, block_digest, check_no_rank_indexes, has_native_data, recover, refusal};
     #[pymodule_export]
     use crate::wanted::{Common, Wanted, compare_wanted};
     #[pymodule_export]

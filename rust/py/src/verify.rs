@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use dcp_rs_core::checkpoint::{self, RecoverOptions};
 use dcp_rs_core::checkpoint::{CopyOptions, verify};
+use dcp_rs_core::foreign::torch_file::{Refusal, check_value};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -67,6 +68,17 @@ impl Index {
 #[pyfunction]
 pub fn available_cores() -> usize {
     dcp_rs_core::available_cores()
+}
+
+/// Why torch should not unpickle the bytes of a value: whether they are damaged, and what is wrong. None: it may.
+#[guarded]
+#[pyfunction]
+pub fn refusal(py: Python<'_>, data: &[u8]) -> Option<(bool, String)> {
+    match py.detach(|| check_value(data)) {
+        Ok(()) => None,
+        Err(Refusal::Damaged(why)) => Some((true, why)),
+        Err(Refusal::Unsafe(why)) => Some((false, why)),
+    }
 }
 
 /// XXH3-64 of some bytes, as the format has it.

@@ -35,8 +35,9 @@ pub fn archive(bytes: &[u8]) -> bool {
     })
 }
 
-/// A file of `torch.save`.
+/// A file of `torch.save`, and the same as a value.
 pub fn torch_file(bytes: &[u8]) -> bool {
+    let _ = torch::check_value(bytes);
     in_memory("x.pth", bytes, torch::take_apart)
 }
 

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use super::fault::{Fault, FaultResult};
-use super::pickle::{Item, Node, Pickle, Rules};
+use super::pickle::{Item, Node, Pickle, Rules, most_bytes};
 use crate::format::{Kind, TensorEntry, Value, parse_uuid};
 use crate::geometry::Dims;
 use crate::paths::{Reach, reach};
@@ -108,8 +108,7 @@ fn read(bytes: &[u8]) -> FaultResult<StockMetadata> {
     let pickle = Pickle::parse(bytes, &RULES)?;
     let mut reader = Reader {
         pickle: &pickle,
-        // Shared values are written out as often as they are used: honest planner data stays far below this.
-        budget: 64 * bytes.len() + (1 << 16),
+        budget: most_bytes(bytes.len()),
         entries: Vec::new(),
         ids: HashMap::new(),
         chunks: Vec::new(),
@@ -142,7 +141,8 @@ struct Chunk {
 
 struct Reader<'a> {
     pickle: &'a Pickle<'a>,
-    budget: usize,
+    /// Bytes that may still be made. What is shared is made as often as it is used.
+    budget: u64,
     entries: Vec<TensorEntry>,
     ids: HashMap<&'a str, u32>,
     /// Of each entry, sorted by offsets.
@@ -192,7 +192,13 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    fn tensor(&self, name: &str, state: Item) -> FaultResult<(TensorEntry, Vec<Chunk>)> {
+    fn spend(&mut self, bytes: usize, what: &str) -> FaultResult<()> {
+        let left = self.budget.checked_sub(bytes as u64);
+        self.budget = left.ok_or_else(|| Fault::Unsupported(format!("{what} that repeats itself without measure")))?;
+        Ok(())
+    }
+
+    fn tensor(&mut self, name: &str, state: Item) -> FaultResult<(TensorEntry, Vec<Chunk>)> {
         let pickle = self.pickle;
         let bad = |what: &str| odd(format!("tensor {name:?}: {what}"));
         let shape = self.dims(pickle.get(state, "size")).ok_or_else(|| bad("its size"))?;
@@ -202,6 +208,8 @@ impl<'a> Reader<'a> {
         let (dtype, flags) = self.properties(properties, name)?;
         let list = pickle.get(state, "chunks").and_then(|item| pickle.as_list(item));
         let list = list.ok_or_else(|| bad("it has no chunks"))?;
+        let dims = 8 * if shape.spilled() { shape.len() } else { 0 };
+        self.spend(list.len() * (size_of::<Chunk>() + 2 * dims), "a list of chunks")?;
         let mut chunks = Vec::with_capacity(list.len());
         for chunk in list {
             let state = self.state(*chunk, METADATA, "ChunkStorageMetadata")?;
@@ -406,10 +414,7 @@ impl<'a> Reader<'a> {
             Item::Bytes(span) => pickle.bytes(span).len(),
             _ => 0,
         };
-        self.budget = self
-            .budget
-            .checked_sub(cost + 1)
-            .ok_or_else(|| Fault::Unsupported("planner data that repeats itself without measure".into()))?;
+        self.spend(cost + size_of::<Value>(), "planner data")?;
         Ok(match item {
             Item::None => Value::None,
             Item::Bool(b) => Value::Bool(b),

@@ -315,9 +315,7 @@ impl<'a> Reader<'a> {
     }
 
     fn dims(&self, item: Item) -> FaultResult<Dims> {
-        let items = self.pickle.as_tuple(item).filter(|items| items.len() <= 64);
-        let dims = items.and_then(|items| items.iter().map(|item| size(*item)).collect());
-        dims.ok_or_else(|| odd("its sizes and strides"))
+        dims(self.pickle, item).ok_or_else(|| odd("its sizes and strides"))
     }
 
     /// The flags of a view that is computed when it is read: conjugate, negative. None other may be on.
@@ -339,6 +337,12 @@ impl<'a> Reader<'a> {
         }
         Ok(signs)
     }
+}
+
+/// Sizes or strides.
+pub(super) fn dims(pickle: &Pickle<'_>, item: Item) -> Option<Dims> {
+    let items = pickle.as_tuple(item).filter(|items| items.len() <= 64)?;
+    items.iter().map(|item| size(*item)).collect()
 }
 
 fn size(item: Item) -> Option<u64> {

@@ -115,6 +115,8 @@ impl<'a> Files<'a> {
 pub(crate) enum Opened<'a> {
     File(File),
     Remote(&'a dyn Connection, &'a Control),
+    /// A file that is in memory.
+    Memory(&'a [u8]),
     /// All that there is of it was fetched before.
     Nowhere,
 }
@@ -153,6 +155,14 @@ impl Opened<'_> {
                     .collect();
                 // SAFETY: each range has a buffer of its length, which nothing else touches meanwhile, and lies in the file.
                 unsafe { connection.fetch(path, size, parts, control)? };
+            }
+            Self::Memory(bytes) => {
+                for (buffer, &(at, len)) in buffers.iter_mut().zip(ranges) {
+                    let place = usize::try_from(at).ok().zip(usize::try_from(at + len).ok());
+                    if let Some(part) = place.and_then(|(at, end)| bytes.get(at..end)) {
+                        buffer.copy_from_slice(part);
+                    }
+                }
             }
             Self::Nowhere => {
                 if let Some((at, len)) = ranges.first() {

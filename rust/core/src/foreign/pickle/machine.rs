@@ -1,8 +1,8 @@
 //! The interpreter of pickles: a stack and a memo, and nothing that it could call.
 //!
 //! It knows the opcodes that `pickle` emits for data (protocols 2 to 5) and refuses the others. A global must be on
-//! the caller's list before it even becomes a value; calls and instances are recorded, never made. Every opcode takes a byte
-//! of the input and makes at most one node, so memory and time are linear in the input.
+//! the caller's list before it even becomes a value; calls and instances are recorded, never made. What is made of the input is counted in
+//! bytes, and bounded.
 
 mod parts;
 
@@ -10,7 +10,7 @@ use std::borrow::Cow;
 use std::cmp::Ordering;
 
 use self::parts::{empty_dict, set};
-use super::{Item, Made, Node, Pickle, Rules, Span};
+use super::{Item, Made, Node, Pickle, Rules, Span, most_bytes};
 use crate::foreign::fault::{Fault, FaultResult};
 
 /// Reads the value that `input` begins with, and says how many bytes make it.
@@ -32,7 +32,7 @@ pub(super) fn run<'a>(input: Cow<'a, [u8]>, rules: &Rules) -> FaultResult<(Pickl
         marks: Vec::new(),
         memo: Vec::new(),
         empty: None,
-        taken: 0,
+        made: 0,
     };
     machine.run()?;
     Ok((machine.pickle, machine.at))
@@ -64,17 +64,24 @@ struct Machine<'a, 'r> {
     memo: Vec<Item>,
     /// The tuple of nothing, once there was one.
     empty: Option<Item>,
-    /// Pairs that dicts took from lists.
-    taken: usize,
+    /// Bytes of all nodes, and of what is in them.
+    made: usize,
 }
 
 impl Machine<'_, '_> {
     fn run(&mut self) -> FaultResult<()> {
+        let most = most_bytes(self.pickle.input.len());
         loop {
             self.op_at = self.at;
             let op = self.take::<1>()?[0];
             if self.step(op)? {
                 break;
+            }
+            let held = size_of::<Slot>() * self.stack.len() + size_of::<Mark>() * self.marks.len();
+            if (self.made + held) as u64 > most {
+                return Err(Fault::Unsupported(format!(
+                    "a pickle that makes more than {most} bytes"
+                )));
             }
         }
         self.pickle.top = self.pop()?.item;
@@ -418,7 +425,10 @@ impl Machine<'_, '_> {
         let item = self.stack[self.floor(1)?].item;
         match index.cmp(&self.memo.len()) {
             Ordering::Less => self.memo[index] = item,
-            Ordering::Equal => self.memo.push(item),
+            Ordering::Equal => {
+                self.memo.push(item);
+                self.made += size_of::<Item>();
+            }
             Ordering::Greater => return Err(self.fault("a memo index out of order")),
         }
         Ok(())

@@ -2,10 +2,12 @@
 //!
 //! Nodes refer to each other by number, so no depth of nesting can exhaust the stack while one is read.
 
+mod extent;
 mod machine;
 mod reach;
 mod write;
 
+pub(super) use self::extent::Extent;
 pub(super) use self::write::MAX_DEPTH;
 
 use std::borrow::Cow;
@@ -27,6 +29,11 @@ pub(super) enum Item {
     Bytes(Span),
     /// A node, by its number.
     Node(u32),
+}
+
+/// What may be made of `input` bytes: honest pickles stay far below this. Whoever sends more means to fill the memory.
+pub(super) fn most_bytes(input: usize) -> u64 {
+    (32 * input as u64).max(64 << 20)
 }
 
 /// A range of the input.
@@ -193,6 +200,11 @@ impl Pickle<'_> {
             }
             _ => None,
         }
+    }
+
+    /// The items of a tuple's node, which arguments are.
+    pub(super) fn as_plain_tuple(&self, node: u32) -> &[Item] {
+        self.tuple(Item::Node(node)).unwrap_or_default()
     }
 
     pub(super) fn as_list(&self, item: Item) -> Option<&[Item]> {

@@ -32,7 +32,7 @@ impl Pickle<'_> {
         found
     }
 
-    fn each_part(&self, node: &Node, mut each: impl FnMut(Item)) {
+    pub(super) fn each_part(&self, node: &Node, mut each: impl FnMut(Item)) {
         match node {
             Node::Tuple { first, len } => {
                 let first = *first as usize;

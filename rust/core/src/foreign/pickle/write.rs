@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::{Item, Made, Node, Pickle, Span, Then};
+use super::{Item, Made, Node, Pickle, Span, Then, most_bytes};
 use crate::foreign::fault::{Fault, FaultResult};
 
 /// Values nest as deep as Python's own pickler goes, about.
@@ -17,7 +17,7 @@ impl Pickle<'_> {
         let mut writer = Writer {
             pickle: self,
             out: b"\x80\x02".to_vec(),
-            longest: 64 * self.len() + (1 << 20),
+            longest: most_bytes(self.len()),
             todo: vec![Task::Out(b"."), Task::Item(item, 0)],
             memo: HashMap::new(),
             persistent: Vec::new(),
@@ -31,7 +31,7 @@ struct Writer<'a> {
     pickle: &'a Pickle<'a>,
     out: Vec<u8>,
     /// Some parts are written as often as they are used: honest values stay far below this.
-    longest: usize,
+    longest: u64,
     /// What is to be written, the next last. No depth of nesting can exhaust the stack.
     todo: Vec<Task<'a>>,
     /// The number of each node and text in the new memo.
@@ -80,7 +80,7 @@ impl<'a> Writer<'a> {
                 }
                 Task::Filled(id, depth) => self.fill(id, depth),
             }
-            if self.out.len() > self.longest {
+            if self.out.len() as u64 > self.longest {
                 return Err(Fault::Unsupported("a value that repeats itself without measure".into()));
             }
         }

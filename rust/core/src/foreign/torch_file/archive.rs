@@ -1,7 +1,7 @@
 //! The parts of a file of `torch.save`: its pickle, and where its storages are.
 
 use std::borrow::Cow;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use super::legacy;
@@ -139,6 +139,21 @@ pub(super) fn look_at(source: &Source<'_>, fetched: &[Fetched], threads: usize) 
     }
 }
 
+/// Takes a value apart, which is a file of `torch.save` in memory, and as large as it likes.
+pub(super) fn look_at_value(source: &Source<'_>) -> FaultResult<Parts> {
+    let window = Window {
+        source,
+        start: 0,
+        len: source.size,
+        max_piece: source.size,
+        fetched: &[],
+    };
+    match kind_of(&window)? {
+        Format::Zip => look_at_archive(&window, 1),
+        Format::Legacy => Err(Fault::Unsupported("it is no zip archive".into())),
+    }
+}
+
 fn look_at_archive(window: &Window<'_>, threads: usize) -> FaultResult<Parts> {
     let source = window.source;
     let archive = Archive::open(window)?;
@@ -157,9 +172,14 @@ fn look_at_archive(window: &Window<'_>, threads: usize) -> FaultResult<Parts> {
     check_apart(records, &places)?;
     let folder = format!("{}/", archive.folder());
     let mut by_name: HashMap<&str, usize> = HashMap::with_capacity(records.len());
+    // Torch looks records up without regard to case.
+    let mut lower = HashSet::with_capacity(records.len());
     for (i, record) in records.iter().enumerate() {
         if let Some(name) = record.name.strip_prefix(&folder)
-            && by_name.insert(name, i).is_some()
+            && by_name
+                .insert(name, i)
+                .or((!lower.insert(name.to_ascii_lowercase())).then_some(i))
+                .is_some()
         {
             let reason = format!("zip record {:?} is there twice", record.name);
             return Err(Fault::corrupt(places[i], reason));

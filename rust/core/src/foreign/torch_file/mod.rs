@@ -5,6 +5,7 @@
 //! makes it: [`ValueReader`] writes that as a file of `torch.save` of its own when it is asked for.
 
 mod archive;
+mod check;
 mod checksums;
 mod legacy;
 mod tree;
@@ -15,6 +16,7 @@ use std::path::Path;
 
 use self::archive::{Parts, TorchFile};
 pub(crate) use self::archive::{START, is_torch_file};
+pub use self::check::{Refusal, check_value};
 pub(crate) use self::checksums::check_records;
 use self::tree::{Content, Leaf};
 pub use self::value::ValueReader;

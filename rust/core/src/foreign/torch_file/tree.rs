@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 
 use crate::foreign::fault::{Fault, FaultResult};
-use crate::foreign::pickle::{Described, Item, MAX_DEPTH, Pickle, Span};
+use crate::foreign::pickle::{Described, Item, MAX_DEPTH, Pickle, Span, most_bytes};
 use crate::foreign::tensor_pickle::{self, StoredTensor};
 use crate::format::Value;
 
@@ -25,7 +25,7 @@ pub(super) struct Leaf {
 
 #[derive(Debug)]
 pub(super) enum Content {
-    Tensor(StoredTensor),
+    Tensor(Box<StoredTensor>),
     /// Whatever is no tensor over a record of bytes: also tensors that are sparse, quantized, or of a class of their own.
     Value,
 }
@@ -37,9 +37,9 @@ pub(super) enum Content {
 pub(super) fn leaves(pickle: &Pickle<'_>) -> FaultResult<(Vec<Leaf>, Value)> {
     let mut walk = Walk {
         pickle,
-        // Shared containers are entered as often as they are used: honest state dicts stay far below this.
-        budget: 64 * pickle.len() + (1 << 20),
+        budget: most_bytes(pickle.len()),
         inner: HashMap::new(),
+        mappings: HashMap::new(),
         leaves: Vec::new(),
         containers: Vec::new(),
     };
@@ -59,16 +59,19 @@ pub(super) fn leaves(pickle: &Pickle<'_>) -> FaultResult<(Vec<Leaf>, Value)> {
 
 struct Walk<'a> {
     pickle: &'a Pickle<'a>,
-    budget: usize,
+    /// Bytes that may still be made. Shared containers are entered as often as they are used.
+    budget: u64,
     /// Whether a list, by its number, is entered.
     inner: HashMap<u32, bool>,
+    /// Whether a dict, by its number, is entered.
+    mappings: HashMap<u32, bool>,
     leaves: Vec<Leaf>,
     containers: Vec<Value>,
 }
 
 impl Walk<'_> {
     fn spend(&mut self, amount: usize) -> FaultResult<()> {
-        match self.budget.checked_sub(amount) {
+        match self.budget.checked_sub(amount as u64) {
             Some(left) => {
                 self.budget = left;
                 Ok(())
@@ -91,6 +94,7 @@ impl Walk<'_> {
             return Ok(());
         }
         let pairs = pickle.as_dict(node).unwrap_or_default();
+        self.spend(32 * pairs.len())?;
         let kind = pickle.mapping_kind(node);
         if kind != "dict" || (pairs.is_empty() && !path.is_empty()) {
             let position = i64::try_from(self.leaves.len()).expect("the length of something in memory");
@@ -137,7 +141,7 @@ impl Walk<'_> {
             format!("{prefix}.{text}")
         };
         // The name stands in the path once more.
-        self.spend(2 * name.len() + 16)?;
+        self.spend(2 * name.len() + (path.len() + 1) * size_of::<Value>() + size_of::<Leaf>())?;
         let mut path = path.to_vec();
         path.push(part);
         if self.is_mapping(item) || self.is_inner_list(item, depth)? {
@@ -145,7 +149,10 @@ impl Walk<'_> {
         }
         let content = if tensor_pickle::is_tensor(self.pickle, item) {
             match tensor_pickle::read(self.pickle, item) {
-                Ok(tensor) => Content::Tensor(tensor),
+                Ok(tensor) => {
+                    self.spend(size_of::<StoredTensor>())?;
+                    Content::Tensor(Box::new(tensor))
+                }
                 Err(Fault::Unsupported(_)) => Content::Value,
                 Err(fault) => return Err(name_it(fault, &name, place)),
             }
@@ -174,9 +181,16 @@ impl Walk<'_> {
         }
     }
 
-    fn is_mapping(&self, item: Item) -> bool {
-        let pairs = self.pickle.as_dict(item);
-        pairs.is_some_and(|pairs| pairs.iter().all(|(key, _)| self.key(*key).is_some()))
+    fn is_mapping(&mut self, item: Item) -> bool {
+        let (Item::Node(id), Some(pairs)) = (item, self.pickle.as_dict(item)) else {
+            return false;
+        };
+        if let Some(&known) = self.mappings.get(&id) {
+            return known;
+        }
+        let is_one = pairs.iter().all(|(key, _)| self.key(*key).is_some());
+        self.mappings.insert(id, is_one);
+        is_one
     }
 
     fn is_inner_list(&mut self, item: Item, depth: u32) -> FaultResult<bool> {

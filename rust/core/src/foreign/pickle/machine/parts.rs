@@ -2,7 +2,7 @@
 
 use super::{Machine, Slot};
 use crate::foreign::fault::{Fault, FaultResult};
-use crate::foreign::pickle::{Item, Made, Node, Span, Then};
+use crate::foreign::pickle::{Item, Made, Node, Span, Then, most_bytes};
 
 impl Machine<'_, '_> {
     /// Pushes a new node, which the input makes from `at` on.
@@ -10,6 +10,7 @@ impl Machine<'_, '_> {
         let Ok(id) = u32::try_from(self.pickle.nodes.len()) else {
             return Err(self.fault("too many values"));
         };
+        self.made += size_of::<Node>();
         self.pickle.nodes.push(node);
         self.stack.push(Slot {
             item: Item::Node(id),
@@ -36,6 +37,7 @@ impl Machine<'_, '_> {
             return Err(self.fault("too many values"));
         };
         pool.extend(self.stack.drain(from..).map(|slot| slot.item));
+        self.made += size_of::<Item>() * len as usize;
         self.push_node(Node::Tuple { first, len }, at)
     }
 
@@ -61,6 +63,7 @@ impl Machine<'_, '_> {
         let new: Vec<Item> = self.stack[from..].iter().map(|slot| slot.item).collect();
         let at: Vec<Span> = (from..self.stack.len()).filter_map(|i| self.place(i)).collect();
         self.stack.truncate(from);
+        self.made += (size_of::<Item>() + size_of::<Span>()) * new.len() + size_of::<Then>();
         match &mut self.pickle.nodes[id as usize] {
             Node::List { items, places } => {
                 items.extend(new);
@@ -79,6 +82,7 @@ impl Machine<'_, '_> {
         let id = self.container(from)?;
         match &mut self.pickle.nodes[id as usize] {
             Node::Set { items, frozen: false } => {
+                self.made += size_of::<Item>() * (self.stack.len() - from);
                 items.extend(self.stack.drain(from..).map(|slot| slot.item));
                 Ok(())
             }
@@ -96,6 +100,7 @@ impl Machine<'_, '_> {
         let values = (from + 1..self.stack.len()).step_by(2);
         let at: Vec<Span> = values.filter_map(|i| self.place(i)).collect();
         self.stack.truncate(from);
+        self.made += (2 * size_of::<Item>() + size_of::<Span>()) * new.len() + size_of::<Then>();
         match &mut self.pickle.nodes[id as usize] {
             Node::Dict { pairs, places, .. } => {
                 pairs.extend(new);
@@ -146,9 +151,9 @@ impl Machine<'_, '_> {
         let Some(lists) = self.pickle.as_list(list) else {
             return Ok(None);
         };
-        // Each list is used once, unless someone means to fill the memory.
-        self.taken += lists.len();
-        if self.taken > self.pickle.input.len() {
+        // A list that is used again and again counts again and again.
+        self.made += (2 * size_of::<Item>() + size_of::<Span>()) * lists.len();
+        if self.made as u64 > most_bytes(self.pickle.input.len()) {
             return Err(Fault::Unsupported("it repeats itself without measure".into()));
         }
         let (mut pairs, mut places) = (Vec::new(), Vec::new());
@@ -179,6 +184,7 @@ impl Machine<'_, '_> {
         if let Item::Node(id) = self.stack[from].item {
             match &mut self.pickle.nodes[id as usize] {
                 Node::Object { then, .. } if then.is_empty() || self.rules.keep => {
+                    self.made += size_of::<Then>();
                     then.push(Then::State(given));
                     return Ok(());
                 }

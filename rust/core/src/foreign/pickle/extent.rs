@@ -1,0 +1,63 @@
+//! How deep the values of a pickle nest, and how large they are where nothing is shared.
+
+use super::{Item, Pickle};
+
+/// What a node adds up to with everything in it. What leads back to a node that it is in counts as one part.
+#[derive(Clone, Copy, Debug, Default)]
+pub(in crate::foreign) struct Extent {
+    pub depth: u32,
+    /// Parts, each as often as something refers to it.
+    pub parts: u64,
+}
+
+/// A node on the way from the first one down, and the parts that are still to be looked at.
+struct Visit {
+    node: u32,
+    left: Vec<u32>,
+    sum: Extent,
+}
+
+impl Pickle<'_> {
+    /// The extent of each node. It takes no stack, however deep they nest.
+    pub(in crate::foreign) fn extents(&self) -> Vec<Extent> {
+        let mut done: Vec<Option<Extent>> = vec![None; self.nodes.len()];
+        let mut is_open = vec![false; self.nodes.len()];
+        let mut path: Vec<Visit> = Vec::new();
+        for first in 0..u32::try_from(self.nodes.len()).expect("nodes have numbers of 32 bits") {
+            if done[first as usize].is_none() {
+                is_open[first as usize] = true;
+                path.push(self.visit(first));
+            }
+            while let Some(visit) = path.last_mut() {
+                let Some(&part) = visit.left.last() else {
+                    visit.sum.depth += 1;
+                    visit.sum.parts = visit.sum.parts.saturating_add(1);
+                    done[visit.node as usize] = Some(visit.sum);
+                    path.pop();
+                    continue;
+                };
+                let known = done[part as usize];
+                if known.is_none() && !is_open[part as usize] {
+                    is_open[part as usize] = true;
+                    path.push(self.visit(part));
+                    continue;
+                }
+                let Extent { depth, parts } = known.unwrap_or(Extent { depth: 0, parts: 1 });
+                visit.sum.depth = visit.sum.depth.max(depth);
+                visit.sum.parts = visit.sum.parts.saturating_add(parts);
+                visit.left.pop();
+            }
+        }
+        done.into_iter().map(Option::unwrap_or_default).collect()
+    }
+
+    fn visit(&self, node: u32) -> Visit {
+        let (mut left, mut small) = (Vec::new(), 0);
+        self.each_part(self.node(node), |part| match part {
+            Item::Node(part) => left.push(part),
+            _ => small += 1,
+        });
+        let sum = Extent { depth: 0, parts: small };
+        Visit { node, left, sum }
+    }
+}

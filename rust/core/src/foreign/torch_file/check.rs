@@ -1,0 +1,310 @@
+//! Looks at a non-tensor value before torch unpickles it.
+//!
+//! `torch.load(weights_only=True)` runs nothing that a pickle names, but a pickle of a few hundred bytes can still crash it, keep it busy
+//! for ever, or have it allocate gigabytes: keys that nest deep or share their parts, `bytearray(10**12)`, compressed records. A value that
+//! passes this check makes objects of a bounded size in a bounded time. Which classes may be made is torch's decision, not one of this check.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use super::archive::{Parts, look_at_value};
+use crate::Error;
+use crate::foreign::fault::{Fault, FaultResult};
+use crate::foreign::pickle::{Extent, Item, MAX_DEPTH, Node, Pickle, Then, most_bytes};
+use crate::foreign::tensor_pickle;
+use crate::foreign::window::Source;
+use crate::geometry::element_count;
+use crate::store::Opened;
+
+/// Why torch does not get a value.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// It is not what `torch.save` writes.
+    Damaged(String),
+    /// It asks for more than a value may.
+    Unsafe(String),
+}
+
+/// Checks the bytes of a non-tensor value, a file of `torch.save`.
+///
+/// # Errors
+/// Why torch should not get it.
+pub fn check_value(bytes: &[u8]) -> Result<(), Refusal> {
+    check(bytes).map_err(|fault| match fault {
+        Fault::Corrupt { at, reason } => Refusal::Damaged(format!("{reason} (at byte {at})")),
+        Fault::Unsupported(what) | Fault::Read(Error::Unsupported(what)) => Refusal::Unsafe(what),
+        Fault::Forbidden(global) => Refusal::Unsafe(format!("it asks for {global}")),
+        Fault::Read(Error::CorruptData { reason, .. }) => Refusal::Damaged(reason),
+        Fault::Read(error) => Refusal::Damaged(error.to_string()),
+    })
+}
+
+fn check(bytes: &[u8]) -> FaultResult<()> {
+    let source = Source {
+        file: &Opened::Memory(bytes),
+        path: Path::new("its archive"),
+        size: bytes.len() as u64,
+    };
+    let parts = look_at_value(&source)?;
+    let pickle = &parts.pickle;
+    let most = most_bytes(bytes.len());
+    check_storages(&parts)?;
+    let extents = pickle.extents();
+    if extents.iter().any(|extent| extent.depth > MAX_DEPTH) {
+        return Err(Fault::Unsupported(format!("it nests more than {MAX_DEPTH} deep")));
+    }
+    let top = match pickle.top() {
+        Item::Node(id) => extents[id as usize].parts,
+        _ => 1,
+    };
+    let mut cost = Cost {
+        pickle,
+        extents: &extents,
+        most,
+        left: most,
+        objects: vec![0; extents.len()],
+    };
+    // Whoever walks the value meets each part as often as something refers to it.
+    cost.spend(top.saturating_mul(8))?;
+    for id in 0..u32::try_from(extents.len()).expect("nodes have numbers of 32 bits") {
+        cost.node(id)?;
+    }
+    Ok(())
+}
+
+/// Checks that each storage is a record of the archive, at least as long as the pickle says.
+fn check_storages(parts: &Parts) -> FaultResult<()> {
+    let mut lengths = HashMap::new();
+    for id in parts.pickle.persistent() {
+        let Some((key, len)) = tensor_pickle::storage_extent(&parts.pickle, id) else {
+            return Err(Fault::corrupt(0, "a storage of an unknown form"));
+        };
+        let size = parts.storage(key)?.size;
+        // Torch reads a record once more for each length that it has.
+        if size < len || *lengths.entry(key).or_insert(len) != len {
+            let reason = format!("storage {key:?} has {size} bytes, expected {len}");
+            return Err(Fault::corrupt(0, reason));
+        }
+    }
+    Ok(())
+}
+
+/// What torch would make, in bytes.
+struct Cost<'a> {
+    pickle: &'a Pickle<'a>,
+    extents: &'a [Extent],
+    most: u64,
+    left: u64,
+    /// Of each object, the bytes that it copied from its arguments.
+    objects: Vec<u64>,
+}
+
+impl Cost<'_> {
+    fn spend(&mut self, bytes: u64) -> FaultResult<()> {
+        match self.left.checked_sub(bytes) {
+            Some(left) => {
+                self.left = left;
+                Ok(())
+            }
+            None => Err(too_much(self.most)),
+        }
+    }
+
+    fn node(&mut self, id: u32) -> FaultResult<()> {
+        let pickle = self.pickle;
+        match pickle.node(id) {
+            Node::Tuple { len, .. } => self.spend(40 + 8 * u64::from(*len)),
+            Node::List { items, .. } => self.spend(56 + 8 * items.len() as u64),
+            Node::Set { items, .. } => {
+                self.spend(216 + 32 * items.len() as u64)?;
+                self.hash(items.iter().copied())
+            }
+            Node::Dict { pairs, .. } => self.pairs(pairs),
+            Node::ByteArray(span) => self.spend(u64::from(span.len)),
+            Node::Global { .. } => Ok(()),
+            Node::Persistent(_) => self.spend(256),
+            Node::Object {
+                callable, args, then, ..
+            } => {
+                let args = pickle.as_plain_tuple(*args);
+                self.call(Item::Node(*callable), args)?;
+                let copied = args.iter().map(|arg| self.length(*arg)).sum();
+                self.objects[id as usize] = copied;
+                self.spend(copied.saturating_add(256))?;
+                for then in then {
+                    match then {
+                        // A state is a tuple of what is copied, or a dict.
+                        Then::State(state) => {
+                            let parts = pickle.as_tuple(*state).unwrap_or_default();
+                            let copied = parts.iter().map(|part| self.length(*part)).sum::<u64>();
+                            self.spend(copied.saturating_add(self.length(*state)))?;
+                        }
+                        Then::Append(items) => self.spend(8 * items.len() as u64)?,
+                        Then::Set(pairs) => self.pairs(pairs)?,
+                    }
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn pairs(&mut self, pairs: &[(Item, Item)]) -> FaultResult<()> {
+        self.spend(64 + 40 * pairs.len() as u64)?;
+        self.hash(pairs.iter().map(|(key, _)| *key))
+    }
+
+    /// Keys are hashed: tuples anew each time, and with all that is in them.
+    fn hash(&mut self, keys: impl Iterator<Item = Item>) -> FaultResult<()> {
+        for key in keys {
+            if let Item::Node(id) = key {
+                self.spend(self.extents[id as usize].parts)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The bytes that a copy of an item takes, without what it refers to.
+    fn length(&self, item: Item) -> u64 {
+        let Item::Node(id) = item else {
+            return match item {
+                Item::Str(span) | Item::Surrogates(span) | Item::Bytes(span) | Item::Long(span) => span.len.into(),
+                _ => 8,
+            };
+        };
+        match self.pickle.node(id) {
+            Node::Tuple { len, .. } => 8 * u64::from(*len),
+            Node::List { items, .. } | Node::Set { items, .. } => 8 * items.len() as u64,
+            Node::Dict { pairs, .. } => 40 * pairs.len() as u64,
+            Node::ByteArray(span) => span.len.into(),
+            Node::Object { .. } => self.objects[id as usize],
+            Node::Global { .. } | Node::Persistent(_) => 8,
+        }
+    }
+
+    /// Looks at a call of what torch allows everybody. What a user has allowed is the user's to judge.
+    fn call(&mut self, callable: Item, args: &[Item]) -> FaultResult<()> {
+        let Some(name) = self.pickle.as_global(callable).map(full_name) else {
+            return Ok(()); // torch calls nothing but globals
+        };
+        match name.as_str() {
+            "builtins.bytes" | "builtins.bytearray" if args.iter().any(|arg| is_number(*arg)) => {
+                Err(Fault::Unsupported(format!("it calls {name} with a length")))
+            }
+            "_codecs.encode" => match args {
+                [Item::Str(_), Item::Str(codec)] if self.pickle.str(*codec).starts_with("latin") => Ok(()),
+                _ => Err(Fault::Unsupported("it encodes other text than bytes".into())),
+            },
+            "builtins.set" | "builtins.frozenset" | "collections.OrderedDict" | "collections.Counter" => {
+                self.plain(&name, args)?;
+                for arg in args {
+                    let items = self.pickle.as_list(*arg).or_else(|| self.pickle.as_tuple(*arg));
+                    self.hash(items.unwrap_or_default().iter().copied())?;
+                }
+                Ok(())
+            }
+            "builtins.bytes" | "builtins.bytearray" | "builtins.complex" | "torch.Size" | "torch.device"
+            | "_io.BytesIO" => self.plain(&name, args),
+            "torch._utils._rebuild_tensor"
+            | "torch._utils._rebuild_tensor_v2"
+            | "torch._utils._rebuild_tensor_v3"
+            | "torch._utils._rebuild_qtensor" => self.tensor(args),
+            // These copy, to whatever dtype the pickle names.
+            "torch._utils._rebuild_device_tensor_from_numpy"
+            | "torch._utils._rebuild_device_tensor_from_cpu_tensor" => {
+                let size = args.first().map_or(0, |tensor| self.logical_size(*tensor));
+                self.spend(size.saturating_mul(16))
+            }
+            "torch._tensor._rebuild_from_type_v2" => match args {
+                [function, _, Item::Node(args), ..] => {
+                    let called = self.pickle.as_global(*function).map(full_name);
+                    if called.is_none_or(|called| called.starts_with("torch._tensor.")) {
+                        return Err(Fault::Unsupported("it rebuilds a tensor by what is no function".into()));
+                    }
+                    match self.pickle.node(*args) {
+                        Node::Tuple { .. } => self.call(*function, self.pickle.as_plain_tuple(*args)),
+                        _ => Err(Fault::corrupt(0, "a tensor of a class without arguments")),
+                    }
+                }
+                _ => Err(Fault::corrupt(0, "a tensor of a class without arguments")),
+            },
+            // No pickle of `torch.save` makes memory for a tensor: it has storages.
+            _ if name.starts_with("torch.") && (name.ends_with("Tensor") || name.ends_with("Storage")) => {
+                Err(Fault::Unsupported(format!("it makes a {name} by itself")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Raises unless the arguments are data: Python asks others for their items, and a tensor can have any number.
+    fn plain(&self, name: &str, args: &[Item]) -> FaultResult<()> {
+        for arg in args {
+            if let Item::Node(id) = arg
+                && let Node::Object { callable, .. } = self.pickle.node(*id)
+                && self.pickle.as_global(Item::Node(*callable)).map(full_name).as_deref() != Some("_codecs.encode")
+            {
+                return Err(Fault::Unsupported(format!(
+                    "it calls {name} with what is no plain value"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Storage, offset, sizes, strides. Strides of 0 make a tensor of any size out of a few bytes.
+    fn tensor(&self, args: &[Item]) -> FaultResult<()> {
+        let [storage, offset, sizes, strides, ..] = args else {
+            return Err(Fault::corrupt(0, "a tensor without sizes and strides"));
+        };
+        let has_storage = matches!(storage, Item::Node(id) if matches!(self.pickle.node(*id), Node::Persistent(_)));
+        let (sizes, strides) = (
+            tensor_pickle::dims(self.pickle, *sizes),
+            tensor_pickle::dims(self.pickle, *strides),
+        );
+        let is_sound = has_storage && matches!(offset, Item::Int(0..)) && strides.is_some();
+        match sizes.filter(|_| is_sound).map(|sizes| element_count(&sizes)) {
+            Some(Some(count)) if count.saturating_mul(16) <= self.most => Ok(()),
+            Some(_) => Err(too_much(self.most)),
+            None => Err(Fault::corrupt(0, "a tensor without sizes and strides")),
+        }
+    }
+
+    /// Elements of a tensor, or of what was made of one.
+    fn logical_size(&self, item: Item) -> u64 {
+        let mut item = item;
+        while let Item::Node(id) = item
+            && let Node::Object { callable, args, .. } = self.pickle.node(id)
+        {
+            let args = self.pickle.as_plain_tuple(*args);
+            let name = self.pickle.as_global(Item::Node(*callable)).map(full_name);
+            let is_tensor = name.is_some_and(|name| name.starts_with("torch._utils._rebuild_"));
+            if let (true, [_, _, sizes, _, ..]) = (is_tensor, args)
+                && let Some(sizes) = tensor_pickle::dims(self.pickle, *sizes)
+            {
+                return element_count(&sizes).unwrap_or(u64::MAX);
+            }
+            match args {
+                [first, ..] => item = *first,
+                [] => break,
+            }
+        }
+        0
+    }
+}
+
+fn is_number(item: Item) -> bool {
+    matches!(item, Item::Bool(_) | Item::Int(_) | Item::Long(_) | Item::Float(_))
+}
+
+/// The name of a global as torch compares it: in one piece, with the modules of Python 2 renamed.
+fn full_name((module, name): (&str, &str)) -> String {
+    let module = match module {
+        "__builtin__" => "builtins",
+        "UserDict" | "UserList" | "UserString" => "collections",
+        module => module,
+    };
+    format!("{module}.{name}")
+}
+
+fn too_much(most: u64) -> Fault {
+    Fault::Unsupported(format!("it makes more than {most} bytes"))
+}
