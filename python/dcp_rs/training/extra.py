@@ -173,7 +173,7 @@ def pack(tree: Any) -> Any:
         PlanError: two keys of a mapping with tensors are the same as text.
     """
     if not isinstance(tree, Mapping | list):
-        return tree
+        return tree if _is_plain(tree) else (WHOLE, tree)
     if not _has_tensors(tree):
         return tree if _is_plain(tree) else (WHOLE, tree)
     if isinstance(tree, list):
@@ -213,7 +213,7 @@ def _is_plain(tree: Any) -> bool:
     if isinstance(tree, list):
         return all(_is_plain(entry) for entry in tree)
     if not isinstance(tree, Mapping):
-        return True
+        return unwrap(tree) is tree  # a tuple that looks like a wrapped one would be unwrapped
     return type(tree) is dict and bool(tree) and all(type(k) is str and _is_plain(v) for k, v in tree.items())
 
 
