@@ -166,7 +166,7 @@ fn an_ordered_dict_of_a_list_of_pairs_is_one() {
     let pickle = kept(&made).unwrap();
     assert!(pickle.as_dict(pickle.top()).is_none());
     // One list for many dicts.
-    let lists = [&pair(b'a')[..], &b"q\x01"[..], &b"h\x01".repeat(1000)].concat();
+    let lists = [&pair(b'a')[..], &b"q\x01"[..], &b"h\x01".repeat(3000)].concat();
     let dicts = b"h\0h\x02R".repeat(1000);
     let bytes = [
         b"\x80\x02ccollections\nOrderedDict\nq\x000](",
