@@ -118,7 +118,7 @@ def test_files_without_checksums_are_said_to_have_none(tmp_path):
     torch.save(state, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
     for name in ("bare.pth", "old.pth"):
         report = dcp_rs.verify(tmp_path / name)
-        assert report.ok
+        assert report.ok is None
         assert report.bytes_verified == 0
         assert report.bytes_without_digest > 4000
         assert dcp_rs.open(tmp_path / name)["value"] == 3
