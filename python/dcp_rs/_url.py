@@ -56,7 +56,7 @@ class Url(PosixPath):
         return False
 
 
-def location(path: str | os.PathLike[str]) -> Path:
+def location(path: str | bytes | os.PathLike[str]) -> Path:
     """The path, or the :class:`Url` where it is one of a store; ``file://`` leads to the file system.
 
     Raises:
