@@ -245,15 +245,44 @@ def test_metadata_pickles_to_where_it_came_from(saved, url, options, monkeypatch
     assert len(copy.storage_data) > 0
 
 
-def test_an_index_over_files_of_torch_save_is_refused(tmp_path, server, options):
-    folder = tmp_path / "torch"
-    folder.mkdir()
-    torch.save({"w": torch.ones(3)}, folder / "model.pth")
-    dcp_rs.index(folder / "model.pth", out=folder)
-    assert (folder / "index.dcprs").is_file()
-    server.put_folder(folder, "torch")
-    with pytest.raises(UnsupportedError, match=r"torch\.save"):
-        dcp_rs.open(server.url("torch"), storage_options=options)
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_files_of_torch_save(tmp_path, server, options, zipped):
+    """They were refused on a store, as was their conversion."""
+    shared = torch.randn(64, 32)
+    state = {
+        "model": {"w": shared, "rows": shared[3:9], "turned": torch.randn(40, 24).t()},
+        "many": {f"t{i}": torch.full((5,), float(i)) for i in range(40)},
+        "step": 17,
+        "moments": {"a": [torch.ones(3), "text"]},
+    }
+    torch.save(state, tmp_path / "model.pt", _use_new_zipfile_serialization=zipped)
+    server.put("runs/model.pt", (tmp_path / "model.pt").read_bytes())
+    url = server.url("runs/model.pt")
+    with dcp_rs.open(url, storage_options=options) as ckpt, dcp_rs.open(tmp_path / "model.pt") as local:
+        assert ckpt.keys() == local.keys()
+        for name in local:
+            if isinstance(local[name], torch.Tensor):
+                assert torch.equal(ckpt[name], local[name]), name
+            else:
+                assert repr(ckpt[name]) == repr(local[name]), name
+        assert torch.equal(ckpt.get_slice("model.turned")[2:4], state["model"]["turned"][2:4])
+    into = blank(state)
+    dcp_rs.load(into, url, storage_options=options)
+    assert_state_equal(into, state)
+    assert dcp_rs.verify(url, storage_options=options).problems == dcp_rs.verify(tmp_path / "model.pt").problems
+    dcp_rs.convert(url, tmp_path / "native", storage_options=options)
+    into = blank(state)
+    dcp_rs.load(into, tmp_path / "native")
+    assert_state_equal(into, state)
+
+
+def test_damage_in_a_file_of_torch_save_is_found(tmp_path, server, options):
+    torch.save({"w": torch.zeros(1000)}, tmp_path / "x.pt")
+    data = bytearray((tmp_path / "x.pt").read_bytes())
+    data[len(data) // 2] ^= 1  # in the zeros
+    server.put("x.pt", bytes(data))
+    (problem,) = dcp_rs.verify(server.url("x.pt"), storage_options=options).problems
+    assert problem.tensor == "w"
 
 
 def test_names_that_a_path_would_change_are_refused():
@@ -273,7 +302,7 @@ def test_what_is_not_there_is_said(server, options, saved):
             dcp_rs.open(url, storage_options=options)
     with pytest.raises(CheckpointNotFoundError, match="lists no files"):
         dcp_rs.open(server.http_url("nothing"))
-    with pytest.raises(UnsupportedError, match=r"torch\.save"):
+    with pytest.raises(CheckpointNotFoundError, match="nothing is there"):
         dcp_rs.open(server.url("x/model.pth"), storage_options=options)
     with pytest.raises(UnsupportedError, match="ftp"):
         dcp_rs.open("ftp://host/x")

@@ -175,8 +175,10 @@ impl Index {
         for chunk in chunks {
             let view = index.chunk(chunk);
             if index.source() == SourceKind::Torch && index.tensor(view.tensor).kind == Kind::Bytes {
-                let value = py.detach(|| self.values.read(&index, chunk, self.allow_external));
-                buffers.push(value.into_py(py)?);
+                let value = self.looking(py, |control| {
+                    self.values.read(&index, chunk, self.allow_external, control)
+                });
+                buffers.push(value?);
                 continue;
             }
             let length = view.length;

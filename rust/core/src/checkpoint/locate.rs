@@ -165,10 +165,13 @@ fn remote_file(files: Files<'_>, path: &Path) -> Result<Option<Foreign>> {
     if let Some(model) = Model::at(files, &dir, &name, &models::SAFETENSORS)? {
         return Ok(Some(Foreign::Safetensors { dir, model }));
     }
-    if torch_file::is_torch_file(&name, &[]) || Model::at(files, &dir, &name, &models::TORCH)?.is_some() {
-        return Err(only_locally(path));
+    // A folder may be called so too.
+    if torch_file::is_torch_file(&name, &[]) && files.has(path)? {
+        let model = Model::of_file(&name);
+        return Ok(Some(Foreign::Torch { dir, model }));
     }
-    Ok(None)
+    let model = Model::at(files, &dir, &name, &models::TORCH)?;
+    Ok(model.map(|model| Foreign::Torch { dir, model }))
 }
 
 fn remote_model(connection: &dyn Connection, path: &Path, control: &Control) -> Result<Foreign> {
@@ -181,7 +184,6 @@ fn remote_model(connection: &dyn Connection, path: &Path, control: &Control) -> 
         None => models::known_names(files, path)?,
     };
     match model_of(files, path, &names)? {
-        Some(Foreign::Torch { .. }) => Err(only_locally(path)),
         Some(model) => Ok(model),
         None if !can_list => no(
             path,
@@ -198,13 +200,6 @@ pub(super) enum FoundRemote {
     Native { index: PathBuf, bytes: Vec<u8> },
     /// A checkpoint without one.
     Foreign(Foreign),
-}
-
-pub(super) fn only_locally(path: &Path) -> Error {
-    Error::Unsupported(format!(
-        "{}: files of torch.save are opened from the file system: download it, or convert it",
-        path.display()
-    ))
 }
 
 /// Whether there is something of this name, and be it a link that leads nowhere.

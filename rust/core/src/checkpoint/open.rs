@@ -4,11 +4,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::index_file::open_index;
-use super::locate::{Found, FoundRemote, find, find_data, find_remote, find_remote_data, only_locally};
+use super::locate::{Found, FoundRemote, find, find_data, find_remote, find_remote_data};
 use crate::foreign::{Foreign, distcp, safetensors, torch_file};
-use crate::format::{INDEX_NAME, Index, SourceKind, rank_index_name};
+use crate::format::{INDEX_NAME, Index, rank_index_name};
 use crate::store::{Files, Remote};
-use crate::{Control, Error, Result};
+use crate::{Control, Result};
 
 /// Opens the checkpoint at `path`, whatever it is: its index file, or else an index made in memory. With `rank`, what that rank wrote for itself.
 /// `threads` may be 0: as many as there are cores.
@@ -25,9 +25,6 @@ pub fn open_remote(path: &Path, rank: Option<u32>, remote: Arc<dyn Remote>, cont
     match find_remote(&*connection, path, rank, control)? {
         FoundRemote::Native { index, bytes } => {
             let index = Index::from_bytes(bytes, &index)?;
-            if index.source() == SourceKind::Torch {
-                return Err(only_locally(path));
-            }
             Ok(index.on(remote))
         }
         FoundRemote::Foreign(kind) => {
@@ -60,10 +57,7 @@ fn index_of(files: Files<'_>, path: &Path, kind: &Foreign, rank: Option<u32>, th
     let (dir, bytes) = match kind {
         Foreign::Dcp => (path, distcp::index_folder(files, path, rank, threads)?),
         Foreign::Safetensors { dir, model } => (dir.as_path(), safetensors::index_model(files, dir, model, threads)?),
-        Foreign::Torch { .. } if files.is_remote() => {
-            return Err(Error::Internal("a remote file of torch.save".into()));
-        }
-        Foreign::Torch { dir, model } => (dir.as_path(), torch_file::index_model(dir, model, threads)?),
+        Foreign::Torch { dir, model } => (dir.as_path(), torch_file::index_model(files, dir, model, threads)?),
     };
     Ok(Index::from_bytes(bytes, &dir.join(INDEX_NAME))?.made_of(path))
 }

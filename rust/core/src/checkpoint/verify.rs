@@ -93,7 +93,7 @@ pub fn verify(index: &Index, allow_external: bool, threads: usize, control: &Con
     })?;
     verified.bytes = blocks.iter().map(|block| block.len).sum();
     if index.source() == SourceKind::Torch {
-        verify_records(index, &files, threads, control, &mut verified)?;
+        verify_records(index, there, &files, threads, control, &mut verified)?;
     }
     verified
         .problems
@@ -160,6 +160,7 @@ fn compare(index: &Index, files: &BTreeMap<u32, FileRef>, block: &Block, got: u6
 /// Compares the records of files of `torch.save` with the checksums in the files.
 fn verify_records(
     index: &Index,
+    there: Files<'_>,
     files: &BTreeMap<u32, FileRef>,
     threads: usize,
     control: &Control,
@@ -170,7 +171,7 @@ fn verify_records(
         .collect();
     chunks.sort_unstable();
     for (&number, file_ref) in files {
-        let (records, pickle_is_checked) = match torch_file::check_records(&file_ref.path, threads, control) {
+        let (records, pickle_is_checked) = match torch_file::check_records(there, &file_ref.path, threads, control) {
             Ok(checked) => checked,
             // It was indexed once.
             Err(Error::CorruptData { offset, reason, .. }) => {

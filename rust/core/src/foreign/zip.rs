@@ -61,6 +61,12 @@ impl Record {
         self.header_at
     }
 
+    /// Where its local header begins, and ends at the least.
+    pub(super) fn header(&self) -> (u64, u64) {
+        let length = LOCAL_LEN + self.name.len() as u64;
+        (self.header_at, self.header_at.saturating_add(length))
+    }
+
     /// Whether a descriptor follows the payload.
     pub(super) fn has_descriptor(&self) -> bool {
         self.flags & 8 != 0

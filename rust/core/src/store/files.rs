@@ -47,6 +47,14 @@ impl<'a> Files<'a> {
         if self.is_remote() { LOOKS } else { threads }
     }
 
+    /// Whether there is a file.
+    pub fn has(&self, path: &Path) -> Result<bool> {
+        match *self {
+            Self::Local => Ok(path.is_file()),
+            Self::Remote(connection, control) => Ok(connection.look(path, control)?.is_some()),
+        }
+    }
+
     /// All of a file; `None` if it is not there.
     pub fn read(&self, path: &Path) -> Result<Option<Vec<u8>>> {
         match *self {

@@ -18,6 +18,8 @@ use crate::{Error, Result, parallel};
 const LONGEST: u64 = 256 << 20;
 /// Where the end of a directory is, and all of a small one.
 const TAIL: u64 = 64 << 10;
+/// Headers no further apart are fetched together.
+const NEAR: u64 = 4 << 10;
 /// The number whose pickle files of torch before 1.6 begin with.
 const LEGACY_MAGIC: [u8; 12] = *b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19";
 /// The longest beginning by which a file is told: that pickle, with its protocol and a frame.
@@ -86,9 +88,9 @@ fn is_legacy(start: &[u8]) -> bool {
 
 impl TorchFile {
     /// Looks at a file. `threads` may be 0: as many as there are cores.
-    pub(super) fn open(path: &Path, threads: usize) -> Result<Self> {
-        let stat = Files::Local.stat(path)?;
-        let file = Files::Local.open(path)?;
+    pub(super) fn open(files: Files<'_>, path: &Path, threads: usize) -> Result<Self> {
+        let stat = files.stat(path)?;
+        let file = files.open(path)?;
         let source = Source {
             file: &file,
             path,
@@ -163,9 +165,22 @@ fn look_at_archive(window: &Window<'_>, threads: usize) -> FaultResult<Parts> {
             "it is a TorchScript archive, of torch.jit.save: torch.jit.load it, and torch.save its state_dict()".into(),
         ));
     }
+    let headers = if source.file.is_remote() {
+        fetch_headers(source, records).map_err(Fault::Read)?
+    } else {
+        Vec::new()
+    };
+    let of_headers = Window {
+        fetched: if source.file.is_remote() {
+            &headers
+        } else {
+            window.fetched
+        },
+        ..*window
+    };
     let places = parallel::map(records.len(), threads_for(records.len(), threads), |i| {
         archive
-            .payload(window, &records[i])
+            .payload(&of_headers, &records[i])
             .map_err(|fault| name_fault(fault, source.path, ""))
     })
     .map_err(Fault::Read)?;
@@ -218,6 +233,25 @@ fn look_at_archive(window: &Window<'_>, threads: usize) -> FaultResult<Parts> {
         pickle_is_checked: records[of_pickle].crc != 0,
         storages: storages.collect(),
     })
+}
+
+/// The headers of all records, those that lie near each other together: on a store each look is a
+/// request, and all are made at a time.
+fn fetch_headers(source: &Source<'_>, records: &[Record]) -> Result<Vec<Fetched>> {
+    let mut headers: Vec<(u64, u64)> = records
+        .iter()
+        .map(Record::header)
+        .filter(|&(begin, end)| begin < end && end <= source.size)
+        .collect();
+    headers.sort_unstable();
+    let mut ranges: Vec<(u64, u64)> = Vec::with_capacity(headers.len());
+    for (begin, end) in headers {
+        match ranges.last_mut() {
+            Some(last) if begin <= last.1.saturating_add(NEAR) => last.1 = last.1.max(end),
+            _ => ranges.push((begin, end)),
+        }
+    }
+    source.fetch_all(&ranges)
 }
 
 /// A record that is small, and decides what other bytes mean.

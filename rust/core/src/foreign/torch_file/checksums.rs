@@ -1,17 +1,18 @@
 //! The checksums that a file of `torch.save` has of its records.
 
 use std::collections::HashMap;
-use std::fs::File;
 use std::path::Path;
 
 use super::archive::{StorageRecord, TorchFile};
 use super::tree::Content;
 use crate::foreign::pickle::Item;
 use crate::foreign::tensor_pickle;
-use crate::store::{open_file, read_at};
+use crate::store::{Files, Opened, read_at};
 use crate::{Control, Error, Result, parallel};
 
 const BUFFER: u64 = 1 << 20;
+/// Bytes of a request to a store.
+const REQUEST: u64 = 8 << 20;
 
 /// A record, and its checksum as it is and as it should be.
 #[derive(Clone, Debug)]
@@ -29,15 +30,21 @@ pub(crate) struct Checked {
 
 /// Computes the checksum of each record that has one, and says whether the pickle has one too, which opening compares. `control` counts the
 /// bytes.
-pub(crate) fn check_records(path: &Path, threads: usize, control: &Control) -> Result<(Vec<Checked>, bool)> {
-    let torch = TorchFile::open(path, threads)?;
-    let file = open_file(path).map_err(|error| Error::io("open", path, error))?;
+pub(crate) fn check_records(
+    files: Files<'_>,
+    path: &Path,
+    threads: usize,
+    control: &Control,
+) -> Result<(Vec<Checked>, bool)> {
+    let torch = TorchFile::open(files, path, threads)?;
+    let file = files.open(path)?;
+    let threads = files.threads(threads);
     let mut records: Vec<(&String, &StorageRecord)> = torch.parts.storages.iter().collect();
     records.sort_unstable_by_key(|(_, record)| record.at);
     let mut checked = parallel::map(records.len(), threads, |i| {
         let StorageRecord { at, size, crc } = *records[i].1;
         let got = match crc {
-            Some(_) => Some(checksum(&file, path, (at, size), control)?),
+            Some(_) => Some(checksum(&file, &torch, (at, size), control)?),
             None => None,
         };
         Ok(Checked {
@@ -73,16 +80,23 @@ fn name_values(torch: &TorchFile, damaged: &HashMap<&str, usize>, checked: &mut 
     Ok(())
 }
 
-fn checksum(file: &File, path: &Path, (at, size): (u64, u64), control: &Control) -> Result<u32> {
+fn checksum(file: &Opened<'_>, torch: &TorchFile, (at, size): (u64, u64), control: &Control) -> Result<u32> {
     let mut hasher = crc32fast::Hasher::new();
-    let mut buffer = vec![0; usize::try_from(BUFFER.min(size)).expect("1 MiB at most")];
+    let mut buffer = Vec::new();
     let mut done = 0;
     while done < size {
         control.check()?;
-        let len = BUFFER.min(size - done);
-        let part = &mut buffer[..usize::try_from(len).expect("1 MiB at most")];
-        read_at(file, part, at + done).map_err(|error| Error::io("read", path, error))?;
-        hasher.update(part);
+        let len = if let Opened::File(file) = file {
+            let len = BUFFER.min(size - done);
+            buffer.resize(usize::try_from(len).expect("1 MiB at most"), 0);
+            read_at(file, &mut buffer, at + done).map_err(|error| Error::io("read", &torch.path, error))?;
+            len
+        } else {
+            let len = REQUEST.min(size - done);
+            buffer = file.fetch(&torch.path, torch.stat.size, at + done, len)?;
+            len
+        };
+        hasher.update(&buffer);
         control.add(len);
         done += len;
     }

@@ -28,6 +28,7 @@ use super::window::{Fetched, Source};
 use crate::copy::Signs;
 use crate::format::{ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry, Value};
 use crate::geometry::Dims;
+use crate::store::Files;
 use crate::{Error, Result};
 
 /// Takes bytes apart as such a file, down to every tensor and value, for [`crate::fuzzing`]. Whether it is one.
@@ -58,13 +59,13 @@ pub(super) fn take_apart(source: &Source<'_>, fetched: &[Fetched]) -> bool {
 
 /// Indexes the files of a model in the folder `dir`. Returns the bytes of an index that is to lie there. `threads` may be 0: as many as there
 /// are cores.
-pub fn index_model(dir: &Path, model: &Model, threads: usize) -> Result<Vec<u8>> {
+pub(crate) fn index_model(files: Files<'_>, dir: &Path, model: &Model, threads: usize) -> Result<Vec<u8>> {
     let mut builder = IndexBuilder::new(SourceKind::Torch);
     builder.root = Value::Dict(Vec::new());
     let mut held_by: HashMap<String, &str> = HashMap::new();
     for name in &model.files {
         let path = dir.join(name);
-        let file = TorchFile::open(&path, threads)?;
+        let file = TorchFile::open(files, &path, threads)?;
         let number = builder.add_file(FileEntry {
             name: name.clone(),
             size: file.stat.size,

@@ -1,8 +1,6 @@
 //! A value within a file of `torch.save`, as a file of `torch.save` of its own.
 
 use std::collections::{HashMap, HashSet};
-use std::fs::File;
-use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::archive::TorchFile;
@@ -11,8 +9,8 @@ use crate::foreign::fault::{Fault, FaultResult};
 use crate::foreign::pickle::Item;
 use crate::foreign::tensor_pickle;
 use crate::format::Index;
-use crate::store::read_at;
-use crate::{Error, Result};
+use crate::store::{Connection, FileRef, Files, Opened};
+use crate::{Control, Error, Result};
 
 /// Reads values; keeps the pickles of the files that it has seen.
 #[derive(Default)]
@@ -31,25 +29,29 @@ impl ValueReader {
     ///
     /// # Errors
     /// [`Error::CorruptData`]: the file is another one than was indexed. [`Error::Unsupported`]: a value that cannot be written by itself.
-    pub fn read(&self, index: &Index, chunk: u64, allow_external: bool) -> Result<Vec<u8>> {
+    pub fn read(&self, index: &Index, chunk: u64, allow_external: bool, control: &Control) -> Result<Vec<u8>> {
         let view = index.chunk(chunk);
         let name = index.name(view.tensor);
         let opened = file_ref(index, view.file, allow_external)?;
-        let file = opened.open(false)?;
-        let known = self.known(view.file, &opened.path)?;
+        if opened.remote.is_none() {
+            // Raises where the file is another one, or a link that is not followed.
+            opened.open(false)?;
+        }
+        let there = There { file: &opened, control };
+        let known = self.known(view.file, &there)?;
         let item = known.items.get(&view.offset).ok_or_else(|| {
             let reason = "no value begins here: the file is another one than was indexed";
             Error::corrupt_data(&opened.path, name, view.offset, reason)
         })?;
-        archive_of(&known.file, &file, *item).map_err(|fault| known.file.name_fault(fault, name))
+        archive_of(&known.file, &there, *item).map_err(|fault| known.file.name_fault(fault, name))
     }
 
-    fn known(&self, number: u32, path: &Path) -> Result<Arc<Known>> {
+    fn known(&self, number: u32, there: &There<'_>) -> Result<Arc<Known>> {
         let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = files.get(&number) {
             return Ok(Arc::clone(known));
         }
-        let file = TorchFile::open(path, 0)?;
+        let file = there.with(|files| TorchFile::open(files, &there.file.path, 0))?;
         let items = file
             .leaves()?
             .0
@@ -62,21 +64,56 @@ impl ValueReader {
     }
 }
 
+/// Where a file is. A store is spoken to only where something is read.
+struct There<'a> {
+    file: &'a FileRef,
+    control: &'a Control,
+}
+
+impl There<'_> {
+    fn with<T>(&self, work: impl FnOnce(Files<'_>) -> Result<T>) -> Result<T> {
+        let connection: Option<Arc<dyn Connection>> =
+            self.file.remote.as_ref().map(|remote| remote.connect(1)).transpose()?;
+        work(match &connection {
+            Some(connection) => Files::Remote(&**connection, self.control),
+            None => Files::Local,
+        })
+    }
+
+    /// These ranges of the file (first byte, length).
+    fn read(&self, ranges: &[(u64, u64)]) -> Result<Vec<Vec<u8>>> {
+        if ranges.is_empty() {
+            return Ok(Vec::new());
+        }
+        self.with(|files| {
+            let file = match files {
+                Files::Local => Opened::File(self.file.open(false)?),
+                Files::Remote(..) => files.open(&self.file.path)?,
+            };
+            file.fetch_all(&self.file.path, self.file.size, ranges)
+        })
+    }
+}
+
 /// An archive of the item and the storages in it.
-fn archive_of(torch: &TorchFile, file: &File, item: Item) -> FaultResult<Vec<u8>> {
+fn archive_of(torch: &TorchFile, there: &There<'_>, item: Item) -> FaultResult<Vec<u8>> {
     let pickle = &torch.parts.pickle;
     let (bytes, persistent) = pickle.write(item)?;
     let mut archive = Writer::default();
     archive.record("data.pkl", &bytes)?;
     archive.record("byteorder", b"little")?;
     let mut seen = HashSet::new();
+    let (mut keys, mut ranges) = (Vec::new(), Vec::new());
     for id in persistent {
         let Some(key) = tensor_pickle::storage_key(pickle, id).filter(|&key| seen.insert(key)) else {
             continue; // torch has the words for what is no storage
         };
         let record = torch.parts.storage(key)?;
-        let mut storage = vec![0; usize::try_from(record.size).map_err(|_| too_large())?];
-        read_at(file, &mut storage, record.at).map_err(|error| Fault::Read(Error::io("read", &torch.path, error)))?;
+        keys.push(key);
+        ranges.push((record.at, record.size));
+    }
+    let storages = there.read(&ranges).map_err(Fault::Read)?;
+    for (key, storage) in keys.iter().zip(storages) {
         archive.record(&format!("data/{key}"), &storage)?;
     }
     archive.record("version", b"3\n")?;
