@@ -208,8 +208,9 @@ def stats(
             if parts is not None:
                 ahead = reader.submit(read, parts, slabs[turn])
             for part in ready:
-                nbytes = (part.end - part.begin) * sizes[part.place][1]
-                for piece in slab[part.slab_at : part.slab_at + nbytes].split(_COUNTED_BYTES):
+                end = part.slab_at + (part.end - part.begin) * sizes[part.place][1]
+                for at in range(part.slab_at, end, _COUNTED_BYTES):
+                    piece = slab[at : min(end, at + _COUNTED_BYTES)]
                     found[part.place].add(_sums(piece, known[part.place].dtype or ""))
             done += sum((part.end - part.begin) * sizes[part.place][1] for part in ready)
             if progress is not None:
