@@ -6,7 +6,6 @@ import functools
 import io
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -40,12 +39,8 @@ from dcp_rs.transfer.target import Target
 __all__ = ["RsLoadPlanner", "local_reads", "names_of"]
 
 
-@dataclass(frozen=True)
-class _Found:
-    """Whether the state dict of a rank has entries, and whether any of them is wanted and in the checkpoint."""
-
-    asked: bool
-    there: bool
+#: Whether the state dict of a rank has entries, and whether any is wanted and in the checkpoint. A few bytes, that cross with the plan.
+_Found = tuple[bool, bool]
 
 
 class RsLoadPlanner(DefaultLoadPlanner):
@@ -164,7 +159,8 @@ class RsLoadPlanner(DefaultLoadPlanner):
             left = (value for fqn, value in self.state_dict.items() if fqn not in self._planned)
             report.entries -= sum(map(is_hollow, left))
         there = len(self.state_dict) - len(report.missing) - len(report.excluded)
-        self._items.note = _Found(asked=len(self.state_dict) > 0, there=there > 0)
+        found: _Found = (len(self.state_dict) > 0, there > 0)
+        self._items.note = found
         # Who plans for all ranks needs the items of all.
         is_whole = index is None or _METHODS.replaced(self, ("create_global_plan",))
         return LoadPlan(list(self._items) if is_whole else self._items)  # type: ignore[arg-type]  # it is as good as one
@@ -175,8 +171,9 @@ class RsLoadPlanner(DefaultLoadPlanner):
         Raises:
             PlanError: there is nothing to load on any rank, and something was asked for.
         """
-        found = [note_of(plan) for plan in global_plan]
-        if all(isinstance(note, _Found) and not note.there for note in found) and any(note.asked for note in found):
+        found: list[_Found | None] = [note_of(plan) for plan in global_plan]
+        # None is of a plan that somebody changed.
+        if all(note is not None and not note[1] for note in found) and any(note and note[0] for note in found):
             raise PlanError(self._why_nothing())
         plans: list[LoadPlan] = super().create_global_plan(global_plan)
         return plans
