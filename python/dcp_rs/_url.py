@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PosixPath
-from typing import Any, cast
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from dcp_rs.errors import UnsupportedError
@@ -69,7 +69,7 @@ def location(path: str | bytes | os.PathLike[str]) -> Path:
             msg = f"{path}: a URL is given as text, and not as a pathlib.Path, which makes one slash of two"
             raise UnsupportedError(msg, path=path)
         return path
-    text = cast("str | bytes", os.fspath(path))  # of callers without a type checker
+    text = os.fspath(path)  # of callers without a type checker
     if isinstance(text, bytes):
         msg = f"a path is text or a pathlib.Path, and this one is bytes, {text!r}: pass os.fsdecode(path)"
         raise TypeError(msg)
