@@ -88,10 +88,18 @@ pub fn run_on<I: Send, T: Send>(
             result
         };
         let run = Arc::new(run);
-        let worker = std::thread::Builder::new().spawn_scoped(scope, {
+        let spawned = std::thread::Builder::new().spawn_scoped(scope, {
             let run = Arc::clone(&run);
             move || run()
         });
+        // The worker alone keeps `done`: if it panics, whoever waits hears of it.
+        let worker = match spawned {
+            Ok(worker) => {
+                drop(run);
+                Ok(worker)
+            }
+            Err(_) => Err(run),
+        };
         let (mut raised, mut raised_late) = (None, None);
         let unwinding = CancelOnPanic(control);
         loop {
@@ -114,9 +122,10 @@ pub fn run_on<I: Send, T: Send>(
         drop(give);
         let tell = &tell;
         let (result, raised) = py.detach(move || {
-            let Ok(worker) = worker else {
+            let worker = match worker {
+                Ok(worker) => worker,
                 // On this thread, which then hears of no signals.
-                return (run(), raised);
+                Err(run) => return (run(), raised),
             };
             while raised.is_none() && is_done.recv_timeout(PERIOD) == Err(RecvTimeoutError::Timeout) {
                 // An interpreter that ends has no more signals: what is dropped last may still have work to do.
