@@ -8,8 +8,8 @@ VENV   ?= .venv
 TORCH  ?=
 # Arguments for pytest (make test ARGS='-k compat'), the demo or the benchmarks.
 ARGS   ?=
-# How many processes share the Python tests, by files; 0 for a debugger.
-JOBS   ?= 2
+# How many processes share the Python tests, by files: one more than cores, as some wait; 0 for a debugger.
+JOBS   ?= 3
 # How long each fuzz target runs.
 FUZZ_SECONDS ?= 60
 # How long the soak and the differential test run.

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint import staging
 from support import programs
 from support.places import ROOT
 
+pytestmark = pytest.mark.slow
 BENCHES = ROOT / "benches"
 sys.path.insert(0, str(BENCHES))
 
@@ -27,7 +28,6 @@ def context(tmp_path_factory):
     return Context(tmp_path_factory.mktemp("bench"), "tiny", limit, rounds=1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "peers"])
 def test_a_family_measures_all_its_rows(context, family):
     if family == "stall" and not hasattr(staging, "DefaultStager"):
@@ -42,7 +42,6 @@ def test_a_family_measures_all_its_rows(context, family):
         assert row.rounds in (1, 3)  # more where a difference of a hundredth is looked for
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("quantity", QUANTITIES)
 def test_scaling_fits_a_power_law(context, quantity):
     rows = getattr(importlib.import_module(f"cases.{SCALING}"), quantity)(context)
@@ -137,7 +136,6 @@ def test_the_plot_leaves_out_what_has_no_ratio(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_planning_of_loads_is_simulated():
     command = [sys.executable, BENCHES / "load_planning.py", "--ranks", "2", "4", "--fqns", "3", "--stock-ranks", "4"]
     done = programs.run(command, capture_output=True, text=True, check=False, timeout=240)
@@ -152,7 +150,6 @@ def test_planning_of_loads_is_simulated():
     assert rows[0][5] == rows[2][5]  # a rank sends the same, whatever their number
 
 
-@pytest.mark.slow
 def test_planning_of_saves_is_simulated():
     command = [
         sys.executable,

@@ -57,7 +57,7 @@ def test_every_kind_of_save_comes_back(kind, tmp_path):
     template = emptied(got)
     dcp_rs.load(template, folder, verify=kind not in ("stock", "views"), io="buffered")
     assert describe(template) == describe(got)
-    assert dcp_rs.verify(folder).ok
+    assert dcp_rs.verify(folder).ok is (None if kind in ("stock", "views") else True)  # those have no digests
     if kind not in ADOPTED:
         assert SecondReader.open(folder).save_id
 

@@ -39,6 +39,7 @@ def test_every_truncation_of_an_index_is_found(saved):
         dcp_rs.open(saved)
 
 
+@pytest.mark.slow
 def test_every_forged_byte_of_an_index_is_refused_or_harmless(saved):
     """With the digest computed anew nothing says what is right: any tensors may come out, but nothing else."""
     good = (saved / INDEX).read_bytes()

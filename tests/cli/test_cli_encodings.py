@@ -77,7 +77,7 @@ COMMANDS = [
     ("ls", "模型.pt"),
     ("inspect", "模型"),
     ("inspect", "模型", "größe"),
-    ("verify", "größe"),
+    ("verify", "größe", "--allow-unverified"),
     ("diff", "模型", "模型.pt", "--include", "层.*"),
 ]
 
@@ -130,7 +130,7 @@ def test_commands_that_write_take_such_paths_and_names(world, tmp_path):
         ("convert", "模型", exported, "--to", "safetensors", "--exclude", "te?t"),
         ("convert", "模型", str(tmp_path / "新-dcp"), "--to", "dcp"),
         ("index", exported, "--digests"),
-        ("verify", exported),
+        ("verify", exported, "--allow-unverified"),
         ("bench", exported, "--rounds", "1"),
     )
     assert b"the same: 4 entries" in said[3]

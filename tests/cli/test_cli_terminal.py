@@ -86,6 +86,7 @@ def by_shell(*words: Any) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+@pytest.mark.slow
 def test_streams_that_are_closed_change_no_status(world: Path) -> None:
     """Without standard output there was an AttributeError; without standard error a failure had the status of a finding."""
     assert by_shell("ls", world / "ckpt", ">&-") == (0, "")
@@ -108,6 +109,7 @@ def test_descriptors_that_are_closed_are_no_data_files(world: Path, tmp_path: Pa
     assert seen[:3] == [os.devnull] * 3
 
 
+@pytest.mark.slow
 def test_errors_that_nobody_reads_change_no_status(world: Path, tmp_path: Path) -> None:
     """That they could not be written had the status of a finding, and a warning ended the command."""
     shutil.copytree(world / "ckpt", tmp_path / "two")

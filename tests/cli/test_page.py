@@ -128,6 +128,7 @@ def test_colours_are_the_same_on_every_page(tmp_path: Path) -> None:
     assert re.findall(r'<option value="(\w+)"', document) == ["module", "type", "rank", "file"]
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_tensors(tmp_path: Path) -> None:
     names = [f"model.layers.{i // 100}.experts.{i % 100}.weight" for i in range(100_000)]
     entries = [Entry(name, i, "bfloat16", (64, 64), 2, 8192) for i, name in enumerate(sorted(names))]

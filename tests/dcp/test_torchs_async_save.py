@@ -103,6 +103,7 @@ def send_to_torchs_process(path):
     return True
 
 
+@pytest.mark.slow
 def test_torchs_checkpoint_process_gets_what_is_staged(ckpt):
     """E5: it ended with SIGSEGV as soon as two DTensors lay in one block. E4: the next save was refused while the thread of the last one ended."""
     assert run_ranks(2, send_to_torchs_process, ckpt, fresh=True, timeout=200) == [True, True]

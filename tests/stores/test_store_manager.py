@@ -412,6 +412,7 @@ RUN = """
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_a_run_goes_on_from_the_newest(make, server):
     """The soak of the folder, shortly: what was saved is resumed from, and what retention promised is there."""
     command = [sys.executable, "-c", textwrap.dedent(RUN), server.url("run"), server.endpoint]

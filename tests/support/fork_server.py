@@ -33,6 +33,7 @@ LENGTH = struct.Struct("!Q")
 #: What a program finds imported already.
 PRELOADED = (
     "numpy",
+    "numpy.fft",
     "torch",
     "torch.distributed.checkpoint",
     "torch.distributed.checkpoint.state_dict",

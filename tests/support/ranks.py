@@ -88,12 +88,12 @@ def _portable(error: BaseException) -> BaseException:
 
 def _forget_groups() -> None:
     """DTensor remembers how it sharded, and with it the groups of meshes that are equal to later ones."""
-    from torch.distributed.tensor import DTensor, _redistribute, debug
+    import torch
+    from torch.distributed.tensor import DTensor, _redistribute
 
-    if hasattr(debug, "_clear_sharding_prop_cache"):
-        debug._clear_sharding_prop_cache()
-    else:  # torch 2.8
-        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    if hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):  # torch 2.8 has no fast path
+        torch._C._clear_DTensor_sharding_propagator_cache()
     _redistribute._gen_transform_infos.cache_clear()
 
 

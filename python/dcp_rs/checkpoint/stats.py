@@ -101,7 +101,7 @@ def _sums(piece: torch.Tensor, dtype: str) -> _Sums:
 
     stored = piece.view(getattr(torch, _COUNTED_AS.get(dtype, dtype)))
     if dtype == "float4_e2m1fn_x2":
-        values = torch.tensor([*_FLOAT4, *(-value for value in _FLOAT4)], dtype=torch.float64)
+        values = torch.tensor([*_FLOAT4, *(-value for value in _FLOAT4)], dtype=torch.float64, device="cpu")
         numbers = values[torch.cat([stored & 15, stored >> 4]).long()]
     else:
         numbers = stored.double()

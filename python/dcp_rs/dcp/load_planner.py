@@ -172,8 +172,13 @@ class RsLoadPlanner(DefaultLoadPlanner):
             PlanError: there is nothing to load on any rank, and something was asked for.
         """
         found: list[_Found | None] = [note_of(plan) for plan in global_plan]
-        # None is of a plan that somebody changed.
-        if all(note is not None and not note[1] for note in found) and any(note and note[0] for note in found):
+        # None is of a plan that somebody changed. Of an empty checkpoint, stock's partial load takes nothing, too.
+        stored = self.metadata is not None and self.metadata.state_dict_metadata
+        if (
+            stored
+            and all(note is not None and not note[1] for note in found)
+            and any(note and note[0] for note in found)
+        ):
             raise PlanError(self._why_nothing())
         plans: list[LoadPlan] = super().create_global_plan(global_plan)
         return plans
