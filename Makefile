@@ -85,7 +85,7 @@ test-all: test-rust $(VENV)/.fast  ## The slow Python tests as well
 	$(PY) $(PYTEST) --slow $(ARGS)
 
 test-rust: $(VENV)/.uv  ## The Rust tests alone
-	cargo test --profile fast --package dcp-rs-core --package dcp-rs-remote
+	cargo test --profile fast --no-fail-fast --package dcp-rs-core --package dcp-rs-remote
 
 test-python: $(VENV)/.fast  ## The Python tests alone
 	$(PY) $(PYTEST) $(ARGS)

@@ -220,13 +220,15 @@ mod tests {
                 position: None,
             })
             .unwrap();
+        let mut offset = 0;
         for chunk in chunks {
+            let length = chunk.sizes.iter().product();
             builder
                 .add_chunk(ChunkEntry {
                     tensor,
                     file,
-                    offset: 0,
-                    length: chunk.sizes.iter().product(),
+                    offset,
+                    length,
                     offsets: chunk.offsets.clone(),
                     sizes: chunk.sizes.clone(),
                     strides: None,
@@ -236,6 +238,7 @@ mod tests {
                     frozen: false,
                 })
                 .unwrap();
+            offset += length;
         }
         Index::from_bytes(builder.build().unwrap(), Path::new("x")).unwrap()
     }
