@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import dcp_rs
 from dcp_rs import RsReader, RsWriter
 
-# What the table calls it, the folder it uses, and the call.
+# The name in the table, the folder, and the call.
 _Way = tuple[str, Path, Callable[[dict[str, Any]], None]]
 
 # A restore is timed this often, and the best time counts: the first one may find the files cold.

@@ -1,4 +1,4 @@
-"""What a training job imports: nothing that only the command line or the tests of users need."""
+"""A training job imports nothing that only the command line or users' tests need."""
 
 import sys
 

@@ -70,7 +70,7 @@ def home(name: str, known: Collection[str]) -> str:
 
 
 def upward(module: str, path: Path) -> list[str]:
-    """What the module imports from its own floor or from one above."""
+    """Return the imports of a module from its own floor or from one above."""
     floor = {name: number for number, names in enumerate(FLOORS) for name in names}
     here, found = room(module), []
     for when, names in imports(path).items():

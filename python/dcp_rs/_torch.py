@@ -98,7 +98,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 #: No storage lies below it; what a freed one leaves of the address of a view is the offset.
 _LOWEST = 1 << 32
-#: What the group of saves in the background is called.
+#: The name of the process group for saves in the background.
 _BACKGROUND = "dcp_rs.async_save"
 
 

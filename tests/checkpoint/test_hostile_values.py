@@ -51,7 +51,7 @@ def tensor(*, sizes, strides, key="0", count=1, offset=0, name="_rebuild_tensor_
     return b"ctorch._utils\n" + name.encode() + b"\n(" + storage + number(offset) + extents + b"\x89NtR"
 
 
-#: What mutations begin with.
+#: The seeds of mutations.
 VALUE = {
     "a": [1, 2.5, None, (True, "text", b"bytes")],
     5: torch.arange(6.0).reshape(2, 3).t(),

@@ -21,7 +21,7 @@ COPIED = ["python", "rust", "tests", "docs", "examples", ".cargo", "Cargo.toml",
 EXTENSION = Path("python/dcp_rs/_core.abi3.so")
 #: A test that hangs is no test that found the bug.
 PATIENCE = 900.0  # seconds
-#: What pytest ends with where tests failed.
+#: The exit code of pytest when tests failed.
 FAILED = 1
 
 

@@ -27,7 +27,7 @@ class Mutant:
 
     @property
     def is_rust(self) -> bool:
-        """Whether the extension has to be built."""
+        """Return whether the extension has to be built."""
         return self.file.startswith("rust/")
 
 

@@ -30,7 +30,7 @@ from typing import Any
 
 NUMBER = struct.Struct("!q")
 LENGTH = struct.Struct("!Q")
-#: What a program finds imported already.
+#: The modules that a program finds imported.
 PRELOADED = (
     "numpy",
     "numpy.fft",

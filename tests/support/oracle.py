@@ -38,7 +38,7 @@ def assert_state_equal(got: Any, want: Any) -> None:
 
 
 def same_bits(left: Any, right: Any) -> bool:
-    """Whether two tensors, or other values, agree in type, shape and every bit."""
+    """Return whether two tensors, or other values, agree in type, shape and every bit."""
     return not state_differences(left, right)
 
 

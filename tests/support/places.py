@@ -1,4 +1,4 @@
-"""Where things are: in the source tree, and in the folder of a checkpoint."""
+"""Paths in the source tree, and in the folder of a checkpoint."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from support.fork_server import LENGTH, NUMBER
 
-#: Where the server listens, for the processes that share the tests.
+#: The variable with the server's address, for the processes that share the tests.
 ADDRESS = "DCP_RS_TESTS_FORK_SERVER"
 START_TIMEOUT = 600.0  # seconds: a busy machine takes its time to import torch
 _SERVER = Path(__file__).with_name("fork_server.py")

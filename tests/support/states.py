@@ -37,7 +37,7 @@ def random_tensor(shape: tuple[int, ...] = (4, 6), dtype: torch.dtype = torch.fl
 
 
 def can_copy(dtype: torch.dtype) -> bool:
-    """Whether the installed torch copies tensors of this dtype, as stock DCP does: older ones cannot with their youngest (2.8: float4)."""
+    """Return whether the installed torch copies tensors of this dtype (2.8 cannot copy float4)."""
     try:
         source = random_tensor((4, 4), dtype)[:, ::2]
         torch.empty_like(source).copy_(source)

@@ -103,7 +103,7 @@ def label(pair):
 
 
 def passes_the_oracle(one, other):
-    """Whether the tests' oracle ignores the difference: it takes a parameter for its values, and no attributes of containers."""
+    """Return whether the oracle ignores the difference: parameters' types, attributes of containers."""
     return getattr(one, "requires_grad", None) != getattr(other, "requires_grad", None) or hasattr(one, "_metadata")
 
 

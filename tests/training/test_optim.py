@@ -215,7 +215,7 @@ def test_trees_come_back_as_they_were(ckpt):
         "list_of_tensors": [torch.ones(1), {"k": torch.ones(2), 3: None}],
         "tuple": (1, torch.ones(1)),
         "plain": {"a": {"b": 1}},
-        # What looks like a mapping that was kept whole came back as its second part.
+        # A pair that looks like a mapping kept whole came back as its second part.
         "like ours": ("dcp_rs.whole", {5: 6}),
         "within": [{"a": ("dcp_rs.whole", 1)}, {"b": [("dcp_rs.whole", 2)]}],
     }

@@ -56,7 +56,7 @@ class Problem:
 
 @dataclass(frozen=True, repr=False)
 class VerifyReport(Shown):
-    """What :func:`verify` found. It is true where something was verified and nothing is wrong.
+    """Report of :func:`verify`. It is true if something was verified and nothing is wrong.
 
     Attributes:
         problems: in the order of files and offsets.
@@ -77,7 +77,7 @@ class VerifyReport(Shown):
 
     @property
     def ok(self) -> bool | None:
-        """Whether nothing is wrong, as far as there are digests; None where there are none, so that nothing could be verified."""
+        """True if no digest differs, False if one does, None if there are no digests to verify."""
         if self.problems:
             return False
         return None if self.bytes_without_digest and not self.bytes_verified else True

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, for the commands that list it. Only values import torch."""
+"""List the contents of a checkpoint for commands. Only values import torch."""
 
 from __future__ import annotations
 
@@ -150,7 +150,10 @@ class Contents:
 
 
 def _is_short(value: Any, most: int) -> bool:
-    """Whether a value has at most ``most`` parts and characters. A part counts as often as something refers to it."""
+    """Return whether a value has at most ``most`` parts and characters.
+
+    A part counts once for each reference to it.
+    """
     todo = [value]
     while todo and most >= 0:
         part = todo.pop()

@@ -146,7 +146,7 @@ class ItemReads:
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]] | None:
-    """Where the elements of a tensor lie; None where its class alone knows."""
+    """Return the place of a tensor's elements in memory; None if only its class knows it."""
     return None if is_opaque(tensor) else (tensor.data_ptr(), tensor.stride())
 
 

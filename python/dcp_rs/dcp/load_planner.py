@@ -39,7 +39,7 @@ from dcp_rs.transfer.target import Target
 __all__ = ["RsLoadPlanner", "local_reads", "names_of"]
 
 
-#: Whether the state dict of a rank has entries, and whether any is wanted and in the checkpoint. A few bytes, that cross with the plan.
+#: (the rank's state dict has entries, the checkpoint has one that is asked for): sent with the plan.
 _Found = tuple[bool, bool]
 
 

@@ -1,4 +1,4 @@
-"""What the coordinator of a save tells each rank: which part of which save it writes."""
+"""The coordinator's message to each rank of a save: which part of which save to write."""
 
 from __future__ import annotations
 

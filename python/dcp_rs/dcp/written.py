@@ -1,4 +1,4 @@
-"""What a rank wrote for a save, until the save is known to be committed; and how its index travels."""
+"""The uncommitted files of a rank's save, and the index that travels to the coordinator."""
 
 from __future__ import annotations
 

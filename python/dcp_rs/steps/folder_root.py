@@ -37,7 +37,7 @@ T = TypeVar("T")
 #: What is being removed is renamed first, so that no half of it has the name of a step.
 _REMOVING = ".removing-"
 _ASIDE = re.compile(r"\.removing-step-\d+(\.[0-9a-f]{16})?")
-#: What cannot be looked at is asked for again after so many seconds each.
+#: Seconds to wait before each retry of a look that failed.
 _AGAIN = (0.1, 0.4, 1.5, 3.0)
 _TEMPORARY = re.compile(r"(.+)\.[0-9a-f]{16}\.tmp")
 
@@ -73,7 +73,7 @@ class FolderRoot(Root):
             return []
 
     def look_at(self, number: int) -> Step | PassedOver | None:
-        """What is at a step; None where nothing is.
+        """Return the state of a step; None if there is nothing.
 
         Raises:
             OSError: it cannot be looked at, and was asked for several times. It may be whole.
@@ -95,7 +95,7 @@ class FolderRoot(Root):
             return PassedOver(number=number, path=self.folder(number), why=str(error), kind="unreadable")
 
     def _look_if_changed(self, number: int) -> Step | PassedOver | None:
-        """What is at a step, from the look of an earlier sweep where its folder and its index are as they were."""
+        """Return the state of a step, from an earlier sweep if its folder and index are unchanged."""
         path = self.folder(number)
         try:
             stats = path.stat(), (path / INDEX_NAME).stat()
@@ -147,7 +147,7 @@ class FolderRoot(Root):
         )
 
     def _without_index(self, number: int, path: Path, *, locked: bool = False) -> PassedOver | None:
-        """What is at a folder without an index. With ``locked``, this process has the lock of the folder."""
+        """Return the state of a folder without an index. ``locked``: this process holds its lock."""
         try:
             names = _names_in(path)
             found = leftovers(path)
@@ -283,7 +283,7 @@ class FolderRoot(Root):
 
 
 def _again(look: Callable[[], T]) -> T:
-    """What a look finds. One that fails is made again, a few times, unless nothing is there: on a network an error may pass."""
+    """Return what ``look`` returns, retried: errors of network file systems may pass."""
     for seconds in _AGAIN:
         try:
             return look()
@@ -339,7 +339,7 @@ def _noted(path: Path, save_id: str) -> dict[str, Any]:
 
 
 def _owners(path: Path, names: Sequence[str]) -> list[Owner]:
-    """Who began saves of a step that are not known to be committed."""
+    """Return the writers of saves that began at a step and are not known to be committed."""
     found = [notes.owner_of(_read_note(path / name)) for name in names if name.startswith("saving-")]
     return [owner for owner in found if owner is not None]
 

@@ -139,7 +139,7 @@ class Keeper:
         try:
             self._root.take_over()
         except OSError as error:
-            # Who cannot write can still load, and the first save tries again.
+            # A reader without write access can still load; the first save tries again.
             if not isinstance(error, PermissionError) and error.errno not in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
                 raise
         except UnsupportedError:  # a server that stores nothing

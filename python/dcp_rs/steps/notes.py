@@ -108,7 +108,7 @@ def of(data: bytes) -> dict[str, Any]:
 
 
 def owner_of(data: bytes | None) -> Owner | None:
-    """Who wrote a note; None where it does not say."""
+    """Return the writer of a note; None if the note does not name one."""
     noted = _parsed(data or b"")
     try:
         run, host, pid = noted["run"], str(noted["host"])[:256], int(noted["pid"])

@@ -82,7 +82,7 @@ class PassedOver:
 
 @dataclass(frozen=True)
 class Listing:
-    """What was found under a root, in the order of the steps.
+    """Steps found under a root, in order.
 
     Attributes:
         steps: those that are whole.
@@ -127,7 +127,7 @@ class Root(ABC):
         """Whether it has steps, and is no checkpoint itself."""
 
     def is_there(self) -> bool:
-        """Whether there is anything in it."""
+        """Return whether anything was found."""
         return bool(self._names())
 
     @abstractmethod
@@ -139,7 +139,7 @@ class Root(ABC):
         """What is at these steps; None where nothing is."""
 
     def look_at(self, number: int) -> Step | PassedOver | None:
-        """What is at a step; None where nothing is.
+        """Return the state of a step; None if there is nothing.
 
         Raises:
             OSError: it cannot be looked at, and was asked for several times. It may be whole.
@@ -152,7 +152,7 @@ class Root(ABC):
         return self._listing_of(self._look_at(numbers_in(names)), names)
 
     def _listing_of(self, found: Iterable[Step | PassedOver | None], names: Iterable[str]) -> Listing:
-        """What was found at the steps among these names, in order."""
+        """Return the states of the steps among these names, in order."""
         found = list(found)
         strangers = [self._misnamed(name) for name in names if _is_misnamed(name)]
         passed = [step for step in found if isinstance(step, PassedOver)] + strangers

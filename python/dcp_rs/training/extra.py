@@ -31,7 +31,7 @@ __all__ = [
 
 #: The keys of a mapping that holds tensors, where some are not text.
 _KEYS = "dcp_rs.keys"
-#: What keys of :class:`PerRank` begin with.
+#: The prefix of keys of :class:`PerRank`.
 _KEY, _RANK = "key", "rank"
 
 
@@ -56,7 +56,7 @@ class PerRank:
 
     @property
     def saved_key(self) -> str:
-        """What the value goes by in the checkpoint."""
+        """Return the name of the value in the checkpoint."""
         if self.key is not None:
             return f"{_KEY}{self.key}"
         return f"{_RANK}{dist.get_rank() if dist.is_initialized() else 0}"

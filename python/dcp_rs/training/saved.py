@@ -31,7 +31,7 @@ from dcp_rs.training.stored import join
 
 __all__ = ["SavedOptimizers"]
 
-#: Where the parameters are in the checkpoint.
+#: The key of the parameters in the checkpoint.
 _MODEL = "model"
 #: Stands for what is not in a state.
 _MISSING: Any = object()

@@ -236,7 +236,7 @@ impl Index {
 #[guarded]
 #[pymethods]
 impl Batch {
-    /// Whether any of the tensors that `plan_plain` took has other memory by now. `tensors` are those of the same places.
+    /// Returns whether the memory of a tensor changed since `plan_plain` took it. `tensors` are in the same order.
     fn moved(
         &self,
         py: Python<'_>,

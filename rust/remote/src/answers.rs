@@ -177,7 +177,7 @@ fn code(text: &str) -> Option<&str> {
     is_code.then_some(code)
 }
 
-/// What S3 says of a bucket that is in another region than the one that was asked.
+/// Names the region of the bucket, if the answer does.
 fn other_region(text: &str) -> String {
     let inner = |(_, after): (&str, &'_ str)| Some(plain(after.split_once("</Region>")?.0));
     match text.split_once("<Region>").and_then(inner) {
@@ -186,7 +186,7 @@ fn other_region(text: &str) -> String {
     }
 }
 
-/// Whether an answer says that the credentials are wrong, or have expired: others may do.
+/// Returns whether an answer says that the credentials are wrong or expired: new ones may work.
 pub fn blames_credentials(status: u16, text: &str) -> bool {
     match (status, code(text)) {
         (400 | 401 | 403, Some(code)) => CREDENTIALS.contains(&code),

@@ -147,7 +147,7 @@ mod tests {
         assert!(patience.progressed(1));
         std::thread::sleep(limits.time);
         assert!(!patience.progressed(1));
-        // What was too little before counts.
+        // Bytes that were too few before still count.
         assert!(patience.progressed(LEAST_RATE - 2) && patience.progressed(1));
     }
 }

@@ -84,7 +84,7 @@ impl Reply {
     }
 }
 
-/// What was asked: "PUT /bucket/name?query". Where a header was a `Referer`, " Referer" after it.
+/// The requests: "PUT /bucket/name?query", with " Referer" after it if there was such a header.
 pub type Asked = Arc<Mutex<Vec<String>>>;
 
 /// Serves for as long as the process runs; `answer` is told what is asked, and how often that was before.

@@ -61,7 +61,7 @@ impl Record {
         self.header_at
     }
 
-    /// Where its local header begins, and ends at the least.
+    /// The range of its local header: its begin, and the least end that it may have.
     pub(super) fn header(&self) -> (u64, u64) {
         let length = LOCAL_LEN + self.name.len() as u64;
         (self.header_at, self.header_at.saturating_add(length))

@@ -384,7 +384,7 @@ impl Check<'_> {
     /// files. In files of `torch.save` they may: tensors there are views of storages.
     fn payload(&self, workers: usize) -> Result<()> {
         let (files, chunks) = (self.index.file_records(), self.index.chunk_records());
-        // Where the ranges of each file begin among those of all.
+        // The first range of each file among the ranges of all.
         let mut next = vec![0_usize; files.len() + 1];
         for (at, chunk) in chunks.iter().enumerate() {
             match next.get_mut(chunk.file.get() as usize + 1) {

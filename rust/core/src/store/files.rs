@@ -14,7 +14,7 @@ use crate::{Control, Error, Result};
 const FIRST: u64 = 4 << 20;
 /// One request each for what is left.
 const PART: u64 = 8 << 20;
-/// What is left is fetched in steps of so much, or of as much as is here.
+/// The rest is fetched in steps of this many bytes, or of as many as have come so far.
 const STEP: usize = 64 << 20;
 /// Looks that wait for a store at a time.
 const LOOKS: usize = 32;
@@ -47,7 +47,7 @@ impl<'a> Files<'a> {
         if self.is_remote() { LOOKS } else { threads }
     }
 
-    /// Whether there is a file.
+    /// Returns whether the file exists.
     pub fn has(&self, path: &Path) -> Result<bool> {
         match *self {
             Self::Local => Ok(path.is_file()),

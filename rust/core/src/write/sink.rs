@@ -98,9 +98,9 @@ pub(super) struct Rest {
     cell: usize,
     /// Of the whole block.
     block_len: usize,
-    /// Where in the block the bytes begin.
+    /// The offset of the bytes in the block.
     at: usize,
-    /// Where in the job's copy they are.
+    /// Their range in the job's copy.
     bytes: Range<usize>,
 }
 
@@ -121,7 +121,7 @@ impl Digests {
         }
     }
 
-    /// Whether nothing is found out, so that bytes need not be copied before they are written.
+    /// Returns whether no digest is computed, so that bytes can be written without a copy.
     pub(super) fn are_none(&self) -> bool {
         self.sums == Sums::None
     }

@@ -2,7 +2,7 @@
 
 use super::{Item, Pickle};
 
-/// What a node adds up to with everything in it. What leads back to a node that it is in counts as one part.
+/// The size of a node with everything in it. A reference back to an enclosing node counts as one part.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in crate::foreign) struct Extent {
     pub depth: u32,

@@ -31,7 +31,7 @@ pub(super) enum Item {
     Node(u32),
 }
 
-/// What may be made of `input` bytes: honest pickles stay far below this. Whoever sends more means to fill the memory.
+/// The bytes that a pickle of `input` bytes may expand to. Honest pickles stay far below it.
 pub(super) fn most_bytes(input: usize) -> u64 {
     (32 * input as u64).max(64 << 20)
 }

@@ -89,7 +89,7 @@ fn check_storages(parts: &Parts) -> FaultResult<()> {
     Ok(())
 }
 
-/// What torch would make, in bytes.
+/// The bytes that torch would allocate.
 struct Cost<'a> {
     pickle: &'a Pickle<'a>,
     extents: &'a [Extent],

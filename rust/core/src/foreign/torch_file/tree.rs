@@ -63,7 +63,7 @@ struct Walk<'a> {
     budget: u64,
     /// Whether a list, by its number, is entered.
     inner: HashMap<u32, bool>,
-    /// Whether a dict, by its number, is entered.
+    /// By the number of a dict: true if its items are entries of their own.
     mappings: HashMap<u32, bool>,
     leaves: Vec<Leaf>,
     containers: Vec<Value>,

@@ -64,7 +64,7 @@ impl ValueReader {
     }
 }
 
-/// Where a file is. A store is spoken to only where something is read.
+/// The place of a file. A store gets requests only when something is read.
 struct There<'a> {
     file: &'a FileRef,
     control: &'a Control,
