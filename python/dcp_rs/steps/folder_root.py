@@ -287,7 +287,7 @@ def _again(look: Callable[[], T]) -> T:
     for seconds in _AGAIN:
         try:
             return look()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise
         except OSError:
             time.sleep(seconds)

@@ -227,16 +227,19 @@ impl Config {
         let fingerprint = self.fingerprint();
         let transport = Transport::of_link(self.kind, fingerprint, self.certificates()?, hold);
         let (client, once) = (client_options(), once());
+        // The builders have no trait in common.
+        macro_rules! kept {
+            ($kind:ident, $builder:expr) => {
+                credentials::$kind.get(fingerprint, || {
+                    let builder = $builder.clone().with_http_connector(transport.of_credentials());
+                    Ok(Arc::clone(builder.build()?.credentials()))
+                })
+            };
+        }
         let built: object_store::Result<Client> = match self.kind {
             Kind::S3 => {
                 let builder = self.s3(client);
-                let credentials = credentials::AWS.get(fingerprint, || {
-                    let store = builder
-                        .clone()
-                        .with_http_connector(transport.of_credentials())
-                        .build()?;
-                    Ok(Arc::clone(store.credentials()))
-                });
+                let credentials = kept!(AWS, builder);
                 credentials.and_then(|credentials| {
                     Client::on_s3(builder.with_credentials(credentials).with_http_connector(transport))
                 })
@@ -245,13 +248,7 @@ impl Config {
                 let builder = GoogleCloudStorageBuilder::from_env().with_client_options(client);
                 let builder = self.apply(builder, GoogleCloudStorageBuilder::with_config);
                 let builder = builder.with_bucket_name(&self.place).with_retry(once);
-                let credentials = credentials::GOOGLE.get(fingerprint, || {
-                    let store = builder
-                        .clone()
-                        .with_http_connector(transport.of_credentials())
-                        .build()?;
-                    Ok(Arc::clone(store.credentials()))
-                });
+                let credentials = kept!(GOOGLE, builder);
                 credentials.and_then(|credentials| {
                     let builder = builder.with_credentials(credentials).with_http_connector(transport);
                     builder.build().map(Client::storing)
@@ -261,13 +258,7 @@ impl Config {
                 let builder = MicrosoftAzureBuilder::from_env().with_client_options(client);
                 let builder = self.apply(builder, MicrosoftAzureBuilder::with_config);
                 let builder = builder.with_container_name(&self.place).with_retry(once);
-                let credentials = credentials::AZURE.get(fingerprint, || {
-                    let store = builder
-                        .clone()
-                        .with_http_connector(transport.of_credentials())
-                        .build()?;
-                    Ok(Arc::clone(store.credentials()))
-                });
+                let credentials = kept!(AZURE, builder);
                 credentials.and_then(|credentials| {
                     let builder = builder.with_credentials(credentials).with_http_connector(transport);
                     builder.build().map(Client::storing)
