@@ -22,6 +22,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
             {"training"},
             {"api"},
             {"dcp"},
+            {"engine"},
             {"checkpoint"},
             {"transfer"},
             {"tensors"},

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from dcp_rs.dcp.background import SaveFuture
     from dcp_rs.dcp.load_planner import RsLoadPlanner
     from dcp_rs.dcp.reader import RsReader
-    from dcp_rs.dcp.reports import LoadReport, SavedMetadata, SaveReport
     from dcp_rs.dcp.save_planner import RsSavePlanner
     from dcp_rs.dcp.writer import RsWriter
+    from dcp_rs.engine.reports import LoadReport, SavedMetadata, SaveReport
     from dcp_rs.integrations.install import install, installed, uninstall
     from dcp_rs.integrations.safetensors import load_file, save_file
     from dcp_rs.steps.manager import CheckpointManager
@@ -78,7 +78,7 @@ _MODULES = {
     "integrations.safetensors": ("load_file", "save_file"),
     "dcp.background": ("SaveFuture",),
     "dcp.load_planner": ("RsLoadPlanner",),
-    "dcp.reports": ("LoadReport", "SaveReport", "SavedMetadata"),
+    "engine.reports": ("LoadReport", "SaveReport", "SavedMetadata"),
     "dcp.reader": ("RsReader",),
     "dcp.save_planner": ("RsSavePlanner",),
     "transfer.blocks": ("release_pinned_memory",),

@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 from dcp_rs.api import save
 from dcp_rs.dcp import protocol
-from dcp_rs.dcp.arguments import check_state_dict
 from dcp_rs.dcp.attempts import Attempts
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.reader import RsReader
-from dcp_rs.dcp.reports import LoadReport
-from dcp_rs.dcp.together import Ranks
+from dcp_rs.engine.arguments import check_state_dict
+from dcp_rs.engine.ranks import Ranks
+from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import PlanError
 from dcp_rs.training.choice import Choice
 from dcp_rs.training.counters import counters_as_they_are

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader, RsWriter
-from dcp_rs.dcp.reports import Mismatch
+from dcp_rs.engine.reports import Mismatch
 from dcp_rs.errors import PlanError
 from support import RankDiedError, assert_state_equal, rank_outcomes, run_ranks
 from support.forged import save_with_hole

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcp_rs.dcp.together import Ranks
+from dcp_rs.engine.ranks import Ranks
 from dcp_rs.errors import DcpRsError, PlanError, RankLostError, UnsupportedError
 from support import RankDiedError, rank_outcomes, run_ranks
 

@@ -74,7 +74,7 @@ MUTANTS = [
     ),
     Mutant(
         "error-swallowed",
-        "python/dcp_rs/dcp/together.py",
+        "python/dcp_rs/engine/ranks.py",
         "        if not isinstance(said, dict) or not said:\n            return\n",
         "        if not isinstance(said, dict) or not said or mine.error is None:\n            return\n",
         ("tests/dcp/test_together.py",),

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_rs.dcp.reports import SaveReport
+from dcp_rs.engine.reports import SaveReport
 from dcp_rs.errors import SaveInProgressError
 
 __all__ = [

@@ -13,7 +13,7 @@ from dcp_rs._url import StorageOptions, Url, options_for
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import make_folder
 from dcp_rs.checkpoint.locate import INDEX_NAME, rank_index_name
-from dcp_rs.dcp.unclear import unclear
+from dcp_rs.engine.unclear import unclear
 from dcp_rs.errors import CheckpointExistsError, DcpRsError, SaveInProgressError
 
 __all__ = ["Destination"]

@@ -19,15 +19,15 @@ from dcp_rs.checkpoint.frameworks import open as open_checkpoint
 from dcp_rs.checkpoint.names import some
 from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.checkpoint.renaming import Rename
-from dcp_rs.dcp.casts import CastRule, check_cast
 from dcp_rs.dcp.hooks import Methods
-from dcp_rs.dcp.load_names import LoadNames
 from dcp_rs.dcp.local_items import LocalItems, check_own, note_of, planner_of
 from dcp_rs.dcp.local_reads import LocalReads
 from dcp_rs.dcp.matching import Matching, add_hollow
 from dcp_rs.dcp.read_items import items_of, missing_elements
-from dcp_rs.dcp.reports import LoadReport
 from dcp_rs.dcp.stored import Stored, index_of
+from dcp_rs.engine.casts import CastRule, check_cast
+from dcp_rs.engine.load_names import LoadNames
+from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.nesting import TreePath

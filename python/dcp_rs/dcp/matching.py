@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_rs.dcp.casts import CastRule
-from dcp_rs.dcp.load_names import LoadNames
-from dcp_rs.dcp.reports import LoadReport, Mismatch
 from dcp_rs.dcp.stored import Stored, describe
+from dcp_rs.engine.casts import CastRule
+from dcp_rs.engine.load_names import LoadNames
+from dcp_rs.engine.reports import LoadReport, Mismatch
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.memory import twins
 from dcp_rs.tensors.nesting import name_of

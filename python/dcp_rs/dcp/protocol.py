@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from dcp_rs.checkpoint.locate import is_rank_local
 from dcp_rs.dcp.attempts import Attempts
 from dcp_rs.dcp.reader import RsReader
-from dcp_rs.dcp.together import Ranks
+from dcp_rs.engine.ranks import Ranks
 from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError
 
 __all__ = ["again_where_replaced", "load", "save"]

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_rs.dcp.together import Ranks, failures_among
+from dcp_rs.engine.ranks import Ranks, failures_among
 
 __all__ = ["TorchsRanks"]
 

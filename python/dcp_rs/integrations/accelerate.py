@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dcp_rs.checkpoint.locate import local_path, open_index
 from dcp_rs.conversion import convert
-from dcp_rs.dcp.together import Ranks
+from dcp_rs.engine.ranks import Ranks
 from dcp_rs.errors import CheckpointNotFoundError
 
 __all__ = ["merge_fsdp_weights"]

@@ -17,8 +17,8 @@ from dcp_rs.api import async_save, save
 from dcp_rs.checkpoint.frameworks import open as open_checkpoint
 from dcp_rs.checkpoint.locate import local_path
 from dcp_rs.conversion.place import new_place
-from dcp_rs.dcp.arguments import check_options
 from dcp_rs.dcp.writer import RsWriter
+from dcp_rs.engine.arguments import check_options
 from dcp_rs.integrations._needs import framework
 from dcp_rs.integrations.install import installed
 from dcp_rs.options import WriterArguments

@@ -14,7 +14,7 @@ import torch
 
 from dcp_rs.api import async_save, load, save
 from dcp_rs.conversion import convert
-from dcp_rs.dcp.together import Ranks
+from dcp_rs.engine.ranks import Ranks
 from dcp_rs.integrations._needs import framework
 from dcp_rs.steps.folder_root import FolderRoot
 from dcp_rs.steps.root import Step

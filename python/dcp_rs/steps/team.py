@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dcp_rs import _torch
 from dcp_rs.dcp.background import SaveFuture
-from dcp_rs.dcp.together import Ranks, has_group
+from dcp_rs.engine.ranks import Ranks, has_group
 from dcp_rs.errors import PlanError
 
 __all__ = ["Team"]

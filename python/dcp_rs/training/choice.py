@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dcp_rs.dcp.load_planner import RsLoadPlanner, names_of
 from dcp_rs.dcp.read_items import missing_elements
-from dcp_rs.dcp.reports import LoadReport, Mismatch
+from dcp_rs.engine.reports import LoadReport, Mismatch
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.shards import Piece
 

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
-from dcp_rs.dcp.together import Ranks
+from dcp_rs.engine.ranks import Ranks
 from dcp_rs.errors import PlanError
 from dcp_rs.training.fsdp1 import fsdp1_group, is_fsdp1, sharded_state_dicts
 from dcp_rs.training.numbers import plain_numbers

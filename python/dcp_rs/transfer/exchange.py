@@ -34,7 +34,7 @@ _MIN_PIECE_BYTES = 64 << 10
 
 
 class Peers(Protocol):
-    """The ranks of a load, in step: :class:`dcp_rs.dcp.together.Ranks`."""
+    """The ranks of a load, in step: :class:`dcp_rs.engine.ranks.Ranks`."""
 
     process_group: dist.ProcessGroup | None
     rank: int

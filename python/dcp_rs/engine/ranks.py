@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from dcp_rs import _torch
 from dcp_rs._signals import held
-from dcp_rs.dcp.unclear import unclear
+from dcp_rs.engine.unclear import unclear
 from dcp_rs.errors import DcpRsError, PlanError, RankLostError, UnsupportedError
 
 __all__ = ["Ranks", "failures_among", "has_group"]

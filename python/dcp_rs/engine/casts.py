@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from dcp_rs._warnings import warn_caller
-from dcp_rs.dcp.reports import LoadReport, Mismatch
+from dcp_rs.engine.reports import LoadReport, Mismatch
 from dcp_rs.errors import PlanError
 
 __all__ = ["CastRule", "can_copy", "check_cast"]
