@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import dcp_rs
 from dcp_rs import CheckpointManager, RsSavePlanner, _core, errors
-from dcp_rs.dcp import background
+from dcp_rs.engine import background
 from support import rank_outcomes
 from support.both import save_rs
 from support.faults import Slow

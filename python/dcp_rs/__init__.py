@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from dcp_rs.checkpoint.read_report import ReadReport
     from dcp_rs.checkpoint.verify import VerifyReport, index, verify
     from dcp_rs.conversion import ConvertReport, convert
-    from dcp_rs.dcp.background import SaveFuture
     from dcp_rs.dcp.load_planner import RsLoadPlanner
     from dcp_rs.dcp.reader import RsReader
     from dcp_rs.dcp.save_planner import RsSavePlanner
     from dcp_rs.dcp.writer import RsWriter
+    from dcp_rs.engine.background import SaveFuture
     from dcp_rs.engine.reports import LoadReport, SavedMetadata, SaveReport
     from dcp_rs.integrations.install import install, installed, uninstall
     from dcp_rs.integrations.safetensors import load_file, save_file
@@ -76,7 +76,7 @@ _MODULES = {
     "conversion": ("ConvertReport", "convert"),
     "integrations.install": ("install", "installed", "uninstall"),
     "integrations.safetensors": ("load_file", "save_file"),
-    "dcp.background": ("SaveFuture",),
+    "engine.background": ("SaveFuture",),
     "dcp.load_planner": ("RsLoadPlanner",),
     "engine.reports": ("LoadReport", "SaveReport", "SavedMetadata"),
     "dcp.reader": ("RsReader",),

@@ -16,14 +16,15 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_rs import _torch
-from dcp_rs.dcp import background, plan_cache, protocol
-from dcp_rs.dcp.background import SaveFuture
+from dcp_rs.dcp import plan_cache, protocol
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.save_planner import RsSavePlanner
 from dcp_rs.dcp.stock_arguments import say_ignored
 from dcp_rs.dcp.writer import RsWriter
+from dcp_rs.engine import background
 from dcp_rs.engine.arguments import check_options, check_state_dict
+from dcp_rs.engine.background import SaveFuture
 from dcp_rs.engine.ranks import Ranks
 from dcp_rs.engine.reports import LoadReport, SavedMetadata
 from dcp_rs.engine.unclear import apart, unclear

@@ -305,7 +305,8 @@ def save_and_refuse(path):
 def test_a_writer_of_torch_protocol_discards_when_the_commit_fails(ckpt, monkeypatch):
     save(ckpt, 1)
     monkeypatch.setattr(
-        "dcp_rs.dcp.destination._core.commit_indexes", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "disk full"))
+        "dcp_rs.engine.destination._core.commit_indexes",
+        lambda *_, **__: (_ for _ in ()).throw(OSError(28, "disk full")),
     )
     with pytest.raises(CheckpointException):
         dcp.save(rank_state(2, 0), storage_writer=dcp_rs.RsWriter(ckpt), no_dist=True)

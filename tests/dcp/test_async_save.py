@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import dcp_rs
-from dcp_rs.dcp import background
+from dcp_rs.engine import background
 from dcp_rs.errors import SaveInProgressError, UnsupportedError
 from dcp_rs.transfer.stage import HostStager
 from support import assert_state_equal, run_ranks

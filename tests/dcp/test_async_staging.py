@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import dcp_rs
 from dcp_rs import CheckpointManager, HostStager, RsWriter
-from dcp_rs.dcp import background
+from dcp_rs.engine import background
 from dcp_rs.errors import StateChangedError, UnsupportedError
 from dcp_rs.optim import training_state
 from support import assert_state_equal, programs, run_ranks
@@ -314,7 +314,7 @@ ENDS_AT_ONCE = """
 import sys, threading
 import torch
 import dcp_rs
-from dcp_rs.dcp import background
+from dcp_rs.engine import background
 
 go = threading.Event()
 background.copying.submit(go.wait, 60)

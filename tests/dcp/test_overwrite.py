@@ -118,7 +118,8 @@ def test_a_save_that_fails_at_the_commit_leaves_the_old_checkpoint(ckpt, monkeyp
     save_rs({"w": torch.ones(1)}, ckpt)
     before = data_files(ckpt)
     monkeypatch.setattr(
-        "dcp_rs.dcp.destination._core.commit_indexes", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "disk full"))
+        "dcp_rs.engine.destination._core.commit_indexes",
+        lambda *_, **__: (_ for _ in ()).throw(OSError(28, "disk full")),
     )
     with pytest.raises(CheckpointException, match="disk full"):
         save_rs({"w": torch.zeros(1)}, ckpt)
@@ -167,9 +168,9 @@ def test_a_tensor_read_before_keeps_its_values(ckpt):
 
 def test_a_file_that_cannot_be_removed_is_a_warning(ckpt, monkeypatch):
     save_rs({"w": torch.ones(1)}, ckpt)
-    commit = dcp_rs.dcp.destination._core.commit_indexes
+    commit = dcp_rs.engine.destination._core.commit_indexes
     monkeypatch.setattr(
-        "dcp_rs.dcp.destination._core.commit_indexes",
+        "dcp_rs.engine.destination._core.commit_indexes",
         lambda *args, **kwargs: (commit(*args, **kwargs)[0], ["remove x: busy"]),
     )
     with warnings.catch_warnings(record=True) as caught:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import dcp_rs
 from dcp_rs import CheckpointManager
-from dcp_rs.dcp.reuse import Parent
+from dcp_rs.engine.reuse import Parent
 from support import run_ranks
 
 FROZEN = 100_000

@@ -213,13 +213,13 @@ def test_what_is_replaced_before_it_is_copied_is_written(store, state, monkeypat
     (key,) = (key for key in store.keys("one") if key.endswith(".safetensors"))
     data = store.client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
     # After the parent was looked at, and before it is copied: what is compared is compared in between.
-    compare = dcp_rs.dcp.reuse.write_entries
+    compare = dcp_rs.engine.reuse.write_entries
 
     def swap(*args, **more):
         store.client.put_object(Bucket=BUCKET, Key=key, Body=data[:9000] + bytes([data[9000] ^ 1]) + data[9001:])
         return compare(*args, **more)
 
-    monkeypatch.setattr(dcp_rs.dcp.reuse, "write_entries", swap)
+    monkeypatch.setattr(dcp_rs.engine.reuse, "write_entries", swap)
     with pytest.warns(UserWarning, match=r"what could be reused of .*(: copy|replaced)"):
         saved = dcp_rs.save(state, store.url("two"), parent=store.url("one"), storage_options=options)
     assert saved.report.bytes_reused == 0

@@ -28,7 +28,7 @@ from dcp_rs import _torch
 from dcp_rs.conversion.job import ConvertReport, Job, Task, split
 from dcp_rs.conversion.place import Place
 from dcp_rs.conversion.stand_ins import Content, StandIns
-from dcp_rs.dcp.metadata import tensor_properties
+from dcp_rs.engine.metadata import tensor_properties
 from dcp_rs.errors import UnsupportedError
 from dcp_rs.tensors.nesting import Container, TreePath, name_of, text_path
 

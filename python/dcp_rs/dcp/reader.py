@@ -27,11 +27,11 @@ from dcp_rs.dcp.item_reads import ItemReads
 from dcp_rs.dcp.load_planner import RsLoadPlanner, local_reads
 from dcp_rs.dcp.local_items import planner_of
 from dcp_rs.dcp.local_reads import Begun, LocalReads
-from dcp_rs.dcp.metadata import make_metadata
 from dcp_rs.dcp.opened import Opened, answered, check_one_save, opened_of
 from dcp_rs.dcp.stock_arguments import one_of, say_ignored
 from dcp_rs.dcp.torchs_ranks import TorchsRanks
 from dcp_rs.dcp.wanted import common, tell, wanted_of
+from dcp_rs.engine.metadata import make_metadata
 from dcp_rs.engine.optimizer_state import warn_of_left_out_state
 from dcp_rs.engine.ranks import Ranks
 from dcp_rs.engine.reports import LoadReport, Phases

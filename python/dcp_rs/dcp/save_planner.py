@@ -18,13 +18,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from dcp_rs import _core, _torch
 from dcp_rs._shown import call
 from dcp_rs.checkpoint.names import selector, some
-from dcp_rs.dcp.held_items import HeldItem, held_items
 from dcp_rs.dcp.hooks import Methods
 from dcp_rs.dcp.local_items import LocalItems, check_own, note_of, planner_of
 from dcp_rs.dcp.plan_cache import memory
 from dcp_rs.dcp.resolved import Resolved
 from dcp_rs.dcp.save_requests import Planned, kept_items, request_of
-from dcp_rs.dcp.write_items import Nesting, Writes, collect
+from dcp_rs.dcp.write_items import collect
+from dcp_rs.engine.held_items import HeldItem, held_items
+from dcp_rs.engine.writes import Nesting, Writes
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.dtypes import NAMES, cast_to

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_rs import _core
-from dcp_rs.dcp.metadata import tensor_flags
+from dcp_rs.engine.metadata import tensor_flags
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.dtypes import NAMES
 

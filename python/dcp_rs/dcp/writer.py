@@ -26,15 +26,15 @@ from dcp_rs._shown import call
 from dcp_rs._url import StorageOptions, location
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.locate import rank_index_name, warn_of_a_foreign_model
-from dcp_rs.dcp.destination import Destination
 from dcp_rs.dcp.local_paths import stay_here
-from dcp_rs.dcp.metadata import describe_saved, plain_data
 from dcp_rs.dcp.place import Place, arrived, await_place
-from dcp_rs.dcp.reuse import Frozen, Parent
 from dcp_rs.dcp.save_planner import SavedMeta, writes_of
 from dcp_rs.dcp.stock_arguments import STOCK_COPY_AHEAD, judge_writer, one_of
 from dcp_rs.dcp.written import Written, packed, unpacked
+from dcp_rs.engine.destination import Destination
+from dcp_rs.engine.metadata import describe_saved, plain_data
 from dcp_rs.engine.reports import Phases, SaveReport
+from dcp_rs.engine.reuse import Frozen, Parent
 from dcp_rs.errors import PlanError, SaveInProgressError
 from dcp_rs.options import WriteOptions, uuid_of
 from dcp_rs.tensors.dtypes import NAMES

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_rs import _core
-from dcp_rs.dcp.destination import Destination
 from dcp_rs.dcp.place import Place
+from dcp_rs.engine.destination import Destination
 
 __all__ = ["Written", "packed", "unpacked"]
 

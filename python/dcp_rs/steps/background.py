@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp_rs import api
-from dcp_rs.dcp.background import SaveFuture
+from dcp_rs.engine.background import SaveFuture
 from dcp_rs.steps.team import Team
 from dcp_rs.transfer.stage import HostStager
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from dcp_rs import api, optim
 from dcp_rs._warnings import warn_caller
-from dcp_rs.dcp.background import SaveFuture
+from dcp_rs.engine.background import SaveFuture
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import DcpRsError
 from dcp_rs.steps.arguments import check_write_options

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dcp_rs.dcp.reuse import Frozen
+from dcp_rs.engine.reuse import Frozen
 from dcp_rs.steps.keeper import Prepared
 
 __all__ = ["Reusing"]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_rs import _torch
-from dcp_rs.dcp.background import SaveFuture
+from dcp_rs.engine.background import SaveFuture
 from dcp_rs.engine.ranks import Ranks, has_group
 from dcp_rs.errors import PlanError
 

@@ -15,8 +15,8 @@ from dcp_rs._url import location, options_for
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.blocks import BLOCK_BYTES
 from dcp_rs.checkpoint.names import globs
-from dcp_rs.dcp.destination import Destination
-from dcp_rs.dcp.write_items import Writes
+from dcp_rs.engine.destination import Destination
+from dcp_rs.engine.writes import Writes
 from dcp_rs.errors import DcpRsError
 from dcp_rs.options import WriteOptions
 from dcp_rs.tensors.dtypes import NAMES
