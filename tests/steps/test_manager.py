@@ -191,20 +191,17 @@ def test_what_cannot_be_resumed_from_is_passed_over_and_named(run):
         for step in (3, 4):
             manager.save(step, state_of(step))
         os.truncate(data_file(manager, 3), 10)
-        (manager.path(4) / "index.dcprs").unlink()
+        os.truncate(manager.path(4) / "index.dcprs", 10)
         killed(manager, 5)
         with pytest.warns(UserWarning, match="not resumed from") as said:
             assert loaded(manager) == 2
         kinds = [(passed.number, passed.kind) for passed in manager.passed_over]
-        assert kinds == [(5, "unfinished"), (4, "no index"), (3, "damaged")]
+        assert kinds == [(5, "unfinished"), (4, "damaged"), (3, "damaged")]
         assert len(said) == 3
         assert manager.latest_step() == 2
-        # The run goes on over what was damaged or not finished, and stops before what may be whole.
-        manager.save(3, state_of(3))
-        with pytest.raises(CheckpointExistsError, match=r"dcp_rs\.index"):
-            manager.save(4, state_of(4))
-        manager.save(4, state_of(4), force=True)
-        manager.save(5, state_of(5))
+        # The run goes on over what was damaged or not finished.
+        for step in (3, 4, 5):
+            manager.save(step, state_of(step))
         assert numbers(manager) == [2, 3, 4, 5]
         assert loaded(manager) == 5
 
@@ -230,7 +227,7 @@ def test_damage_that_only_reading_finds_is_passed_over_too(run):
 def test_a_run_does_not_begin_anew_beside_checkpoints_that_it_cannot_take(run):
     with CheckpointManager(run) as manager:
         torch.distributed.checkpoint.save(state_of(3), checkpoint_id=manager.path(3), no_dist=True)
-        with pytest.raises(CheckpointNotFoundError, match=r"none can be resumed from: step-3: .*dcp_rs\.index"):
+        with pytest.raises(UnsupportedError, match=r"step-3: .*dcp_rs\.index"):
             loaded(manager)
         with pytest.raises(CheckpointNotFoundError, match=r"no step 3 .*dcp_rs\.index.*it has none"):
             loaded(manager, 3)
@@ -450,17 +447,77 @@ def test_a_step_that_can_never_be_looked_at_is_an_error(run, monkeypatch):
     assert numbers(manager) == [1, 2, 3]
 
 
-def test_a_step_of_a_later_version_makes_no_way(run, monkeypatch):
+def without_index(manager, step):
+    (manager.path(step) / "index.dcprs").unlink()
+
+
+def test_a_newest_step_that_lost_its_index_is_resumed_from(run):
+    """It was passed over with a warning, and the run died there at every restart."""
+    with CheckpointManager(run) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step), metrics={"loss": step})
+        without_index(manager, 2)
+    with CheckpointManager(run, keep_last=2) as manager:
+        with pytest.warns(UserWarning, match=r"step-2 lost its index.*made again"):
+            assert loaded(manager, verify=True) == 2
+        assert manager.passed_over == []
+        assert manager.steps()[-1].metrics == {"loss": 2}
+        for step in (3, 4):
+            manager.save(step, state_of(step))
+    with CheckpointManager(run) as manager:
+        assert loaded(manager) == 4
+        assert numbers(manager) == [2, 3, 4]
+
+
+def test_a_reader_makes_no_index_and_takes_no_older_step(run):
+    with CheckpointManager(run) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step))
+        without_index(manager, 2)
+        with CheckpointManager(run) as reader:
+            with pytest.raises(UnsupportedError, match=r"step-2: .*dcp_rs\.index.*delete\(2\)"):
+                reader.load(state_of(0), take_over=False)
+            assert not (manager.path(2) / "index.dcprs").exists()
+            assert reader.load(state_of(0), 1, take_over=False) == 1
+
+
+def test_a_step_that_lost_its_index_and_is_damaged_is_replaced(run):
+    with CheckpointManager(run) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step))
+        without_index(manager, 2)
+        flip(manager, 2)
+        with pytest.warns(UserWarning, match="lost its index"):  # the new one has digests of what is there
+            assert manager.load(state_of(0)) == 2
+        without_index(manager, 2)
+        os.truncate(data_file(manager, 2), 10)
+    with CheckpointManager(run) as manager:
+        with pytest.warns(UserWarning, match="not resumed from step-2"):
+            assert loaded(manager) == 1
+        manager.save(2, state_of(2))
+        assert loaded(manager) == 2
+
+
+def test_a_newest_step_of_a_later_version_is_raised(run, monkeypatch):
+    """An older one was resumed with a warning, hours were lost, and the run died at the newest at every restart."""
     manager = CheckpointManager(run)
-    manager.save(1, state_of(1))
-    manager.save(2, state_of(2))
+    for step in (1, 2, 3):
+        manager.save(step, state_of(step))
     failing(monkeypatch, UnsupportedError("of a later version"), times=10**9)
-    with pytest.warns(UserWarning, match="not resumed from step-2: of a later version"):
-        assert loaded(manager) == 1
+    assert loaded(manager) == 3  # what is older does not matter
+    manager.delete(3)
+    with pytest.raises(UnsupportedError, match=r"step-2: of a later version.*load\(state, N\).*delete\(2\)"):
+        loaded(manager)
     with pytest.raises(CheckpointExistsError, match=r"step 2 cannot be saved to .*of a later version"):
         manager.save(2, state_of(0))
+    # To go back is for the user to say. After that nothing is in the way.
+    manager.delete(2)
+    assert loaded(manager) == 1
     monkeypatch.undo()
-    assert loaded(manager) == 2
+    for step in (2, 3):
+        manager.save(step, state_of(step))
+    with CheckpointManager(run) as manager:
+        assert loaded(manager) == 3
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -317,7 +317,8 @@ def test_a_name_in_another_form_is_no_step(root):
 def test_notes_need_not_be_right(root, notes):
     folder = save(root, 10, {"loss": 1.0})
     (folder / f"saved-{10:032x}.json").write_text(notes)
-    step = root.latest()
+    with pytest.warns(UserWarning, match=f"saved-{10:032x}.json is no note of a save"):
+        step = root.latest()
     assert step.metrics == {}
     assert step.saved == (folder / "index.dcprs").stat().st_mtime
 
@@ -329,7 +330,8 @@ def test_a_note_that_is_no_regular_file_is_none(root, make):
     note = folder / f"saved-{10:032x}.json"
     note.unlink()
     make(note)
-    assert root.latest().metrics == {}
+    with pytest.warns(UserWarning, match="no note of a save"):
+        assert root.latest().metrics == {}
     without_index(folder)
     note.rename(folder / f"saving-{10:032x}.json")
     assert only_passed_over(root).kind == "unfinished"

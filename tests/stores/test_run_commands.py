@@ -42,7 +42,7 @@ def test_the_steps_of_a_run(does, run):
     assert out[0].split() == ["step", "age", "size", "new", "reused", "verified", "metrics"]
     assert [line.split()[0] for line in out[1:4]] == ["100", "200", "300"]
     assert out[1].endswith("loss=2")
-    assert out[4].startswith("passed over  step-400: it is complete, but its index.dcprs is gone: dcp-rs index")
+    assert out[4].startswith("passed over  step-400: its save did not finish, or goes on")
     assert out[5].startswith("3 steps, ")
     for command in ("ls", "inspect"):
         assert [row.split()[0] for row in does(command, f"{run}/").splitlines()] == [row.split()[0] for row in out]
@@ -55,7 +55,7 @@ def test_the_steps_of_a_run_for_programs(does, run, server):
     assert found["latest"] == 300
     assert [step["path"] for step in found["steps"]] == [f"{run}/step-{number}" for number in (100, 200, 300)]
     assert found["bytes"] == sum(step["bytes"] for step in found["steps"])
-    assert [(passed["step"], passed["kind"]) for passed in found["passed_over"]] == [(400, "no index")]
+    assert [(passed["step"], passed["kind"]) for passed in found["passed_over"]] == [(400, "unknown")]
 
 
 def test_what_is_not_kept_is_removed_when_that_is_asked_for(does, run, server):

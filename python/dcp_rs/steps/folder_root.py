@@ -333,8 +333,8 @@ def _noted(path: Path, save_id: str) -> dict[str, Any]:
     """What was noted of a save."""
     for name in (saved_name(save_id), saving_name(save_id)):
         with suppress(OSError):
-            if noted := notes.of(_read_note(path / name) or b""):
-                return noted
+            if (data := _read_note(path / name)) is not None:
+                return notes.of(path / name, data)
     return {}
 
 
@@ -345,10 +345,10 @@ def _owners(path: Path, names: Sequence[str]) -> list[Owner]:
 
 
 def _read_note(path: Path) -> bytes | None:
-    """The bytes of a note, or a few of one that is too long; None where there is no regular file."""
+    """Return the bytes of a note, or a few of one that is too long; none of what is no regular file. None if nothing is there."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe is to wait for who writes to it
-            return None
+            return b""
         with path.open("rb") as file:
             return file.read(notes.MOST + 1)
     except FileNotFoundError:

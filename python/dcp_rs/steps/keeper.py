@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dcp_rs.checkpoint.verify import index
 from dcp_rs.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CorruptDataError,
     DcpRsError,
     SaveInProgressError,
     UnsupportedError,
@@ -25,6 +27,8 @@ __all__ = ["Keeper", "Prepared"]
 
 #: What is passed over without further ado: there never was a checkpoint.
 _NEVER_WHOLE = ("unfinished", "in use", "unknown")
+#: What may be whole, and cannot be loaded.
+_NOT_KNOWN = ("no index", "foreign")
 #: Of what is passed over, what is known to be of no use.
 _OF_NO_USE = ("unfinished", "damaged")
 
@@ -202,14 +206,15 @@ class Keeper:
         return f"of {self._root.path} these steps could be removed: {sizes}"
 
     def choose(self, step: int | None, damaged: Mapping[int, str]) -> tuple[int | None, list[PassedOver]]:
-        """The step to load, and what was passed over for it.
+        """Return the step to load, and what was passed over for it.
 
         Args:
-            step: default: the newest that is whole.
+            step: default: the newest that is whole. One that only lost its index gets it back.
             damaged: steps that turned out not to be, and why.
 
         Raises:
-            CheckpointNotFoundError: there is no such step; or there are some, and none is whole.
+            CheckpointNotFoundError: there is no such step; or there are some, and all are damaged.
+            UnsupportedError: nothing tells whether a newer step is whole.
             OSError: a step cannot be looked at, and may be the one.
         """
         if step is not None:
@@ -219,7 +224,11 @@ class Keeper:
             return step, []
         passed: list[PassedOver] = []
         for found in self._root.newest():
+            if isinstance(found, PassedOver) and found.kind == "no index":
+                found = self._with_its_index(found)  # noqa: PLW2901
             if isinstance(found, PassedOver):
+                if found.kind in _NOT_KNOWN:
+                    raise self._not_known(found)
                 passed.append(found)
             elif found.number in damaged:
                 why = damaged[found.number]
@@ -232,6 +241,29 @@ class Keeper:
             msg = f"{self._root.path} has steps, and none can be resumed from: {'; '.join(map(str, lost))}"
             raise CheckpointNotFoundError(msg, path=self._root.path)
         return None, passed
+
+    def _with_its_index(self, found: PassedOver) -> Step | PassedOver:
+        """Make the index of a step again whose data is complete. Only the process that took the run over may."""
+        if self._root.run is None:
+            return found
+        try:
+            with self._root.holding():
+                index(found.path)
+        except CheckpointExistsError:  # another process was faster
+            pass
+        except CorruptDataError as error:
+            return PassedOver(number=found.number, path=found.path, why=str(error), kind="damaged")
+        else:
+            self._tell(f"{found.path.name} lost its index, which was made again from its data")
+        return self._root.look_at(found.number) or found
+
+    def _not_known(self, found: PassedOver) -> UnsupportedError:
+        n = found.number
+        msg = (
+            f"{self._root.path} cannot be resumed: {found}. Nothing tells whether {found.path.name} is whole, so no older step takes its "
+            f"place. To go on from step N, say load(state, N); to give it up, say delete({n})"
+        )
+        return UnsupportedError(msg, path=found.path)
 
     def delete(self, step: int) -> None:
         """Removes a step.

@@ -288,7 +288,7 @@ class CheckpointManager:
         Args:
             state_dict: as for :func:`dcp_rs.load`.
             step: default: the newest that is committed and whole. One that turns out to be damaged is passed over too (every byte is looked at with
-                ``verify=True``). What was passed over is warned of, and in ``passed_over``.
+                ``verify=True``). What was passed over is warned of, and in ``passed_over``. One that lost only its index gets it back, with a warning.
             planner, read_options: as for :func:`dcp_rs.load`.
             take_over: this process goes on with the run. The next save of a job that ran before raises a ``RunTakenOverError``, and that job removes
                 nothing any more. ``False``: for an evaluation beside training.
@@ -297,7 +297,8 @@ class CheckpointManager:
             The step that was loaded; None where no step was ever saved, and ``state_dict`` is as it was.
 
         Raises (on every rank):
-            CheckpointNotFoundError: the root has no such step; or, without ``step``, it has steps, and none can be loaded.
+            CheckpointNotFoundError: the root has no such step; or, without ``step``, it has steps, and all are damaged.
+            UnsupportedError: nothing tells whether a newer step is whole: it is of a later version, say. No older one is loaded.
             CorruptDataError: a step is damaged, and the one before lacks something that may hold values of the damaged one by now
                 (``allow_partial_load``). Make the state anew.
             OSError: a newer step cannot be looked at, though it was asked for several times. It may be whole, so no older one is loaded.
@@ -345,6 +346,7 @@ class CheckpointManager:
         if self._team.leads:
             for passed in self.passed_over:
                 warn_caller(f"not resumed from {passed}")
+        self._warn()
         self.resumed = self._done = number
         return number
 

@@ -13,7 +13,10 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from dcp_rs._warnings import warn_caller
 
 __all__ = [
     "MOST",
@@ -96,15 +99,18 @@ def of_run(run: str) -> bytes:
     return json.dumps({"run": run, "host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}).encode()
 
 
-def of(data: bytes) -> dict[str, Any]:
-    """``saved``, in seconds since 1970, and ``metrics`` of a note; nothing of one that cannot be read."""
+def of(path: Path, data: bytes) -> dict[str, Any]:
+    """Return ``saved``, in seconds since 1970, and ``metrics`` of a note. One that cannot be read counts as none, with a warning."""
     noted = _parsed(data)
     try:
         metrics = {str(name): float(value) for name, value in noted["metrics"].items()}
         saved = float(noted["saved"])
+        if math.isfinite(saved):
+            return {"saved": saved, "metrics": metrics}
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-        return {}
-    return {"saved": saved, "metrics": metrics} if math.isfinite(saved) else {}
+        pass
+    warn_caller(f"{path} is no note of a save, so the step counts as one without metrics, and as old as its index")
+    return {}
 
 
 def owner_of(data: bytes | None) -> Owner | None:

@@ -12,10 +12,9 @@ from typing import Any
 
 from dcp_rs import _core
 from dcp_rs._url import StorageOptions, Url, options_for
-from dcp_rs.checkpoint.locate import INDEX_NAME, STOCK_NAME, is_data_file
+from dcp_rs.checkpoint.locate import INDEX_NAME, STOCK_NAME
 from dcp_rs.checkpoint.verify import VerifyReport, verify
 from dcp_rs.errors import (
-    CheckpointNotFoundError,
     CorruptDataError,
     CorruptIndexError,
     StoragePreconditionError,
@@ -23,7 +22,7 @@ from dcp_rs.errors import (
 )
 from dcp_rs.steps import notes
 from dcp_rs.steps.notes import saved_name, saving_name, verified_name
-from dcp_rs.steps.objects import Objects, Removal, is_own, is_removal, walk
+from dcp_rs.steps.objects import Objects, is_own, walk
 from dcp_rs.steps.root import Listing, PassedOver, Root, Step, Why, is_step
 
 __all__ = ["StoreRoot"]
@@ -110,7 +109,7 @@ class StoreRoot(Root):
         for number, objects in listed.items():
             known = self._known.get(number)
             if INDEX_NAME not in objects.files:
-                found[number] = self._without_index(store, number, objects)
+                found[number] = self._without_index(number, objects)
             elif known is not None and known[0] == objects.key:
                 found[number] = known[1]
             else:
@@ -120,7 +119,10 @@ class StoreRoot(Root):
             found[number] = self._with_index(store, number, listed[number], data)
         noted = {number: name for number in unread if (name := _note_of(found[number], listed[number]))}
         read = _read(store, [self.folder(number) / name for number, name in noted.items()])
-        told = {number: notes.of(data or b"") for number, data in zip(noted, read, strict=True)}
+        told = {
+            number: {} if data is None else notes.of(self.folder(number) / noted[number], data)
+            for number, data in zip(noted, read, strict=True)
+        }
         for number in unread:
             step = found[number]
             if isinstance(step, Step):
@@ -165,34 +167,19 @@ class StoreRoot(Root):
             verified=verified_name(save_id) in objects.files,
         )
 
-    def _without_index(self, store: _core.Store, number: int, objects: Objects) -> PassedOver | None:
-        path, there = self.folder(number), objects
-        left, strange = set(objects.files), [name for name in (*objects.files, *objects.folders) if not is_own(name)]
-        if objects.removals:
-            there = walk(store, path)
-            left = set(there.files) - self._doomed(store, path, there)
-            strange = [name for name in left if not is_own(name)]
-        if not left and not strange:
+    def _without_index(self, number: int, objects: Objects) -> PassedOver | None:
+        """Return the state of a prefix without an index. Nothing tells a killed save or removal from one that goes on but age."""
+        if not objects.files and not objects.folders:
             return None
+        strange = [name for name in (*objects.files, *objects.folders) if not is_own(name)]
         kind: Why
         if strange:
             kind, why = "foreign", f"it has no {INDEX_NAME}, and holds {min(strange)}: dcp_rs.index(path) may adopt it"
-        elif (there.settled or not there.unsettled) and self._is_whole(store, path, left):
-            kind, why = "no index", f"it is complete, but its {INDEX_NAME} is gone: dcp_rs.index(path) makes it"
-        elif any(there.files[name].is_young for name in left):
+        elif any(found.is_young for found in objects.files.values()):
             kind, why = "unknown", "its save did not finish, or goes on: a store does not tell"
         else:
             kind, why = "unfinished", "its save did not finish"
-        return PassedOver(number=number, path=path, why=why, kind=kind)
-
-    def _is_whole(self, store: _core.Store, path: Path, left: set[str]) -> bool:
-        if not any(map(is_data_file, left)):
-            return False
-        try:
-            found = store.leftovers(os.fspath(path), None)
-        except CheckpointNotFoundError:  # removed meanwhile
-            return False
-        return any(leftover.verdict == "whole" and leftover.path.name in left for leftover in found)
+        return PassedOver(number=number, path=self.folder(number), why=why, kind=kind)
 
     # --- whose run it is ---------------------------------------------------------------------------------
 
@@ -235,12 +222,14 @@ class StoreRoot(Root):
     # --- removal ---------------------------------------------------------------------------------------
 
     def remove(self, number: int) -> None:
-        """Removes a step: its index, with which it ends, then data, then notes. What a save that goes on there may have stored stays, if the step was whole.
+        """Remove a step: its index, with which it ends, then the rest.
+
+        What a kill leaves of it is no step, and is for :meth:`sweep`, a day later. What a save that goes on there may have stored stays.
 
         Raises:
             RunTakenOverError: another run began here.
             StoragePreconditionError: the step is another one than it was a moment ago.
-            StorageError: the first object that could not be removed; the others were tried. What is left is no step, and is for :meth:`sweep`.
+            StorageError: the first object that could not be removed; the others were tried.
         """
         store, path = self._store(), self.folder(number)
         objects = walk(store, path)
@@ -252,73 +241,30 @@ class StoreRoot(Root):
             _delete(store, path, {name for name in doomed if not objects.files[name].is_young})
             return
         (data,) = store.read([path / INDEX_NAME])
-        save_id = ""
-        with suppress(CorruptIndexError):  # it names nothing: all that is there goes
+        with suppress(CorruptIndexError, UnsupportedError):  # it names nothing: all that is there goes
             index = _core.Index.from_bytes(data or b"", os.fspath(path / INDEX_NAME), False)
             save_id = (index.save_id or "").replace("-", "")
             others = objects.of_others({file.name for file in index.files()}, save_id)
             doomed -= {name for name in others if objects.files[name].is_young}
-        removal = Removal.name_of(save_id)
-        store.put(path / removal, Removal(save_id, frozenset(doomed - {INDEX_NAME})).to_bytes())
-        ((files, _),) = store.list([path])
-        now = Objects.of(files, ()).files.get(INDEX_NAME)
-        if now is not None and (data is None or _tag(now) != _tag(objects.files[INDEX_NAME])):
-            store.remove([path / removal])
-            raise _saved_anew(number, path)
         self._known.pop(number, None)
-        if now is not None:
-            try:
-                with self.holding():
-                    store.remove_seen(path / INDEX_NAME)
-            except StoragePreconditionError:
-                # Whether the one before was removed or replaced is not known: what is noted of it stays, for a sweep.
-                raise _saved_anew(number, path) from None
+        try:
+            with self.holding():
+                store.remove_seen(path / INDEX_NAME)
+        except StoragePreconditionError:
+            # Whether the one before was removed or replaced is not known. What is left of it goes in a day.
+            raise _saved_anew(number, path) from None
         _delete(store, path, doomed - {INDEX_NAME})
-        store.remove([path / removal])
 
     def sweep(self) -> Listing:
-        """Goes on with removals that were cut short, removes what killed saves left a day ago and earlier, beside a step that is whole too."""
+        """Remove what killed saves and removals left a day ago and earlier, beside a step that is whole too."""
         self._listed = {}
         found = self.look()
-        whole = {step.number: step for step in found.steps}
-        for number in [*whole, *(set(self._listed) - set(whole))]:
-            objects = self._listed.pop(number)
-            if objects.removals:
-                self._finish(number, objects)
-            if number in whole:
-                self._tidy(whole[number], objects)
+        for step in found.steps:
+            self._tidy(step, self._listed[step.number])
         for left in found.left:
             self.remove(left.number)
+        self._listed = {}
         return found
-
-    def _doomed(self, store: _core.Store, path: Path, objects: Objects) -> set[str]:
-        """What removals that were begun have still to remove, with their own notes."""
-        names = objects.removals
-        noted = map(Removal.of, store.read([path / name for name in names]))
-        return {*names}.union(*(removal.files for removal in noted if removal is not None))
-
-    def _finish(self, number: int, objects: Objects) -> None:
-        """Goes on with the removals that were begun of what was at a step."""
-        store, path = self._store(), self.folder(number)
-        (data,) = store.read([path / INDEX_NAME])
-        kept: set[str] = set()
-        if data is not None:
-            try:
-                index = _core.Index.from_bytes(data, os.fspath(path / INDEX_NAME), False)
-            except (CorruptIndexError, UnsupportedError):  # nobody knows what it names
-                return
-            kept = {file.name for file in index.files()}
-            save_id = (index.save_id or "").replace("-", "")
-        for name, noted in zip(objects.removals, store.read([path / name for name in objects.removals]), strict=True):
-            removal = Removal.of(noted)
-            if data is not None and (removal is None or removal.save_id == save_id):
-                # It did not come as far as the index, or is about to.
-                if not objects.files[name].is_young:
-                    store.remove([path / name])
-                continue
-            if removal is not None:
-                _delete(store, path, removal.files - kept)
-            store.remove([path / name])
 
     def _tidy(self, step: Step, objects: Objects) -> None:
         """Removes what other saves left beside a step, a day ago and earlier."""
@@ -357,7 +303,7 @@ def _tag(found: Any) -> tuple[object, ...]:
 
 def _delete(store: _core.Store, folder: Path, names: set[str] | frozenset[str]) -> None:
     """Data first: what is noted of it tells for longest what it was."""
-    noted = {name for name in names if notes.is_note(name) or is_removal(name)}
+    noted = {name for name in names if notes.is_note(name)}
     for some in (names - noted, noted):
         if some:
             store.remove([folder / name for name in sorted(some)])
