@@ -1,5 +1,6 @@
 """State dicts that cover what a checkpoint can hold, and destinations for them. Nothing here comes from the package under test."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -25,14 +26,13 @@ ALL_DTYPES: list[torch.dtype] = [getattr(torch, name) for name, _, _ in DTYPES.v
 
 def random_tensor(shape: tuple[int, ...] = (4, 6), dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     """Random bits, so that NaNs with payloads, infinities and subnormal numbers occur."""
-    generator = torch.Generator().manual_seed(seed)
-    count = 1
-    for size in shape:
-        count *= size
+    count = math.prod(shape)
     if dtype == torch.bool:
-        return torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8, device="cpu").view(dtype)
-    itemsize = dtype.itemsize
-    raw = torch.randint(0, 256, (count * itemsize,), generator=generator, dtype=torch.uint8, device="cpu")
+        data = np.random.default_rng(seed).integers(0, 2, count, dtype=np.uint8).tobytes()
+    else:
+        data = np.random.default_rng(seed).bytes(count * dtype.itemsize)
+    # `frombuffer` refuses what is empty.
+    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
     return raw.view(dtype).reshape(shape)
 
 
