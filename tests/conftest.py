@@ -29,6 +29,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "bounded"))
 
 
 def pytest_configure() -> None:
+    os.environ.setdefault("DCP_RS_DEBUG", "1")  # all frames, of a test that fails
     start_server()  # for this process and for those that share the tests, which inherit its address
 
 

@@ -26,7 +26,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
             {"checkpoint"},
             {"transfer"},
             {"tensors"},
-            {"options", "_torch", "_warnings"},
+            {"options", "_torch", "_tracebacks", "_warnings"},
             {"_progress", "_signals"},
             {"_shown"},
             {"_url"},

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dcp_rs
-from dcp_rs import RsLoadPlanner
+from dcp_rs import HostStager, RsLoadPlanner, RsReader, RsSavePlanner, RsWriter
 from dcp_rs.checkpoint.names import natural, nearest
 from dcp_rs.cli import main
 from support.both import save_rs, save_stock
@@ -26,6 +26,12 @@ def world(tmp_path_factory):
     save_rs({f"model.{name}": value for name, value in MODEL.items()}, folder / "model")
     save_rs({f"module.{name}": value for name, value in MODEL.items()}, folder / "ddp")
     save_rs({"epoch": 3, "embedding.weight": torch.ones(2)}, folder / "named")
+    save_rs({f"layers.{i}.weight": torch.ones(1) for i in (77, 777, 13777)}, folder / "deep")
+    for part in ("unet", "vae"):
+        (folder / "pipeline" / part).mkdir(parents=True)
+        dcp_rs.save_file({"w": torch.ones(1)}, folder / "pipeline" / part / "diffusion_pytorch_model.safetensors")
+    (folder / "pipeline" / "model_index.json").write_text("{}")
+    (folder / "notes.txt").write_text("lr 3e-4")
     save_stock(MODEL, folder / "stock")
     for step in (2, 10, 9):
         shutil.copytree(folder / "bare", folder / "run" / f"step-{step}")
@@ -70,6 +76,9 @@ MISTAKES: list[Mistake] = [
     ("no prefix", lambda w: load(prefixed(""), w / "model"), "names of the checkpoint begin with 'model.': planner=RsLoadPlanner(rename={'model': ''}) finds them"),
     ("DDP's for the model's", lambda w: load(prefixed("model."), w / "ddp"), "rename={'module': 'model'}) finds them"),
     ("a rename the wrong way", lambda w: load({"epoch": 0}, w / "named", planner=RsLoadPlanner(rename={"epoch": "epocs"})), "rename= gives no entry this name; did you mean 'epocs'?"),
+    ("a letter beside a number", lambda w: dcp_rs.open(w / "deep")["layers.777.wieght"], "did you mean 'layers.777.weight'?"),
+    ("a container", lambda w: dcp_rs.open(w / "model")["model.layers"], "it is a container of 6 entries, such as 'model.layers.0.bias'"),
+    ("a container of one entry", lambda w: dcp_rs.open(w / "named")["embedding"], "it is a container of one entry 'embedding.weight'"),
     # the wrong object
     ("a module to save", lambda w: save(torch.nn.Linear(2, 2), w / "new"), "a Linear is not a state dict: give {'model': it}"),
     ("a module to load", lambda w: load(torch.nn.Linear(2, 2), w / "bare"), "or its state_dict()"),
@@ -78,10 +87,34 @@ MISTAKES: list[Mistake] = [
     ("parameters", lambda w: save(torch.nn.Linear(2, 2).parameters(), w / "new"), "a generator is not a state dict: give a dict"),
     ("a tensor", lambda w: save(torch.ones(2), w / "new"), "as in {'items': it}"),
     ("swapped", lambda w: load(str(w / "bare"), {}), "the state dict comes first, then the path"),
+    ("a save's planner, to load", lambda w: load({}, w / "bare", planner=RsSavePlanner()), "planner= of a load takes a planner such as RsLoadPlanner(...), not RsSavePlanner, which plans a save"),
+    ("a load's planner, to save", lambda w: save({}, w / "new", planner=RsLoadPlanner()), "such as RsSavePlanner(...), not RsLoadPlanner, which plans a load"),
+    ("a class for a planner", lambda w: load({}, w / "bare", planner=RsLoadPlanner), "not the class RsLoadPlanner"),
+    ("text for a planner", lambda w: save({}, w / "new", planner="RsSavePlanner"), "such as RsSavePlanner(...), not str"),
+    ("a class for a planner, in the background", lambda w: dcp_rs.async_save({}, w / "new", planner=RsSavePlanner, no_dist=True), "not the class RsSavePlanner"),
+    ("a planner, in an optimizer's load", lambda w: dcp_rs.optim.load_training_state(w / "bare", torch.nn.Linear(2, 2), planner=RsSavePlanner(), no_dist=True), "not RsSavePlanner, which plans a save"),
+    ("a reader for a path", lambda w: load({}, RsReader("ckpt")), "a path is text or a pathlib.Path, not RsReader: pass 'ckpt'"),
+    ("a writer for a path", lambda w: save({}, RsWriter("ckpt")), "a path is text or a pathlib.Path, not RsWriter: pass 'ckpt'"),
+    ("a reader, to open", lambda w: dcp_rs.open(RsReader("ckpt")), "not RsReader: pass 'ckpt'"),
+    ("a path for a reader", lambda w: dcp_rs.load_state_dict({}, "ckpt", no_dist=True), "storage_reader= is a path: pass RsReader('ckpt'), or call dcp_rs.load(state_dict, path)"),
+    ("a writer for a reader", lambda w: dcp_rs.load_state_dict({}, RsWriter("ckpt"), no_dist=True), "takes a reader such as RsReader(path), not RsWriter"),
+    ("no path", lambda w: dcp_rs.open(None), "a path is text or a pathlib.Path, not None"),
+    ("a number for a path", lambda w: save({}, 3), "a path is text or a pathlib.Path, not int"),
+    ("an empty path", lambda w: save({}, ""), "the path is empty: '.' is the current folder"),
+    ("a backend for a process group", lambda w: dcp_rs.save({}, w / "new", process_group="gloo"), "process_group= takes a group, as torch.distributed.new_group() returns, not str"),
+    ("a class for a stager", lambda w: dcp_rs.async_save({}, w / "new", stager=HostStager, no_dist=True), "stager= takes a HostStager(cache=True), to keep and pass again, not the class HostStager"),
+    ("a state dict for a step", lambda w: dcp_rs.CheckpointManager(w / "new", no_dist=True).save({}, 1), "an integer from 0 on"),
     # the wrong path
     ("a typo in a path", lambda w: dcp_rs.open(w / "moddel"), "did you mean"),
     ("a folder above steps", lambda w: dcp_rs.open(w / "run"), "checkpoints are in it: 'step-10', 'step-9', 'step-2'; open"),
     ("a folder above, to load", lambda w: load(prefixed(""), w / "run"), "checkpoints are in it: 'step-10'"),
+    ("a folder of several models", lambda w: dcp_rs.open(w / "pipeline"), "checkpoints are in it: 'vae', 'unet'; open"),
+    ("a text file", lambda w: dcp_rs.open(w / "notes.txt"), "notes.txt: a single file has to be a .safetensors file, a file of torch.save, or the .index.json of one of them"),
+    ("a URL with one slash", lambda w: dcp_rs.open("s3:/bucket/step-10"), "a URL has two slashes after the colon: s3://bucket/step-10"),
+    ("a URL with one slash, to save to", lambda w: save({}, "s3:/bucket/step-10"), "a URL has two slashes after the colon: s3://bucket/step-10"),
+    ("a URL as a Path", lambda w: dcp_rs.open(Path("s3://bucket/step-10")), "a URL is given as text, and not as a pathlib.Path, which makes one slash of two"),
+    ("a folder that cannot be made", lambda w: save({}, "/proc/none/new"), "[Errno 2] cannot create: No such file or directory: '/proc/none'"),
+    ("a checkpoint that is to stay", lambda w: save({}, w / "bare", overwrite=False), "bare, and overwrite=False: pass overwrite=True, or another path"),
     ("a hub id", lambda w: dcp_rs.open("meta-llama/Llama-3.1-8B"), "huggingface_hub.snapshot_download('meta-llama/Llama-3.1-8B')"),
     ("a data file of torch's", lambda w: dcp_rs.open(w / "stock" / "__0_0.distcp"), "it is a data file of the checkpoint"),
     ("the only tensor of one of torch's", lambda w: dcp_rs.open(w / "single" / "__0_0.distcp"), "single: open that folder"),
@@ -102,6 +135,7 @@ MISTAKES: list[Mistake] = [
     ("overwrite= of a manager", lambda w: dcp_rs.CheckpointManager(w / "new", overwrite=True), "save(step, state_dict, force=True) replaces one"),
     ("parent= of a manager", lambda w: dcp_rs.CheckpointManager(w / "new", parent=w / "bare"), "reuse="),
     ("save_id= of a manager", lambda w: dcp_rs.CheckpointManager(w / "new", save_id="0" * 32), "each step gets one of its own"),
+    ("a policy of a manager", lambda w: dcp_rs.CheckpointManager(w / "new", keep_lst=2), "CheckpointManager has no option 'keep_lst': did you mean 'keep_last'?"),
     ("a value of an option", lambda w: dcp_rs.open(w / "bare", io="mmapped"), "one of 'auto', 'mmap'"),
     ("a function", lambda w: dcp_rs.opne, "did you mean 'open'?"),  # type: ignore[attr-defined]
     # the command line

@@ -10,6 +10,8 @@ __all__ = ["Shown", "call", "size", "table"]
 
 #: Names, and rows, that stand for all of a longer list.
 _NAMED, _ROWS = 2, 100
+#: Entries of an option that are all shown.
+_LISTED = 8
 
 
 class Shown:
@@ -41,8 +43,17 @@ def _short(name: str, value: Any) -> str:
 
 def call(name: str, given: Mapping[str, Any]) -> str:
     """As it was made: ``name(option=value, ...)``, without what is None."""
-    parts = [f"{option}={value!r}" for option, value in given.items() if value is not None]
+    parts = [f"{option}={_brief(value)}" for option, value in given.items() if value is not None]
     return f"{name}({', '.join(parts)})"
+
+
+def _brief(value: Any) -> str:
+    """Return the value's text; of a long mapping or collection its first entries and how many more there are."""
+    if not isinstance(value, Mapping | list | tuple | set | frozenset) or len(value) <= _LISTED:
+        return repr(value)
+    first = list(value)[:_NAMED]
+    shown = [f"{one!r}: {value[one]!r}" for one in first] if isinstance(value, Mapping) else map(repr, first)
+    return f"<{type(value).__name__} of {len(value):,}: {', '.join(shown)}, ...>"
 
 
 def size(nbytes: float) -> str:

@@ -62,20 +62,23 @@ def location(path: str | bytes | os.PathLike[str]) -> Path:
     Raises:
         UnsupportedError: a scheme that no store is known for, a URL with credentials or an empty part in it, or one that was made a
             :class:`~pathlib.Path`, which lost a slash of it.
-        TypeError: a path as bytes.
+        TypeError: a path as bytes, or something that is no path.
+        ValueError: an empty path.
     """
     if isinstance(path, Path):
         if not isinstance(path, Url) and _MANGLED.match(str(path)):
             msg = f"{path}: a URL is given as text, and not as a pathlib.Path, which makes one slash of two"
             raise UnsupportedError(msg, path=path)
         return path
-    text = os.fspath(path)  # of callers without a type checker
+    if not isinstance(path, str | bytes | os.PathLike):  # callers without a type checker
+        raise TypeError(_no_path(path))
+    text = os.fspath(path)
     if isinstance(text, bytes):
         msg = f"a path is text or a pathlib.Path, and this one is bytes, {text!r}: pass os.fsdecode(path)"
         raise TypeError(msg)
     scheme = _SCHEME.match(text)
     if scheme is None:
-        return Path(text)
+        return _of_file_system(text)
     name = scheme[1].lower()
     host, _, rest = text[scheme.end() :].partition("/")
     if "@" in host or "?" in text or "#" in text:  # before anything is said of the rest
@@ -94,6 +97,24 @@ def location(path: str | bytes | os.PathLike[str]) -> Path:
         msg = f"{text}: two slashes with nothing between them: such a name cannot be read"
         raise UnsupportedError(msg, path=text)
     return Url(f"{name}://{host}/{rest}")
+
+
+def _of_file_system(text: str) -> Path:
+    if not text:
+        raise ValueError("the path is empty: '.' is the current folder")
+    if _MANGLED.match(text):
+        msg = f"{text}: a URL has two slashes after the colon: {text.replace(':/', '://', 1)}"
+        raise UnsupportedError(msg, path=text)
+    return Path(text)
+
+
+def _no_path(value: Any) -> str:
+    """Return the message for an argument that is no path."""
+    if value is None or isinstance(value, type):
+        return f"a path is text or a pathlib.Path, not {'None' if value is None else f'the class {value.__name__}'}"
+    own = getattr(value, "checkpoint_id", None) or getattr(value, "path", None)
+    instead = f": pass {os.fspath(own)!r}, which it was made with" if isinstance(own, str | os.PathLike) else ""
+    return f"a path is text or a pathlib.Path, not {type(value).__name__}{instead}"
 
 
 class StorageOptions(Mapping[str, str]):

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_rs import _torch
+from dcp_rs._tracebacks import short_traceback, shorten
 from dcp_rs.dcp import plan_cache, protocol
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.reader import RsReader
@@ -23,7 +24,7 @@ from dcp_rs.dcp.save_planner import RsSavePlanner
 from dcp_rs.dcp.stock_arguments import say_ignored
 from dcp_rs.dcp.writer import RsWriter
 from dcp_rs.engine import background
-from dcp_rs.engine.arguments import check_options, check_state_dict
+from dcp_rs.engine.arguments import check_options, check_planner, check_reader, check_stager, check_state_dict
 from dcp_rs.engine.background import SaveFuture
 from dcp_rs.engine.ranks import Ranks
 from dcp_rs.engine.reports import LoadReport, SavedMetadata
@@ -42,6 +43,7 @@ BeginLoad = Callable[[], tuple[dict[str, Any], StorageReader, LoadPlanner]]
 BeginSave = Callable[[], tuple[dict[str, Any], RsWriter, SavePlanner]]
 
 
+@short_traceback
 def load_state_dict(
     state_dict: dict[str, Any],
     storage_reader: StorageReader,
@@ -66,6 +68,8 @@ def load_state_dict(
 
     def begin() -> tuple[dict[str, Any], StorageReader, LoadPlanner]:
         check_state_dict(state_dict)
+        check_reader(storage_reader)
+        check_planner("load", planner)
         storage_reader.reset()
         if planner is None:
             own = RsLoadPlanner() if isinstance(storage_reader, RsReader) else DefaultLoadPlanner()
@@ -77,6 +81,7 @@ def load_state_dict(
     return storage_reader.report if isinstance(storage_reader, RsReader) else None
 
 
+@short_traceback
 def load(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str],
@@ -111,6 +116,7 @@ def load(
         if reader is None:
             check_state_dict(state_dict, path)
             check_options("load", read_options, RsReader)
+            check_planner("load", planner)
             # In one order on all ranks, for what is stateful may talk to the others.
             values = {key: state_dict[key] for key in sorted(state_dict, key=str)}
             stateful.update(stateful_values(values))
@@ -130,6 +136,7 @@ def load(
     return (reader.report if reader is not None else None) or LoadReport()
 
 
+@short_traceback
 def save(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str],
@@ -163,6 +170,7 @@ def save(
         check_state_dict(state_dict, path)
         background.check_free(path)
         check_options("save", write_options, RsWriter)
+        check_planner("save", planner)
         _say_what_is_ignored("save", write_options)
         writer = RsWriter(path, **write_options)
         return _without_stateful(state_dict), writer, RsSavePlanner() if planner is None else planner
@@ -218,6 +226,7 @@ def _without_stateful(state_dict: dict[str, Any], *, copy_buffers: bool = False)
     )
 
 
+@short_traceback
 def async_save(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str],
@@ -280,6 +289,8 @@ def async_save(
         background.enter(path, future)
         give_room = background.take_room()
         check_options("async_save", write_options, RsWriter)
+        check_planner("save", planner)
+        check_stager(stager)
         _say_what_is_ignored("async_save", write_options)
         writer = RsWriter(path, **write_options)
         writer.stage_with(stager or HostStager())
@@ -328,6 +339,7 @@ def _fulfil(
         try:
             writer.close()  # where the copy failed, nobody did
         finally:
+            shorten(error)
             future.set_exception(error)
             # Its words alone: who keeps records of the log would keep what was staged, by the frames of the error.
             _log.error("the save in the background to %s failed: %s", os.fspath(writer.path), str(error))

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 
+from dcp_rs._tracebacks import short_traceback
 from dcp_rs.api import save
 from dcp_rs.dcp import protocol
 from dcp_rs.dcp.attempts import Attempts
@@ -45,6 +46,7 @@ MODEL, OPTIM = "model", "optim"
 Optimizers = Optimizer | Iterable[Optimizer]
 
 
+@short_traceback
 def training_state(
     model: torch.nn.Module,
     optimizers: Optimizers = (),
@@ -92,6 +94,7 @@ def _training_state(
     return ranks.together(make)
 
 
+@short_traceback
 def save_training_state(
     path: str | os.PathLike[str],
     model: torch.nn.Module,
@@ -130,6 +133,7 @@ def save_training_state(
         return save(state, path, planner=planner, process_group=process_group, no_dist=no_dist, **write_options)
 
 
+@short_traceback
 def load_training_state(
     path: str | os.PathLike[str],
     model: torch.nn.Module,
@@ -224,6 +228,7 @@ def _load_training_state(
     choice.tell(beside + [f"{EXTRA}.{name}" for name, value in extra.items() if isinstance(value, PerRank)])
 
 
+@short_traceback
 def load_optim_state_dict(
     path: str | os.PathLike[str],
     model: torch.nn.Module,

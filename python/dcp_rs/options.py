@@ -17,7 +17,15 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["OpenArguments", "ReadArguments", "ReadOptions", "ReaderArguments", "WriteOptions", "WriterArguments"]
+__all__ = [
+    "OpenArguments",
+    "ReadArguments",
+    "ReadOptions",
+    "ReaderArguments",
+    "WriteArguments",
+    "WriteOptions",
+    "WriterArguments",
+]
 
 MIB = 1 << 20
 
@@ -102,13 +110,18 @@ class ReaderArguments(OpenArguments, total=False):
     thread_count: int | None
 
 
-class WriterArguments(TypedDict, total=False):
-    """The keyword arguments of ``RsWriter`` that have a meaning here."""
+class WriteArguments(TypedDict, total=False):
+    """The keyword arguments that :class:`WriteOptions` describes, for signatures."""
 
     io: Literal["auto", "direct", "buffered"]
     threads: int | None
     fsync: bool | None
     max_inflight_bytes: int | None
+
+
+class WriterArguments(WriteArguments, total=False):
+    """The keyword arguments of ``RsWriter`` that have a meaning here."""
+
     overwrite: bool
     cache_staged_state_dict: bool
     strict_values: bool

@@ -6,6 +6,7 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from dcp_rs._tracebacks import short_traceback
 from dcp_rs._url import StorageOptions, Url, location
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import nearest
@@ -40,6 +41,7 @@ def open(
     allow_external: bool = False,
     **read_options: Unpack[OpenArguments],
 ) -> NumpyCheckpoint: ...
+@short_traceback
 def open(
     path: str | os.PathLike[str],
     framework: Literal["pt", "np"] = "pt",

@@ -15,6 +15,7 @@ _COMPARED = 5_000
 _SHOWN = 5
 #: Modules that a prefix consists of, at most.
 _PREFIX_PARTS = 3
+_NUMBER = re.compile(r"\d+")
 
 
 def globs(patterns: str | Iterable[str] | None) -> re.Pattern[str] | None:
@@ -54,16 +55,25 @@ def nearest(name: str, names: Collection[str]) -> str | None:
         if len(ends) == 1 or (ends and end[1:] == name):
             return min(ends, key=lambda known: (len(known), known))
     compared = [known for known in names if abs(len(known) - len(name)) <= 1 + len(name) // 4]
+    numbers = _NUMBER.findall(name)
+    of_same_numbers = [known for known in compared if _NUMBER.findall(known) == numbers] if numbers else []
     if len(compared) > _COMPARED:
         compared = [known for known in compared if known.startswith(first + dot) or known.endswith(name[-4:])]
     import difflib  # a tenth of what the package takes to import, and only mistakes need it
 
-    close = difflib.get_close_matches(name, compared[:_COMPARED], n=1)
-    return close[0] if close else None
+    # People mistype letters. The number of a layer is copied, or counted.
+    for among in (of_same_numbers, compared):
+        if close := difflib.get_close_matches(name, among[:_COMPARED], n=1):
+            return close[0]
+    return None
 
 
 def hint(name: str, names: Collection[str]) -> str:
     """The end of a message that says that there is no ``name``: what there is in its place, if that can be guessed."""
+    inner = [known for known in names if known.startswith(f"{name}.")]
+    if inner:
+        number = "one entry" if len(inner) == 1 else f"{len(inner):,} entries, such as"
+        return f"; it is a container of {number} {min(inner, key=natural)!r}"
     known = nearest(name, names)
     if known is None:
         return ""

@@ -12,6 +12,7 @@ from typing import Any
 from dcp_rs import _core
 from dcp_rs._progress import Progress, watching
 from dcp_rs._shown import Shown
+from dcp_rs._tracebacks import short_traceback
 from dcp_rs._url import StorageOptions, Url, location, options_for
 from dcp_rs.checkpoint.clean import Leftover, seen_beside
 from dcp_rs.checkpoint.folders import make_folder
@@ -86,6 +87,7 @@ class VerifyReport(Shown):
         return self.ok is True
 
 
+@short_traceback
 def verify(
     path: str | os.PathLike[str],
     *,
@@ -144,6 +146,7 @@ def _lost(index: _core.Index, problems: Sequence[_core.Damage]) -> list[str]:
     ]
 
 
+@short_traceback
 def index(
     path: str | os.PathLike[str],
     *,

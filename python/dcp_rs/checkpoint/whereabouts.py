@@ -14,9 +14,14 @@ __all__ = ["of_stock_data", "suggestion"]
 #: A model on the Hugging Face hub: owner and name.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 #: What makes a folder a checkpoint, as far as its names tell.
-_MARKS = ("index.dcprs", ".metadata", "model.safetensors", "model.safetensors.index.json")
+_MODELS = ("model", "diffusion_pytorch_model", "adapter_model")
+_MARKS = (
+    "index.dcprs",
+    ".metadata",
+    *(name + end for name in _MODELS for end in (".safetensors", ".safetensors.index.json")),
+)
 #: Folders that are looked at, and named.
-_LOOKED_AT, _NAMED = 1_000, 3
+_LOOKED_AT, _NAMED = 1_000, 6
 
 
 def suggestion(path: Path) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from dcp_rs import _core
 from dcp_rs._progress import Progress, watching
+from dcp_rs._tracebacks import short_traceback
 from dcp_rs._url import StorageOptions, Url, location, options_for
 from dcp_rs.checkpoint.renaming import Rename
 from dcp_rs.checkpoint.source import open_source
@@ -47,6 +48,7 @@ _WRITERS: dict[str, Callable[[Job, Place], None]] = {
 _ENDINGS: dict[str, Target] = {".pt": "torch", ".pth": "torch", ".bin": "torch", ".safetensors": "safetensors"}
 
 
+@short_traceback
 def convert(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, Literal
+
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_rs.checkpoint.names import nearest
 from dcp_rs.tensors.trees import is_stateful
+from dcp_rs.transfer.stage import HostStager
 
-__all__ = ["check_options", "check_state_dict"]
+__all__ = ["check_options", "check_planner", "check_reader", "check_stager", "check_state_dict"]
 
 
 def check_state_dict(state_dict: Any, path: Any = None) -> None:
@@ -43,3 +47,37 @@ def check_options(called: str, options: Mapping[str, Any], takes: Callable[..., 
             near = nearest(name, known)
             msg = f"dcp_rs.{called}() has no option {name!r}" + (f": did you mean {near!r}?" if near else "")
             raise TypeError(msg)
+
+
+def check_planner(called: Literal["load", "save"], planner: Any) -> None:
+    """Raise a TypeError that says what to pass, unless this is None or a planner for that."""
+    takes, example = (LoadPlanner, "RsLoadPlanner") if called == "load" else (SavePlanner, "RsSavePlanner")
+    if planner is None or isinstance(planner, takes):
+        return
+    is_other = isinstance(planner, LoadPlanner | SavePlanner)
+    why = f", which plans a {'save' if called == 'load' else 'load'}" if is_other else ""
+    msg = f"planner= of a {called} takes a planner such as {example}(...), not {_kind(planner)}{why}"
+    raise TypeError(msg)
+
+
+def check_reader(reader: Any) -> None:
+    """Raise a TypeError that says what to pass, unless this is a storage reader."""
+    if isinstance(reader, StorageReader):
+        return
+    if isinstance(reader, str | os.PathLike):
+        msg = f"storage_reader= is a path: pass RsReader({os.fspath(reader)!r}), or call dcp_rs.load(state_dict, path)"
+    else:
+        msg = f"storage_reader= takes a reader such as RsReader(path), not {_kind(reader)}"
+    raise TypeError(msg)
+
+
+def check_stager(stager: Any) -> None:
+    """Raise a TypeError that says what to pass, unless this is None or a HostStager."""
+    if stager is not None and not isinstance(stager, HostStager):
+        msg = f"stager= takes a HostStager(cache=True), to keep and pass again, not {_kind(stager)}"
+        raise TypeError(msg)
+
+
+def _kind(value: Any) -> str:
+    """Return what a message calls a wrong argument."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from dcp_rs._url import location
 from dcp_rs.engine.reports import SaveReport
 from dcp_rs.errors import SaveInProgressError
 
@@ -148,5 +149,5 @@ def check_free(path: str | os.PathLike[str]) -> None:
 
 
 def _key(path: str | os.PathLike[str]) -> str:
-    text = os.fspath(path)
+    text = os.fspath(location(path))
     return text if "://" in text else os.path.realpath(text)

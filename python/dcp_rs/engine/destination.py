@@ -72,7 +72,10 @@ class Destination:
             raise CheckpointExistsError(msg, path=self.path)
 
     def _exists(self) -> CheckpointExistsError:
-        return CheckpointExistsError(f"there is a checkpoint at {self.path}, and overwrite=False", path=self.path)
+        return CheckpointExistsError(
+            f"Checkpoint already exists at {self.path}, and overwrite=False: pass overwrite=True, or another path",
+            path=self.path,
+        )
 
     def _has_index(self, rank: int | None) -> bool:
         if self.store is not None:

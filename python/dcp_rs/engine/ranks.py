@@ -13,9 +13,11 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from dcp_rs import _torch
 from dcp_rs._signals import held
+from dcp_rs._tracebacks import shorten
 from dcp_rs.engine.unclear import unclear
 from dcp_rs.errors import DcpRsError, PlanError, RankLostError, UnsupportedError
 
@@ -47,6 +49,16 @@ def has_group() -> bool:
         )
         raise PlanError(msg)
     return False
+
+
+def _check_group(group: Any) -> None:
+    """Raise a TypeError that says what to pass, unless this may be a process group."""
+    # A rank that is not in a group has a mark in place of it, which is refused later, on all ranks.
+    if group is None or isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER:
+        return
+    instead = ": pass mesh.get_group(), the group of one dimension" if isinstance(group, DeviceMesh) else ""
+    msg = f"process_group= takes a group, as torch.distributed.new_group() returns, not {type(group).__name__}{instead}"
+    raise TypeError(msg)
 
 
 class Ranks:
@@ -81,6 +93,7 @@ class Ranks:
     def __init__(
         self, process_group: dist.ProcessGroup | None = None, *, no_dist: bool = False, coordinator: int = 0
     ) -> None:
+        _check_group(process_group)
         together = not no_dist and has_group()
         self.process_group = process_group
         self.rank = dist.get_rank(process_group) if together else 0
@@ -293,6 +306,7 @@ class _Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> _Failure:
+        shorten(error)
         text = traceback.format_exception_only(error)[-1].strip()
         trace = "".join(traceback.format_exception(error))
         pickled = None

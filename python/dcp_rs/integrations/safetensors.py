@@ -11,6 +11,7 @@ from typing import Any, Literal, Unpack
 import torch
 
 from dcp_rs import _core
+from dcp_rs._tracebacks import short_traceback
 from dcp_rs.checkpoint.locate import local_path, open_index
 from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.checkpoint.whole import read_whole
@@ -26,6 +27,7 @@ __all__ = ["load_file", "save_file"]
 _BACKENDS: dict[str, Literal["mmap", "buffered"]] = {"mmap": "mmap", "pread": "buffered"}
 
 
+@short_traceback
 def load_file(
     filename: str | os.PathLike[str],
     device: torch.device | str | int = "cpu",
@@ -65,6 +67,7 @@ def load_file(
     return read_whole(index, range(index.tensor_count), device, options)
 
 
+@short_traceback
 def save_file(
     tensors: Mapping[str, torch.Tensor],
     filename: str | os.PathLike[str],

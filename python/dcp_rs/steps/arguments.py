@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
-from dcp_rs.options import WriteOptions
+from dcp_rs.checkpoint.names import nearest
+from dcp_rs.options import WriteArguments, WriteOptions
 
 __all__ = ["check_write_options"]
 
@@ -18,8 +20,8 @@ _OF_ONE_SAVE = {
 }
 
 
-def check_write_options(options: Mapping[str, Any]) -> None:
-    """Finds a bad one before the first save does.
+def check_write_options(options: Mapping[str, Any], manager: Callable[..., Any]) -> None:
+    """Find a bad option of a manager before the first save does.
 
     Raises:
         ValueError: a value that does not make sense, or an option that a run does not take.
@@ -29,4 +31,10 @@ def check_write_options(options: Mapping[str, Any]) -> None:
         if name in options:
             msg = f"CheckpointManager takes no {name}=: {instead}"
             raise ValueError(msg)
+    known = WriteArguments.__annotations__
+    for name in options:
+        if name not in known:
+            near = nearest(name, [*signature(manager).parameters, *known])
+            msg = f"CheckpointManager has no option {name!r}" + (f": did you mean {near!r}?" if near else "")
+            raise TypeError(msg)
     WriteOptions(**options)

@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from dcp_rs import api, optim
+from dcp_rs._tracebacks import short_traceback
 from dcp_rs._warnings import warn_caller
 from dcp_rs.engine.background import SaveFuture
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import DcpRsError
+from dcp_rs.options import WriteArguments
 from dcp_rs.steps.arguments import check_write_options
 from dcp_rs.steps.background import Background
 from dcp_rs.steps.keeper import Keeper, Prepared
@@ -106,7 +108,7 @@ class CheckpointManager:
         process_group: dist.ProcessGroup | None = None,
         no_dist: bool = False,
         storage_options: Mapping[str, Any] | Any | None = None,
-        **write_options: Any,
+        **write_options: Unpack[WriteArguments],
     ) -> None:
         check_positive("save_every", save_every)
         self._root = root_at(root, storage_options)
@@ -120,7 +122,7 @@ class CheckpointManager:
             mode=mode,
         )
         self._keeper = Keeper(self._root, self._policies, verify=verify_before_prune)
-        check_write_options(write_options)
+        check_write_options(write_options, CheckpointManager)
         self._write_options = write_options
         self._reusing = Reusing(reuse, verify=verify_reuse)
         self._save_every = save_every
@@ -170,6 +172,7 @@ class CheckpointManager:
 
     # --- saves -----------------------------------------------------------------------------------------
 
+    @short_traceback
     def should_save(self, step: int) -> bool:
         """Whether to save this step: a multiple of ``save_every``, or a rank is about to be stopped. Not one that was just saved or loaded.
 
@@ -188,6 +191,7 @@ class CheckpointManager:
         due = self._save_every is not None and step % self._save_every == 0
         return step != self._done and (due or self.preempted)
 
+    @short_traceback
     def save(
         self,
         step: int,
@@ -224,6 +228,7 @@ class CheckpointManager:
         self._warn()
         return metadata
 
+    @short_traceback
     def async_save(
         self,
         step: int,
@@ -253,6 +258,7 @@ class CheckpointManager:
         committed = partial(self._keeper.committed, step, prepared.save_id)
         return self._background.save(state_dict, self.path(step), committed, **how)
 
+    @short_traceback
     def wait(self) -> None:
         """Returns once the save in the background is over, if there is one.
 
@@ -261,6 +267,7 @@ class CheckpointManager:
         """
         self._settle()
 
+    @short_traceback
     def delete(self, step: int) -> None:
         """Removes a step, whatever the policies say.
 
@@ -274,6 +281,7 @@ class CheckpointManager:
 
     # --- loads -----------------------------------------------------------------------------------------
 
+    @short_traceback
     def load(
         self,
         state_dict: dict[str, Any],
@@ -309,6 +317,7 @@ class CheckpointManager:
             step, lambda path: api.load(state_dict, path, planner=planner, **options), take_over=take_over
         )
 
+    @short_traceback
     def load_training_state(
         self,
         model: torch.nn.Module,
@@ -352,6 +361,7 @@ class CheckpointManager:
 
     # --- the end ---------------------------------------------------------------------------------------
 
+    @short_traceback
     def close(self) -> None:
         """Waits for the save in the background, and puts signal handlers back. A second time it does nothing.
 

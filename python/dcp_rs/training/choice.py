@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dcp_rs.dcp.load_planner import RsLoadPlanner, names_of
 from dcp_rs.dcp.read_items import missing_elements
+from dcp_rs.engine.arguments import check_planner
 from dcp_rs.engine.reports import LoadReport, Mismatch
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.shards import Piece
@@ -35,6 +36,7 @@ class Choice:
     """
 
     def __init__(self, metadata: Metadata, planner: LoadPlanner, *, partial: bool) -> None:
+        check_planner("load", planner)
         own = planner if isinstance(planner, RsLoadPlanner) else None
         names = names_of(planner)
         self.is_partial = partial

@@ -1,5 +1,6 @@
 //! From the core's errors to the exceptions of `dcp_rs.errors`, which Python defines so that they pickle.
 
+use std::io;
 use std::path::Path;
 
 use dcp_rs_core::{Error, StorageFault};
@@ -68,7 +69,7 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
         // The standard class, so that callers can look at errno: OSError picks FileNotFoundError and the like by it.
         Error::Io { action, path, source } => PyOSError::new_err((
             source.raw_os_error().unwrap_or(EIO),
-            format!("{action}: {source}"),
+            format!("cannot {action}: {}", words(source)),
             FsPath::text(py, path).map_or_else(|_| py.None(), Bound::unbind),
         )),
         Error::Storage {
@@ -98,6 +99,16 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
         // `Plan`, and what a later core adds.
         _ => PlanError::new_err(message),
     }
+}
+
+/// The system's words. Rust appends the number, which Python shows in front of them.
+fn words(source: &io::Error) -> String {
+    let text = source.to_string();
+    let number = source.raw_os_error().map(|number| format!(" (os error {number})"));
+    number
+        .and_then(|number| text.strip_suffix(&number))
+        .unwrap_or(&text)
+        .to_owned()
 }
 
 /// For a failure that the system gave no number.

@@ -86,7 +86,7 @@ fn file(path: &Path) -> Result<Option<Foreign>> {
     }
     no(
         path,
-        "of single files those of torch.save open, .safetensors ones, and the .index.json of either",
+        "a single file has to be a .safetensors file, a file of torch.save, or the .index.json of one of them",
     )
 }
 
