@@ -190,6 +190,7 @@ def hang_on_rank_one():
         time.sleep(1000)
 
 
+@pytest.mark.slow  # it waits
 def test_a_rank_that_hangs_is_killed_and_shows_where():
     zero, one = rank_outcomes(2, hang_on_rank_one, timeout=10)
     assert zero.error is None

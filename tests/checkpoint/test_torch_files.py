@@ -230,7 +230,7 @@ def _containers(inner):
 _STATES = st.dictionaries(_KEYS, st.recursive(_LEAVES, _containers, max_leaves=12), max_size=5)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(_STATES, st.booleans())
 def test_the_same_as_torch_or_both_refuse(tmp_path, state, zipped):
     path = tmp_path / "x.pth"

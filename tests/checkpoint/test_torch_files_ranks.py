@@ -77,7 +77,7 @@ def _leaves(tree):
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_rank_takes_its_part(tmp_path, ranks, zipped):
     path = tmp_path / "checkpoint.pth"
     torch.save(whole(), path, _use_new_zipfile_serialization=zipped)

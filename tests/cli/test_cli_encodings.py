@@ -87,9 +87,8 @@ def expected(world) -> list[object]:
     return [without_times(said) for said in run(world, UTF8, *((*command, "--json") for command in COMMANDS))]
 
 
-@pytest.mark.parametrize(
-    "encoding", ["ascii", *(pytest.param(name, marks=pytest.mark.slow) for name in ENCODINGS if name != "ascii")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_every_command_says_the_same_everywhere(world, expected, encoding, tmp_path):
     page = tmp_path / "页.html"
     said = run(

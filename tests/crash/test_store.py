@@ -9,6 +9,7 @@ from crash.process import kills
 from crash.store import MOMENTS, Store
 
 
+@pytest.mark.slow  # tests/stores kill saves, too
 @pytest.mark.timeout(900)
 def test_a_killed_save_to_a_store_leaves_the_old_checkpoint_or_the_new(tmp_path):
     one, four = kills("--store", "--kills", "14", "--kills-of-four", "2", "--folder", tmp_path)

@@ -70,7 +70,7 @@ def save_in_background(path, kind):
     check(path, 1)
 
 
-@pytest.mark.parametrize("kind", ["THREAD", "PROCESS"])
+@pytest.mark.parametrize("kind", ["THREAD", pytest.param("PROCESS", marks=pytest.mark.slow)])
 def test_a_state_is_saved_in_the_background(ckpt, kind):
     # Every rank starts a process more, which imports torch as well.
     run_ranks(2, save_in_background, ckpt, kind, fresh=kind == "PROCESS", timeout=200)

@@ -96,10 +96,10 @@ def load_some(path, shift):
             assert_state_equal(optimizer_state(model, optimizer), stored(f"{path}/{other}-tied", "optim.state."))
 
 
-@pytest.mark.parametrize("saved", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in SIZES if size != 2)])
+@pytest.mark.parametrize("saved", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_any_parallelism_loads_what_another_saved(tmp_path, saved):
     run_ranks(saved, save_all, tmp_path)
-    for shift, loaded in enumerate(SIZES):
+    for shift, loaded in enumerate([4] if saved == 2 else SIZES):
         run_ranks(loaded, load_some, tmp_path, shift)
 
 

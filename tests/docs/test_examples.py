@@ -44,11 +44,11 @@ def go_on(name, folder, last):
 
 @pytest.mark.parametrize(("name", "first", "last"), [("fsdp2_restart", 5, 10), ("titan_loop", 4, 8)])
 def test_training_goes_on_where_it_stopped(tmp_path, name, first, last):
-    for whole, parts in run_ranks(4, restart, name, tmp_path, first, last):
+    for whole, parts in run_ranks(2, restart, name, tmp_path, first, last):
         assert len(whole) == last
         assert parts == whole
     # With fewer ranks. Nothing is left to do up to there, so it goes further.
-    assert len(run_ranks(2, go_on, name, tmp_path / "parts", last + 2)[0]) == 2
+    assert len(run_ranks(1, go_on, name, tmp_path / "parts", last + 2)[0]) == 2
 
 
 def test_checkpoints_that_are_too_old_are_removed(tmp_path):

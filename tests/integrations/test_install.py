@@ -148,7 +148,7 @@ def save_in_the_background(folder, kind):
     return True
 
 
-@pytest.mark.parametrize("kind", ["THREAD", "PROCESS"])
+@pytest.mark.parametrize("kind", ["THREAD", pytest.param("PROCESS", marks=pytest.mark.slow)])
 def test_saves_in_the_background_are_ours(ckpt, kind):
     """In the process that torch saves in nothing is installed, and here it is not any more when the save begins."""
     assert run_ranks(2, save_in_the_background, ckpt, kind) == [True, True]

@@ -15,7 +15,7 @@ SOAK = TESTS / "soak_steps.py"
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("ranks", "steps"), [(1, 100), (4, 40)])
+@pytest.mark.parametrize(("ranks", "steps"), [(1, 60), pytest.param(4, 40, marks=pytest.mark.slow)])
 def test_runs_that_are_killed_resume_from_the_newest_whole_step(ranks, steps):
     # In a process of its own, which has no threads: it forks.
     command = [sys.executable, str(SOAK), str(steps), "--ranks", str(ranks), "--seed", "7"]
@@ -38,7 +38,7 @@ def check_killed_on_nfs(kills):
 @needs_compiler
 @pytest.mark.timeout(300)
 def test_on_nfs_every_restart_goes_on_at_once():
-    check_killed_on_nfs(12)
+    check_killed_on_nfs(4)
 
 
 @needs_compiler

@@ -32,7 +32,11 @@ def random_tensor(shape: tuple[int, ...] = (4, 6), dtype: torch.dtype = torch.fl
     else:
         data = np.random.default_rng(seed).bytes(count * dtype.itemsize)
     # `frombuffer` refuses what is empty.
-    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
+    raw = (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
     return raw.view(dtype).reshape(shape)
 
 
