@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cases import FAMILIES, QUANTITIES, SCALING
-from harness import machine, plot, report
+from harness import machine, plot, report, tables
 from harness.context import SIZES, Context
 
 HERE = Path(__file__).resolve().parent
@@ -47,6 +47,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-peers", action="store_const", const=None, dest="peers")
     parser.add_argument("--limit", type=resolved, help="the built limit program, rather than building it")
     parser.add_argument("--no-limit", action="store_true", help="without the limits of the machine")
+    parser.add_argument(
+        "--tables",
+        type=resolved,
+        metavar="FILE",
+        help="measure nothing: write the tables and the chart of README.md and docs/performance.md from this run",
+    )
     return parser.parse_args(arguments)
 
 
@@ -88,6 +94,10 @@ def run_family(name: str, context: Context) -> dict[str, Any]:
 
 def main() -> int:
     arguments = parse()
+    if arguments.tables:
+        for path in tables.rewrite(arguments.tables.stem):
+            print(f"wrote {path.relative_to(ROOT)}")
+        return 0
     known = QUANTITIES if arguments.scaling else FAMILIES
     names = arguments.only.split(",") if arguments.only else list(known)
     unknown = set(names) - known.keys()
