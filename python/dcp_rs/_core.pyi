@@ -606,8 +606,8 @@ class Save:
         """Completes the files and returns an index over them, with containers as those of ``Index.nesting``. They stay claimed."""
     def let_go(self) -> None:
         """Ends the claim on the files."""
-    def abort(self) -> None:
-        """Removes the files."""
+    def abort(self) -> list[str]:
+        """Remove the files. Return why something is still on the store."""
 
 @final
 class Template:

@@ -149,6 +149,16 @@ def test_what_stays_is_an_error_and_leaves_nothing(server, kind, status, code, k
     assert_state_equal(loaded(server, first), first)
 
 
+def test_an_upload_that_cannot_be_aborted_is_named(server):
+    """Its parts are in no listing and cost money: the error of the save said nothing of them."""
+    server.faults += [
+        Fault(status=403, code="AccessDenied", times=1000, matches=of(kind)) for kind in ("part", "abort")
+    ]
+    with pytest.raises(StoragePermissionError, match=r"left something on the store: abort the upload of s3://.*ckpt/"):
+        save(server, large_state(1))
+    assert server.open_uploads()
+
+
 def test_a_store_that_stays_busy_is_given_up(server):
     server.faults.append(Fault(status=503, matches=of("part"), times=None))
     with pytest.raises(StorageError, match="503 SlowDown") as caught:

@@ -319,7 +319,8 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             index = save.finish(None if writes.nesting is None else writes.nesting.to_core())
             self._check_alone()
         except BaseException:
-            save.abort()
+            for reason in save.abort():
+                warn_caller(f"the failed save left something on the store: {reason}")
             raise
         self._written = Written(to, self._own_rank(), place, index, save, threading.get_ident(), os.getpid())
         result = WriteResult(

@@ -206,11 +206,12 @@ impl Save {
         Ok(())
     }
 
-    /// Removes the files, if they are not complete.
-    fn abort(&self, py: Python<'_>) {
+    /// Removes the files, if they are not complete. Returns why something is still on a store.
+    fn abort(&self, py: Python<'_>) -> Vec<String> {
         // In a fork of the process that began it, they are not its files.
         let save = self.lock(py).ok().and_then(|mut inner| inner.save.take());
-        py.detach(|| drop(save));
+        let left = py.detach(|| save.map(write::Save::abort).unwrap_or_default());
+        left.iter().map(ToString::to_string).collect()
     }
 }
 

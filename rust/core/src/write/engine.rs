@@ -9,6 +9,7 @@ use super::item::{SaveInfo, SaveItem};
 use super::jobs::{Span, cut};
 use super::layout::Layout;
 use super::links::Link;
+use super::object::with_leftovers;
 use super::reuse::Reuse;
 use super::sink::{Digests, Sink};
 use crate::format::{BLOCK_SIZE, Value};
@@ -94,7 +95,13 @@ impl Save {
             .spans(parts, &mut progress.written)
             .and_then(|spans| self.write_spans(&spans, control));
         progress.failed = result.is_err();
-        result
+        result.map_err(|error| clean_after(error, &*self.sink))
+    }
+
+    /// Gives the save up. Returns why something of it is still on the store.
+    #[must_use]
+    pub fn abort(self) -> Vec<Error> {
+        self.sink.give_up()
     }
 
     /// A fork of the process that began this save has neither its threads nor its files.
@@ -212,7 +219,7 @@ impl Save {
         };
         // While the disk or the store is waited for.
         let (durable, index) = parallel::both(|| self.sink.finish(control), || index::build(saved, nesting));
-        durable?;
+        durable.map_err(|error| clean_after(error, &*self.sink))?;
         Ok(Finished {
             index: index?,
             sink: self.sink,
@@ -231,6 +238,16 @@ impl Finished {
     /// while it is, nobody takes them for those of a save that was killed.
     pub fn keep(self) -> (Vec<u8>, Option<FileLock>) {
         (self.index, self.sink.keep())
+    }
+}
+
+/// Removes what a store has of a save that failed with `error`, which then names what is left.
+fn clean_after(error: Error, sink: &dyn Sink) -> Error {
+    if matches!(error, Error::Storage { .. }) {
+        with_leftovers(error, &sink.give_up())
+    } else {
+        // It cannot carry a text: `abort` removes, and returns what is left.
+        error
     }
 }
 

@@ -90,14 +90,32 @@ impl Object {
     }
 }
 
-/// Removes what a save stored that failed.
-pub(super) fn give_up(remote: &Arc<dyn Remote>, files: &[PathBuf], uploads: &[Upload], interrupted: bool) {
+/// Removes what a failed save stored. Returns why something is still there.
+pub(super) fn give_up(
+    remote: &Arc<dyn Remote>,
+    files: &[PathBuf],
+    uploads: &[Upload],
+    interrupted: bool,
+) -> Vec<Error> {
     if files.is_empty() && uploads.is_empty() {
-        return;
+        return Vec::new();
     }
     let within = if interrupted { LEAVING } else { CLEANING };
-    // What led here is the error worth reporting, no index names these files, and what failed may have broken the connection.
-    if let Ok(connection) = remote.connect_to_store(1) {
-        let _ = connection.remove(files, uploads, within, &Control::new());
+    // What failed may have broken the connection.
+    match remote.connect_to_store(1) {
+        Ok(connection) => connection.remove(files, uploads, within, &Control::new()),
+        Err(error) => vec![error],
     }
+}
+
+/// Adds to a store's error what it left on the store.
+pub(super) fn with_leftovers(mut error: Error, left: &[Error]) -> Error {
+    if let (Error::Storage { reason, .. }, [first, more @ ..]) = (&mut error, left) {
+        reason.push_str("; the failed save left something on the store: ");
+        reason.push_str(&first.to_string());
+        if !more.is_empty() {
+            reason.push_str(&format!(", and {} more", more.len()));
+        }
+    }
+    error
 }

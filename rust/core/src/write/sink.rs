@@ -9,7 +9,7 @@ use super::item::SaveItem;
 use super::jobs::{Job, Span};
 use crate::format::{BLOCK_SIZE, BlockCell, BlockDigests, BlockHasher, block_count, content_digest};
 use crate::store::FileLock;
-use crate::{Control, Result};
+use crate::{Control, Error, Result};
 
 /// How a call cuts what it writes.
 #[derive(Clone, Copy, Debug)]
@@ -44,6 +44,11 @@ pub(super) trait Sink: Send + Sync {
     /// How many buffers there are between calls.
     #[cfg(test)]
     fn buffers(&self) -> usize;
+
+    /// Removes what is on a store, once. Returns why something is still there. Files of a disk are removed on drop.
+    fn give_up(&self) -> Vec<Error> {
+        Vec::new()
+    }
 
     /// The files shall stay. Returns the claim on them, if there is one, to be held until an index names them.
     fn keep(self: Box<Self>) -> Option<FileLock>;

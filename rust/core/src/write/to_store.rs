@@ -10,7 +10,7 @@ use super::copies::Copies;
 use super::item::SaveItem;
 use super::jobs::{Job, Span};
 use super::layout::Layout;
-use super::object::{Object, give_up};
+use super::object::{Object, give_up, with_leftovers};
 use super::options::WriteOptions;
 use super::sink::{Digests, Grain, Hand, Sink, to_usize};
 use crate::store::{Condition, FileLock, Remote, StoringConnection, Upload};
@@ -40,6 +40,8 @@ pub(super) struct ToStore {
     threads: usize,
     room: Arc<Room>,
     interrupted: AtomicBool,
+    /// What it stored was removed, as far as that could be.
+    given_up: AtomicBool,
     /// The process that began it.
     owner: u32,
 }
@@ -90,12 +92,14 @@ impl ToStore {
             threads: in_flight(options),
             room: Arc::new(Room::new(options.max_inflight_bytes)),
             interrupted: AtomicBool::new(false),
+            given_up: AtomicBool::new(false),
             owner: std::process::id(),
         };
         begun.expect(items, reused);
         let large: Vec<&File> = begun.files.iter().filter(|file| file.parts.len() > 1).collect();
         let begin = |(): &mut (), i: usize| large[i].object.begin(&*begun.connection, control);
-        begun.noted(parallel::for_each(large.len(), begun.threads, || (), begin))?;
+        let done = begun.noted(parallel::for_each(large.len(), begun.threads, || (), begin));
+        done.map_err(|error| with_leftovers(error, &begun.give_up()))?;
         Ok(begun)
     }
 
@@ -267,6 +271,17 @@ impl Sink for ToStore {
         to_usize(self.room.taken().bytes / self.part_bytes)
     }
 
+    fn give_up(&self) -> Vec<Error> {
+        if !self.is_own() || self.given_up.swap(true, Ordering::Relaxed) {
+            return Vec::new();
+        }
+        let objects = || self.files.iter().map(|file| &file.object);
+        let uploads: Vec<Upload> = objects().filter_map(Object::open_upload).collect();
+        let files = objects().filter_map(Object::may_be_at).chain(self.copies.take());
+        let interrupted = self.interrupted.load(Ordering::Relaxed);
+        give_up(&self.remote, &files.collect::<Vec<_>>(), &uploads, interrupted)
+    }
+
     fn keep(mut self: Box<Self>) -> Option<FileLock> {
         self.files.clear();
         self.copies.take();
@@ -276,14 +291,7 @@ impl Sink for ToStore {
 
 impl Drop for ToStore {
     fn drop(&mut self) {
-        if !self.is_own() {
-            return;
-        }
-        let objects = || self.files.iter().map(|file| &file.object);
-        let uploads: Vec<Upload> = objects().filter_map(Object::open_upload).collect();
-        let files = objects().filter_map(Object::may_be_at).chain(self.copies.take());
-        let interrupted = self.interrupted.load(Ordering::Relaxed);
-        give_up(&self.remote, &files.collect::<Vec<_>>(), &uploads, interrupted);
+        self.give_up();
     }
 }
 

@@ -24,12 +24,24 @@ struct Memory {
     uploads: Mutex<HashMap<String, HashMap<usize, Vec<u8>>>>,
     /// The part of this number is refused.
     refused: Option<usize>,
+    /// Nothing is removed.
+    stuck: bool,
     /// Sending the part of this number panics.
     panics: Option<usize>,
 }
 
 #[derive(Clone, Debug, Default)]
 struct Store(Arc<Memory>);
+
+fn refused(action: &'static str, path: &Path) -> Error {
+    Error::Storage {
+        kind: StorageFault::Denied,
+        action,
+        path: path.to_owned(),
+        attempts: 1,
+        reason: "no".into(),
+    }
+}
 
 impl Remote for Store {
     fn connect(&self, _: usize) -> Result<Arc<dyn Connection>> {
@@ -76,13 +88,7 @@ impl StoringConnection for Store {
 
     fn put_part(&self, upload: &Upload, number: usize, pieces: &[&[u8]], _: &Control) -> Result<String> {
         if self.0.refused == Some(number) {
-            return Err(Error::Storage {
-                kind: StorageFault::Denied,
-                action: "write",
-                path: upload.path.clone(),
-                attempts: 1,
-                reason: "no".into(),
-            });
+            return Err(refused("write", &upload.path));
         }
         if self.0.panics == Some(number) {
             // Others wait for its memory by then.
@@ -119,6 +125,10 @@ impl StoringConnection for Store {
     }
 
     fn remove(&self, files: &[PathBuf], uploads: &[Upload], _: Duration, _: &Control) -> Vec<Error> {
+        if self.0.stuck {
+            let left = files.iter().chain(uploads.iter().map(|upload| &upload.path));
+            return left.map(|path| refused("remove", path)).collect();
+        }
         for path in files {
             self.0.files.lock().unwrap().remove(path);
         }
@@ -256,6 +266,30 @@ fn nothing_is_left_of_what_fails_or_is_given_up() {
         drop(save.finish_with(Value::None, &Control::new()).unwrap());
         assert!(store.0.uploads.lock().unwrap().is_empty() && store.0.files.lock().unwrap().is_empty());
     }
+}
+
+/// Parts of an upload cost money and are in no listing. The error of the save said nothing of those that it left.
+#[test]
+fn what_could_not_be_removed_is_named() {
+    let items = items();
+    let stuck = |refused| {
+        Store(Arc::new(Memory {
+            refused,
+            stuck: true,
+            ..Memory::default()
+        }))
+    };
+    let save = begin(&stuck(Some(2)), &items, &WriteOptions::default());
+    let error = save.write(&parts(&contents(&items)), &Control::new()).unwrap_err();
+    let text = error.to_string();
+    assert!(
+        text.contains("left something on the store: remove s3://bucket/ckpt/"),
+        "{text}"
+    );
+    assert!(save.abort().is_empty(), "it was told already");
+
+    let save = begin(&stuck(None), &items, &WriteOptions::default());
+    assert!(!save.abort().is_empty(), "an upload is open");
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::object::{Object, give_up};
+use super::object::{Object, give_up, with_leftovers};
 use super::options::WriteOptions;
 use super::sink::to_usize;
 use super::to_store::{in_flight, part_bytes};
@@ -36,7 +36,7 @@ pub fn upload_file(
     let sending = Sending::new(&[(from.to_owned(), to.to_owned())], condition, options)?;
     if sending.files.iter().all(|file| file.answers.len() > 1) {
         let sent = sending.send(connection, options, control);
-        return sent.inspect_err(|error| sending.give_up(remote, error, control));
+        return sent.map_err(|error| sending.give_up(remote, error, control));
     }
     let bytes = read_all(from).map_err(|error| Error::io("read", from, error))?;
     control.check()?;
@@ -67,9 +67,9 @@ pub fn upload_folder(
         return Err(claimed(claim.0));
     }
     let sending = Sending::new(files, Condition::Always, options)?;
-    let give_up = |error: &Error| sending.give_up(remote, error, control);
-    sending.send(connection, options, control).inspect_err(give_up)?;
-    if !is_ours().inspect_err(give_up)? {
+    let give_up = |error: Error| sending.give_up(remote, error, control);
+    sending.send(connection, options, control).map_err(give_up)?;
+    if !is_ours().map_err(give_up)? {
         return Err(claimed(claim.0));
     }
     let Some((from, to)) = last else {
@@ -81,7 +81,7 @@ pub fn upload_folder(
         control.check()?;
         Ok((bytes, keeps_conditions))
     };
-    let (bytes, keeps_conditions) = prepared().inspect_err(give_up)?;
+    let (bytes, keeps_conditions) = prepared().map_err(give_up)?;
     match put_new(to, &bytes, keeps_conditions, connection, control) {
         Err(
             error @ Error::Storage {
@@ -89,7 +89,7 @@ pub fn upload_folder(
                 ..
             },
         ) => Err(error),
-        done => done.inspect_err(give_up),
+        done => done.map_err(give_up),
     }
 }
 
@@ -137,13 +137,14 @@ impl Sending {
         store(connection, &self.files, self.part_bytes, options, control)
     }
 
-    /// Removes what was stored, and what was begun.
-    fn give_up(&self, remote: &Arc<dyn Remote>, error: &Error, control: &Control) {
+    /// Removes what was stored, and what was begun. The error names what could not be removed.
+    fn give_up(&self, remote: &Arc<dyn Remote>, error: Error, control: &Control) -> Error {
         let objects = || self.files.iter().map(|file| &file.object);
         let uploads: Vec<Upload> = objects().filter_map(Object::open_upload).collect();
         let stored: Vec<PathBuf> = objects().filter_map(Object::may_be_at).collect();
         let interrupted = matches!(error, Error::Interrupted) || control.check().is_err();
-        give_up(remote, &stored, &uploads, interrupted);
+        let left = give_up(remote, &stored, &uploads, interrupted);
+        with_leftovers(error, &left)
     }
 }
 
