@@ -206,9 +206,8 @@ fn strided_sources_and_destinations() {
     }
 }
 
-/// As many jobs as it takes for both ways to be tried on whatever disk this is: bytes are right whichever is gone on with.
 #[test]
-fn thin_rows_are_right_whichever_way_they_are_read() {
+fn thin_rows_that_are_read_through_are_right() {
     let dir = folder();
     let (rows, pitch, width) = (4096, 16 << 10, 4 << 10);
     let data = noise(96 + rows * pitch, 11);
@@ -239,7 +238,6 @@ fn thin_rows_are_right_whichever_way_they_are_read() {
         stats.bytes_read <= wide(rows * pitch) + stats.jobs * 2 * 4096,
         "{stats:?}"
     );
-    assert!(stats.bytes_direct == 0 || stats.jobs >= 160, "enough to try: {stats:?}");
 }
 
 #[test]

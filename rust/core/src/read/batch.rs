@@ -1,12 +1,9 @@
 //! What the workers of one call share: requests, their plan, and the files as they were found.
 #![allow(unsafe_code)] // `change_signs` writes to addresses that it is given.
 
-use std::sync::Arc;
-
 use super::plan::Plan;
 use super::policy::{Access, Policy};
 use super::survey::Kept;
-use super::ways::Ways;
 use super::{Catalog, FileRef, ReadReq};
 use crate::Control;
 use crate::copy::Stores;
@@ -26,8 +23,6 @@ pub struct Batch<'a> {
     pub access: &'a [Access],
     pub policies: &'a [Policy],
     pub plan: Plan,
-    /// Which way thin rows are read.
-    pub ways: Arc<Ways>,
     pub stores: Stores,
     /// What files are fetched through that are on a store.
     pub connection: Option<&'a dyn Connection>,

@@ -2,14 +2,13 @@
 #![allow(unsafe_code)] // `read` is unsafe to call: it writes to addresses that it is given.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 use super::batch::{Batch, change_signs, stores};
 use super::plan::{Job, plan};
 use super::policy::{Access, MIN_JOB, Policy, SMALL_READ, SMALL_READ_DEPTH};
 use super::scatter;
 use super::survey::{Found, Kept, connect, spans, survey};
-use super::ways::Ways;
 use super::worker::Worker;
 use super::{Catalog, FileRef, ReadOptions, ReadReq, ReadStats};
 use crate::store::Buffer;
@@ -75,7 +74,6 @@ pub unsafe fn read(
             access: &access,
             policies: &policies,
             plan,
-            ways: Arc::default(),
             stores: stores(total),
             connection: connection.as_deref(),
             control,
@@ -89,7 +87,6 @@ pub unsafe fn read(
     };
     call.sort();
     let workers = call.workers(threads, options.max_inflight_bytes);
-    call.batch.ways = Arc::new(Ways::new(call.choices(), workers[BUFFERED]));
     let stats = call.run(workers)?;
     // SAFETY: the caller's promise: all elements were written just now.
     unsafe { change_signs(reqs) };
@@ -155,11 +152,6 @@ impl Call<'_> {
         let straight = (depth - buffered).max(1).min(self.queues[STRAIGHT].jobs.len());
         let copying = threads.min(self.queues[COPIED].jobs.len());
         [copying, straight, buffered]
-    }
-
-    /// Jobs that may go either way.
-    fn choices(&self) -> usize {
-        self.jobs(BUFFERED).filter(|job| job.choice.is_some()).count()
     }
 
     fn run(&self, [copying, straight, buffered]: [usize; 3]) -> Result<ReadStats> {

@@ -15,7 +15,6 @@ mod sketch;
 mod sketch_tests;
 mod survey;
 mod verify;
-mod ways;
 mod worker;
 
 use std::sync::Arc;

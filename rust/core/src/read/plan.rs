@@ -4,8 +4,7 @@
 //! group of pieces that lie near each other in one file, done by one thread. A job's *segments* are the file ranges to
 //! fetch for it: the pieces' own, joined where the gap between them is cheaper to read than to skip.
 
-use super::policy::Policy;
-use super::ways::{Choice, Way};
+use super::policy::{Policy, ROWS_OVER_READ};
 use super::{Catalog, ReadReq};
 use crate::copy::{Loop, Strided};
 use crate::format::BLOCK_SIZE;
@@ -48,8 +47,6 @@ pub struct PieceLoops {
     pub loops: SmallVec<[Loop; 4]>,
     /// How many of the outer loops are fetched step by step, because what lies between the steps is not worth reading.
     pub sparse: usize,
-    /// How many are where small gaps are read through: fewer, if there is a choice.
-    pub through: usize,
 }
 
 /// Pieces that one thread fetches and copies.
@@ -65,8 +62,6 @@ pub struct Job {
     pub buffer: u64,
     /// Separate reads it takes, about.
     pub seeks: u64,
-    /// What there is to choose between, if there is.
-    pub choice: Option<Choice>,
 }
 
 /// All the work of a call, in the order of files and offsets.
@@ -253,20 +248,19 @@ impl Plan {
             self.split_run(Piece { run: copy.run, ..base }, policy, blocks);
             return Ok(());
         }
-        let (sparse, through) = if blocks.is_some() {
-            (0, 0)
+        let sparse = if blocks.is_some() {
+            0
         } else {
-            stepped_loops(&copy, policy)
+            sparse_loops(&copy, policy)
         };
-        // Where there is a choice, a job is one for either way: no larger than it may be where gaps are read.
-        if cost(&copy.loops, copy.run, through, policy) <= policy.target {
-            return self.push(base, copy, sparse, through);
+        if cost(&copy.loops, copy.run, sparse, policy) <= policy.target {
+            return self.push(base, copy, sparse);
         }
         // Take as many steps of the outermost loop as fit a job; if not even one does, cut each step further.
         let outer = copy.loops.remove(0);
-        let one = cost(&copy.loops, copy.run, through.saturating_sub(1), policy);
+        let one = cost(&copy.loops, copy.run, sparse.saturating_sub(1), policy);
         let room = policy.target.saturating_sub(one);
-        let stride = if through > 0 { one } else { outer.src };
+        let stride = if sparse > 0 { one } else { outer.src };
         let steps = (room / stride.max(1) + 1).min(outer.n);
         let mut i = 0;
         while i < outer.n {
@@ -281,19 +275,18 @@ impl Plan {
                 self.split(base, part, policy, blocks)?;
             } else {
                 part.loops.insert(0, Loop { n, ..outer });
-                self.push(base, part, sparse, through)?;
+                self.push(base, part, sparse)?;
             }
             i += n;
         }
         Ok(())
     }
 
-    fn push(&mut self, base: Piece, copy: Strided, sparse: usize, through: usize) -> Result<()> {
+    fn push(&mut self, base: Piece, copy: Strided, sparse: usize) -> Result<()> {
         let loops = number_of_loops(self.loops.len())?;
         self.loops.push(PieceLoops {
             loops: copy.loops,
             sparse,
-            through,
         });
         self.pieces.push(Piece {
             loops,
@@ -322,14 +315,9 @@ impl Plan {
     }
 
     /// The loops of a piece: those that are fetched step by step, and those of which all is fetched.
-    pub fn loops_of(&self, piece: &Piece, way: Way) -> (&[Loop], &[Loop]) {
-        let Some(PieceLoops { loops, sparse, through }) = self.loops.get(piece.loops as usize) else {
-            return (&[], &[]);
-        };
-        loops.split_at(match way {
-            Way::Apart => *sparse,
-            Way::Through => *through,
-        })
+    pub fn loops_of(&self, piece: &Piece) -> (&[Loop], &[Loop]) {
+        let made = self.loops.get(piece.loops as usize);
+        made.map_or((&[], &[]), |made| made.loops.split_at(made.sparse))
     }
 
     /// Puts neighbouring pieces together into jobs of about the target.
@@ -340,7 +328,7 @@ impl Plan {
         for (i, piece) in self.pieces.iter().enumerate() {
             let req = &reqs[piece.req as usize];
             let policy = policies[req.file as usize];
-            let (sparse, dense) = self.loops_of(piece, Way::Apart);
+            let (sparse, dense) = self.loops_of(piece);
             let reach = extent(dense, piece.run) + extent(sparse, 0);
             let (start, end) = fetch_range(req, piece.src, reach, verify);
             let wanted = sparse.iter().chain(dense).fold(piece.run, |n, l| n * l.n);
@@ -351,25 +339,19 @@ impl Plan {
             // Alone in a job, and what it adds to the last one: bytes to fetch, room in a buffer. Segments that are joined
             // fetch half as much again as is wanted.
             let ends = 2 * policy.align;
-            let alone = |sparse: &[Loop], dense: &[Loop]| {
+            let alone = || {
                 let step = extent(dense, piece.run) + ends;
                 let steps = sparse.iter().fold(1, |n, l| n * l.n);
                 let bytes = (step - ends).next_multiple_of(policy.align).max(policy.seek_cost);
                 let bytes = bytes.saturating_mul(steps);
                 (bytes, steps * (step + step / 2), bytes / policy.seek_cost)
             };
-            let (mut bytes, mut buffer, seeks) = if sparse.is_empty() {
+            let (bytes, buffer, seeks) = if sparse.is_empty() {
                 let bytes = end - start;
                 (bytes, bytes + bytes / 2 + ends, 1)
             } else {
-                alone(sparse, dense)
+                alone()
             };
-            let choice = self.choice(piece, policy);
-            if choice.is_some() {
-                let (sparse, dense) = self.loops_of(piece, Way::Through);
-                let through = alone(sparse, dense);
-                (bytes, buffer) = (through.0, buffer.max(through.1));
-            }
             let (more, more_buffer, more_seeks) = match near {
                 Some((first, last)) if sparse.is_empty() => {
                     let more = end.saturating_sub(last) + first.saturating_sub(start);
@@ -383,9 +365,6 @@ impl Plan {
                 job.wanted += wanted;
                 job.buffer += more_buffer;
                 job.seeks += more_seeks;
-                if let Some(more) = choice {
-                    *job.choice.get_or_insert_default() += more;
-                }
                 fetched += more;
             } else {
                 jobs.push(Job {
@@ -394,7 +373,6 @@ impl Plan {
                     wanted,
                     buffer,
                     seeks,
-                    choice,
                 });
                 fetched = bytes;
                 covered = None;
@@ -408,17 +386,6 @@ impl Plan {
         self.jobs = jobs;
     }
 
-    /// What a piece fetches each way, if it may go either.
-    fn choice(&self, piece: &Piece, policy: Policy) -> Option<Choice> {
-        let fetch = |way| {
-            let (steps, dense) = self.loops_of(piece, way);
-            let steps = steps.iter().fold(1, |n, l| n * l.n);
-            (steps, steps * extent(dense, piece.run).next_multiple_of(policy.align))
-        };
-        let ((reads, apart), (fewer, through)) = (fetch(Way::Apart), fetch(Way::Through));
-        (fewer < reads).then_some(Choice { through, apart, reads })
-    }
-
     /// Says of the jobs whose gaps are read through, however much that is, what a buffer needs for them: what their segments are made to.
     fn measure(&mut self, reqs: &[ReadReq], policies: &[Policy], verify: bool) {
         let (mut extents, mut segments) = (Vec::new(), Vec::new());
@@ -426,7 +393,7 @@ impl Plan {
             let job = self.jobs[i].clone();
             let policy = policies[job.file as usize];
             if policy.over_reads {
-                self.extents(&job, reqs, policy, verify, Way::Apart, &mut extents, &mut segments);
+                self.extents(&job, reqs, policy, verify, &mut extents, &mut segments);
                 self.jobs[i].buffer = segments.last().map_or(0, |segment| segment.buffer_end(policy.align));
             }
         }
@@ -455,33 +422,21 @@ pub fn fetch_range(req: &ReadReq, src: u64, len: u64, verify: bool) -> (u64, u64
     )
 }
 
-/// How many of the outer loops are better fetched step by step; and how many are where gaps are read through that a disk may take
-/// for less than a read.
-fn stepped_loops(copy: &Strided, policy: Policy) -> (usize, usize) {
-    let sparse = sparse_loops(copy, policy);
-    let mut through = sparse;
-    while through > 0 {
-        let gap = copy.loops[through - 1]
-            .src
-            .saturating_sub(extent(&copy.loops[through..], copy.run));
-        if gap > policy.tries_gap {
-            break;
-        }
-        through -= 1;
-    }
-    (sparse, through)
-}
-
+/// How many of the outer loops are better fetched step by step.
 fn sparse_loops(copy: &Strided, policy: Policy) -> usize {
     if !policy.skip_gaps {
         return 0;
     }
-    let (mut dense, mut wanted) = (copy.run, copy.run);
+    // `alone`: what is read if each run is read by itself.
+    let (mut dense, mut wanted, mut alone) = (copy.run, copy.run, copy.run.next_multiple_of(policy.align));
     for (i, l) in copy.loops.iter().enumerate().rev() {
         let joined = dense + (l.n - 1) * l.src;
         wanted *= l.n;
+        alone = alone.saturating_mul(l.n);
+        let gap = l.src.saturating_sub(dense);
         let touching = l.src <= dense.next_multiple_of(policy.align).max(MIN_ROW)
-            || policy.over_reads && l.src.saturating_sub(dense) <= policy.max_gap;
+            || policy.over_reads && gap <= policy.max_gap
+            || gap <= policy.row_gap && joined <= alone.saturating_mul(ROWS_OVER_READ);
         if !touching && !worth_joining(joined, wanted) {
             return i + 1;
         }

@@ -7,7 +7,6 @@ use smallvec::smallvec;
 
 use super::plan::*;
 use super::policy::{MAX_GAP, Policy};
-use super::ways::{Choice, Way};
 use super::{Catalog, Destination, FileRef, ReadReq};
 use crate::copy::SignBits;
 use crate::geometry::Dims;
@@ -20,7 +19,7 @@ const DISK: Policy = Policy {
     skip_gaps: true,
     max_gap: MAX_GAP,
     over_reads: false,
-    tries_gap: 0,
+    row_gap: 0,
     seek_cost: 32 << 10,
     max_pieces: 2048,
 };
@@ -75,16 +74,12 @@ fn run(offset: u64, length: u64) -> ReadReq {
 }
 
 fn made(reqs: &[ReadReq], policy: Policy, verify: bool) -> (Plan, Vec<Vec<(u64, u64)>>) {
-    made_in(reqs, policy, verify, Way::Apart)
-}
-
-fn made_in(reqs: &[ReadReq], policy: Policy, verify: bool, way: Way) -> (Plan, Vec<Vec<(u64, u64)>>) {
     let files = [file(1 << 40)];
     let made = plan(&files, reqs, &[policy], verify, &NoNames).unwrap();
     let (mut extents, mut segments) = (vec![], vec![]);
     let mut all = vec![];
     for job in &made.jobs {
-        made.extents(job, reqs, policy, verify, way, &mut extents, &mut segments);
+        made.extents(job, reqs, policy, verify, &mut extents, &mut segments);
         all.push(segments.iter().map(|s| (s.start, s.end)).collect());
     }
     (made, all)
@@ -325,46 +320,37 @@ fn a_store_reads_through_what_a_request_would_cost() {
         let plan = plan(&[file(1 << 40)], &reqs, &[policy], false, &NoNames).unwrap();
         let (mut extents, mut segments, mut all) = (vec![], vec![], 0);
         for job in &plan.jobs {
-            plan.extents(job, &reqs, policy, false, Way::Apart, &mut extents, &mut segments);
+            plan.extents(job, &reqs, policy, false, &mut extents, &mut segments);
             all += segments.len();
         }
         assert_eq!(all, requests, "rows {pitch} bytes apart");
     }
 }
 
-/// A column of a wide matrix may be fetched either way, a job as it goes; one of rows that lie far apart may not.
+/// A column of a wide matrix is read with what lies between its rows, but for rows that lie far apart.
 #[test]
-fn thin_rows_may_be_read_through() {
+fn thin_rows_are_read_through() {
     let policy = Policy {
-        tries_gap: MAX_GAP,
+        row_gap: MAX_GAP,
         ..DISK
     };
     let columns = |rows: u64, pitch: u64| rect(0, rows * pitch, 0, &[(rows, pitch, 4096), (4096, 1, 1)], 1);
-    let reqs = [columns(1000, 16 << 10)];
-    let (plan, apart) = made(&reqs, policy, false);
-    let (_, through) = made_in(&reqs, policy, false, Way::Through);
-    assert_eq!(fetched(&apart, 4096), 1000 * 4096);
+    let (_, segments) = made(&[columns(1000, 16 << 10)], policy, false);
+    assert!(segments.iter().all(|segments| segments.len() == 1));
     // All but what follows the last row of each job.
-    assert_eq!(
-        fetched(&through, 4096),
-        1000 * (16 << 10) - through.len() as u64 * (12 << 10)
-    );
-    assert!(through.iter().all(|segments| segments.len() == 1));
-    let both = plan.jobs.iter().fold(Choice::default(), |mut all, job| {
-        all += job.choice.unwrap();
-        all
-    });
-    assert_eq!((both.reads, both.apart), (1000, 1000 * 4096));
-    assert_eq!(both.through, fetched(&through, 4096));
-    assert!(plan.jobs.iter().all(|job| job.buffer >= policy.target / 2));
+    let jobs = segments.len() as u64;
+    assert_eq!(fetched(&segments, 4096), 1000 * (16 << 10) - jobs * (12 << 10));
 
-    let (plan, _) = made(&[columns(100, 128 << 10)], policy, false);
-    assert!(plan.jobs.iter().all(|job| job.choice.is_none()), "too far apart");
-    let (plan, _) = made(&reqs, policy, true);
-    assert!(
-        plan.jobs.iter().all(|job| job.choice.is_none()),
-        "blocks are fetched whole"
-    );
+    // Five times what is wanted; and a gap of more than 64 KiB.
+    for (pitch, width) in [(20 << 10, 4096), (128 << 10, 60 << 10)] {
+        let rows = rect(0, 100 * pitch, 0, &[(100, pitch, width), (width, 1, 1)], 1);
+        let (_, segments) = made(&[rows], policy, false);
+        assert_eq!(
+            fetched(&segments, 4096),
+            100 * width,
+            "rows of {width} bytes every {pitch}"
+        );
+    }
     // Two planes of columns, far apart: never what lies between the planes.
     let planes = rect(
         0,
@@ -373,8 +359,7 @@ fn thin_rows_may_be_read_through() {
         &[(2, 4 * MIB, 64 << 10), (16, 16 << 10, 4096), (4096, 1, 1)],
         1,
     );
-    let (plan, segments) = made_in(&[planes], policy, false, Way::Through);
-    assert_eq!(plan.jobs.iter().map(|job| job.choice.unwrap().reads).sum::<u64>(), 32);
+    let (_, segments) = made(&[planes], policy, false);
     assert_eq!(fetched(&segments, 4096), 2 * (15 * (16 << 10) + 4096));
 }
 
@@ -400,12 +385,11 @@ proptest! {
         align in prop::sample::select(vec![1u64, 512]),
         skip_gaps: bool,
         over_reads: bool,
-        tries_gap in prop::sample::select(vec![0u64, 500, 65536]),
-        through: bool,
+        row_gap in prop::sample::select(vec![0u64, 500, 65536]),
         verify: bool,
     ) {
-        let tries_gap = if skip_gaps && !over_reads { tries_gap } else { 0 };
-        let policy = Policy { target, align, skip_gaps, over_reads, tries_gap, ..DISK };
+        let row_gap = if skip_gaps && !over_reads { row_gap } else { 0 };
+        let policy = Policy { target, align, skip_gaps, over_reads, row_gap, ..DISK };
         let files = [file(1 << 40)];
         let plan = plan(&files, &reqs, &[policy], verify, &NoNames).unwrap();
         let (mut extents, mut segments, mut got) = (vec![], vec![], vec![]);
@@ -413,8 +397,7 @@ proptest! {
         for job in &plan.jobs {
             prop_assert_eq!(job.pieces.0, next);
             next = job.pieces.1;
-            let way = if through && job.choice.is_some() { Way::Through } else { Way::Apart };
-            plan.extents(job, &reqs, policy, verify, way, &mut extents, &mut segments);
+            plan.extents(job, &reqs, policy, verify, &mut extents, &mut segments);
             for pair in segments.windows(2) {
                 prop_assert!(pair[0].end <= pair[1].start);
                 prop_assert!(pair[0].buffer_end(align) <= pair[1].at);
@@ -427,7 +410,7 @@ proptest! {
                 prop_assert!(segment.start <= e.fetch.0 && e.fetch.1 <= segment.end);
                 prop_assert!(e.fetch.0 <= e.src && e.src + e.len <= e.fetch.1);
                 let piece = plan.pieces[e.piece];
-                let (_, dense) = plan.loops_of(&piece, way);
+                let (_, dense) = plan.loops_of(&piece);
                 let mut part = rect(e.src, 0, 0, &dense.iter().map(|l| (l.n, l.src, l.dst)).collect::<Vec<_>>(), 1);
                 part.itemsize = piece.run;
                 for (_, s, d) in pairs(&[part]) {

@@ -28,6 +28,9 @@ pub const MAX_GAP: u64 = 64 << 10;
 /// A separate read costs the disk about as much as this many bytes more.
 pub const SEEK_COST: u64 = 32 << 10;
 
+/// How much more may be read to read thin rows in one: a disk delivers that sooner than it answers a request for each row.
+pub const ROWS_OVER_READ: u64 = 4;
+
 /// Tiny pieces that are worth a thread of their own where they are in memory.
 const MAX_PIECES: usize = 2048;
 /// Those that are worth a request of their own.
@@ -46,8 +49,8 @@ pub struct Policy {
     pub max_gap: u64,
     /// Whether that is so however much more than what is wanted is read.
     pub over_reads: bool,
-    /// Rows with gaps up to this may be read either way, each alone or all with what lies between: the load finds out which is quicker.
-    pub tries_gap: u64,
+    /// Gaps up to this between thin rows of a rectangle are read, where that reads at most [`ROWS_OVER_READ`] times the bytes.
+    pub row_gap: u64,
     /// A separate read costs about as much as this many bytes more.
     pub seek_cost: u64,
     /// Pieces of a job at most: keeps jobs of tiny pieces small enough to share between threads.
@@ -106,7 +109,7 @@ impl Access {
             skip_gaps: !self.maps(),
             max_gap: if is_remote { REQUEST_COST } else { MAX_GAP },
             over_reads: is_remote,
-            tries_gap: if matches!(self, Self::Direct { .. }) {
+            row_gap: if matches!(self, Self::Direct { .. }) {
                 MAX_GAP
             } else {
                 0

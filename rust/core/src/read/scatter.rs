@@ -4,7 +4,6 @@ use super::ReadReq;
 use super::batch::Batch;
 use super::plan::{Job, Piece, RUN};
 use super::segments::{Extent, Segment, each_step};
-use super::ways::Way;
 use crate::format::BLOCK_SIZE;
 use crate::store::{Destination, Part, Run};
 
@@ -43,7 +42,7 @@ pub fn parts(batch: &Batch, extents: &[Extent], segments: &[Segment]) -> Vec<Par
     for extent in extents {
         let piece = &batch.plan.pieces[extent.piece];
         let base = batch.reqs[piece.req as usize].dst.0;
-        let (_, dense) = batch.plan.loops_of(piece, Way::Apart);
+        let (_, dense) = batch.plan.loops_of(piece);
         let runs = &mut parts[extent.segment].runs;
         each_step(dense, extent.src, extent.dst, &mut |src, dst| {
             runs.push(Run {

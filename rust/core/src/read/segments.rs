@@ -3,7 +3,6 @@
 use super::ReadReq;
 use super::plan::{Job, Piece, Plan, extent, fetch_range, worth_joining};
 use super::policy::Policy;
-use super::ways::Way;
 use crate::copy::Loop;
 
 /// A range of the file that a job needs, and the run or dense rectangle that comes from it.
@@ -43,14 +42,12 @@ impl Segment {
 
 impl Plan {
     /// The extents of a job in the order of the file, and the segments to fetch for them. Both vectors are emptied first.
-    #[expect(clippy::too_many_arguments, reason = "two are what it fills")]
     pub fn extents(
         &self,
         job: &Job,
         reqs: &[ReadReq],
         policy: Policy,
         verify: bool,
-        way: Way,
         extents: &mut Vec<Extent>,
         segments: &mut Vec<Segment>,
     ) {
@@ -58,7 +55,7 @@ impl Plan {
         segments.clear();
         for piece in job.pieces.0..job.pieces.1 {
             let Piece { req, src, dst, run, .. } = self.pieces[piece];
-            let (outer, dense) = self.loops_of(&self.pieces[piece], way);
+            let (outer, dense) = self.loops_of(&self.pieces[piece]);
             let len = extent(dense, run);
             each_step(outer, src, dst, &mut |src, dst| {
                 extents.push(Extent {

@@ -7,7 +7,6 @@ use super::batch::{Batch, change_signs, stores};
 use super::plan::{Plan, plan};
 use super::policy::{Access, Policy};
 use super::survey::{Found, Kept, spans, survey};
-use super::ways::Ways;
 use super::worker::Worker;
 use super::{Catalog, FileRef, ReadOptions, ReadReq, ReadStats};
 use crate::store::Connection;
@@ -18,7 +17,6 @@ pub struct Survey {
     access: Vec<Access>,
     kept: Vec<Kept>,
     policies: Vec<Policy>,
-    ways: Arc<Ways>,
 }
 
 impl Survey {
@@ -31,19 +29,7 @@ impl Survey {
         let Found { access, kept, .. } = survey(files, &wanted, options)?;
         let share = options.max_inflight_bytes.min(u64::from(u32::MAX));
         let policies: Vec<Policy> = access.iter().map(|access| access.policy(share)).collect();
-        let may_choose = policies.iter().zip(&wanted).filter(|(policy, _)| policy.tries_gap > 0);
-        let jobs: u64 = may_choose.map(|(policy, wanted)| wanted.bytes / policy.target).sum();
-        let mut survey = Self {
-            access,
-            kept,
-            policies,
-            ways: Arc::default(),
-        };
-        survey.ways = Arc::new(Ways::new(
-            usize::try_from(jobs).unwrap_or(usize::MAX),
-            survey.workers(options.threads),
-        ));
-        Ok(survey)
+        Ok(Self { access, kept, policies })
     }
 
     /// How many threads keep busy what is slowest: the cores, or the disk.
@@ -82,7 +68,6 @@ impl Survey {
             access: &self.access,
             policies: &self.policies,
             plan,
-            ways: Arc::clone(&self.ways),
             stores: stores(total),
             connection,
             control,

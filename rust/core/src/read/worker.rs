@@ -3,7 +3,6 @@
 
 use std::fs::File;
 use std::io;
-use std::time::Instant;
 
 use super::batch::Batch;
 use super::bounce;
@@ -11,7 +10,6 @@ use super::plan::Job;
 use super::policy::Access;
 use super::segments::{Extent, Segment};
 use super::survey::Kept;
-use super::ways::Way;
 use super::{FileRef, ReadStats, scatter, verify};
 use crate::copy::{copy_strided_unfenced, copy_with_digest_unfenced, fence};
 use crate::format::{BLOCK_SIZE, block_digest};
@@ -92,17 +90,6 @@ pub struct Worker {
 impl Worker {
     /// Delivers one job.
     pub fn job(&mut self, batch: &Batch, job: &Job) -> Result<()> {
-        let Some(choice) = job.choice else {
-            return self.deliver_job(batch, job, Way::Apart);
-        };
-        let (turn, begin) = (batch.ways.begin(choice), Instant::now());
-        self.deliver_job(batch, job, turn.way)?;
-        let bytes = self.segments.iter().map(|s| s.end - s.start).sum();
-        batch.ways.end(turn, self.segments.len() as u64, bytes, begin.elapsed());
-        Ok(())
-    }
-
-    fn deliver_job(&mut self, batch: &Batch, job: &Job, way: Way) -> Result<()> {
         let index = job.file as usize;
         let file = &batch.files[index];
         batch.plan.extents(
@@ -110,12 +97,11 @@ impl Worker {
             batch.reqs,
             batch.policies[index],
             batch.verify,
-            way,
             &mut self.extents,
             &mut self.segments,
         );
         if batch.access[index] == Access::Remote {
-            return self.fetch(batch, job, way);
+            return self.fetch(batch, job);
         }
         self.open.turn_to(job.file);
         let mapped = batch.access[index].maps();
@@ -135,7 +121,7 @@ impl Worker {
         } else {
             self.fill(batch, job)?;
         }
-        let delivered = self.deliver(batch, job.file, way, mapped);
+        let delivered = self.deliver(batch, job.file, mapped);
         fence();
         delivered?;
         self.stats.bytes_wanted += job.wanted;
@@ -148,7 +134,7 @@ impl Worker {
     }
 
     /// Delivers a job from a store: straight to its destinations where all of it can go there, else by way of the buffer.
-    fn fetch(&mut self, batch: &Batch, job: &Job, way: Way) -> Result<()> {
+    fn fetch(&mut self, batch: &Batch, job: &Job) -> Result<()> {
         let file = &batch.files[job.file as usize];
         let connection = batch
             .connection
@@ -167,7 +153,7 @@ impl Worker {
             let parts = scatter::whole(&self.segments, memory);
             // SAFETY: the buffer has room for every segment at its own place, and is this thread's alone; segments lie in the file, as above.
             unsafe { connection.fetch(&file.path, file.size, parts, batch.control)? };
-            let delivered = self.deliver(batch, job.file, way, false);
+            let delivered = self.deliver(batch, job.file, false);
             fence();
             delivered?;
         }
@@ -268,7 +254,7 @@ impl Worker {
     }
 
     /// Checks the fetched extents and copies them to their destinations.
-    fn deliver(&mut self, batch: &Batch, number: u32, way: Way, mapped: bool) -> Result<()> {
+    fn deliver(&mut self, batch: &Batch, number: u32, mapped: bool) -> Result<()> {
         let Worker {
             open,
             buffer,
@@ -291,7 +277,7 @@ impl Worker {
         for extent in extents.iter() {
             let piece = &batch.plan.pieces[extent.piece];
             let req = &batch.reqs[piece.req as usize];
-            let (_, loops) = batch.plan.loops_of(piece, way);
+            let (_, loops) = batch.plan.loops_of(piece);
             let dst = req.dst.0.wrapping_add(index(extent.dst));
             let mut copied = false;
             if batch.verify && req.digests.is_some() {
