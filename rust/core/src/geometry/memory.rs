@@ -1,12 +1,12 @@
-//! Which writes touch the same memory, and the turns in which they happen so that the result is that of one after another.
+//! Which writes may touch the same memory, and the turns in which they happen so that the result is that of one after another.
 
-use std::collections::HashMap;
+use std::collections::HashSet;
 use std::ops::Range;
 
 use smallvec::SmallVec;
 
-/// Steps of a search for common bytes. Layouts that tensors have take a few; beyond this many, memory counts as shared.
-const SEARCH: u32 = 1 << 16;
+/// Runs of a layout that are listed to find out whether two share a byte. Of layouts with more, that is assumed.
+const LISTED: u64 = 1 << 16;
 
 /// The bytes that a write touches: a run, and loops around it. Equal ones are the same bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -103,20 +103,27 @@ impl Footprint {
 
     /// Whether two of its elements share a byte.
     pub fn overlaps_itself(&self) -> bool {
-        let mut layout = self.layout();
-        while let Some((outer, inner)) = layout.split() {
-            if outer.stride == 0 {
-                return true;
-            }
-            // The inner loops against themselves, some steps further on: as many as they reach over.
-            let last = (outer.n - 1).min((inner.reach() - 1) / outer.stride);
-            let mut left = SEARCH;
-            if (1..=last).any(|k| inner.meets(inner, i128::from(k * outer.stride), &mut left)) {
-                return true;
-            }
-            layout = inner;
+        let mut reach = self.run;
+        let is_nested = self.steps.iter().rev().all(|step| {
+            let is_apart = step.stride >= reach;
+            reach += (step.n - 1) * step.stride;
+            is_apart
+        });
+        if is_nested {
+            return false;
         }
-        false
+        let runs = self.steps.iter().fold(1_u64, |runs, step| runs.saturating_mul(step.n));
+        if runs > LISTED {
+            return true;
+        }
+        let mut starts = vec![0];
+        for step in &self.steps {
+            starts = (starts.iter())
+                .flat_map(|&at| (0..step.n).map(move |i| at + i * step.stride))
+                .collect();
+        }
+        starts.sort_unstable();
+        starts.windows(2).any(|pair| pair[1] - pair[0] < self.run)
     }
 }
 
@@ -138,48 +145,6 @@ impl Layout<'_> {
     fn split(self) -> Option<(Step, Self)> {
         let (&outer, steps) = self.steps.split_first()?;
         Some((outer, Self { steps, run: self.run }))
-    }
-
-    /// The same, where that loop gets anywhere. (Those that do not are the innermost.)
-    fn moves(self) -> Option<(Step, Self)> {
-        self.split().filter(|(outer, _)| outer.stride > 0)
-    }
-
-    /// Whether it shares a byte with `other`, which begins `ahead` bytes after it. `left`: steps that the search may still take.
-    fn meets(self, other: Layout<'_>, ahead: i128, left: &mut u32) -> bool {
-        let (reach, other_reach) = (i128::from(self.reach()), i128::from(other.reach()));
-        if ahead >= reach || -ahead >= other_reach {
-            return false;
-        }
-        if *left == 0 {
-            return true;
-        }
-        let (a, b) = (self.moves(), other.moves());
-        if a.is_none() && b.is_none() {
-            return true;
-        }
-        *left -= 1;
-        let stride = |outer: Option<(Step, Layout<'_>)>| outer.map_or(0, |(step, _)| step.stride);
-        match (a, b) {
-            // The same stride: it only counts how many steps one is ahead of the other.
-            (Some((outer, inner)), Some((other_outer, other_inner))) if outer.stride == other_outer.stride => {
-                let step = i128::from(outer.stride);
-                let (inner_reach, other_reach) = (i128::from(inner.reach()), i128::from(other_inner.reach()));
-                let first = ((-ahead - other_reach).div_euclid(step) + 1).max(1 - i128::from(outer.n));
-                let last = (inner_reach - ahead - 1)
-                    .div_euclid(step)
-                    .min(i128::from(other_outer.n) - 1);
-                (first..=last).any(|k| inner.meets(other_inner, ahead + k * step, left))
-            }
-            // Step by step where the steps are longer, as far as the other reaches.
-            (Some((outer, inner)), _) if stride(a) > stride(b) => {
-                let step = i128::from(outer.stride);
-                let first = ((ahead - i128::from(inner.reach())).div_euclid(step) + 1).max(0);
-                let last = (ahead + other_reach - 1).div_euclid(step).min(i128::from(outer.n) - 1);
-                (first..=last).any(|i| inner.meets(other, ahead - i * step, left))
-            }
-            _ => other.meets(self, -ahead, left),
-        }
     }
 }
 
@@ -225,69 +190,50 @@ pub struct Write {
 }
 
 /// The turn of each write, so that the result is that of the writes one after another, in their order: those of one turn share no
-/// memory. `None`: it need not happen, as a later one writes all its bytes; never where `every` one is to be seen.
+/// memory. `None`: it need not happen, as a later one writes the same bytes; never where `every` one is to be seen.
+///
+/// Writes that may share memory follow each other. That they do not is seen where they lie apart, or side by side in the rows of a matrix.
 pub fn turns(writes: &[Write], every: bool) -> Vec<Option<u32>> {
-    let groups = groups(writes, every);
+    let mut seen = HashSet::new();
     let mut items = Vec::new();
-    for (number, group) in groups.iter().enumerate() {
-        items.extend(writes[group[0]].footprints.iter().map(|footprint| Item {
-            group: number,
-            space: footprint.space,
-            start: footprint.start,
-            layout: footprint.layout(),
-        }));
+    let mut happens = vec![true; writes.len()];
+    for (number, write) in writes.iter().enumerate().rev() {
+        if let ([one], true, false) = (write.footprints.as_slice(), write.covers, every) {
+            happens[number] = seen.insert(one);
+        }
+        items.extend(
+            (write.footprints.iter())
+                .filter(|_| happens[number])
+                .map(|footprint| Item {
+                    write: number,
+                    space: footprint.space,
+                    start: footprint.start,
+                    layout: footprint.layout(),
+                }),
+        );
     }
-    let mut pairs = Vec::new();
-    find_meetings(&mut items, &mut pairs);
-    let mut before: Vec<SmallVec<[usize; 2]>> = vec![SmallVec::new(); writes.len()];
-    for group in &groups {
-        group.windows(2).for_each(|pair| before[pair[1]].push(pair[0]));
-    }
-    for (a, b) in pairs {
-        let (a, b) = (&groups[a], &groups[b]);
-        for (one, other) in [(a, b), (b, a)] {
-            for &write in one {
-                // Those before it follow each other already.
-                let earlier = other.partition_point(|&at| at < write);
-                before[write].extend(earlier.checked_sub(1).map(|at| other[at]));
-            }
+    let mut crowds = Vec::new();
+    find_crowds(&mut items, &mut crowds);
+    let mut crowds_of: Vec<SmallVec<[usize; 1]>> = vec![SmallVec::new(); writes.len()];
+    for (number, crowd) in crowds.iter().enumerate() {
+        for &write in crowd {
+            crowds_of[write].push(number);
         }
     }
-    let mut turns = vec![None; writes.len()];
-    let mut happening: Vec<usize> = groups.into_iter().flatten().collect();
-    happening.sort_unstable();
-    for write in happening {
-        let after = before[write].iter().filter_map(|&earlier| turns[earlier]).max();
-        turns[write] = Some(after.map_or(0, |turn: u32| turn + 1));
-    }
-    turns
-}
-
-/// Writes of the same bytes, in their order; of those that need not be seen, the last alone.
-fn groups(writes: &[Write], every: bool) -> Vec<Vec<usize>> {
-    let mut groups: Vec<Vec<usize>> = Vec::new();
-    let mut known: HashMap<&Footprint, usize> = HashMap::new();
-    for (i, write) in writes.iter().enumerate() {
-        let same = match write.footprints.as_slice() {
-            [one] if write.covers => known.get(one).copied(),
-            _ => None,
-        };
-        match same {
-            Some(group) if every => groups[group].push(i),
-            Some(group) => groups[group][0] = i,
-            None => {
-                if let ([one], true) = (write.footprints.as_slice(), write.covers) {
-                    known.insert(one, groups.len());
-                }
-                groups.push(vec![i]);
+    let mut next = vec![0; crowds.len()];
+    (happens.into_iter().zip(crowds_of))
+        .map(|(happens, crowds)| {
+            let turn = crowds.iter().map(|&crowd| next[crowd]).max().unwrap_or(0);
+            for &crowd in &crowds {
+                next[crowd] = turn + 1;
             }
-        }
-    }
-    groups
+            happens.then_some(turn)
+        })
+        .collect()
 }
 
 struct Item<'a> {
-    group: usize,
+    write: usize,
     space: u32,
     start: u64,
     layout: Layout<'a>,
@@ -299,8 +245,8 @@ impl Item<'_> {
     }
 }
 
-/// The pairs of groups that share a byte.
-fn find_meetings(items: &mut [Item<'_>], pairs: &mut Vec<(usize, usize)>) {
+/// The writes that may share memory, each crowd of them in a list.
+fn find_crowds(items: &mut [Item<'_>], crowds: &mut Vec<Vec<usize>>) {
     items.sort_unstable_by_key(|item| (item.space, item.start));
     let mut rest = items;
     while let Some(first) = rest.first() {
@@ -314,9 +260,9 @@ fn find_meetings(items: &mut [Item<'_>], pairs: &mut Vec<(usize, usize)>) {
         }
         let (run, more) = rest.split_at_mut(count);
         if count > 1 && enter_common_loop(run) {
-            find_meetings(run, pairs);
+            find_crowds(run, crowds);
         } else if count > 1 {
-            compare(run, pairs);
+            crowds.push(run.iter().map(|item| item.write).collect());
         }
         rest = more;
     }
@@ -342,21 +288,6 @@ fn enter_common_loop(items: &mut [Item<'_>]) -> bool {
         item.layout.steps = &item.layout.steps[1..];
     }
     true
-}
-
-fn compare(items: &[Item<'_>], pairs: &mut Vec<(usize, usize)>) {
-    let mut open: Vec<&Item<'_>> = Vec::new();
-    for item in items {
-        open.retain(|other| other.end() > item.start);
-        for other in &open {
-            let ahead = i128::from(item.start) - i128::from(other.start);
-            let mut left = SEARCH;
-            if item.group != other.group && other.layout.meets(item.layout, ahead, &mut left) {
-                pairs.push((other.group, item.group));
-            }
-        }
-        open.push(item);
-    }
 }
 
 #[cfg(test)]

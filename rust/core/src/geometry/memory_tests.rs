@@ -147,14 +147,14 @@ proptest! {
     }
 
     #[test]
-    fn finds_what_meets(a in either(), b in either()) {
+    fn what_meets_is_not_of_one_turn(a in either(), b in either()) {
         let (x, y) = (footprint(a.0, a.1, &a.2), footprint(b.0, b.1, &b.2));
         let (p, q): (BTreeSet<_>, BTreeSet<_>) =
             (bytes(a.0, a.1, &a.2).into_iter().collect(), bytes(b.0, b.1, &b.2).into_iter().collect());
         if !p.is_empty() && !q.is_empty() {
             let writes = [one(x.clone()), one(y.clone())];
             let apart = turns(&writes, true) == [Some(0), Some(0)];
-            prop_assert_eq!(apart, p.is_disjoint(&q));
+            prop_assert!(!apart || p.is_disjoint(&q));
             let hidden = turns(&writes, false)[0].is_none();
             prop_assert!(!hidden || p == q);
             let mut reaches = [x.reach(0), y.reach(1)];
