@@ -73,7 +73,7 @@ MISTAKES: list[Mistake] = [
     ("DDP's prefix", lambda w: load(prefixed("module."), w / "bare"), "RsLoadPlanner(rename={'': 'module'}) finds them"),
     ("the compiler's prefix", lambda w: load(prefixed("_orig_mod."), w / "bare"), "rename={'': '_orig_mod'}) finds them"),
     ("two prefixes", lambda w: load(prefixed("module._orig_mod."), w / "bare"), "rename={'': 'module._orig_mod'}) finds them"),
-    ("no prefix", lambda w: load(prefixed(""), w / "model"), "names of the checkpoint begin with 'model.': planner=RsLoadPlanner(rename={'model': ''}) finds them"),
+    ("no prefix", lambda w: load(prefixed(""), w / "model"), "names of the checkpoint begin with 'model.': rename={'model': ''} finds them"),
     ("DDP's for the model's", lambda w: load(prefixed("model."), w / "ddp"), "rename={'module': 'model'}) finds them"),
     ("a rename the wrong way", lambda w: load({"epoch": 0}, w / "named", planner=RsLoadPlanner(rename={"epoch": "epocs"})), "rename= gives no entry this name; did you mean 'epocs'?"),
     ("a letter beside a number", lambda w: dcp_rs.open(w / "deep")["layers.777.wieght"], "did you mean 'layers.777.weight'?"),

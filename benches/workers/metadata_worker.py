@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_rs
-from dcp_rs.dcp.load_planner import local_reads
+from dcp_rs.engine import load as engine
+from dcp_rs.engine.reads import LoadOptions
 
 PATH, FQNS, RANKS = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 
@@ -52,7 +53,7 @@ def local_plan(reader: StorageReader, planner: LoadPlanner) -> tuple[LoadPlan, f
 
 def plan(reader: StorageReader, planner: LoadPlanner) -> Answer:
     local, opening, planning = local_plan(reader, planner)
-    wanted = sorted(regions(planner, local))
+    wanted = sorted(regions(local))
     return {
         "read_metadata": opening,
         "plan": planning,
@@ -63,13 +64,16 @@ def plan(reader: StorageReader, planner: LoadPlanner) -> Answer:
 
 
 def coordinate(reader: StorageReader, planner: LoadPlanner) -> Answer:
-    """What the coordinator receives and does, if every rank's plan is as large as this one's, and machines have eight."""
-    os.environ["LOCAL_WORLD_SIZE"] = "8"
+    """What the coordinator receives and does, if every rank's plan is as large as this one's."""
     local, opening, planning = local_plan(reader, planner)
     sent = pickle.dumps(local)
     start = time.perf_counter()
     plans = planner.create_global_plan([pickle.loads(sent) for _ in range(RANKS)])
     answers = [pickle.dumps(plan) for plan in reader.prepare_global_plan(plans)]
+    return coordinated(opening, planning, sent, answers, start)
+
+
+def coordinated(opening: float, planning: float, sent: bytes, answers: list[bytes], start: float) -> Answer:
     return {
         "read_metadata": opening,
         "plan": planning,
@@ -79,12 +83,8 @@ def coordinate(reader: StorageReader, planner: LoadPlanner) -> Answer:
     }
 
 
-def regions(planner: LoadPlanner, plan: LoadPlan) -> list[tuple[str, list[int], list[int]]]:
+def regions(plan: LoadPlan) -> list[tuple[str, list[int], list[int]]]:
     """Name, offsets in the whole tensor and sizes of all that a plan reads."""
-    if isinstance(planner, dcp_rs.RsLoadPlanner):
-        reads = local_reads(plan, planner)
-        assert reads is not None
-        return [(t.name, list(t.offsets), list(t.tensor.shape)) for t in reads.targets]
     found = []
     for item in plan.items:
         chunk = item.storage_index.offset
@@ -94,13 +94,43 @@ def regions(planner: LoadPlanner, plan: LoadPlan) -> list[tuple[str, list[int], 
     return found
 
 
+def plan_of_ours() -> tuple[engine.Plan, float, float]:
+    """The plan of `dcp_rs.load`; and the seconds for the metadata, and for the plan."""
+    state = state_dict()
+    own = engine.plan_rank(state, dcp_rs.RsReader(PATH).source_of_load(), LoadOptions(), rank=RANKS // 3)
+    own.clock.end("plan")
+    return own, own.clock.seconds("metadata"), own.clock.seconds("plan")
+
+
+def plan_ours() -> Answer:
+    own, opening, planning = plan_of_ours()
+    wanted = sorted((t.name, list(t.offsets), list(t.tensor.shape)) for t in own.reads.targets)
+    return {
+        "read_metadata": opening,
+        "plan": planning,
+        "planner": "dcp_rs.load",
+        "items": len(wanted),
+        "wanted": wanted[:: max(1, len(wanted) // 50)],
+    }
+
+
+def coordinate_ours() -> Answer:
+    """As `coordinate`, if machines have eight ranks."""
+    os.environ["LOCAL_WORLD_SIZE"] = "8"
+    own, opening, planning = plan_of_ours()
+    sent = pickle.dumps(own.note("each"))
+    start = time.perf_counter()
+    answers = [pickle.dumps(answer) for answer in engine.compare([pickle.loads(sent) for _ in range(RANKS)], PATH)]
+    return coordinated(opening, planning, sent, answers, start)
+
+
 with pretend_rank(RANKS // 3, RANKS):
     serve(
         {
-            "ours": lambda: plan(dcp_rs.RsReader(PATH), dcp_rs.RsLoadPlanner()),
+            "ours": plan_ours,
             "ours-stock-planner": lambda: plan(dcp_rs.RsReader(PATH), DefaultLoadPlanner()),
             "stock": lambda: plan(FileSystemReader(PATH), DefaultLoadPlanner()),
-            "coordinate-ours": lambda: coordinate(dcp_rs.RsReader(PATH), dcp_rs.RsLoadPlanner()),
+            "coordinate-ours": coordinate_ours,
             "coordinate-stock": lambda: coordinate(FileSystemReader(PATH), DefaultLoadPlanner()),
         }
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from typing import Any, Unpack
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, Never, NoReturn, Unpack
 
 import torch
 import torch.distributed as dist
@@ -16,21 +18,33 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_rs import _torch
+from dcp_rs._progress import Progress
 from dcp_rs._tracebacks import short_traceback, shorten
+from dcp_rs.checkpoint.renaming import Rename
 from dcp_rs.dcp import plan_cache, protocol
-from dcp_rs.dcp.load_planner import RsLoadPlanner
+from dcp_rs.dcp.load_planner import RsLoadPlanner, is_plain
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.save_planner import RsSavePlanner
 from dcp_rs.dcp.stock_arguments import say_ignored
 from dcp_rs.dcp.writer import RsWriter
 from dcp_rs.engine import background
-from dcp_rs.engine.arguments import check_options, check_planner, check_reader, check_stager, check_state_dict
+from dcp_rs.engine import load as engine
+from dcp_rs.engine.arguments import (
+    check_options,
+    check_planner,
+    check_reader,
+    check_stager,
+    check_state_dict,
+    check_unknown,
+)
+from dcp_rs.engine.attempts import Attempts
 from dcp_rs.engine.background import SaveFuture
 from dcp_rs.engine.ranks import Ranks
+from dcp_rs.engine.reads import LoadOptions
 from dcp_rs.engine.reports import LoadReport, SavedMetadata
 from dcp_rs.engine.unclear import apart, unclear
-from dcp_rs.options import ReaderArguments, WriterArguments
-from dcp_rs.tensors.nesting import like, unwrap_in
+from dcp_rs.options import WriterArguments
+from dcp_rs.tensors.nesting import like
 from dcp_rs.tensors.trees import stateful_values
 from dcp_rs.transfer.stage import HostStager
 
@@ -38,8 +52,7 @@ __all__ = ["async_save", "load", "load_state_dict", "save"]
 
 _log = logging.getLogger("dcp_rs")
 
-#: What a save needs, and a load: made in a step, so that what fails there fails on all ranks.
-BeginLoad = Callable[[], tuple[dict[str, Any], StorageReader, LoadPlanner]]
+#: What a save needs: made in a step, so that what fails there fails on all ranks.
 BeginSave = Callable[[], tuple[dict[str, Any], RsWriter, SavePlanner]]
 
 
@@ -52,10 +65,18 @@ def load_state_dict(
     no_dist: bool = False,
     planner: LoadPlanner | None = None,
 ) -> LoadReport | None:
-    """Loads into ``state_dict`` in place: ``torch.distributed.checkpoint.load_state_dict``, without its deprecation warning.
+    """Load into ``state_dict`` in place: ``torch.distributed.checkpoint.load_state_dict``, without its deprecation warning.
 
-    Every rank of ``process_group`` calls it, with the same keys. Default planner: :class:`RsLoadPlanner` with an :class:`RsReader`, else
-    torch's. As there, ``Stateful`` values are not called: see :func:`load`.
+    Every rank of ``process_group`` calls it, with the same keys. As there, ``Stateful`` values are not called: see :func:`load`.
+
+    Args:
+        state_dict: what to fill.
+        storage_reader: an :class:`RsReader`, or any other reader.
+        process_group: of the ranks that load; default: all.
+        coordinator_rank: the rank that compares the plans of all.
+        no_dist: this process loads alone.
+        planner: default: :class:`RsLoadPlanner` with an :class:`RsReader`, else torch's. A reader or planner of a class of your own is
+            called as torch calls it.
 
     Returns:
         What the load found and took on this rank, if the reader is an :class:`RsReader`.
@@ -65,19 +86,20 @@ def load_state_dict(
             did. A note says on which rank.
         RankLostError: a rank is gone.
     """
-
-    def begin() -> tuple[dict[str, Any], StorageReader, LoadPlanner]:
+    ranks = Ranks(process_group, no_dist=no_dist, coordinator=coordinator_rank)
+    with _failing_on_all(ranks):
         check_state_dict(state_dict)
         check_reader(storage_reader)
         check_planner("load", planner)
         storage_reader.reset()
         if planner is None:
-            own = RsLoadPlanner() if isinstance(storage_reader, RsReader) else DefaultLoadPlanner()
-            return state_dict, storage_reader, own
-        return state_dict, storage_reader, planner
-
-    ranks = Ranks(process_group, no_dist=no_dist, coordinator=coordinator_rank)
-    protocol.again_where_replaced(ranks, lambda attempts: protocol.load(ranks, begin, attempts))
+            planner = RsLoadPlanner() if isinstance(storage_reader, RsReader) else DefaultLoadPlanner()
+    if type(storage_reader) is RsReader and is_plain(planner):
+        report = engine.load(state_dict, storage_reader.source_of_load(), planner.options(), ranks)
+        storage_reader.report = report
+        planner.end_load(report, storage_reader.path)
+    else:
+        protocol.load(ranks, state_dict, storage_reader, planner)
     return storage_reader.report if isinstance(storage_reader, RsReader) else None
 
 
@@ -86,54 +108,117 @@ def load(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str],
     *,
+    rename: Rename = None,
+    include: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] | None = None,
+    allow_partial_load: bool = False,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    dtype_policy: Literal["warn", "error", "cast"] = "warn",
     planner: LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    **read_options: Unpack[ReaderArguments],
+    weights_only: bool | None = True,
+    verify: bool = False,
+    replicas: Literal["each", "node", "all"] = "each",
+    io: Literal["auto", "mmap", "direct", "buffered"] = "auto",
+    threads: int | None = None,
+    shared: bool | None = None,
+    max_inflight_bytes: int | None = None,
+    allow_external: bool = False,
+    storage_options: Mapping[str, Any] | Any | None = None,
+    progress: Progress = None,
+    _attempts: Attempts | None = None,
+    **unknown: Never,
 ) -> LoadReport:
-    """Loads the checkpoint at ``path`` into ``state_dict``: ``dcp.load`` with an :class:`RsReader`.
+    """Load the checkpoint at ``path`` into ``state_dict``. Every rank of ``process_group`` calls it.
+
+    A load that another save overtakes begins again with the new checkpoint, unless it is partial.
 
     Args:
-        state_dict: tensors are filled in place, ``Stateful`` objects are loaded, other values are replaced.
-        path: a checkpoint: a folder of this package, of Hugging Face, of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``.
-        planner: default: :class:`RsLoadPlanner`.
+        state_dict: its tensors are filled in place, ``Stateful`` objects are loaded, other values are replaced.
+        path: a checkpoint: a folder of this package, of Hugging Face, of stock DCP, a ``.safetensors`` file, a file of ``torch.save``, or
+            the URL of one on a store.
+        rename: from stored names to those of the state dict: a mapping of names, or of what names begin with up to a dot, or a callable.
+            With ``{"model": ""}`` what is stored as ``model.x`` goes to ``x``; what a mapping lacks keeps its name.
+        include, exclude: globs over names of the state dict. What is not included, or excluded, is left alone.
+        allow_partial_load: leave alone what the checkpoint lacks or has in another shape, and fill what it holds of the rest.
+        dtype: what floating-point tensors become. Those of another dtype are replaced in the state dict, once every rank has read.
+        device: where tensors go. Those elsewhere are replaced in the same way. Tensors on ``meta`` always are.
+        dtype_policy: what to do where state dict and checkpoint differ in dtype and ``dtype`` is not given: ``"warn"`` casts and says so,
+            ``"error"`` refuses, ``"cast"`` casts.
+        planner: an :class:`RsLoadPlanner` in place of these options, or a planner of your own, which is called as torch calls it.
         process_group, no_dist: as in ``dcp.load``.
-        read_options: arguments of :class:`RsReader`.
+        weights_only: unpickle values as ``torch.load(weights_only=True)`` does. ``False`` is for checkpoints that you wrote yourself.
+        verify, io, threads, shared, max_inflight_bytes: see :class:`dcp_rs.options.ReadOptions`.
+        replicas, allow_external, storage_options, progress: see :class:`RsReader`.
 
     Returns:
         What the load found and took on this rank. The log ``dcp_rs`` has it as a line.
 
     Raises:
         Exception: as :func:`load_state_dict`.
+        CheckpointReplacedError: another save replaced the checkpoint while a partial load was reading it.
+        TypeError: an unknown option; the message names the one that is meant.
+
+    Example::
+
+        model = {"model.weight": torch.zeros(3, 2)}
+        report = dcp_rs.load(model, "ckpt/", rename={"": "model"}, verify=True)
     """
     ranks = Ranks(process_group, no_dist=no_dist)
-    reader: RsReader | None = None
-    stateful: dict[str, Any] = {}
-    values: dict[str, Any] = {}
+    with _failing_on_all(ranks):
+        check_state_dict(state_dict, path)
+        check_unknown("load", unknown, load)
+        check_planner("load", planner)
+        given = LoadOptions(
+            rename=rename,
+            include=include,
+            exclude=exclude,
+            allow_partial_load=allow_partial_load,
+            dtype=dtype,
+            device=device,
+            dtype_policy=dtype_policy,
+        )
+        if planner is not None and given != LoadOptions():
+            msg = "give the planner the options of the load, or no planner: RsLoadPlanner takes the same ones"
+            raise TypeError(msg)
+        reader = RsReader(
+            path,
+            io=io,
+            threads=threads,
+            verify=verify,
+            shared=shared,
+            max_inflight_bytes=max_inflight_bytes,
+            weights_only=weights_only,
+            allow_external=allow_external,
+            replicas=replicas,
+            storage_options=storage_options,
+            progress=progress,
+        )
+    if planner is None:
+        return engine.load(state_dict, reader.source_of_load(), given, ranks, stateful=True, attempts=_attempts)
+    if is_plain(planner):
+        options = planner.options()
+        report = engine.load(state_dict, reader.source_of_load(), options, ranks, stateful=True, attempts=_attempts)
+        planner.end_load(report, reader.path)
+        return report
+    protocol.load(ranks, state_dict, reader, planner, stateful=True, attempts=_attempts)
+    return reader.report or LoadReport()
 
-    def begin() -> tuple[dict[str, Any], StorageReader, LoadPlanner]:
-        nonlocal reader, values
-        if reader is None:
-            check_state_dict(state_dict, path)
-            check_options("load", read_options, RsReader)
-            check_planner("load", planner)
-            # In one order on all ranks, for what is stateful may talk to the others.
-            values = {key: state_dict[key] for key in sorted(state_dict, key=str)}
-            stateful.update(stateful_values(values))
-            values.update({key: holder.state_dict() for key, holder in stateful.items()})
-            reader = RsReader(path, **read_options)
-        reader.reset()
-        return values, reader, RsLoadPlanner() if planner is None else planner
 
-    def hand_over() -> None:
-        loaded = unwrap_in(values) if reader is not None and reader.source == "dcp-rs" else values
-        for key, holder in stateful.items():
-            holder.load_state_dict(loaded.pop(key))
-        state_dict.update(loaded)
+@contextmanager
+def _failing_on_all(ranks: Ranks) -> Iterator[None]:
+    """Around what comes before the first step of a load: what fails here fails on all ranks, in that step."""
+    try:
+        yield
+    except BaseException as error:
+        ranks.divided(partial(_raise, error), list)
+        raise
 
-    protocol.again_where_replaced(ranks, lambda attempts: protocol.load(ranks, begin, attempts))
-    ranks.together(hand_over)
-    return (reader.report if reader is not None else None) or LoadReport()
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 @short_traceback

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,16 +12,16 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 
 from dcp_rs._tracebacks import short_traceback
 from dcp_rs.api import save
 from dcp_rs.dcp import protocol
-from dcp_rs.dcp.attempts import Attempts
-from dcp_rs.dcp.load_planner import RsLoadPlanner
+from dcp_rs.dcp.load_planner import RsLoadPlanner, is_plain
 from dcp_rs.dcp.reader import RsReader
-from dcp_rs.engine.arguments import check_state_dict
+from dcp_rs.engine import load as engine
+from dcp_rs.engine.attempts import Attempts
+from dcp_rs.engine.metadata import index_of
 from dcp_rs.engine.ranks import Ranks
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import PlanError
@@ -144,6 +145,7 @@ def load_training_state(
     process_group: dist.ProcessGroup | None = None,
     planner: LoadPlanner | None = None,
     no_dist: bool = False,
+    _attempts: Attempts | None = None,
     **read_options: Any,
 ) -> LoadReport | None:
     """Resumes a training job from ``path``, on any number of ranks and with any sharding. Every rank of ``process_group`` calls it.
@@ -176,11 +178,13 @@ def load_training_state(
     ranks = Ranks(process_group, no_dist=no_dist)
     partial = allow_partial_load or (isinstance(planner, RsLoadPlanner) and planner.allow_partial_load)
 
-    def load(attempts: Attempts) -> None:
+    attempts = Attempts() if _attempts is None else _attempts
+
+    def load() -> None:
         given = (path, model, several, extra, planner, ranks, attempts, read_options)
         _load_training_state(*given, partial=partial)
 
-    protocol.again_where_replaced(ranks, load)
+    engine.again_where_replaced(ranks, load, tries=1 if partial else engine.TRIES)
     return planner.report if isinstance(planner, RsLoadPlanner) else None
 
 
@@ -221,8 +225,7 @@ def _load_training_state(
             one.put(extra, state)
 
     choice, saved = ranks.together(begin)
-    with choice.counters_as_they_are():
-        _load(ranks, state, reader, metadata, planner, attempts, choice)
+    _load(ranks, state, reader, metadata, planner, attempts, choice)
     ranks.together(end)
     beside = [f"{OPTIM}.param_groups"] if saved is not None else []
     choice.tell(beside + [f"{EXTRA}.{name}" for name, value in extra.items() if isinstance(value, PerRank)])
@@ -267,7 +270,10 @@ def load_optim_state_dict(
     ranks = Ranks(process_group, no_dist=no_dist)
     own_planner = RsLoadPlanner() if planner is None else planner
 
-    def load(attempts: Attempts) -> None:
+    attempts = Attempts()
+    partial = allow_partial_load or bool(getattr(own_planner, "allow_partial_load", False))
+
+    def load() -> None:
         reader, metadata = ranks.together(lambda: _opened(path, read_options))
 
         def begin() -> tuple[Choice, SavedOptimizers | None, dict[str, Any]]:
@@ -281,12 +287,11 @@ def load_optim_state_dict(
                 saved.apply(model)
 
         choice, saved, state = ranks.together(begin)
-        with choice.counters_as_they_are():
-            _load(ranks, state, reader, metadata, own_planner, attempts, choice)
+        _load(ranks, state, reader, metadata, own_planner, attempts, choice)
         ranks.together(end)
         choice.tell([join(key, "param_groups")])
 
-    protocol.again_where_replaced(ranks, load)
+    engine.again_where_replaced(ranks, load, tries=1 if partial else engine.TRIES)
 
 
 def _opened(path: str | os.PathLike[str], read_options: dict[str, Any]) -> tuple[RsReader, Metadata]:
@@ -303,14 +308,22 @@ def _load(
     attempts: Attempts,
     choice: Choice,
 ) -> None:
-    """Loads of the save that was opened before: what was read of it then goes with what is read now."""
-
-    def begin() -> tuple[dict[str, Any], StorageReader, LoadPlanner]:
-        check_state_dict(state)
-        reader.keep(metadata)
-        return state, reader, planner
-
-    protocol.load(ranks, begin, attempts, choice.unseen)
+    """Load from the save that was opened before: what was read of it then goes with what is read now."""
+    if not is_plain(planner):
+        with choice.counters_as_they_are():
+            protocol.load(ranks, state, reader, planner, metadata=metadata, attempts=attempts, unseen=choice.unseen)
+        return
+    options = replace(planner.options(), keep_dtype=frozenset(choice.counters))
+    report = engine.load(
+        state,
+        reader.source_of_load(),
+        options,
+        ranks,
+        index=index_of(metadata),
+        attempts=attempts,
+        unseen=choice.unseen,
+    )
+    planner.end_load(report, reader.path)
 
 
 def _several(optimizers: Optimizers) -> tuple[Optimizer, ...]:

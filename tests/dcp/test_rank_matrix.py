@@ -1,6 +1,7 @@
 """Entry point x step x failing rank x kind of error: every rank ends, with that error, and knows the rank."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ SIZE = 3
 BIG = 200_000
 #: What the culprit raises by step; others get the same, or, of what does not unpickle, its text.
 MISHAPS = ("state_dict", "load_state_dict", "set_up_planner", "create_global_plan", "finish_plan")
+PLANNED = ("set_up_planner", "create_global_plan", "finish_plan")
 LOAD_STEPS = {
     "options": ValueError,
     "state_dict": MishapError,
@@ -56,16 +58,15 @@ SAVE_STEPS = {
 TORCHS = ("metadata", "plan", "values", "data", "commit")
 
 
-def load_cell(folder, step, how, group=None):
-    """A load that fails in a step; on ranks that do not, ``step`` is None."""
+def load_cell(folder, step, how, group=None, *, planned=False):
+    """A load that fails in a step; on ranks that do not, ``step`` is None. ``planned``: with a planner of one's own."""
     path = folder / ({"metadata": "nowhere", "data": "damaged"}.get(step, "whole"))
     state = {"w": torch.zeros(BIG), "own": torch.zeros(10), "s": Breaks(step)}
     if step == "plan":
         state["unknown"] = torch.zeros(2)
     if step == "values":
         state["bad"] = None
-    # One that overrides `create_global_plan` works on items, and shares nothing.
-    planner = LoadBreaks(step) if step in MISHAPS else RsLoadPlanner()
+    planner = LoadBreaks(step if step in PLANNED else None) if planned else RsLoadPlanner()
     options = {"verify": True, **({"threads": -1} if step == "options" else {})}
     if how == "dcp.load":
         return dcp.load(state, storage_reader=RsReader(path, **options), planner=RsLoadPlanner())
@@ -136,21 +137,22 @@ def cells_of(folder, culprit):  # noqa: C901 - a table
         if step == "create_global_plan" and culprit:
             continue  # the coordinator's alone
         here = step if mine else None
+        load = partial(load_cell, folder, here, planned=step in PLANNED)
         for how in ("load", "all", "node"):
-            add(f"{how}: {step}", lambda here=here, how=how: load_cell(folder, here, how), error)
+            add(f"{how}: {step}", lambda load=load, how=how: load(how), error)
         if step not in ("options", "load_state_dict", "state_dict"):
-            add(f"load_state_dict: {step}", lambda here=here: load_cell(folder, here, "load_state_dict"), error)
+            add(f"load_state_dict: {step}", lambda load=load: load("load_state_dict"), error)
         if step in TORCHS:
             kind = CheckpointException
-            add(f"dcp.load: {step}", lambda here=here: load_cell(folder, here, "dcp.load"), kind)
+            add(f"dcp.load: {step}", lambda load=load: load("dcp.load"), kind)
         for how in ("load", "all"):
             # The rank outside does nothing meanwhile.
-            def in_group(here=here, how=how):
+            def in_group(load=load, how=how):
                 if dist.get_rank() in pair:
-                    load_cell(folder, here, how, group)
+                    load(how, group)
 
             add(f"{how} in a group: {step}", in_group, error, pair)
-        add(f"no_dist: {step}", lambda here=here: load_cell(folder, here, "no_dist"), error, alone)
+        add(f"no_dist: {step}", lambda load=load: load("no_dist"), error, alone)
     for step, error in SAVE_STEPS.items():
         if step in ("create_global_plan", "commit") and culprit:
             continue

@@ -5,13 +5,12 @@ A body is called with what it stands before (what `super()` has), the planner th
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
-
-from dcp_rs.dcp.hooks import overridable
 
 __all__ = [
     "WAYS",
@@ -21,7 +20,18 @@ __all__ = [
     "in_the_class",
     "inner",
     "on_the_object",
+    "overridable",
 ]
+
+
+def overridable(kind: type) -> frozenset[str]:
+    """Return the methods of a class of torch's planners: those that DCP may call, and those that they call."""
+    return frozenset(
+        name
+        for base in kind.__mro__[:-1]
+        for name, value in vars(base).items()
+        if inspect.isroutine(value) and not name.startswith("__")
+    )
 
 
 def in_a_subclass(base: type, name: str, body: Callable[..., Any], patch: Any, **options: Any) -> Any:

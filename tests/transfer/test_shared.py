@@ -16,6 +16,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader, RsWriter, _core
+from dcp_rs.checkpoint.locate import open_index
+from dcp_rs.engine.cache_sharing import demand_of, sample_of
+from dcp_rs.engine.reads import LoadOptions, plan_reads
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions, default_shared
 from support import assert_state_equal, run_ranks
@@ -96,24 +99,11 @@ def pipeline(stages=RANKS):
     return state
 
 
-class CountsItems(RsLoadPlanner):
-    """Wants to be called for each item."""
-
-    def commit_tensor(self, read_item, tensor):
-        super().commit_tensor(read_item, tensor)
-
-
 class Forgets(RsReader):
-    """Plans as torch's own reader does, which says nothing."""
-
-    def prepare_local_plan(self, plan):
-        return plan
+    """A class of one's own, which torch's protocol has no way to ask."""
 
 
-PLANNERS = {"ours": RsLoadPlanner, "items": CountsItems, "torch": dcp.DefaultLoadPlanner}
-
-
-def load_of_pipeline(path, names, planner="ours", reader=RsReader, groups=None, **options):
+def load_of_pipeline(path, names, reader=RsReader, groups=None, **options):
     """Bytes that the disk delivered for all ranks; and the share of this rank's that came past the page cache.
 
     Args:
@@ -130,7 +120,7 @@ def load_of_pipeline(path, names, planner="ours", reader=RsReader, groups=None, 
     dist.barrier()
     before = delivered()
     storage = reader(path, **options)
-    dcp.load(got, storage_reader=storage, planner=PLANNERS[planner](), process_group=group)
+    dcp_rs.load_state_dict(got, storage, group)
     total = torch.tensor([delivered() - before])
     dist.all_reduce(total)
     assert_state_equal(got, wanted)
@@ -143,16 +133,14 @@ def of_pipeline(saved):
     return saved
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
-def test_pipeline_ranks_read_their_own_past_the_page_cache(of_pipeline, planner):
-    for total, direct in run_ranks(RANKS, load_of_pipeline, of_pipeline, ["layers.*"], planner):
+def test_pipeline_ranks_read_their_own_past_the_page_cache(of_pipeline):
+    for total, direct in run_ranks(RANKS, load_of_pipeline, of_pipeline, ["layers.*"]):
         assert direct == 1
         assert total <= 1.1 * RANKS * LAYER
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
-def test_what_all_want_is_told_from_what_each_wants_in_one_file(of_pipeline, planner):
-    for total, direct in run_ranks(RANKS, load_of_pipeline, of_pipeline, ["embedding", "layers.*"], planner):
+def test_what_all_want_is_told_from_what_each_wants_in_one_file(of_pipeline):
+    for total, direct in run_ranks(RANKS, load_of_pipeline, of_pipeline, ["embedding", "layers.*"]):
         assert 0.8 * LAYER / (LAYER + EMBEDDING) < direct < 1.2 * LAYER / (LAYER + EMBEDDING)
         assert total <= 1.1 * (EMBEDDING + RANKS * LAYER)
 
@@ -263,12 +251,9 @@ def test_what_is_said_of_what_is_wanted_does_not_grow(tmp_path, monkeypatch):
 
 
 def planned(path, state):
-    """A rank's plan as it crosses to the coordinator."""
-    reader, planner = RsReader(path), RsLoadPlanner()
-    metadata = reader.read_metadata()
-    planner.set_up_planner(state, metadata, is_coordinator=False)
-    reader.set_up_storage_reader(metadata, is_coordinator=False)
-    return pickle.dumps(reader.prepare_local_plan(planner.create_local_plan()))
+    """What a rank tells the coordinator."""
+    index = open_index(path, rank=None, allow_external=False)
+    return pickle.dumps(demand_of(sample_of(plan_reads(state, index, LoadOptions()), index, ReadOptions())))
 
 
 def test_machines_are_compared_apart(tmp_path):

@@ -111,9 +111,7 @@ def explain_missing(missing: Sequence[str], wanted: Collection[str], stored: Col
         first = next(name for name in missing if name.startswith(old) and new + name.removeprefix(old) in stored)
         mend = f"{{{new + first.removeprefix(old)!r}: {first!r}, ...}}"
     which = "all" if number == len(missing) else f"{number:,} of {len(missing):,}"
-    return f"; {said}: planner=RsLoadPlanner(rename={mend}) finds {which} of them".replace(
-        "finds all of them", "finds them"
-    )
+    return f"; {said}: rename={mend} finds {which} of them".replace("finds all of them", "finds them")
 
 
 def _changed_prefix(missing: Sequence[str], stored: Collection[str]) -> tuple[str, str, int]:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from dcp_rs import _core
 from dcp_rs._torch import PLAIN_TYPES
-from dcp_rs.dcp.hooks import Methods
+from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
@@ -38,7 +38,6 @@ class ItemReads:
         counts: what is read is added here.
         planner: resolves items, and hears when they are filled.
         weights_only: check that every value loads under ``torch.load(weights_only=True)`` before the planner gets it.
-        common: what is known of what other ranks want.
     """
 
     def __init__(
@@ -49,9 +48,7 @@ class ItemReads:
         planner: LoadPlanner,
         *,
         weights_only: bool,
-        common: _core.Common | None,
     ) -> None:
-        self._common = common
         self._index = index
         self._options = options
         self._counts = counts
@@ -131,7 +128,7 @@ class ItemReads:
                         planner.commit_tensor(*left.pop(place))
 
     def _load(self, targets: list[Target]) -> Load:
-        load = Load(self._index, self._options, counts=self._counts, common=self._common)
+        load = Load(self._index, self._options, counts=self._counts)
         load.add(targets)
         return load
 
@@ -150,17 +147,24 @@ def _memory_of(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]] | None:
     return None if is_opaque(tensor) else (tensor.data_ptr(), tensor.stride())
 
 
-#: What torch's planner does where nobody is to be called for each item.
-_METHODS = Methods(DefaultLoadPlanner, DefaultLoadPlanner)
+#: What torch's planner resolves and commits an item by, as they are before anybody patches them.
+_RESOLVING = {
+    name: getattr(DefaultLoadPlanner, name) for name in ("resolve_tensor", "lookup_tensor", "transform_tensor")
+}
+_OWN = RsLoadPlanner.resolve_tensor
+_COMMIT = DefaultLoadPlanner.commit_tensor
 
 
 def _resolves_in_place(planner: DefaultLoadPlanner) -> bool:
-    """Whether what the planner resolves is memory of the state dict, so that a load need not be cut to bound what is new."""
-    return not _METHODS.replaced(planner, ("resolve_tensor", "lookup_tensor", "transform_tensor"))
+    """Return whether the planner resolves memory of the state dict, so that no load has to be cut to bound what is new."""
+    return all(
+        getattr(getattr(planner, name), "__func__", None) in (method, _OWN) for name, method in _RESOLVING.items()
+    )
 
 
 def _commits(planner: LoadPlanner) -> bool:
-    return not isinstance(planner, DefaultLoadPlanner) or _METHODS.replaced(planner, ("commit_tensor",))
+    """Return whether the planner wants to hear of each item that is filled."""
+    return getattr(planner.commit_tensor, "__func__", None) is not _COMMIT
 
 
 def _file_by_file(index: _core.Index, items: list[tuple[int, ReadItem]]) -> list[tuple[int, ReadItem]]:

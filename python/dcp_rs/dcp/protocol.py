@@ -11,82 +11,114 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
 from dcp_rs.checkpoint.locate import is_rank_local
-from dcp_rs.dcp.attempts import Attempts
+from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.reader import RsReader
+from dcp_rs.engine.attempts import Attempts
+from dcp_rs.engine.load import MIXED, again_where_replaced
 from dcp_rs.engine.ranks import Ranks
-from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError
+from dcp_rs.engine.stateful import hand_back, take_states
+from dcp_rs.errors import CheckpointNotFoundError, PlanError
 
-__all__ = ["again_where_replaced", "load", "save"]
+__all__ = ["load", "save"]
 
 StateDict = dict[str, Any]
-
-#: A load that finds the checkpoint replaced under it begins again, so often.
-_ATTEMPTS = 10
-
-
-def again_where_replaced(ranks: Ranks, work: Callable[[Attempts], None]) -> None:
-    """Does it, and begins again with the new checkpoint where another save replaced the one that was being read."""
-    with Attempts.of_load() as attempts:
-        for _ in range(_ATTEMPTS - 1):
-            try:
-                return work(attempts)
-            except BaseException:
-                # Every rank knows the same failures, so all of them begin again, or none.
-                if not any(isinstance(error, CheckpointReplacedError) for error in ranks.failures.values()):
-                    raise
-        return work(attempts)
 
 
 def load(
     ranks: Ranks,
-    begin: Callable[[], tuple[StateDict, StorageReader, LoadPlanner]],
-    attempts: Attempts,
+    state_dict: StateDict,
+    reader: StorageReader,
+    planner: LoadPlanner,
+    *,
+    stateful: bool = False,
+    metadata: Metadata | None = None,
+    attempts: Attempts | None = None,
     unseen: Collection[str] = (),
 ) -> None:
-    """Loads on all ranks.
+    """Load on all ranks with a reader or a planner of a user's own, called as torch calls them.
+
+    A load that a save overtakes begins again with the new checkpoint, unless it is partial or ``metadata`` is given.
 
     Args:
         ranks: who loads.
-        begin: gives the state dict to load into (without ``Stateful`` values), the reader and the planner. What it raises on one rank, all raise.
-        attempts: those before this one, which it then is among.
-        unseen: names in the state dict of what the caller does not see before the load is over.
+        state_dict: what to fill.
+        reader, planner: those of the load.
+        stateful: call the ``state_dict`` and ``load_state_dict`` of ``Stateful`` values.
+        metadata: of the checkpoint, where it was read already.
+        attempts: loads into this state dict that failed before.
+        unseen: names of what the caller does not see before the load is over.
 
     Raises:
-        CorruptDataError: it would leave alone what an attempt before it may have filled.
+        Exception: what a rank raised, on all ranks.
+        CorruptDataError: the load would leave alone what one before it may have filled.
     """
-    reader: StorageReader
-    planner: LoadPlanner
+    attempts = Attempts() if attempts is None else attempts
+    is_final = metadata is not None or getattr(planner, "allow_partial_load", False)
+    again_where_replaced(
+        ranks,
+        lambda: _load(ranks, state_dict, reader, planner, stateful, metadata, attempts, unseen),
+        **({"tries": 1} if is_final else {}),
+    )
+
+
+def _load(
+    ranks: Ranks,
+    state_dict: StateDict,
+    reader: StorageReader,
+    planner: LoadPlanner,
+    stateful: bool,
+    metadata: Metadata | None,
+    attempts: Attempts,
+    unseen: Collection[str],
+) -> None:
+    values = state_dict
+    holders: dict[str, Any] = {}
     own: LoadPlan
-    is_filled = False
 
     def plan_own() -> LoadPlan:
-        nonlocal reader, planner, own
-        state_dict, reader, planner = begin()
-        if isinstance(reader, RsReader):
-            reader.read_with(ranks)
-        metadata, of_all_ranks = _metadata(reader, ranks.rank)
-        planner.set_up_planner(state_dict, metadata, ranks.is_coordinator)
+        nonlocal values, holders, metadata, own
+        if stateful:
+            values, holders = take_states(state_dict)
+        of_all_ranks = True
+        if metadata is None:
+            if isinstance(reader, RsReader):
+                reader.reset()
+            metadata, of_all_ranks = _metadata(reader, ranks.rank)
+        planner.set_up_planner(values, metadata, ranks.is_coordinator)
         _set_up(
             reader.set_up_storage_reader, metadata, ranks.is_coordinator, rank=ranks.rank, use_collectives=of_all_ranks
         )
         own = planner.create_local_plan()
-        attempts.check(_path(reader), own, planner)
+        attempts.check(_path(reader), _filled_by(own, planner))
         return reader.prepare_local_plan(own)
 
     def plan_all(plans: list[LoadPlan]) -> list[LoadPlan]:
+        if not all(isinstance(plan, LoadPlan) for plan in plans):
+            raise PlanError(MIXED, path=_path(reader))
         return reader.prepare_global_plan(planner.create_global_plan(plans))
 
     def read() -> None:
-        nonlocal is_filled
         reader.read_data(planner.finish_plan(plan), planner).wait()
-        is_filled = True
+
+    def hand_over() -> None:
+        hand_back(state_dict, values, holders, source=reader.source if isinstance(reader, RsReader) else "")
 
     plan = ranks.divided(plan_own, plan_all)
     try:
         ranks.together(read)
+        if stateful:
+            ranks.together(hand_over)
     except BaseException:
-        attempts.failed(_path(reader), own, planner, unseen, is_filled=is_filled)
+        attempts.failed(_path(reader), {item.dest_index.fqn for item in own.items}.difference(unseen))
         raise
+
+
+def _filled_by(plan: LoadPlan, planner: LoadPlanner) -> set[str]:
+    """Return the names that a plan fills wholly."""
+    names = {item.dest_index.fqn for item in plan.items}
+    if isinstance(planner, RsLoadPlanner):
+        names = names.difference(planner.report.partly_filled).union(planner.report.tied)
+    return names
 
 
 def save(ranks: Ranks, begin: Callable[[], tuple[StateDict, StorageWriter, SavePlanner]]) -> Metadata:
@@ -94,7 +126,7 @@ def save(ranks: Ranks, begin: Callable[[], tuple[StateDict, StorageWriter, SaveP
 
     Args:
         ranks: who saves.
-        begin: as that of :func:`load`, with a writer.
+        begin: gives the state dict, the writer and the planner. What it raises on one rank, all raise.
     """
     writer: StorageWriter
     planner: SavePlanner

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from dcp_rs.dcp.stored import Stored
+from dcp_rs.engine.entry_info import EntryInfo
 from dcp_rs.tensors.shards import Layouts, Piece, local_pieces
 
 __all__ = ["items_of", "missing_elements"]
@@ -20,25 +20,23 @@ _Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def items_of(
-    found: Mapping[str, Stored | None], state_dict: Mapping[str, Any], entry: Callable[[Stored], Any]
+    found: Mapping[str, EntryInfo], state_dict: Mapping[str, Any], stored: Mapping[str, Any]
 ) -> list[ReadItem]:
-    """Items of all that is read, as torch's planner has them.
+    """Return items for all that is read, as torch's planner makes them.
 
     Args:
         found: names of the state dict, and what the checkpoint has for each.
         state_dict: what is filled.
-        entry: the metadata of what is stored.
+        stored: metadata by stored name.
     """
     layouts: Layouts = {}
     items: list[ReadItem] = []
-    for fqn, stored in found.items():
-        if stored is None:
-            continue
-        if stored.is_bytes:
-            items.append(_bytes_item(fqn, stored.name))
+    for fqn, entry in found.items():
+        if entry.is_bytes:
+            items.append(_bytes_item(fqn, entry.name))
         else:
             pieces = local_pieces(fqn, state_dict[fqn], layouts)
-            items += _tensor_items(fqn, stored.name, entry(stored), pieces)
+            items += _tensor_items(fqn, entry.name, stored[entry.name], pieces)
     return items
 
 

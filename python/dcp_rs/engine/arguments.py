@@ -14,7 +14,16 @@ from dcp_rs.checkpoint.names import nearest
 from dcp_rs.tensors.trees import is_stateful
 from dcp_rs.transfer.stage import HostStager
 
-__all__ = ["check_options", "check_planner", "check_reader", "check_stager", "check_state_dict"]
+__all__ = ["check_options", "check_planner", "check_reader", "check_stager", "check_state_dict", "check_unknown"]
+
+#: Options of others, and the options of a load that do the same.
+_MEANT = {
+    "strict": "allow_partial_load=True loads what there is, as strict=False does elsewhere",
+    "map_location": "device= says where tensors go",
+    "thread_count": "threads= says how many threads read",
+    "checkpoint_id": "the path comes second",
+    "storage_reader": "the path comes second; dcp_rs.load_state_dict() takes a reader",
+}
 
 
 def check_state_dict(state_dict: Any, path: Any = None) -> None:
@@ -36,17 +45,35 @@ def check_state_dict(state_dict: Any, path: Any = None) -> None:
 
 
 def check_options(called: str, options: Mapping[str, Any], takes: Callable[..., Any]) -> None:
-    """Raises a TypeError that names what was meant, where one of the options is none of those that ``takes`` takes by keyword."""
-    known = [
-        name
-        for name, parameter in signature(takes).parameters.items()
-        if parameter.kind in (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD) and not name.startswith("_")
-    ]
-    for name in options:
-        if name not in known and not name.startswith("_"):
-            near = nearest(name, known)
-            msg = f"dcp_rs.{called}() has no option {name!r}" + (f": did you mean {near!r}?" if near else "")
-            raise TypeError(msg)
+    """Check the names of options against the keyword arguments that ``takes`` has.
+
+    Raises:
+        TypeError: it has no such option. The message names the one that is meant.
+    """
+    known = _keywords(takes)
+    check_unknown(called, {name: value for name, value in options.items() if name not in known}, takes)
+
+
+def check_unknown(called: str, unknown: Mapping[str, Any], takes: Callable[..., Any]) -> None:
+    """Refuse options that ``takes`` does not have.
+
+    Raises:
+        TypeError: there are some. The message names the option that is meant.
+    """
+    for name in unknown:
+        if called == "load" and name in _MEANT:
+            hint = f": {_MEANT[name]}"
+        else:
+            near = nearest(name, _keywords(takes))
+            hint = f": did you mean {near!r}?" if near else ""
+        msg = f"dcp_rs.{called}() has no option {name!r}{hint}"
+        raise TypeError(msg)
+
+
+def _keywords(takes: Callable[..., Any]) -> list[str]:
+    kinds = (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = signature(takes).parameters.items()
+    return [name for name, parameter in parameters if parameter.kind in kinds and not name.startswith("_")]
 
 
 def check_planner(called: Literal["load", "save"], planner: Any) -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "StorageInfo",
     "StorageInfos",
     "describe_saved",
+    "index_of",
     "make_metadata",
     "tensor_flags",
     "tensor_properties",
@@ -202,6 +203,11 @@ class StorageInfos(Mapping[MetadataIndex, StorageInfo]):
 
     def __repr__(self) -> str:
         return f"<{len(self):,} chunks of {self._handle.index.path}>"
+
+
+def index_of(metadata: Metadata | None) -> _core.Index | None:
+    """Return the index that the metadata is a view of, if it is one of this package."""
+    return None if metadata is None else getattr(metadata.state_dict_metadata, "index", None)
 
 
 def describe_saved(

@@ -174,6 +174,10 @@ class Phases:
         self._last = now
         _log.debug("%s took %.6f s", name, self._phases[name])
 
+    def seconds(self, name: str) -> float:
+        """Return how long the phase took that ended under this name."""
+        return self._phases[name]
+
     def tell(self, report: LoadReport | SaveReport) -> None:
         """Puts the times into the report, and that into the log: a line for all ranks, and one of each for those who debug."""
         report.seconds, report.phases = self._last - self._begin, dict(self._phases)

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from dcp_rs import api, optim
 from dcp_rs._tracebacks import short_traceback
 from dcp_rs._warnings import warn_caller
+from dcp_rs.engine.attempts import Attempts
 from dcp_rs.engine.background import SaveFuture
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import DcpRsError
@@ -314,7 +315,9 @@ class CheckpointManager:
         """
         options = {**self._root.access, **self._team.options, **read_options}
         return self._load(
-            step, lambda path: api.load(state_dict, path, planner=planner, **options), take_over=take_over
+            step,
+            lambda path, attempts: api.load(state_dict, path, planner=planner, _attempts=attempts, **options),
+            take_over=take_over,
         )
 
     @short_traceback
@@ -338,20 +341,27 @@ class CheckpointManager:
         options = {**self._root.access, **self._team.options, **options}
         return self._load(
             step,
-            lambda path: optim.load_training_state(path, model, optimizers, extra, **options),
+            lambda path, attempts: optim.load_training_state(
+                path, model, optimizers, extra, _attempts=attempts, **options
+            ),
             take_over=take_over,
         )
 
-    def _load(self, step: int | None, load: Callable[[Path], LoadReport | None], *, take_over: bool) -> int | None:
+    def _load(
+        self, step: int | None, load: Callable[[Path, Attempts], LoadReport | None], *, take_over: bool
+    ) -> int | None:
         self._settle()
         if take_over:
             self._team.decide(None, lambda _: self._keeper.take_over())
         self.report = None
 
-        def reported(path: Path) -> None:
-            self.report = load(path)
+        attempts = Attempts()
 
-        number, self.passed_over = resume(self._team, self._keeper, step, self._reusing.distrusting(reported))
+        def reported(path: Path) -> None:
+            self.report = load(path, attempts)
+
+        load_step = self._reusing.distrusting(reported)
+        number, self.passed_over = resume(self._team, self._keeper, step, load_step, attempts)
         if self._team.leads:
             for passed in self.passed_over:
                 warn_caller(f"not resumed from {passed}")

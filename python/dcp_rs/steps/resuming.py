@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from dcp_rs.dcp.attempts import Attempts
+from dcp_rs.engine.attempts import Attempts
 from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, CorruptIndexError
 from dcp_rs.steps.keeper import Keeper
 from dcp_rs.steps.root import PassedOver
@@ -19,19 +19,23 @@ _DAMAGED = (CorruptDataError, CorruptIndexError, CheckpointNotFoundError)
 
 
 def resume(
-    team: Team, keeper: Keeper, step: int | None, load: Callable[[Path], object]
+    team: Team, keeper: Keeper, step: int | None, load: Callable[[Path], object], attempts: Attempts
 ) -> tuple[int | None, list[PassedOver]]:
     """Loads ``step``, or the newest that is whole and does not turn out to be damaged. Returns which, and what was passed over.
+
+    Args:
+        team, keeper: of the manager.
+        step: None: the newest.
+        load: loads from a folder.
+        attempts: the loads of this call, which ``load`` knows too.
 
     Raises:
         CorruptDataError: a step was damaged, and the one before it has not all that the load of the damaged one may have filled.
     """
-    attempts = Attempts()
 
     def attempt(number: int) -> str | None:
         try:
-            with attempts.given():
-                load(keeper.folder(number))
+            load(keeper.folder(number))
         except _DAMAGED as error:
             if step is not None or attempts.is_refused:
                 raise

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from dcp_rs.dcp.load_planner import RsLoadPlanner, names_of
+from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.read_items import missing_elements
 from dcp_rs.engine.arguments import check_planner
 from dcp_rs.engine.reports import LoadReport, Mismatch
@@ -38,7 +38,7 @@ class Choice:
     def __init__(self, metadata: Metadata, planner: LoadPlanner, *, partial: bool) -> None:
         check_planner("load", planner)
         own = planner if isinstance(planner, RsLoadPlanner) else None
-        names = names_of(planner)
+        names = None if own is None else own.names
         self.is_partial = partial
         self.is_lenient = partial or bool(getattr(planner, "allow_partial_load", False))
         self.report = LoadReport()

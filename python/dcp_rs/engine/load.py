@@ -1,0 +1,365 @@
+"""Load a checkpoint into a state dict, on all ranks of a process group together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from dcp_rs import _core
+from dcp_rs._progress import Progress, watching
+from dcp_rs._url import StorageOptions
+from dcp_rs._warnings import warn_caller
+from dcp_rs.checkpoint.locate import is_of_all_ranks, is_rank_local, open_index
+from dcp_rs.engine.attempts import Attempts
+from dcp_rs.engine.cache_sharing import Answer, Demand, answers_to, demand_of, in_common, sample_of
+from dcp_rs.engine.optimizer_state import warn_of_left_out_state
+from dcp_rs.engine.ranks import Ranks
+from dcp_rs.engine.reads import LoadOptions, Reads, differing_ties, plan_reads
+from dcp_rs.engine.reports import LoadReport, Phases
+from dcp_rs.engine.stateful import hand_back, take_states
+from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError, PlanError
+from dcp_rs.options import ReadOptions
+from dcp_rs.tensors import objects
+from dcp_rs.tensors.memory import changing, is_opaque
+from dcp_rs.tensors.trees import set_at
+from dcp_rs.transfer.counts import Counts
+from dcp_rs.transfer.exchange import read_shared
+from dcp_rs.transfer.load import Load
+from dcp_rs.transfer.replicas import Offer, is_shared, offer, share
+
+__all__ = ["MIXED", "TRIES", "Plan", "Source", "again_where_replaced", "compare", "load", "plan_rank"]
+
+T = TypeVar("T")
+
+#: A load begins again so often where another save replaces the checkpoint that it reads.
+TRIES = 10
+#: What to say where some ranks plan here, and others as torch does.
+MIXED = (
+    "some ranks load with a planner or a reader of their own class, and others without: give all ranks the same kind"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a load reads from, and how. :class:`dcp_rs.RsReader` says what each means."""
+
+    path: os.PathLike[str]
+    read: ReadOptions = field(default_factory=ReadOptions)
+    weights_only: bool = True
+    allow_external: bool = False
+    replicas: Literal["each", "node", "all"] = "each"
+    storage_options: StorageOptions | None = None
+    progress: Progress = None
+
+    def open(self, rank: int | None = None) -> _core.Index:
+        """Open the index of all ranks; with ``rank``, the one that this rank wrote in a rank-local save."""
+        return open_index(
+            self.path,
+            rank=rank,
+            allow_external=self.allow_external,
+            verify=self.read.verify,
+            storage_options=self.storage_options,
+        )
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What a rank tells the coordinator of its plan."""
+
+    save_id: str | None
+    is_of_all: bool
+    replicas: str
+    is_empty: bool
+    why_nothing: str | None
+    demand: Demand | None
+
+
+@dataclass
+class Plan:
+    """What one rank is about to read.
+
+    Attributes:
+        index: of the checkpoint.
+        is_of_all: whether all ranks open the same index, or each that of its own rank-local save.
+        values: the state dict to fill, with the states of ``Stateful`` objects in their place.
+        holders: those objects.
+        reads: what is read.
+        sample: of the blocks of files that are read, for the other ranks of the machine.
+        clock: since the index was opened.
+        loaded: values that are no tensors, once they are read.
+        is_read: whether every rank has read all.
+    """
+
+    index: _core.Index
+    is_of_all: bool
+    values: dict[str, Any]
+    holders: dict[str, Any]
+    reads: Reads
+    sample: _core.Wanted | None
+    clock: Phases
+    loaded: dict[str, Any] = field(default_factory=dict)
+    is_read: bool = False
+
+    def note(self, replicas: str) -> _Note:
+        """Return what the coordinator has to know. It does not grow with the model."""
+        save_id = self.index.save_id if self.is_of_all else None
+        return _Note(
+            save_id=save_id,
+            is_of_all=self.is_of_all,
+            replicas=replicas,
+            is_empty=not self.reads.values,
+            why_nothing=self.reads.why_nothing,
+            demand=demand_of(self.sample),
+        )
+
+    def written(self) -> set[str]:
+        """Return the names that the caller may see changed by now."""
+        names = self.reads.written_in_place()
+        return names.union(self.loaded, self.reads.new.new) if self.is_read else names
+
+
+def load(
+    state_dict: dict[str, Any],
+    source: Source,
+    options: LoadOptions,
+    ranks: Ranks,
+    *,
+    stateful: bool = False,
+    index: _core.Index | None = None,
+    attempts: Attempts | None = None,
+    unseen: Collection[str] = (),
+) -> LoadReport:
+    """Fill a state dict from a checkpoint. Every rank calls it.
+
+    Three steps, and each ends on all ranks alike: where one rank fails, all raise. Every rank plans, and the coordinator compares the
+    plans. Every rank reads into its tensors. Then new tensors and values go into the state dict.
+
+    A load that a save overtakes begins again with the new checkpoint, unless it is partial or ``index`` is given.
+
+    Args:
+        state_dict: what to fill. Its tensors are not written to before every rank has planned.
+        source: where to read.
+        options: which entries, and what they become.
+        ranks: who loads.
+        stateful: call the ``state_dict`` and ``load_state_dict`` of ``Stateful`` values.
+        index: of the checkpoint, where it is open already.
+        attempts: loads into this state dict that failed before.
+        unseen: names of what the caller does not see before the load is over.
+
+    Raises:
+        Exception: what a rank raised, on all ranks.
+    """
+    attempts = Attempts() if attempts is None else attempts
+    is_final = options.allow_partial_load or index is not None
+    return again_where_replaced(
+        ranks,
+        lambda: _load(state_dict, source, options, ranks, stateful, index, attempts, unseen),
+        tries=1 if is_final else TRIES,
+    )
+
+
+def _load(
+    state_dict: dict[str, Any],
+    source: Source,
+    options: LoadOptions,
+    ranks: Ranks,
+    stateful: bool,
+    index: _core.Index | None,
+    attempts: Attempts,
+    unseen: Collection[str],
+) -> LoadReport:
+    plan: Plan
+
+    def plan_own() -> _Note:
+        nonlocal plan
+        plan = plan_rank(state_dict, source, options, rank=ranks.rank, stateful=stateful, index=index)
+        if attempts.filled:
+            attempts.check(source.path, plan.reads.wholly_filled())
+        return plan.note(source.replicas)
+
+    answer = ranks.divided(plan_own, lambda notes: compare(notes, source.path))
+    plan.clock.end("plan")
+    try:
+        ranks.together(lambda: _read(plan, source, ranks, answer))
+        plan.is_read = True
+        ranks.together(lambda: _hand_over(plan, state_dict if stateful else None))
+    except BaseException:
+        attempts.failed(source.path, plan.written().difference(unseen))
+        raise
+    return plan.reads.report
+
+
+def plan_rank(
+    state_dict: dict[str, Any],
+    source: Source,
+    options: LoadOptions,
+    *,
+    rank: int,
+    stateful: bool = False,
+    index: _core.Index | None = None,
+) -> Plan:
+    """Step 1, on every rank: open the checkpoint, and find in it what the state dict wants. Nothing is written."""
+    values, holders = take_states(state_dict) if stateful else (state_dict, {})
+    clock, is_of_all = Phases(), True
+    if index is None:
+        index, is_of_all = _open(source, rank)
+    clock.end("metadata")
+    reads = plan_reads(values, index, options)
+    warn_of_left_out_state(index, *reads.stored_names(index))
+    sample = sample_of(reads, index, source.read) if is_of_all else None
+    return Plan(index, is_of_all, values, holders, reads, sample, clock)
+
+
+def _open(source: Source, rank: int) -> tuple[_core.Index, bool]:
+    """Return the index, and whether it is of all ranks. A rank may have saved its own alone."""
+    try:
+        return source.open(), True
+    except CheckpointNotFoundError as missing:
+        if is_of_all_ranks(source.path):  # a link that leads nowhere is one all the same
+            raise
+        try:
+            return source.open(rank), False
+        except Exception as own:  # noqa: BLE001  # one of the two is raised
+            raise (own if is_rank_local(source.path) else missing) from None
+
+
+def compare(notes: list[_Note], path: str | os.PathLike[str]) -> list[Answer | None]:
+    """Compare the plans of all ranks, on the coordinator. Return an answer for each rank.
+
+    Raises:
+        CheckpointReplacedError: two ranks opened different saves.
+        PlanError: the ranks do not load in one way; or there is nothing to load on any rank, and something was asked for.
+    """
+    if not all(isinstance(note, _Note) for note in notes):
+        raise PlanError(MIXED, path=path)
+    if len({note.replicas for note in notes}) > 1:
+        msg = f"the ranks give replicas= different values: {sorted({note.replicas for note in notes})}"
+        raise PlanError(msg, path=path)
+    if len({note.is_of_all for note in notes}) > 1:
+        msg = f"a save of all ranks replaced those of single ranks while the ranks were opening it: {path}"
+        raise CheckpointReplacedError(msg, path=path)
+    if len({note.save_id for note in notes}) > 1:
+        msg = f"the checkpoint was replaced by another save while the ranks were opening it: {path}"
+        raise CheckpointReplacedError(msg, path=path)
+    reasons = [note.why_nothing for note in notes if note.why_nothing is not None]
+    if reasons and all(note.is_empty or note.why_nothing is not None for note in notes):
+        raise PlanError(reasons[0])
+    return answers_to([note.demand for note in notes])
+
+
+def _read(plan: Plan, source: Source, ranks: Ranks, answer: Answer | None) -> None:
+    """Step 2, on every rank: read into the tensors, first what other ranks read too, where they share the work."""
+    index, reads = plan.index, plan.reads
+    with watching(source.progress, "loading") as watch:
+        counts = Counts(watch=watch)
+        how = source.read if plan.is_of_all else source.read.alone()
+        job = Load(index, how, reads.batch, counts, in_common(plan.sample, answer, ranks.size))
+
+        def prepare() -> int:
+            """Do what can fail before the first tensor is written to. Return how many turns the reading takes."""
+            plan.loaded = _read_values(reads, index, source, counts)
+            job.add(reads.targets)
+            turns = job.arrange()
+            _warn_of_ties(reads, index, job, source)
+            return turns
+
+        with changing(reads.filled()):
+            if plan.is_of_all and source.replicas != "each" and not ranks.is_alone:
+                turns = _read_together(reads, index, source, ranks, job, prepare, counts)
+            else:
+                turns = prepare()
+            for turn in range(turns):  # tensors that share memory take turns
+                job.run(turn)
+        if watch is not None and counts.expected:  # of what lies under other tensors nothing was read
+            watch(counts.expected, counts.expected)
+    plan.clock.end("read")
+    reads.report.path = os.fspath(source.path)
+    reads.report.take(counts, io=source.read.io)
+    plan.clock.tell(reads.report)
+
+
+def _hand_over(plan: Plan, state_dict: dict[str, Any] | None) -> None:
+    """Step 3, once every rank has read all: put values and new tensors into the state dict, and load ``Stateful`` objects.
+
+    Args:
+        plan: of this rank.
+        state_dict: the caller's, where ``plan.values`` is a copy.
+    """
+    for fqn, value in (plan.loaded | plan.reads.new.new).items():
+        set_at(plan.values, plan.reads.paths[fqn], value)
+    if state_dict is not None:
+        hand_back(state_dict, plan.values, plan.holders, source=plan.index.source)
+
+
+def _read_values(reads: Reads, index: _core.Index, source: Source, counts: Counts) -> dict[str, Any]:
+    """Return the values that are no tensors, by name."""
+    chunks = [index.first_chunk(number) for number, _ in reads.blobs]
+    stored = index.read_bytes(chunks, **source.read.engine())
+    nbytes = sum(map(len, stored))
+    if counts.watch is not None:
+        counts.expected = reads.nbytes() + nbytes
+    counts.add_values(nbytes)
+    return {
+        fqn: objects.load(fqn, data, weights_only=source.weights_only)
+        for (_, fqn), data in zip(reads.blobs, stored, strict=True)
+    }
+
+
+def _warn_of_ties(reads: Reads, index: _core.Index, job: Load, source: Source) -> None:
+    for fqn, other in differing_ties(index, reads, job.at_once(), source.read.alone()).items():
+        warn_caller(
+            f"{fqn!r} and {other!r} are one tensor in the state dict, and two that differ in {source.path}: the tensor gets the values "
+            f"of {other!r}. Leave the other out with exclude={fqn!r}, or load into a model that does not tie them"
+        )
+
+
+def _read_together(
+    reads: Reads,
+    index: _core.Index,
+    source: Source,
+    ranks: Ranks,
+    job: Load,
+    prepare: Callable[[], int],
+    counts: Counts,
+) -> int:
+    """Prepare on all ranks, then fill what several ranks need: each reads a part, and sends it to the others.
+
+    Return how many turns are left for this rank alone: none where another rank failed, which ends the step.
+    """
+    turns, own = 0, Offer()
+
+    def begin() -> tuple[int, list[bytes]]:
+        nonlocal turns, own
+        turns = prepare()
+        at_once = set(job.at_once())
+        targets = [
+            target
+            for target in reads.whole_targets(index)
+            if target.place in at_once and not target.of_chunk and not is_opaque(target.tensor)
+        ]
+        shapes = [index.tensor(target.index).shape for target in targets]
+        own = offer(targets, shapes, "node" if source.replicas == "node" else "all", ranks.process_group)
+        return own.told()
+
+    offers = ranks.all(begin)
+    if not is_shared(offers):
+        return turns
+    shared = share(own, offers, ranks.process_group)
+    read, is_whole = read_shared(index, shared, source.read.alone(), ranks)
+    counts.add(read)
+    job.leave_out(target.place for group in shared for target in group.targets)
+    return turns if is_whole else 0
+
+
+def again_where_replaced(ranks: Ranks, work: Callable[[], T], *, tries: int = TRIES) -> T:
+    """Return what the work gives. Begin again, on all ranks, where another save replaced the checkpoint that one of them was reading."""
+    for _ in range(tries - 1):
+        try:
+            return work()
+        except BaseException:
+            # Every rank knows the same failures, so all of them begin again, or none.
+            if not any(isinstance(error, CheckpointReplacedError) for error in ranks.failures.values()):
+                raise
+    return work()

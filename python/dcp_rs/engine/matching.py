@@ -1,0 +1,226 @@
+"""A state dict against a checkpoint: names, shapes, dtypes, tied tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from dcp_rs import _torch
+from dcp_rs.checkpoint.names import some
+from dcp_rs.engine.casts import CastRule
+from dcp_rs.engine.entry_info import Entries, EntryInfo
+from dcp_rs.engine.load_names import LoadNames
+from dcp_rs.engine.reports import LoadReport, Mismatch
+from dcp_rs.errors import PlanError
+from dcp_rs.tensors.materialize import NewTensors
+from dcp_rs.tensors.memory import twins
+from dcp_rs.tensors.nesting import name_of
+from dcp_rs.tensors.shards import global_shape
+from dcp_rs.tensors.trees import Flat, get_at, is_hollow
+
+__all__ = ["Matching", "add_hollow", "why_nothing"]
+
+#: A message names so many entries that do not fit.
+_NAMED = 10
+
+
+def add_hollow(state_dict: Mapping[str, Any], flat: Flat, entries: Entries, names: LoadNames) -> None:
+    """Add containers without entries that the checkpoint holds as a value: it was not flattened, or torch before 2.4 wrote it.
+
+    Args:
+        state_dict: the state dict to load into.
+        flat: the same, flattened. What is added goes here.
+        entries: the entries of the checkpoint.
+        names: what the checkpoint calls them.
+    """
+    paths = {c.path[:depth]: None for c in flat.containers for depth in range(1, len(c.path) + 1)}
+    hollow = {name_of(path): path for path in paths}
+    if not hollow:
+        return
+    names.choose([*flat.values, *hollow], entries)
+    stored = names.named(hollow)
+    for fqn, found in zip(stored, entries.describe(list(stored.values())), strict=True):
+        path = hollow[fqn]
+        if found is None or fqn in flat.values or any(p[: len(path)] == path for p in flat.paths.values()):
+            continue
+        flat.values[fqn], flat.paths[fqn] = get_at(state_dict, path), path
+
+
+class Matching:
+    """Compare a state dict with a checkpoint, for one load.
+
+    Args:
+        state_dict: the state dict to load into.
+        flat: the same, flattened; or its top level where it is not to be flattened.
+        entries: the entries of the checkpoint.
+        names: which names are loaded, and what the checkpoint calls them.
+        casts: the rule for dtypes that differ.
+        report: what is found goes here.
+        new: what tensors become before they are filled.
+        partial: leave alone what is missing or has another shape.
+        is_flat: whether ``flat`` was flattened.
+
+    Attributes:
+        flat: as given; flattened as torch before 2.4 did, where the checkpoint has the names of that.
+    """
+
+    def __init__(
+        self,
+        state_dict: dict[str, Any],
+        flat: Flat,
+        entries: Entries,
+        names: LoadNames,
+        casts: CastRule,
+        report: LoadReport,
+        new: NewTensors,
+        *,
+        partial: bool,
+        is_flat: bool = True,
+    ) -> None:
+        self.flat = flat
+        self._state_dict = state_dict
+        self._entries = entries
+        self._names = names
+        self._casts = casts
+        self._report = report
+        self._new = new
+        self._partial = partial
+        self._is_flat = is_flat
+        self._misfits: list[Mismatch] = []
+        self._messages: list[str] = []
+
+    def match(self, wanted: Mapping[str, str]) -> dict[str, EntryInfo]:
+        """Return what the checkpoint has for each name that the load fills.
+
+        Args:
+            wanted: stored names by names of the state dict.
+
+        Raises:
+            PlanError: an entry is missing, has another shape or kind, or needs a cast that is refused.
+        """
+        found = self._look_up(wanted)
+        missing = self._lacking(found)
+        if missing and self._is_flat:
+            values, paths = _torch.flatten_as_2_3(self._state_dict)
+            extra = [fqn for fqn in values if fqn not in self.flat.values and self._has(fqn)]
+            if extra:
+                self.flat = Flat(values, paths, [])
+                found = self._look_up(self._names.named(fqn for fqn in [*wanted, *extra] if fqn in values))
+                missing = self._lacking(found)
+        self._note_missing(missing, found)
+        values = self.flat.values
+        fitting = {
+            fqn: entry for fqn, entry in found.items() if entry is not None and self._fits(fqn, values[fqn], entry)
+        }
+        self._refuse_misfits()
+        return fitting
+
+    def note_hole(self, fqn: str, offsets: Iterable[int], sizes: Iterable[int]) -> None:
+        """Note that the checkpoint lacks elements of a tensor, and so of those that are tied to it.
+
+        Raises:
+            PlanError: the load is not partial.
+        """
+        if not self._partial:
+            msg = f"tensor {fqn!r}: the checkpoint does not hold {list(sizes)} elements at {list(offsets)}"
+            raise PlanError(msg, tensor=fqn)
+        report = self._report
+        if fqn not in report.partly_filled:
+            report.partly_filled.append(fqn)
+            tied = [name for name, other in report.tied.items() if other == fqn]
+            report.missing += tied
+            for name in tied:
+                del report.tied[name]
+
+    def _look_up(self, wanted: Mapping[str, str]) -> dict[str, EntryInfo | None]:
+        return dict(zip(wanted, self._entries.describe(list(wanted.values())), strict=True))
+
+    def _has(self, fqn: str) -> bool:
+        return self._names.stored_name(fqn) in self._entries
+
+    def _lacking(self, found: Mapping[str, EntryInfo | None]) -> list[str]:
+        values = self.flat.values
+        missing = [fqn for fqn, entry in found.items() if entry is None] + self._names.unnamed(values)
+        # A save that does not flatten leaves out a container that holds nothing.
+        return missing if self._is_flat else [fqn for fqn in missing if not is_hollow(values[fqn])]
+
+    def _note_missing(self, missing: list[str], found: Collection[str]) -> None:
+        report = self._report
+        report.tied = self._find_tied(missing)
+        report.missing = missing = [fqn for fqn in missing if fqn not in report.tied]
+        if self._partial:
+            known = {self._names.stored_name(fqn) for fqn in self.flat.values}
+            report.unexpected = [name for name in self._entries if name not in known]
+        elif missing:
+            more = f" (and {len(missing) - 1} more: {', '.join(map(repr, missing[1:6]))})" if missing[1:] else ""
+            msg = f"the checkpoint has no {missing[0]!r}{more}{self._names.explain(missing, found, self._entries)}"
+            raise PlanError(msg, tensor=missing[0])
+
+    def _find_tied(self, missing: list[str]) -> dict[str, str]:
+        """Return the names whose tensor is the memory of another one, which the checkpoint has."""
+        if not missing:
+            return {}
+        values, lacking = self.flat.values, set(missing)
+        others = [fqn for fqn in values if fqn not in lacking and self._names.wants(fqn)]
+        tied = twins(missing, others, values)
+        stored = self._look_up(self._names.named(tied.values()))
+        held = {
+            other
+            for other, entry in stored.items()
+            if entry is not None and not entry.is_bytes and entry.shape == global_shape(values[other])
+        }
+        return {fqn: other for fqn, other in tied.items() if other in held}
+
+    def _fits(self, fqn: str, value: Any, entry: EntryInfo) -> bool:
+        if entry.is_bytes:
+            return True
+        if not isinstance(value, torch.Tensor):
+            msg = f"{fqn!r} is a tensor in the checkpoint, and a {type(value).__name__} in the state dict"
+            return self._misfit(Mismatch(fqn, type(value).__name__, entry.shape), msg)
+        shape = global_shape(value)
+        if shape != entry.shape:
+            msg = f"tensor {fqn!r} has shape {tuple(shape)} in the state dict, and {entry.shape} in the checkpoint"
+            return self._misfit(Mismatch(fqn, tuple(shape), entry.shape), msg)
+        dtype = self._new.dtype_of(value)
+        if dtype != entry.dtype:
+            self._casts.check(fqn, dtype, entry.dtype, self._report)
+        return True
+
+    def _misfit(self, mismatch: Mismatch, message: str) -> bool:
+        self._misfits.append(mismatch)
+        self._messages.append(message)
+        return False
+
+    def _refuse_misfits(self) -> None:
+        """Name everything that does not fit at once."""
+        misfits, messages = self._misfits, self._messages
+        if self._partial:
+            self._report.shape_mismatched += misfits
+        elif misfits:
+            more = len(messages) - _NAMED
+            said = messages[:_NAMED] + ([f"and {more:,} more"] if more > 0 else [])
+            raise PlanError("; ".join(said), tensor=misfits[0].name)
+
+
+def why_nothing(
+    report: LoadReport, values: Mapping[str, Any], entries: Entries, names: LoadNames, given: Mapping[str, Any]
+) -> str:
+    """Return what to say where no rank has anything to load.
+
+    Args:
+        report: of the match.
+        values: the flat state dict.
+        entries: the entries of the checkpoint.
+        names: of the load.
+        given: ``include`` and ``exclude``.
+    """
+    if not report.missing:
+        passed = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+        return f"there is nothing to load: no name of the state dict passes {passed}; it has {some(values)}"
+    stored = list(entries)
+    return (
+        f"there is nothing to load: the checkpoint has none of the names that are wanted ({some(report.missing)}); "
+        f"it has {some(stored)}{names.explain(report.missing, report.missing, stored)}"
+    )
