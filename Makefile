@@ -39,7 +39,7 @@ export UV_SYSTEM_CERTS ?= 1
 .DELETE_ON_ERROR:
 .PHONY: help build demo test test-all test-rust test-python test-slow test-oldest mutants test-frameworks check check-rust check-python \
 	fmt bench crash soak soak-steps differential fuzz wheels sdist dist check-dist release-check test-wheel docs docs-serve \
-	test-posix free-threaded audit lint-workflows s3s-fs clean
+	test-posix sanitize free-threaded audit lint-workflows s3s-fs clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*##  *\(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -85,7 +85,8 @@ test-all: test-rust $(VENV)/.fast  ## The slow Python tests as well
 	$(PY) $(PYTEST) --slow $(ARGS)
 
 test-rust: $(VENV)/.uv  ## The Rust tests alone
-	cargo test --profile fast --no-fail-fast --package dcp-rs-core --package dcp-rs-remote
+	cargo test --profile fast --no-fail-fast --package dcp-rs-core --package dcp-rs-remote --tests
+	cargo test --profile fast --package dcp-rs-core --doc
 
 test-python: $(VENV)/.fast  ## The Python tests alone
 	$(PY) $(PYTEST) $(ARGS)
@@ -238,6 +239,17 @@ $(VENV)/.docs: $(VENV)/.built
 # What Linux alone has is taken away: the core works as it does on macOS.
 test-posix: $(VENV)/.uv  ## The core's tests without what only Linux has
 	RUSTFLAGS='--cfg posix_only' CARGO_TARGET_DIR=target/posix cargo test --package dcp-rs-core
+
+# Miri knows no files and no vector instructions: it runs what is pure. Neither finds data races.
+NIGHTLY := cargo +nightly
+sanitize:  ## The core's tests under AddressSanitizer, and those of its pure parts under Miri (needs nightly Rust)
+	@$(NIGHTLY) --version >/dev/null 2>&1 || { echo 'needs: rustup toolchain install nightly'; exit 1; }
+	RUSTFLAGS=-Zsanitizer=address CARGO_TARGET_DIR=target/sanitize $(NIGHTLY) test --profile fast --package dcp-rs-core --tests \
+		--target $$(rustc --print host-tuple)
+	@$(NIGHTLY) miri --version >/dev/null 2>&1 \
+		|| { echo 'Miri did not run; it needs: rustup component add --toolchain nightly miri rust-src'; exit 1; }
+	PROPTEST_CASES=4 MIRIFLAGS=-Zmiri-disable-isolation CARGO_TARGET_DIR=target/miri $(NIGHTLY) miri test --package dcp-rs-core --lib \
+		-- $(MIRI_TESTS)
 
 free-threaded: $(VENV)/.built  ## Import the extension on a free-threaded Python, and save and load (PYTHON=python3.14t)
 	$(PY) -c 'import sys, torch, dcp_rs; assert not sys._is_gil_enabled(); s = {"w": torch.arange(4.0)}; dcp_rs.save(s, "build/ft", no_dist=True); dcp_rs.load(s, "build/ft", no_dist=True)'

@@ -237,6 +237,16 @@ def test_two_savers_of_one_id(server):
     assert_state_equal(loaded(server, other), other)
 
 
+def test_another_save_between_the_last_look_and_the_commit(server):
+    """A save that replaces another once replaced a third that came right before its index was stored."""
+    save(server, {"a": torch.zeros(2)})
+    other = {"a": torch.zeros(5)}
+    server.faults.append(at(index, another_save(server, other)))
+    with pytest.raises(StoragePreconditionError, match="another save to this place"):
+        save(server, {"a": torch.ones(3)})
+    assert_state_equal(loaded(server, other), other)
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_two_first_savers_where_a_condition_is_ignored(server, when):
     """The other's commit comes before this one's, or just after it: this one looks what is there, both times."""

@@ -1,34 +1,49 @@
-//! The dcp-rs checkpoint format, its files, and the reads and writes. Knows no Python and no torch.
-//!
-//! `format` and `geometry` do no I/O; `store` knows no format; `read` and `write` know files, ranges and memory; `foreign` makes
-//! indexes of what others wrote; `checkpoint` joins them. What may lie outside a checkpoint's folder is decided in `paths`, for all.
-//! `docs/format.md` defines what is on disk.
+#![doc = include_str!("../README.md")]
+// The public interface is `api` and what is re-exported below. The modules marked `doc(hidden)` are shared with the other crates of
+// this workspace and promise nothing: `format` and `geometry` do no I/O; `store` knows no format; `read` and `write` know files,
+// ranges and memory; `foreign` makes indexes of what others wrote; `checkpoint` joins them. What may lie outside a checkpoint's
+// folder is decided in `paths`, for all. `docs/format.md` defines what is on disk.
 
-pub mod checkpoint;
+mod api;
 #[cfg(target_endian = "big")]
 compile_error!(
     "the format is little-endian, and tensors are copied to and from files as they lie in memory: big-endian machines would get wrong numbers"
 );
 
+#[doc(hidden)]
+pub mod checkpoint;
 mod control;
+#[doc(hidden)]
 pub mod copy;
 mod dtype;
 mod error;
+#[doc(hidden)]
 pub mod foreign;
+#[doc(hidden)]
 pub mod format;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;
+#[doc(hidden)]
 pub mod geometry;
 mod names;
 mod parallel;
+#[doc(hidden)]
 pub mod paths;
+#[doc(hidden)]
 pub mod read;
+#[doc(hidden)]
 pub mod save_plan;
+#[doc(hidden)]
 pub mod slabs;
+#[doc(hidden)]
 pub mod store;
+#[doc(hidden)]
 pub mod write;
 
+pub use api::{Checkpoint, OpenOptions, ReadBatch, TensorInfo};
+pub use checkpoint::verify::{Problem, Verified};
 pub use control::Control;
 pub use dtype::Dtype;
 pub use error::{Error, Result, StorageFault};
+#[doc(hidden)]
 pub use parallel::available as available_cores;

@@ -219,6 +219,7 @@ impl Batch {
 
     /// Fills what has this turn and is not elsewhere. `progress` is called now and then with the bytes of it that are there.
     #[pyo3(signature = (turn, *, progress = None, **options))]
+    #[expect(unsafe_code, reason = "tensors are handed over by address")]
     fn read(
         &self,
         py: Python<'_>,
@@ -228,7 +229,8 @@ impl Batch {
     ) -> PyResult<ReadStats> {
         self.check_turn(turn)?;
         let options = read_options(options)?;
-        let stats = read::run_turn(py, &self.gather, &self.turns, turn, &options, progress.as_ref())?;
+        // SAFETY: the contract of what added tensors: the caller holds them, and their memory, until this returns.
+        let stats = unsafe { read::run_turn(py, &self.gather, &self.turns, turn, &options, progress.as_ref())? };
         Ok(stats.into())
     }
 }

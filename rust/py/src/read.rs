@@ -90,13 +90,20 @@ fn wanted(index: &Index, tensor: u32, fill: &Fill) -> PyResult<(Region, Memory)>
     Ok((Region::new(&fill.offsets.0, &fill.sizes.0), to))
 }
 
-fn run(py: Python<'_>, gather: &Gather, options: &ReadOptions) -> PyResult<ReadStats> {
-    // SAFETY: the contract of the methods below: the caller holds the tensors at the addresses until they return. Shapes and strides are
-    // the tensors' own.
+/// Reads all of a batch with the GIL released.
+///
+/// # Safety
+/// That of [`Gather::read`].
+unsafe fn run(py: Python<'_>, gather: &Gather, options: &ReadOptions) -> PyResult<ReadStats> {
+    // SAFETY: as the caller vouches.
     interrupt::run(py, |control| unsafe { gather.read(options, control) })
 }
 
-pub fn run_turn(
+/// Reads one turn of a batch with the GIL released.
+///
+/// # Safety
+/// That of [`Gather::read_turn`].
+pub unsafe fn run_turn(
     py: Python<'_>,
     gather: &Gather,
     turns: &Turns,
@@ -104,7 +111,7 @@ pub fn run_turn(
     options: &ReadOptions,
     progress: Option<&Py<PyAny>>,
 ) -> PyResult<ReadStats> {
-    // SAFETY: as above, for the methods of `Batch`.
+    // SAFETY: as the caller vouches.
     interrupt::run_with(py, progress, 0, |control| unsafe {
         gather.read_turn(turns, turn, options, control)
     })
@@ -131,7 +138,8 @@ impl Index {
             let (region, to) = wanted(self, index.chunk(fill.source).tensor, fill)?;
             gather.add(Source::Chunk(fill.source), &region, &to).into_py(py)?;
         }
-        Ok(run(py, &gather, &options)?.into())
+        // SAFETY: this method's contract: the caller holds the tensors at the addresses. Shapes and strides are the tensors' own.
+        Ok(unsafe { run(py, &gather, &options)? }.into())
     }
 
     /// Fills regions of tensors into memory, from whichever chunks hold them.
@@ -154,7 +162,8 @@ impl Index {
             let (region, to) = wanted(self, tensor, fill)?;
             gather.add(Source::Tensor(tensor), &region, &to).into_py(py)?;
         }
-        Ok(run(py, &gather, &options)?.into())
+        // SAFETY: this method's contract: the caller holds the tensors at the addresses. Shapes and strides are the tensors' own.
+        Ok(unsafe { run(py, &gather, &options)? }.into())
     }
 
     /// The bytes of whole chunks, as they are stored. A value of a file of `torch.save` is a part of that file's pickle: of one, what
@@ -189,7 +198,8 @@ impl Index {
                 .into_py(py)?;
             buffers.push(buffer);
         }
-        run(py, &gather, &options)?;
+        // SAFETY: each chunk goes to a buffer of its length, which nothing else touches meanwhile.
+        unsafe { run(py, &gather, &options)? };
         Ok(buffers.iter().map(|buffer| PyBytes::new(py, buffer)).collect())
     }
 

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use std::fmt;
 use std::path::PathBuf;
 use std::sync::Mutex;
 
@@ -29,6 +30,19 @@ pub struct Problem {
     pub expected: String,
     /// What was found.
     pub got: String,
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.path.display())?;
+        if !self.tensor.is_empty() {
+            write!(f, ", tensor {:?}", self.tensor)?;
+        }
+        if !self.whole_file {
+            write!(f, ", block {} at byte {}", self.block, self.offset)?;
+        }
+        write!(f, ": expected {}, got {}", self.expected, self.got)
+    }
 }
 
 /// What [`verify`] did.

@@ -1,18 +1,13 @@
 //! How many files a process may have open.
-#![allow(unsafe_code)] // getrlimit has no safe wrapper here
+
+use rustix::process::{Resource, getrlimit};
 
 /// The process's own limit, which all of it shares.
 pub fn most_open() -> usize {
-    let mut limit = libc::rlimit {
-        rlim_cur: 0,
-        rlim_max: 0,
-    };
-    // SAFETY: `limit` is a valid place for the answer.
-    let failed = unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) } != 0;
-    if failed {
-        return 0;
-    }
-    usize::try_from(limit.rlim_cur).unwrap_or(usize::MAX)
+    let limit = getrlimit(Resource::Nofile).current;
+    limit
+        .and_then(|limit| usize::try_from(limit).ok())
+        .unwrap_or(usize::MAX)
 }
 
 #[cfg(test)]

@@ -2,11 +2,14 @@
 #![allow(unsafe_code)] // system calls without a safe wrapper
 
 use std::fs::File;
-use std::io;
+use std::io::{self, IoSliceMut};
 use std::os::fd::AsRawFd as _;
 use std::sync::OnceLock;
 
 use memmap2::{Advice, MmapMut, MmapOptions, MmapRaw};
+use rustix::fs::{AtFlags, StatxFlags, statx};
+use rustix::io::{Errno, ReadWriteFlags, preadv2};
+use rustix::process::{Resource, getrlimit};
 
 /// The flag of `open` for reads and writes past the page cache.
 pub const DIRECT: Option<i32> = Some(libc::O_DIRECT);
@@ -79,17 +82,10 @@ fn sample(start: u64, end: u64, page: u64, is_resident: impl Fn(u64) -> Option<b
 
 /// Whether the byte at `at` can be read without waiting for a disk.
 fn answers_at_once(file: &File, at: u64) -> Option<bool> {
-    let mut byte = 0u8;
-    let iov = libc::iovec {
-        iov_base: (&raw mut byte).cast(),
-        iov_len: 1,
-    };
-    let offset = libc::off_t::try_from(at).ok()?;
-    // SAFETY: the one iovec names one writable byte that lives across the call; the descriptor is open.
-    match unsafe { libc::preadv2(file.as_raw_fd(), &raw const iov, 1, offset, libc::RWF_NOWAIT) } {
-        1 => Some(true),
-        0.. => Some(false),
-        _ => (io::Error::last_os_error().raw_os_error() == Some(libc::EAGAIN)).then_some(false),
+    let mut byte = [0u8];
+    match preadv2(file, &mut [IoSliceMut::new(&mut byte)], at, ReadWriteFlags::NOWAIT) {
+        Ok(read) => Some(read == 1),
+        Err(error) => (error == Errno::AGAIN).then_some(false),
     }
 }
 
@@ -133,42 +129,21 @@ pub fn is_remote(file: &File) -> bool {
 
 /// The magic number of the file system that the file lies on, if that can be asked.
 fn kind(file: &File) -> Option<u32> {
-    let mut stat = std::mem::MaybeUninit::<libc::statfs>::uninit();
-    // SAFETY: the kernel writes one `struct statfs`; the descriptor is open.
-    if unsafe { libc::fstatfs(file.as_raw_fd(), stat.as_mut_ptr()) } != 0 {
-        return None;
-    }
-    // SAFETY: the call succeeded, so the structure was filled.
-    let kind = unsafe { stat.assume_init() }.f_type;
+    let kind = rustix::fs::fstatfs(file).ok()?.f_type;
     // The field's width and sign differ by architecture; the magic numbers have 32 bits.
     u32::try_from(i128::from(kind) & 0xffff_ffff).ok()
 }
 
 /// What offsets and lengths of direct reads of this file must be multiples of, or `None` where it takes none.
 pub fn direct_align(file: &File) -> Option<u64> {
-    #[cfg(target_env = "gnu")]
+    // With an empty path it is about the descriptor.
+    let found = statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
+    if let Ok(found) = found
+        && found.stx_mask & StatxFlags::DIOALIGN.bits() != 0
     {
-        let mut stat = std::mem::MaybeUninit::<libc::statx>::zeroed();
-        // SAFETY: an empty path with AT_EMPTY_PATH names the open descriptor; the kernel writes one `struct statx`.
-        let result = unsafe {
-            libc::statx(
-                file.as_raw_fd(),
-                c"".as_ptr(),
-                libc::AT_EMPTY_PATH,
-                libc::STATX_DIOALIGN,
-                stat.as_mut_ptr(),
-            )
-        };
-        if result == 0 {
-            // SAFETY: zeroed before, and filled by the call: every bit pattern is valid.
-            let stat = unsafe { stat.assume_init() };
-            if stat.stx_mask & libc::STATX_DIOALIGN != 0 {
-                let align = stat.stx_dio_offset_align.max(stat.stx_dio_mem_align);
-                return (align > 0).then(|| u64::from(align).next_power_of_two().max(512));
-            }
-        }
+        let align = found.stx_dio_offset_align.max(found.stx_dio_mem_align);
+        return (align > 0).then(|| u64::from(align).next_power_of_two().max(512));
     }
-    let _ = file;
     Some(USUAL_BLOCK)
 }
 
@@ -227,20 +202,12 @@ pub fn ask_for_huge_pages(memory: &MmapMut, start: usize, len: usize) {
 
 /// Bytes that this process may map yet, where `RLIMIT_AS` bounds them; 0 where that cannot be known.
 pub fn spare_address_space() -> Option<u64> {
-    let mut limit = libc::rlimit {
-        rlim_cur: 0,
-        rlim_max: 0,
-    };
-    // SAFETY: the kernel writes one `struct rlimit`, which lives across the call.
-    let result = unsafe { libc::getrlimit(libc::RLIMIT_AS, &raw mut limit) };
-    if result != 0 || limit.rlim_cur == libc::RLIM_INFINITY {
-        return None;
-    }
+    let limit = getrlimit(Resource::As).current?;
     let taken = std::fs::read_to_string("/proc/self/statm")
         .ok()
         .and_then(|pages| pages.split_whitespace().next()?.parse::<u64>().ok())
         .map(|pages| pages.saturating_mul(rustix::param::page_size() as u64));
-    Some(taken.map_or(0, |taken| limit.rlim_cur.saturating_sub(taken)))
+    Some(taken.map_or(0, |taken| limit.saturating_sub(taken)))
 }
 
 /// Whether there are huge pages of 2 MiB, to be asked for.

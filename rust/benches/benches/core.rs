@@ -1,4 +1,4 @@
-//! The core's parts by themselves: `cargo bench -p dcp-rs-core`. What a user waits for is measured by `make bench`.
+//! The core's parts by themselves: `cargo bench -p dcp-rs-benches`. What a user waits for is measured by `make bench`.
 #![allow(unsafe_code, missing_docs)] // copies raw memory; criterion's macros document nothing
 
 use std::hint::black_box;

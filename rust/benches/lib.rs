@@ -1,0 +1,1 @@
+//! `cargo bench -p dcp-rs-benches` measures the parts of the core.
