@@ -86,7 +86,7 @@ test-all: test-rust $(VENV)/.fast  ## The slow Python tests as well
 
 test-rust: $(VENV)/.uv  ## The Rust tests alone
 	cargo test --profile fast --no-fail-fast --package dcp-rs-core --package dcp-rs-remote --tests
-	cargo test --profile fast --package dcp-rs-core --doc
+	cargo test --profile fast --package dcp-rs-core --package dcp-rs-remote --doc
 
 test-python: $(VENV)/.fast  ## The Python tests alone
 	$(PY) $(PYTEST) $(ARGS)
