@@ -87,7 +87,7 @@ def test_a_killed_save_is_told_of_and_removed(ckpt, capsys):
     assert found.removed == found.kept == []
     with pytest.raises(SystemExit):
         main(["clean", str(ckpt)])
-    assert "dcp-rs clean --yes removes it" in capsys.readouterr().out
+    assert "to remove: run again with --yes" in capsys.readouterr().out
     assert left.exists()
     assert temporary.exists()
 

@@ -214,7 +214,7 @@ def test_ls_shows_values_and_chooses_by_globs(dcp_rs_cli, world: Path) -> None:
         }
     status, out, _ = dcp_rs_cli("ls", world / "ckpt", "mod")
     assert status == 0
-    assert "no name matches: a pattern is of whole names" in out
+    assert "no name matches: a pattern covers a whole name" in out
 
 
 def test_a_number_that_python_does_not_write_out_hides_no_other_entry(dcp_rs_cli, tmp_path: Path) -> None:

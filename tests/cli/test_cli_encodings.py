@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dcp_rs
-from support.both import save_rs
+from support.both import save_in_two_chunks, save_rs
 
 STATE = {"größe": torch.arange(3.0), "层.0": torch.ones(2, 2), "plain": torch.zeros(1), "text": "ß🙂"}
 
@@ -27,6 +27,7 @@ UTF8 = {"LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}
 def world(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("encodings")
     save_rs(STATE, folder / "模型")
+    save_in_two_chunks("层.0", folder / "二")
     torch.save(STATE, folder / "模型.pt")
     dcp_rs.convert(folder / "模型", folder / "größe", to="safetensors", exclude="text")
     return folder
@@ -97,7 +98,7 @@ def test_every_command_says_the_same_everywhere(world, expected, encoding, tmp_p
         *((*command, "--json") for command in COMMANDS),
         ("ls", "模型"),
         ("inspect", "模型"),
-        ("inspect", "模型", "层.0"),
+        ("inspect", "二", "层.0"),
         ("inspect", "模型", "--html", str(page)),
     )
     documents = [without_times(text) for text in said[: len(COMMANDS)]]
@@ -112,7 +113,7 @@ def test_every_command_says_the_same_everywhere(world, expected, encoding, tmp_p
     assert any("version 1" in line for line in overview)
     assert any(line.endswith("####") for line in overview)  # a bar
     assert any(set(line.strip()) == set("+-") for line in drawn)
-    assert any(line.endswith("r00000-f00000.safetensors") for line in drawn)
+    assert any(line.endswith("r00000-f00001.safetensors") for line in drawn)
     assert "模型" in page.read_text(encoding="utf-8")
     assert "层.0" in page.read_text(encoding="utf-8")
 

@@ -73,13 +73,13 @@ def test_a_checkpoint_is_no_run(dcp_rs_does, run, tmp_path):
 
 def test_pruning_first_says_what_would_go(dcp_rs_does, run):
     out = dcp_rs_does("prune", run, "--keep-last", 1, "--keep-best", 1, "--metric", "loss")
-    assert "to go    step-100" in out
-    assert "to go    step-150  its save did not finish" in out
-    assert "kept     step-200" in out
+    assert "to remove  step-100" in out
+    assert "to remove  step-150  its save did not finish" in out
+    assert "kept       step-200" in out
     assert "2 steps, " in out
     assert folders(run) == [100, 150, 200, 300, 400]
     out = dcp_rs_does("prune", run, "--keep-last", 1, "--keep-best", 1, "--metric", "loss", "--yes")
-    assert "removed  step-100" in out
+    assert "removed    step-100" in out
     assert folders(run) == [200, 300, 400]
     assert dcp_rs_does("prune", run, "--keep-last", 2, "--yes").endswith("nothing to remove\n")
 
@@ -110,7 +110,7 @@ def test_what_is_not_removed_is_a_finding(dcp_rs_does, run):
             file.seek(-10, os.SEEK_END)
             file.write(b"x")
     out = dcp_rs_does("prune", run, "--keep-last", 2, "--verify", "--yes", status=1)
-    assert "problem  step 300 is damaged" in out
+    assert "problem    step 300 is damaged" in out
     assert "nothing was removed" in out
     assert folders(run) == [100, 200, 300, 400]
 

@@ -102,7 +102,7 @@ def test_no_variable_of_a_traceback_shows_them(saved, server, options):
 
 
 def test_what_is_no_option_is_not_shown():
-    line = [sys.executable, "-m", "dcp_rs", "--storage-option", SECRETS[0], "ls", "s3://b/x"]
+    line = [sys.executable, "-m", "dcp_rs", "ls", "s3://b/x", "--storage-option", SECRETS[0]]
     done = programs.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "KEY=VALUE" in done.stderr

@@ -4,7 +4,9 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from dcp_rs import RsReader, RsWriter
 from support.states import blank
@@ -16,6 +18,12 @@ HAS_RANK_LOCAL = "use_collectives" in inspect.signature(dcp.save).parameters
 def save_rs(state: dict[str, Any], path: Path, **options: Any) -> None:
     """Save without a process group. A shallow copy is handed over: nothing may change the test's own."""
     dcp.save(dict(state), storage_writer=RsWriter(path, **options), no_dist=True)
+
+
+def save_in_two_chunks(name: str, path: Path) -> None:
+    """Save a tensor of 4 rows and 16 columns, half of the columns in each of two files."""
+    halves = LocalShardsWrapper([torch.zeros(4, 8), torch.ones(4, 8)], [(0, 0), (0, 8)])
+    save_rs({name: halves}, path)
 
 
 def load_rs(template: dict[str, Any], path: Path, **options: Any) -> dict[str, Any]:

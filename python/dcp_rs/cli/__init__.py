@@ -1,4 +1,4 @@
-"""The command line, ``dcp-rs``. Exit status: 0 all is well, 1 a finding (damage, a difference), 2 no answer."""
+"""The command line, ``dcp-rs``. Exit codes: 0 success, 1 damage or a difference found, 2 error."""
 
 from dcp_rs.cli.app import app
 from dcp_rs.cli.run import main

@@ -38,9 +38,9 @@ def clean(path: Path, *, yes: bool, older_than: float | None, as_json: bool) -> 
     if not report.found:
         line("nothing to remove")
     else:
-        line((f"removed {what}" if yes else f"{what}: dcp-rs clean --yes removes it", "bold"))
+        line((f"removed {what}" if yes else f"{what} to remove: run again with --yes", "bold"))
     if isinstance(location(path), Url):
-        line(("uploads that were begun and not completed are in no listing: a lifecycle rule removes them", "dim"))
+        line(("unfinished uploads are in no listing: a lifecycle rule of the bucket removes them", "dim"))
 
 
 def mention(leftovers: Sequence[Leftover]) -> None:

@@ -8,15 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcp_rs._progress import watching
-from dcp_rs.checkpoint.names import selector
+from dcp_rs.checkpoint.names import natural, selector
 from dcp_rs.cli.contents import open_contents
 from dcp_rs.cli.listing import put_page, statistics_of
 from dcp_rs.cli.output import count, entries, line, print_json, printable, size
 
 if TYPE_CHECKING:
-    from dcp_rs.checkpoint.compare import Comparison  # it needs torch
+    from dcp_rs.checkpoint.compare import Comparison, Difference  # they need torch
 
 __all__ = ["diff"]
+
+#: What differs, in the order in which it is printed.
+_KINDS = ("only in a", "only in b", "kind", "path", "shape", "dtype", "value", "elements")
+#: Lines of one kind that are printed without ``--all``, and the width of a column of names.
+_SOME, _WIDTH = 10, 60
 
 
 def diff(
@@ -25,6 +30,7 @@ def diff(
     *,
     include: Sequence[str],
     exclude: Sequence[str],
+    show_all: bool,
     tolerance: float,
     html: Path | None,
     with_stats: bool,
@@ -32,7 +38,7 @@ def diff(
     threads: int | None,
     as_json: bool,
 ) -> int:
-    """1 where something differs. With ``html`` as a page, and not as text."""
+    """Compare and print, or write a page. Return 1 if something differs."""
     from dcp_rs.checkpoint.compare import compare
     from dcp_rs.cli import page
 
@@ -69,27 +75,47 @@ def diff(
             }
         )
         return 1 if differences else 0
-    for difference in differences if html is None else ():
-        style = "yellow" if difference.kind in ("elements", "dtype") else "red"
-        line((f"{difference.kind:<9}  ", style), printable(difference.name))
-        details = []
-        if difference.a and difference.b:
-            details.append(f"{difference.a} | {difference.b}")
-        elif difference.a or difference.b:
-            details.append(difference.a or difference.b)
-        if difference.elements is not None:
-            details.append(
-                count(difference.elements, "element") + (" differs" if difference.elements == 1 else " differ")
-            )
-        if difference.max_abs is not None and difference.elements:
-            details.append(f"by at most {difference.max_abs:.3g}")
-        if details:
-            line((f"{'':11}{', '.join(map(printable, details))}", "dim"))
     if differences:
-        line((_verdict(found), "bold red"), f" ({size(found.bytes)} compared)")
+        if html is None:
+            _list(differences, show_all=show_all)
+        line((_verdict(found), "bold red"), f" ({_counts(differences)}; {size(found.bytes)} compared)")
         return 1
     line(("the same", "green"), f": {entries(found.entries)}, {size(found.bytes)}")
     return 0
+
+
+def _list(differences: Sequence[Difference], *, show_all: bool) -> None:
+    """Print a line for each difference, grouped by what differs."""
+    groups = _grouped(differences)
+    shown = {kind: group if show_all else group[:_SOME] for kind, group in groups.items()}
+    width = max(len(printable(one.name)) for group in shown.values() for one in group)
+    for kind, group in shown.items():
+        style = "yellow" if kind in ("elements", "dtype") else "red"
+        for one in group:
+            name = f"{printable(one.name):<{min(width, _WIDTH)}}"
+            line((f"{kind:<9}  ", style), f"{name}  ", (printable(_details(one)), "dim"))
+        if len(groups[kind]) > len(group):
+            line((f"{'':9}  and {len(groups[kind]) - len(group):,} more (--all)", "dim"))
+
+
+def _grouped(differences: Sequence[Difference]) -> dict[str, list[Difference]]:
+    groups: dict[str, list[Difference]] = {kind: [] for kind in _KINDS}
+    for one in sorted(differences, key=lambda one: natural(one.name)):
+        groups[one.kind].append(one)
+    return {kind: group for kind, group in groups.items() if group}
+
+
+def _details(one: Difference) -> str:
+    details = [" | ".join(filter(None, (one.a, one.b)))]
+    if one.elements is not None:
+        details.append(count(one.elements, "element") + (" differs" if one.elements == 1 else " differ"))
+    if one.max_abs is not None and one.elements:
+        details.append(f"by at most {one.max_abs:.3g}")
+    return ", ".join(filter(None, details))
+
+
+def _counts(differences: Sequence[Difference]) -> str:
+    return ", ".join(f"{kind}: {len(group):,}" for kind, group in _grouped(differences).items())
 
 
 def _verdict(found: Comparison) -> str:

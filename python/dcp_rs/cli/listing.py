@@ -82,7 +82,7 @@ def ls(
     table(headings, ["<", "<", ">", ">", "<", "<"][: len(headings)], rows)
     of = "" if len(entries) == len(contents.entries) else f" of {len(contents.entries):,} entries"
     if contents.entries and not entries:
-        line("no name matches: a pattern is of whole names, as '*norm*' is")
+        line("no name matches: a pattern covers a whole name, as '*norm*' does")
     line((f"{_holds(entries)}{of}, {size(total)}", "bold"))
 
 
@@ -240,6 +240,11 @@ def inspect_entry(
     if entry.dtype is None:
         line(("  value  ", "dim"), value_text(contents, entry, 400))
         return
+    if len(pieces) == 1:
+        (piece,) = pieces
+        at = "" if piece.offset is None else f", from byte {piece.offset:,}"
+        line(("  in the file  ", "dim"), _short(contents.files[piece.file][0]), at)
+        return
     _show_map(contents, entry, pieces, show_all=show_all)
 
 
@@ -336,10 +341,10 @@ def put_page(text: str, out: Path, *, as_json: bool) -> int:
 
     if str(out) == "-":
         if as_json:
-            raise PlanError("--html - and --json: there is one standard output")
+            raise PlanError("--html - and --json both print: choose one of them")
         sys.stdout.write(text)
         return len(text)
     nbytes = page.write(text, out)
     if not as_json:
-        line(f"wrote {printable(str(out))} ({size(nbytes)}): open it in a browser, it needs nothing else")
+        line(f"wrote {printable(str(out))} ({size(nbytes)}): open it in a browser, it needs no other files")
     return nbytes

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from dcp_rs._url import location
+from dcp_rs._url import StorageOptions, location, use_storage_options
 from dcp_rs.checkpoint.locate import local_path
 from dcp_rs.checkpoint.names import selector
 from dcp_rs.cli.output import text_argument
@@ -29,6 +30,8 @@ __all__ = [
     "location_argument",
     "path_argument",
     "rank",
+    "show_all",
+    "storage",
     "threads",
     "with_stats",
 ]
@@ -54,17 +57,44 @@ def _files(_context: click.Context, _parameter: click.Parameter, incomplete: str
     return [CompletionItem(incomplete, type="file")]
 
 
-_FOLDERS = "PATH is a dcp-rs folder, a stock DCP folder, a Hugging Face folder"
+#: The URL of the stores that an option is for, before its name.
+_FOR = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^=]*):([^:/=]+)")
+
+
+def _use_store(_context: click.Context, _parameter: click.Parameter, pairs: Sequence[str]) -> None:
+    options: dict[str, dict[str, str]] = {}
+    for pair in pairs:
+        key, is_there, value = pair.partition("=")
+        if not is_there or not key:
+            raise click.BadParameter("not KEY=VALUE")  # not what it is, which may be a secret
+        limited = _FOR.fullmatch(key)
+        store, name = limited.groups() if limited else ("", key)
+        options.setdefault(store, {})[name] = value
+    use_storage_options({store: StorageOptions(given) for store, given in options.items()})
+
+
+storage = click.option(
+    "--storage-option",
+    metavar="[URL:]KEY=VALUE",
+    multiple=True,
+    expose_value=False,
+    callback=_use_store,
+    help="Set an option of the object store of a URL, such as aws_region=eu-west-1. Put a URL before it to limit it to that store: "
+    "s3://other:aws_region=us-east-2. Repeatable. Pass secrets in environment variables.",
+)
+
+
+_FOLDERS = "PATH is a folder of dcp-rs, stock DCP or Hugging Face"
 
 
 def checkpoint(function: Command) -> Command:
     """Adds the argument ``path``: of what has an index, or is given one when it is opened."""
-    return path_argument("path")(_explained(function, f"{_FOLDERS}, a .safetensors file or its .index.json."))
+    return path_argument("path")(_explained(function, f"{_FOLDERS}, or a .safetensors file or its .index.json."))
 
 
 def any_checkpoint(function: Command) -> Command:
     """The same, which takes files of torch.save too."""
-    kinds = f"{_FOLDERS}, a .safetensors file, its .index.json, a file of torch.save; or the URL of one of them."
+    kinds = f"{_FOLDERS}, a .safetensors file or its .index.json, or a torch.save file; or the URL of a folder or a .safetensors file."
     return location_argument("path")(_explained(function, kinds))
 
 
@@ -74,30 +104,35 @@ def _explained(function: Command, sentence: str) -> Command:
 
 
 json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-threads = click.option("--threads", type=click.IntRange(min=1), help="Threads.  [default: the cores]")
-rank = click.option("--rank", type=click.IntRange(min=0), help="What this rank wrote, of a rank-local save.")
+threads = click.option(
+    "--threads", metavar="N", type=click.IntRange(min=1), help="Use N threads.  [default: the number of cores]"
+)
+rank = click.option(
+    "--rank", metavar="N", type=click.IntRange(min=0), help="Of a rank-local save, show the part that rank N wrote."
+)
 globs = click.argument("patterns", metavar="[GLOB]...", nargs=-1, type=text_argument)
 include = click.option(
-    "--include", metavar="GLOB", multiple=True, type=text_argument, help="Only names that match. Can be given again."
+    "--include", metavar="GLOB", multiple=True, type=text_argument, help="Take only names that match. Repeatable."
 )
 exclude = click.option(
-    "--exclude", metavar="GLOB", multiple=True, type=text_argument, help="Not names that match. Can be given again."
+    "--exclude", metavar="GLOB", multiple=True, type=text_argument, help="Leave out names that match. Repeatable."
 )
 html = click.option(
     "--html",
     metavar="FILE",
     type=local_path,
     shell_complete=_files,
-    help="Write one page of HTML with all of it; - is standard output.",
+    help="Write an HTML page in place of text; - is standard output.",
 )
 with_stats = click.option(
-    "--stats", "with_stats", is_flag=True, help="With --html: read the tensors, and show what they hold."
+    "--stats", "with_stats", is_flag=True, help="Add statistics of the tensors to the HTML page. Reads all of them."
 )
 external = click.option(
-    "--allow-external", is_flag=True, help="Read data files outside of the folder, if its index names any."
+    "--allow-external", is_flag=True, help="Read data files outside the folder, if the index names any."
 )
+show_all = click.option("--all", "show_all", is_flag=True, help="Print long lists in full.")
 
 
 def chosen(patterns: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> Callable[[str], bool] | None:
-    """Whether an entry was asked for, by globs on the line and ``--include`` (any of them), and ``--exclude``; None where all are."""
+    """Return what tells whether a name was asked for, by globs, ``--include`` and ``--exclude``; None where all are."""
     return selector([*patterns, *include] or None, list(exclude) or None)

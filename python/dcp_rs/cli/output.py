@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -190,24 +191,31 @@ def is_json(value: Any) -> bool:
     return value is None or type(value) in (bool, float, str)
 
 
-#: What messages call an option or a function, and what it is called here.
-_COMMANDS = {
-    "dcp_rs.index(path, overwrite=True)": "dcp-rs index --overwrite",
-    "dcp_rs.index(path)": "dcp-rs index",
-    "dcp_rs.verify(path)": "dcp-rs verify",
-    "dcp_rs.convert": "dcp-rs convert",
-    "overwrite=True": "--overwrite",
-    "skip_unsupported=True": "--skip-unsupported",
-    "weights_only=False": "--trust-pickles",
-    "(exclude=)": "(--exclude)",
-}
+#: Arguments of functions whose options have other names.
+_OPTIONS = {"weights_only=False": "--trust-pickles", "(exclude=)": "(--exclude)"}
+_CALL = re.compile(r"\bdcp_rs\.([a-z]+)(?:\(path((?:, [a-z_]+=True)*)\))?(?![\w(.])")
+_ARGUMENT = re.compile(r"\b([a-z_]+)=(True\b)?(?=(['\"\d(\[])?)")
 
 
 def for_command_line(text: str) -> str:
-    """A message of the package, in terms of the commands."""
-    for name, here in _COMMANDS.items():
+    """Return a message of the package in terms of commands and options."""
+    from dcp_rs.cli.app import app
+
+    options = {name for each in app.commands.values() for option in each.params for name in option.opts}
+    for name, here in _OPTIONS.items():
         text = text.replace(name, here)
-    return text
+
+    def call(found: re.Match[str]) -> str:
+        arguments = (found[2] or "").replace(",", "")
+        return f"dcp-rs {found[1]}{arguments}" if found[1] in app.commands else found[0]
+
+    def argument(found: re.Match[str]) -> str:
+        option = "--" + found[1].replace("_", "-")
+        if option not in options:
+            return found[0]
+        return option + (" " if found[3] else "")
+
+    return _ARGUMENT.sub(argument, _CALL.sub(call, text))
 
 
 def printable(text: str) -> str:

@@ -1,7 +1,8 @@
-"""A command, run to its exit status: 0 all is well, 1 a finding, 2 no answer. Errors become one line, and under ``--json`` a document too."""
+"""A command, run to its exit status: 0 success, 1 a finding, 2 error. Errors become one line, and under ``--json`` a document too."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import warnings
@@ -17,7 +18,7 @@ from dcp_rs.errors import DcpRsError
 __all__ = ["main"]
 
 # In the order of the help.
-for _commands in ("look", "check", "runs", "write", "measure"):
+for _commands in ("look", "check", "runs", "write", "measure", "completion"):
     import_module(f"dcp_rs.cli.commands.{_commands}")
 
 
@@ -27,9 +28,10 @@ def main(arguments: list[str] | None = None) -> None:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     # Anywhere on the line: it is added after an error, at the end.
     debug = "--debug" in arguments[:end]
-    arguments = _options_first(arguments, end)
     arguments = [a for i, a in enumerate(arguments) if a != "--debug" or i > end]
     as_json = "--json" in arguments[: arguments.index("--") if "--" in arguments else None]
+    if debug:
+        os.environ["DCP_RS_DEBUG"] = "1"
     signal.signal(signal.SIGTERM, _terminate)
     prepare_streams()
     try:
@@ -46,21 +48,6 @@ def main(arguments: list[str] | None = None) -> None:
         _say("interrupted")
         status = 130
     sys.exit(status)
-
-
-def _options_first(arguments: list[str], end: int) -> list[str]:
-    """``--storage-option`` before the command, wherever on the line it is: it is of all commands that read."""
-    first: list[str] = []
-    rest: list[str] = []
-    given = iter(arguments[:end])
-    for argument in given:
-        if argument == "--storage-option":
-            first += [argument, *([value] if (value := next(given, None)) is not None else [])]
-        elif argument.startswith("--storage-option="):
-            first.append(argument)
-        else:
-            rest.append(argument)
-    return [*first, *rest, *arguments[end:]]
 
 
 def _run(arguments: list[str]) -> int:
@@ -94,7 +81,8 @@ def _report(error: Exception, *, as_json: bool) -> int:
 
 def _message(error: Exception) -> str:
     if hasattr(error, "format_message"):  # the command line itself is wrong
-        return f"{error.format_message()} (dcp-rs --help)"
+        context = getattr(error, "ctx", None)
+        return f"{error.format_message()} ({'dcp-rs' if context is None else context.command_path} --help)"
     text = str(error) or type(error).__name__
     if isinstance(error, OSError) and not isinstance(error, DcpRsError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dcp_rs.checkpoint.names import some
 from dcp_rs.cli.output import count, for_command_line, line, print_json, printable, size, table
-from dcp_rs.errors import CheckpointNotFoundError
+from dcp_rs.errors import CheckpointNotFoundError, PlanError
 from dcp_rs.steps.policies import Policies, used
 from dcp_rs.steps.pruning import Pruned, unneeded
 from dcp_rs.steps.pruning import prune as remove
@@ -56,6 +57,7 @@ def prune(path: Path, policies: Policies, *, verify: bool, yes: bool, as_json: b
     """Lists what is not kept, and removes it if that was asked for. 1 where that did not work."""
     root = root_at(path)
     found = _look(root)
+    _check_metric(policies, found.steps)
     done = remove(root, policies, verify=verify) if yes else Pruned(unneeded(found.steps, policies), found.left)
     gone = {step.number for step in done.removed}
     kept = [step for step in found.steps if step.number not in gone]
@@ -72,19 +74,19 @@ def prune(path: Path, policies: Policies, *, verify: bool, yes: bool, as_json: b
             }
         )
         return 1 if done.problems else 0
-    _rows(("kept     ", "dim"), kept)
-    what = ("removed  ", "red") if yes else ("to go    ", "yellow")
+    _rows(("kept", "dim"), kept)
+    what = ("removed", "red") if yes else ("to remove", "yellow")
     _rows(what, done.removed)
     for passed in done.swept:
-        line(what, f"{passed.path.name}  ", ("its save did not finish", "yellow"))
+        line((f"{what[0]:<11}", what[1]), f"{passed.path.name}  ", ("its save did not finish", "yellow"))
     for problem in done.problems:
-        line(("problem  ", "red"), printable(for_command_line(problem)))
+        line(("problem    ", "red"), printable(for_command_line(problem)))
     number = len(done.removed) + len(done.swept)
     if not number:
         line("nothing to remove")
     else:
         total = f"{count(number, 'step')}, {size(nbytes)}"
-        line((f"removed {total}" if yes else f"{total}: the same with --yes removes it", "bold"))
+        line((f"removed {total}" if yes else f"{total} to remove: run again with --yes", "bold"))
     return 1 if done.problems else 0
 
 
@@ -96,10 +98,20 @@ def _look(root: Root) -> Listing:
     return found
 
 
+def _check_metric(policies: Policies, steps: Sequence[Step]) -> None:
+    """Raise where the metric that decides what stays is one that no step has: all but the latest would go."""
+    known = sorted({name for step in steps for name in step.metrics})
+    if policies.metric is not None and steps and policies.metric not in known:
+        msg = f"no step has the metric {policies.metric!r}: " + (
+            f"they have {some(known)}" if known else "they have none"
+        )
+        raise PlanError(msg)
+
+
 def _rows(what: tuple[str, str], steps: Sequence[Step]) -> None:
     width = max((len(step.path.name) for step in steps), default=0)
     for step in steps:
-        line(what, f"{step.path.name:<{width}}  {size(step.nbytes):>9}")
+        line((f"{what[0]:<11}", what[1]), f"{step.path.name:<{width}}  {size(step.nbytes):>9}")
 
 
 def _to_json(step: Step) -> dict[str, Any]:

@@ -13,14 +13,16 @@ from dcp_rs.cli.app import command
 
 @command("verify", "dcp-rs verify ckpt/", "dcp-rs verify ckpt/ --json | jq .problems")
 @options.any_checkpoint
-@click.option(
-    "--allow-unverified", is_flag=True, help="Exit status 0 also where there are no digests to check against."
-)
+@click.option("--allow-unverified", is_flag=True, help="Exit with 0 if there are no digests to check against.")
 @options.external
 @options.threads
+@options.storage
 @options.json
 def _verify(path: Path, allow_unverified: bool, allow_external: bool, threads: int | None, as_json: bool) -> int:
-    """Read everything and check it against its digests. Exit status 1: something is damaged, or nothing has a digest."""
+    """Read all data and check it against its digests.
+
+    Exit code 1: something is damaged, or there is no digest to check against.
+    """
     from dcp_rs.cli.work import verify
 
     return verify(
@@ -38,22 +40,25 @@ def _verify(path: Path, allow_unverified: bool, allow_external: bool, threads: i
 @options.location_argument("b")
 @options.include
 @options.exclude
+@options.show_all
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0.0),
     default=0.0,
-    help="Absolute differences up to that do not count.",
+    help="Ignore absolute differences up to this.",
 )
 @options.html
 @options.with_stats
 @options.external
 @options.threads
+@options.storage
 @options.json
 def _diff(
     a: Path,
     b: Path,
     include: Sequence[str],
     exclude: Sequence[str],
+    show_all: bool,
     tolerance: float,
     html: Path | None,
     with_stats: bool,
@@ -61,12 +66,12 @@ def _diff(
     threads: int | None,
     as_json: bool,
 ) -> int:
-    """Compare two checkpoints: names, shapes, dtypes, every element. Exit status 1: they differ.
+    """Compare two checkpoints: names, shapes, dtypes and every element. Exit code 1: they differ.
 
-    A and B are checkpoints of any two kinds, files of torch.save and URLs too.
+    A and B are two checkpoints of any kinds, torch.save files and URLs included. How they are sharded makes no difference.
     """
     if with_stats and html is None:
-        raise click.BadParameter("--stats goes with --html: dcp-rs stats prints them")
+        raise click.UsageError("--stats needs --html; dcp-rs stats prints statistics")
     from dcp_rs.cli.difference import diff
 
     return diff(
@@ -74,6 +79,7 @@ def _diff(
         b,
         include=include,
         exclude=exclude,
+        show_all=show_all,
         tolerance=tolerance,
         html=html,
         with_stats=with_stats,
@@ -91,18 +97,19 @@ def _diff(
     "dcp-rs clean s3://bucket/ckpt",
 )
 @options.location_argument("path")
-@click.option("--yes", is_flag=True, help="Remove it.")
+@click.option("--yes", is_flag=True, help="Remove them.")
 @click.option(
     "--older-than",
     metavar="SECONDS",
     type=click.FloatRange(min=0.0),
-    help="Leave alone what was written to since.  [default: 0; a day, where the file system does not tell who is at work, and on stores]",
+    help="Keep files that changed in the last so many seconds.  [default: 0; a day on object stores and on file systems without locks]",
 )
+@options.storage
 @options.json
 def _clean(path: Path, yes: bool, older_than: float | None, as_json: bool) -> None:
-    """List what killed saves and conversions left behind; with --yes, remove it.
+    """List files that killed saves and conversions left behind. With --yes, remove them.
 
-    PATH is the folder of a checkpoint, or its URL; or what was converted to.
+    PATH is the folder of a checkpoint or its URL, or the output of a conversion.
     """
     from dcp_rs.cli.cleaning import clean
 

@@ -41,9 +41,10 @@ def _steps(path: Path, *, as_json: bool) -> None:
 @options.globs
 @options.include
 @options.exclude
-@click.option("--sort", type=click.Choice(["name", "size", "dtype", "chunks"]), default="name", help="Order.")
-@click.option("--values", is_flag=True, help="Show the values of what is not a tensor.")
+@click.option("--sort", type=click.Choice(["name", "size", "dtype", "chunks"]), default="name", help="Sort by this.")
+@click.option("--values", is_flag=True, help="Show the values of entries that are not tensors.")
 @options.rank
+@options.storage
 @options.json
 def _ls(
     path: Path,
@@ -55,7 +56,10 @@ def _ls(
     rank: int | None,
     as_json: bool,
 ) -> None:
-    """List what a checkpoint holds: dtype, shape, chunks, size, name. Of the folder of a run, its steps."""
+    """List the entries of a checkpoint with dtype, shape, chunks and size.
+
+    For the folder of a run, list its steps.
+    """
     from dcp_rs.cli.listing import ls
 
     if _is_run(path):
@@ -69,9 +73,12 @@ def _ls(
 @options.globs
 @options.include
 @options.exclude
-@click.option("--depth", type=click.IntRange(min=0), default=3, help="Levels of modules; 0: all.")
-@click.option("--sort", type=click.Choice(["name", "size"]), default="name", help="Order.")
+@click.option(
+    "--depth", type=click.IntRange(min=0), default=3, metavar="N", help="Show N levels of modules; 0 for all."
+)
+@click.option("--sort", type=click.Choice(["name", "size"]), default="name", help="Sort by this.")
 @options.rank
+@options.storage
 @options.json
 def _tree(
     path: Path,
@@ -83,7 +90,7 @@ def _tree(
     rank: int | None,
     as_json: bool,
 ) -> None:
-    """Show how large the modules are."""
+    """Show the size of each module."""
     from dcp_rs.cli.tree import tree
 
     tree(path, chosen(patterns, include, exclude), depth=depth, sort=sort, as_json=as_json, rank=rank)
@@ -99,9 +106,10 @@ def _tree(
 @click.argument("name", required=False, type=text_argument)
 @options.html
 @options.with_stats
-@click.option("--all", "show_all", is_flag=True, help="Lists to their end.")
+@options.show_all
 @options.rank
 @options.external
+@options.storage
 @options.json
 def _inspect(
     path: Path,
@@ -113,17 +121,19 @@ def _inspect(
     allow_external: bool,
     as_json: bool,
 ) -> None:
-    """Show how a checkpoint, or one entry of it, is made up.
+    """Show how a checkpoint is stored: files, dtypes, largest entries.
 
-    With NAME: how that entry is cut, with a map of which file holds what.
+    With NAME, show how that entry is sharded: its chunks, and a map of the files that hold them.
     """
     from dcp_rs.cli import listing
 
+    if with_stats and html is None:
+        raise click.UsageError("--stats needs --html; dcp-rs stats prints statistics")
     if name is None and html is None and _is_run(path):
         _steps(path, as_json=as_json)
     elif html is not None:
         if name is not None:
-            raise click.BadParameter("--html shows the whole checkpoint, not one entry")
+            raise click.UsageError("--html shows the whole checkpoint: leave NAME out")
         listing.write_page(path, html, with_stats=with_stats, as_json=as_json, rank=rank, allow_external=allow_external)
     elif name is not None:
         listing.inspect_entry(path, name, show_all=show_all, as_json=as_json, rank=rank, allow_external=allow_external)
@@ -145,12 +155,13 @@ def _inspect(
     "--sort",
     type=click.Choice(["name", "min", "max", "mean", "std", "zeros", "nan", "inf", "elements"]),
     default="name",
-    help="Order; of numbers, the largest first.",
+    help="Sort by this, the largest number first.",
 )
-@click.option("--fail-on-nan", is_flag=True, help="Exit status 1 if there is a NaN.")
+@click.option("--fail-on-nan", is_flag=True, help="Exit with 1 if a tensor has a NaN.")
 @options.rank
 @options.external
 @options.threads
+@options.storage
 @options.json
 def _stats(
     path: Path,
@@ -164,7 +175,7 @@ def _stats(
     threads: int | None,
     as_json: bool,
 ) -> int:
-    """Read tensors and tell their least and greatest elements, mean, standard deviation, and how many are zero, NaN, infinite."""
+    """Read tensors and show minimum, maximum, mean, standard deviation, and counts of zeros, NaN and infinities."""
     from dcp_rs.cli.statistics import show_stats
 
     return show_stats(

@@ -14,8 +14,14 @@ from dcp_rs.cli.app import command
 @command("bench", "dcp-rs bench ckpt/", "dcp-rs bench ckpt/ --cold --include 'model.layers.0.*'")
 @options.checkpoint
 @options.include
-@click.option("--rounds", type=click.IntRange(min=1), default=3, help="Times each reader reads; the best counts.")
-@click.option("--cold", is_flag=True, help="Drop the files from the page cache before each time.")
+@click.option(
+    "--rounds",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=3,
+    help="Read N times with each reader; the best time counts.",
+)
+@click.option("--cold", is_flag=True, help="Drop the files from the page cache before each read.")
 @options.external
 @options.threads
 @options.json
@@ -28,7 +34,7 @@ def _bench(
     threads: int | None,
     as_json: bool,
 ) -> int:
-    """Time all readers on this checkpoint, this disk, this machine."""
+    """Time dcp-rs, torch and safetensors as they read this checkpoint on this machine."""
     from dcp_rs.cli.bench import bench
 
     return bench(

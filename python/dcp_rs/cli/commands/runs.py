@@ -23,17 +23,17 @@ _BYTES = {"": 1, "B": 1} | {
 def _amount(text: str, units: dict[str, int], what: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     if found is None or found[2] not in units or float(found[1]) <= 0:
-        msg = f"{text!r} is no {what}"
+        msg = f"{text!r} is not a {what}"
         raise click.BadParameter(msg)
     return float(found[1]) * units[found[2]]
 
 
 def _seconds(text: str) -> float:
-    return _amount(text, _SECONDS, "time: 90, 45m, 12h, 7d, 2w")
+    return _amount(text, _SECONDS, "time, such as 90, 45m, 12h, 7d or 2w")
 
 
 def _bytes(text: str) -> int:
-    return int(_amount(text, _BYTES, "size: 500000, 500GB, 2TiB"))
+    return int(_amount(text, _BYTES, "size, such as 500000, 500GB or 2TiB"))
 
 
 _root = options.location_argument("root")
@@ -42,11 +42,12 @@ _number = click.IntRange(min=1)
 
 @command("steps", "dcp-rs steps run/", "dcp-rs steps run/ --json | jq '.steps[-1].path'")
 @_root
+@options.storage
 @options.json
 def _steps(root: Path, as_json: bool) -> None:
-    """List the steps that a run can resume from, and what is passed over and why.
+    """List the steps that a run can resume from, and those that are passed over and why.
 
-    ROOT is the folder of a run, with a folder step-N for each, or its URL.
+    ROOT is the folder of a run, which holds a folder step-N for each step, or its URL.
     """
     from dcp_rs.cli.steps import steps
 
@@ -60,25 +61,30 @@ def _steps(root: Path, as_json: bool) -> None:
     "dcp-rs prune run/ --max-bytes 2TB --yes",
 )
 @_root
-@click.option("--keep-last", type=_number, metavar="N", help="Keep the N newest.")
-@click.option("--keep-every", type=_number, metavar="N", help="Keep the first at or after each multiple of N.")
+@click.option("--keep-last", type=_number, metavar="N", help="Keep the N newest steps.")
+@click.option("--keep-every", type=_number, metavar="N", help="Keep the first step at or after each multiple of N.")
 @click.option(
     "--keep-within",
     type=_seconds,
     metavar="TIME",
-    help="Keep what was saved so long before the newest, or less: 90 (s), 45m, 12h, 7d.",
+    help="Keep steps that were saved within this time before the newest: 90 (seconds), 45m, 12h, 7d.",
 )
-@click.option("--keep-best", type=_number, metavar="N", help="Keep the N best by --metric.")
-@click.option("--metric", help="What tells the best, which stays.")
-@click.option("--mode", type=click.Choice(["min", "max"]), default="min", help="Which value of it is best.")
+@click.option("--keep-best", type=_number, metavar="N", help="Keep the N best steps by --metric.")
+@click.option("--metric", metavar="NAME", help="The metric that decides which steps are best.")
+@click.option(
+    "--mode", type=click.Choice(["min", "max"]), default="min", help="Whether its lowest or highest value is best."
+)
 @click.option(
     "--max-bytes",
     type=_bytes,
     metavar="SIZE",
-    help="Remove the oldest until the rest takes no more: 500GB, 2TiB.",
+    help="Remove the oldest steps until the rest fits: 500GB, 2TiB.",
 )
-@click.option("--verify", is_flag=True, help="Remove nothing unless a step that stays matches its digests.")
-@click.option("--yes", is_flag=True, help="Remove it.")
+@click.option(
+    "--verify", is_flag=True, help="Remove nothing unless a step that stays was read and matches its digests."
+)
+@click.option("--yes", is_flag=True, help="Remove them.")
+@options.storage
 @options.json
 def _prune(
     root: Path,
@@ -93,9 +99,9 @@ def _prune(
     yes: bool,
     as_json: bool,
 ) -> int:
-    """List the steps that no --keep option keeps, and what killed saves left; with --yes, remove them.
+    """List the steps that no --keep option keeps, and what killed saves left behind. With --yes, remove them.
 
-    ROOT is the folder of a run, or its URL. Its latest step is never removed. Exit status 1: something could not be removed.
+    ROOT is the folder of a run, or its URL. The latest step is never removed. Exit code 1: something could not be removed.
     """
     from dcp_rs.cli.steps import prune
     from dcp_rs.steps.policies import Policies

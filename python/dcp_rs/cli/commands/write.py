@@ -24,10 +24,10 @@ from dcp_rs.cli.output import text_argument
 @click.option(
     "--to",
     type=click.Choice(["dcp-rs", "dcp", "safetensors", "torch"]),
-    help="The format of OUT. Default: as OUT ends, torch for .pt, .pth and .bin, safetensors for .safetensors; else dcp-rs.",
+    help="The format of OUT.  [default: by the ending of OUT: torch for .pt, .pth and .bin, safetensors for .safetensors, else dcp-rs]",
 )
-@click.option("--dtype", help="What floating-point tensors become: bf16, fp16, fp32 …")
-@click.option("--shards", type=click.IntRange(min=1), help="Files to spread the data over.")
+@click.option("--dtype", metavar="DTYPE", help="Cast floating-point tensors: bf16, fp16, fp32, ...")
+@click.option("--shards", metavar="N", type=click.IntRange(min=1), help="Write N data files.")
 @options.include
 @options.exclude
 @click.option(
@@ -35,16 +35,15 @@ from dcp_rs.cli.output import text_argument
     metavar="OLD=NEW",
     multiple=True,
     type=text_argument,
-    help="A name, or what names begin with up to a dot. OLD= takes it away, =NEW puts it before all.",
+    help="Rename an entry, or the prefix of names up to a dot. OLD= removes a prefix, =NEW adds one to all names. Repeatable.",
 )
-@click.option("--skip-unsupported", is_flag=True, help="Leave out what OUT cannot hold.")
-@click.option("--overwrite", is_flag=True, help="Replace a checkpoint at OUT.")
-@click.option(
-    "--verify/--no-verify", default=True, help="Check the digests of PATH on the way, where it has some (--verify)."
-)
-@click.option("--trust-pickles", is_flag=True, help="Unpickle whatever a file of torch.save asks for: it can run code.")
+@click.option("--skip-unsupported", is_flag=True, help="Leave out entries that the format cannot store.")
+@click.option("--overwrite", is_flag=True, help="Replace the checkpoint at OUT.")
+@click.option("--verify/--no-verify", default=True, help="Check the digests of PATH while reading, if it has any.")
+@click.option("--trust-pickles", is_flag=True, help="Unpickle anything in a torch.save file. Such a file can run code.")
 @options.external
 @options.threads
+@options.storage
 @options.json
 def _convert(
     path: Path,
@@ -63,9 +62,9 @@ def _convert(
     threads: int | None,
     as_json: bool,
 ) -> None:
-    """Write a checkpoint again, in another format. OUT appears when it is complete, or not at all.
+    """Convert a checkpoint to another format. OUT appears when it is complete, or not at all.
 
-    OUT is a new folder; a file for torch, and for safetensors if it ends so. It may be a URL.
+    OUT is a new folder, a .pt, .pth, .bin or .safetensors file, or a URL.
     """
     from dcp_rs.cli.work import convert
 
@@ -95,12 +94,18 @@ def _convert(
     "dcp-rs index ckpt/   (after its index was lost)",
 )
 @options.any_checkpoint
-@click.option("--out", metavar="DIR", type=local_path, help="Put the index there, not beside the data.")
-@click.option("--digests", is_flag=True, help="Hash the data, so that it can be verified later.")
-@click.option("--generation", type=click.IntRange(min=0), help="Which save to recover (g… in the names).")
-@click.option("--save-id", help="Which save to recover, of one generation.")
-@click.option("--overwrite", is_flag=True, help="Replace an index that is there.")
+@click.option("--out", metavar="DIR", type=local_path, help="Write the index to this folder, not beside the data.")
+@click.option("--digests", is_flag=True, help="Hash the data, so that dcp-rs verify can check it later.")
+@click.option(
+    "--generation",
+    metavar="N",
+    type=click.IntRange(min=0),
+    help="Recover the save of this generation (the number after g in file names).",
+)
+@click.option("--save-id", metavar="ID", help="Recover the save with this id.")
+@click.option("--overwrite", is_flag=True, help="Replace the index.")
 @options.threads
+@options.storage
 @options.json
 def _index(
     path: Path,
@@ -112,7 +117,10 @@ def _index(
     threads: int | None,
     as_json: bool,
 ) -> None:
-    """Write an index over data that is there: of others, or of a dcp-rs folder that lost its own."""
+    """Write an index for existing data, so that it opens faster, or for a dcp-rs folder that lost its index.
+
+    The data is not changed.
+    """
     from dcp_rs.cli.work import index
 
     index(
