@@ -32,6 +32,8 @@ PYTHON_FOLDERS := $(wildcard python tests benches examples .ci docs/*.py)
 
 # PyO3 asks this interpreter; one value for all commands, or each would rebuild what the other built.
 export PYO3_PYTHON := $(abspath $(PY))
+# Hundreds of processes import torch and the tests: what one compiled, the others read.
+unexport PYTHONDONTWRITEBYTECODE
 # uv brings certificates of its own; behind a proxy those of the machine are the right ones.
 export UV_SYSTEM_CERTS ?= 1
 
@@ -57,6 +59,7 @@ $(VENV)/.uv:
 
 $(VENV)/.deps: $(VENV)/.uv pyproject.toml
 	$(UV) pip install --quiet --python $(PY) -r pyproject.toml --group dev --group stores $(TORCH)
+	@$(PY) -c 'import hypothesis, torch.distributed.checkpoint, torch.distributed.tensor'  # compiled here, once
 	@touch $@
 
 # Two builds of one extension: `.built` is what users get and what is timed; `.fast` compiles in a third
