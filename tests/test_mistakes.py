@@ -13,6 +13,13 @@ import dcp_rs
 from dcp_rs import HostStager, RsLoadPlanner, RsReader, RsSavePlanner, RsWriter
 from dcp_rs.checkpoint.names import natural, nearest
 from dcp_rs.cli import main
+from dcp_rs.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    EntryNotFoundError,
+    PlanError,
+    UnsupportedError,
+)
 from support.both import save_rs, save_stock
 
 MODEL = {f"layers.{i}.{part}": torch.ones(2) for i in range(3) for part in ("weight", "bias")}
@@ -60,107 +67,131 @@ def command(*arguments: Any) -> None:
     main([str(argument) for argument in arguments])
 
 
-Mistake = tuple[str, Callable[[Path], Any], str]
+#: What somebody does, how, the error, and words of its message.
+Mistake = tuple[str, Callable[[Path], Any], type[BaseException], str]
 MISTAKES: list[Mistake] = [
     # names
-    ("a letter", lambda w: dcp_rs.open(w / "named")["epohc"], "did you mean 'epoch'?"),
-    ("a letter, in NumPy", lambda w: dcp_rs.open(w / "named", framework="np")["embeding.weight"], "did you mean 'embedding.weight'?"),
-    ("a letter, of a slice", lambda w: dcp_rs.open(w / "named").get_slice("embedding.wieght"), "did you mean 'embedding.weight'?"),
-    ("a prefix too few", lambda w: dcp_rs.open(w / "model")["layers.0.weight"], "it is there as 'model.layers.0.weight'"),
-    ("a prefix too many", lambda w: dcp_rs.open(w / "bare")["module.layers.0.weight"], "it is there as 'layers.0.weight'"),
-    ("another prefix", lambda w: dcp_rs.open(w / "model")["module.layers.0.weight"], "did you mean 'model.layers.0.weight'?"),
-    ("a letter, in the state dict", lambda w: load({"epohc": 0}, w / "named"), "did you mean 'epoch'?"),
-    ("DDP's prefix", lambda w: load(prefixed("module."), w / "bare"), "RsLoadPlanner(rename={'': 'module'}) finds them"),
-    ("the compiler's prefix", lambda w: load(prefixed("_orig_mod."), w / "bare"), "rename={'': '_orig_mod'}) finds them"),
-    ("two prefixes", lambda w: load(prefixed("module._orig_mod."), w / "bare"), "rename={'': 'module._orig_mod'}) finds them"),
-    ("no prefix", lambda w: load(prefixed(""), w / "model"), "names of the checkpoint begin with 'model.': rename={'model': ''} finds them"),
-    ("DDP's for the model's", lambda w: load(prefixed("model."), w / "ddp"), "rename={'module': 'model'}) finds them"),
-    ("a rename the wrong way", lambda w: load({"epoch": 0}, w / "named", planner=RsLoadPlanner(rename={"epoch": "epocs"})), "rename= gives no entry this name; did you mean 'epocs'?"),
-    ("a letter beside a number", lambda w: dcp_rs.open(w / "deep")["layers.777.wieght"], "did you mean 'layers.777.weight'?"),
-    ("a container", lambda w: dcp_rs.open(w / "model")["model.layers"], "it is a container of 6 entries, such as 'model.layers.0.bias'"),
-    ("a container of one entry", lambda w: dcp_rs.open(w / "named")["embedding"], "it is a container of one entry 'embedding.weight'"),
+    ("a letter", lambda w: dcp_rs.open(w / "named")["epohc"], EntryNotFoundError, "did you mean 'epoch'?"),
+    ("a letter, in NumPy", lambda w: dcp_rs.open(w / "named", framework="np")["embeding.weight"], EntryNotFoundError, "did you mean 'embedding.weight'?"),
+    ("a letter, of a slice", lambda w: dcp_rs.open(w / "named").get_slice("embedding.wieght"), EntryNotFoundError, "did you mean 'embedding.weight'?"),
+    ("a prefix too few", lambda w: dcp_rs.open(w / "model")["layers.0.weight"], EntryNotFoundError, "it is there as 'model.layers.0.weight'"),
+    ("a prefix too many", lambda w: dcp_rs.open(w / "bare")["module.layers.0.weight"], EntryNotFoundError, "it is there as 'layers.0.weight'"),
+    ("another prefix", lambda w: dcp_rs.open(w / "model")["module.layers.0.weight"], EntryNotFoundError, "did you mean 'model.layers.0.weight'?"),
+    ("a letter, in the state dict", lambda w: load({"epohc": 0}, w / "named"), PlanError, "did you mean 'epoch'?"),
+    ("DDP's prefix", lambda w: load(prefixed("module."), w / "bare"), PlanError, "rename={'': 'module'} finds them"),
+    ("the compiler's prefix", lambda w: load(prefixed("_orig_mod."), w / "bare"), PlanError, "rename={'': '_orig_mod'} finds them"),
+    ("two prefixes", lambda w: load(prefixed("module._orig_mod."), w / "bare"), PlanError, "rename={'': 'module._orig_mod'} finds them"),
+    ("no prefix", lambda w: load(prefixed(""), w / "model"), PlanError, "names of the checkpoint begin with 'model.': rename={'model': ''} finds them"),
+    ("DDP's for the model's", lambda w: load(prefixed("model."), w / "ddp"), PlanError, "rename={'module': 'model'} finds them"),
+    ("a rename the wrong way", lambda w: load({"epoch": 0}, w / "named", planner=RsLoadPlanner(rename={"epoch": "epocs"})), PlanError, "rename= gives no entry this name; did you mean 'epocs'?"),
+    ("a letter beside a number", lambda w: dcp_rs.open(w / "deep")["layers.777.wieght"], EntryNotFoundError, "did you mean 'layers.777.weight'?"),
+    ("a container", lambda w: dcp_rs.open(w / "model")["model.layers"], EntryNotFoundError, "it is a container of 6 entries, such as 'model.layers.0.bias'"),
+    ("a container of one entry", lambda w: dcp_rs.open(w / "named")["embedding"], EntryNotFoundError, "it is a container of one entry, 'embedding.weight'"),
     # the wrong object
-    ("a module to save", lambda w: save(torch.nn.Linear(2, 2), w / "new"), "a Linear is not a state dict: give {'model': it}"),
-    ("a module to load", lambda w: load(torch.nn.Linear(2, 2), w / "bare"), "or its state_dict()"),
-    ("an optimizer", lambda w: save(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), w / "new"), "a SGD is not a state dict"),
-    ("a list", lambda w: save([torch.ones(1)], w / "new"), "give a dict from names to tensors"),
-    ("parameters", lambda w: save(torch.nn.Linear(2, 2).parameters(), w / "new"), "a generator is not a state dict: give a dict"),
-    ("a tensor", lambda w: save(torch.ones(2), w / "new"), "as in {'items': it}"),
-    ("swapped", lambda w: load(str(w / "bare"), {}), "the state dict comes first, then the path"),
-    ("a save's planner, to load", lambda w: load({}, w / "bare", planner=RsSavePlanner()), "planner= of a load takes a planner such as RsLoadPlanner(...), not RsSavePlanner, which plans a save"),
-    ("a load's planner, to save", lambda w: save({}, w / "new", planner=RsLoadPlanner()), "such as RsSavePlanner(...), not RsLoadPlanner, which plans a load"),
-    ("a class for a planner", lambda w: load({}, w / "bare", planner=RsLoadPlanner), "not the class RsLoadPlanner"),
-    ("text for a planner", lambda w: save({}, w / "new", planner="RsSavePlanner"), "such as RsSavePlanner(...), not str"),
-    ("a class for a planner, in the background", lambda w: dcp_rs.async_save({}, w / "new", planner=RsSavePlanner, no_dist=True), "not the class RsSavePlanner"),
-    ("a planner, in an optimizer's load", lambda w: dcp_rs.optim.load_training_state(w / "bare", torch.nn.Linear(2, 2), planner=RsSavePlanner(), no_dist=True), "not RsSavePlanner, which plans a save"),
-    ("a reader for a path", lambda w: load({}, RsReader("ckpt")), "a path is text or a pathlib.Path, not RsReader: pass 'ckpt'"),
-    ("a writer for a path", lambda w: save({}, RsWriter("ckpt")), "a path is text or a pathlib.Path, not RsWriter: pass 'ckpt'"),
-    ("a reader, to open", lambda w: dcp_rs.open(RsReader("ckpt")), "not RsReader: pass 'ckpt'"),
-    ("a path for a reader", lambda w: dcp_rs.load_state_dict({}, "ckpt", no_dist=True), "storage_reader= is a path: pass RsReader('ckpt'), or call dcp_rs.load(state_dict, path)"),
-    ("a writer for a reader", lambda w: dcp_rs.load_state_dict({}, RsWriter("ckpt"), no_dist=True), "takes a reader such as RsReader(path), not RsWriter"),
-    ("no path", lambda w: dcp_rs.open(None), "a path is text or a pathlib.Path, not None"),
-    ("a number for a path", lambda w: save({}, 3), "a path is text or a pathlib.Path, not int"),
-    ("an empty path", lambda w: save({}, ""), "the path is empty: '.' is the current folder"),
-    ("a backend for a process group", lambda w: dcp_rs.save({}, w / "new", process_group="gloo"), "process_group= takes a group, as torch.distributed.new_group() returns, not str"),
-    ("a class for a stager", lambda w: dcp_rs.async_save({}, w / "new", stager=HostStager, no_dist=True), "stager= takes a HostStager(cache=True), to keep and pass again, not the class HostStager"),
-    ("a state dict for a step", lambda w: dcp_rs.CheckpointManager(w / "new", no_dist=True).save({}, 1), "an integer from 0 on"),
+    ("a module to save", lambda w: save(torch.nn.Linear(2, 2), w / "new"), TypeError, "Linear is not a state dict: give {'model': it}"),
+    ("a module to load", lambda w: load(torch.nn.Linear(2, 2), w / "bare"), TypeError, "or its state_dict()"),
+    ("an optimizer", lambda w: save(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), w / "new"), TypeError, "SGD is not a state dict"),
+    ("a list", lambda w: save([torch.ones(1)], w / "new"), TypeError, "give a dict from names to tensors"),
+    ("parameters", lambda w: save(torch.nn.Linear(2, 2).parameters(), w / "new"), TypeError, "generator is not a state dict: give a dict"),
+    ("a tensor", lambda w: save(torch.ones(2), w / "new"), TypeError, "as in {'items': it}"),
+    ("swapped", lambda w: load(str(w / "bare"), {}), TypeError, "the state dict comes first, then the path"),
+    ("a save's planner, to load", lambda w: load({}, w / "bare", planner=RsSavePlanner()), TypeError, "planner= of a load takes a planner such as RsLoadPlanner(...), not RsSavePlanner, which plans a save"),
+    ("a load's planner, to save", lambda w: save({}, w / "new", planner=RsLoadPlanner()), TypeError, "such as RsSavePlanner(...), not RsLoadPlanner, which plans a load"),
+    ("a class for a planner", lambda w: load({}, w / "bare", planner=RsLoadPlanner), TypeError, "not the class RsLoadPlanner"),
+    ("text for a planner", lambda w: save({}, w / "new", planner="RsSavePlanner"), TypeError, "such as RsSavePlanner(...), not str"),
+    ("a class for a planner, in the background", lambda w: dcp_rs.async_save({}, w / "new", planner=RsSavePlanner, no_dist=True), TypeError, "not the class RsSavePlanner"),
+    ("a planner, in an optimizer's load", lambda w: dcp_rs.optim.load_training_state(w / "bare", torch.nn.Linear(2, 2), planner=RsSavePlanner(), no_dist=True), TypeError, "not RsSavePlanner, which plans a save"),
+    ("a reader for a path", lambda w: load({}, RsReader("ckpt")), TypeError, "a path is text or a pathlib.Path, not RsReader: pass 'ckpt'"),
+    ("a writer for a path", lambda w: save({}, RsWriter("ckpt")), TypeError, "a path is text or a pathlib.Path, not RsWriter: pass 'ckpt'"),
+    ("a reader, to open", lambda w: dcp_rs.open(RsReader("ckpt")), TypeError, "not RsReader: pass 'ckpt'"),
+    ("a path for a reader", lambda w: dcp_rs.load_state_dict({}, "ckpt", no_dist=True), TypeError, "storage_reader= is a path: pass RsReader('ckpt'), or call dcp_rs.load(state_dict, path)"),
+    ("a writer for a reader", lambda w: dcp_rs.load_state_dict({}, RsWriter("ckpt"), no_dist=True), TypeError, "takes a reader such as RsReader(path), not RsWriter"),
+    ("no path", lambda w: dcp_rs.open(None), TypeError, "a path is text or a pathlib.Path, not None"),
+    ("a number for a path", lambda w: save({}, 3), TypeError, "a path is text or a pathlib.Path, not int"),
+    ("an empty path", lambda w: save({}, ""), ValueError, "the path is empty: '.' is the current folder"),
+    ("a backend for a process group", lambda w: dcp_rs.save({}, w / "new", process_group="gloo"), TypeError, "process_group= takes a group, as torch.distributed.new_group() returns, not str"),
+    ("a class for a stager", lambda w: dcp_rs.async_save({}, w / "new", stager=HostStager, no_dist=True), TypeError, "stager= takes a HostStager(cache=True), to keep and pass again, not the class HostStager"),
+    ("a state dict and a step, swapped", lambda w: dcp_rs.CheckpointManager(w / "new", no_dist=True).save({}, 1), TypeError, "the step comes first, then the state dict"),
     # the wrong path
-    ("a typo in a path", lambda w: dcp_rs.open(w / "moddel"), "did you mean"),
-    ("a folder above steps", lambda w: dcp_rs.open(w / "run"), "checkpoints are in it: 'step-10', 'step-9', 'step-2'; open"),
-    ("a folder above, to load", lambda w: load(prefixed(""), w / "run"), "checkpoints are in it: 'step-10'"),
-    ("a folder of several models", lambda w: dcp_rs.open(w / "pipeline"), "checkpoints are in it: 'vae', 'unet'; open"),
-    ("a text file", lambda w: dcp_rs.open(w / "notes.txt"), "notes.txt: a single file has to be a .safetensors file, a file of torch.save, or the .index.json of one of them"),
-    ("a URL with one slash", lambda w: dcp_rs.open("s3:/bucket/step-10"), "a URL has two slashes after the colon: s3://bucket/step-10"),
-    ("a URL with one slash, to save to", lambda w: save({}, "s3:/bucket/step-10"), "a URL has two slashes after the colon: s3://bucket/step-10"),
-    ("a URL as a Path", lambda w: dcp_rs.open(Path("s3://bucket/step-10")), "a URL is given as text, and not as a pathlib.Path, which makes one slash of two"),
-    ("a folder that cannot be made", lambda w: save({}, "/proc/none/new"), "[Errno 2] cannot create: No such file or directory: '/proc/none'"),
-    ("a checkpoint that is to stay", lambda w: save({}, w / "bare", overwrite=False), "bare, and overwrite=False: pass overwrite=True, or another path"),
-    ("a hub id", lambda w: dcp_rs.open("meta-llama/Llama-3.1-8B"), "huggingface_hub.snapshot_download('meta-llama/Llama-3.1-8B')"),
-    ("a data file of torch's", lambda w: dcp_rs.open(w / "stock" / "__0_0.distcp"), "it is a data file of the checkpoint"),
-    ("the only tensor of one of torch's", lambda w: dcp_rs.open(w / "single" / "__0_0.distcp"), "single: open that folder"),
-    ("a data file of torch's, alone", lambda w: dcp_rs.open(w / "alone" / "__0_0.distcp"), "its folder has to have the .metadata of the save"),
-    ("a folder that is not there", lambda w: dcp_rs.open(w / "runs" / "today" / "step-10"), "and has no 'runs'"),
-    ("a file, to save to", lambda w: save(MODEL, w / "model.pt"), "model.pt is a file ("),
-    ("a file, to save below", lambda w: save(MODEL, w / "model.pt" / "step-10"), "model.pt is a file"),
-    ("a file, to save to in the background", lambda w: dcp_rs.async_save(MODEL, w / "model.pt", no_dist=True).result(), "a checkpoint is written to a folder, and "),
-    ("a link to nothing, to save to", lambda w: save(MODEL, w / "dangling"), "dangling is a link to"),
-    ("a file for a run", lambda w: dcp_rs.CheckpointManager(w / "model.pt", no_dist=True).save(1, MODEL), "model.pt is a file"),
-    ("a web server, to save to", lambda w: save({}, "https://host/step-10"), "a web server is read only"),
-    ("another store", lambda w: dcp_rs.open("hdfs://name/step-10"), "s3://, gs://, az://, http:// and https://"),
+    ("a typo in a path", lambda w: dcp_rs.open(w / "moddel"), CheckpointNotFoundError, "did you mean"),
+    ("a folder above steps", lambda w: dcp_rs.open(w / "run"), CheckpointNotFoundError, "checkpoints are in it: 'step-10', 'step-9', 'step-2'; open"),
+    ("a folder above, to load", lambda w: load(prefixed(""), w / "run"), CheckpointNotFoundError, "checkpoints are in it: 'step-10'"),
+    ("a folder of several models", lambda w: dcp_rs.open(w / "pipeline"), CheckpointNotFoundError, "checkpoints are in it: 'vae', 'unet'; open"),
+    ("a text file", lambda w: dcp_rs.open(w / "notes.txt"), CheckpointNotFoundError, "notes.txt: a single file has to be a .safetensors file, a file of torch.save, or the .index.json of one of them"),
+    ("a URL with one slash", lambda w: dcp_rs.open("s3:/bucket/step-10"), UnsupportedError, "a URL has two slashes after the colon: s3://bucket/step-10"),
+    ("a URL with one slash, to save to", lambda w: save({}, "s3:/bucket/step-10"), UnsupportedError, "a URL has two slashes after the colon: s3://bucket/step-10"),
+    ("a URL as a Path", lambda w: dcp_rs.open(Path("s3://bucket/step-10")), UnsupportedError, "a URL is given as text, and not as a pathlib.Path, which makes one slash of two"),
+    ("a folder that cannot be made", lambda w: save({}, "/proc/none/new"), FileNotFoundError, "[Errno 2] cannot create: No such file or directory: '/proc/none'"),
+    ("a checkpoint that is to stay", lambda w: save({}, w / "bare", overwrite=False), CheckpointExistsError, "bare, and overwrite=False: pass overwrite=True, or another path"),
+    ("a hub id", lambda w: dcp_rs.open("meta-llama/Llama-3.1-8B"), CheckpointNotFoundError, "huggingface_hub.snapshot_download('meta-llama/Llama-3.1-8B')"),
+    ("a data file of torch's", lambda w: dcp_rs.open(w / "stock" / "__0_0.distcp"), CheckpointNotFoundError, "it is a data file of the checkpoint"),
+    ("the only tensor of one of torch's", lambda w: dcp_rs.open(w / "single" / "__0_0.distcp"), CheckpointNotFoundError, "single: open that folder"),
+    ("a data file of torch's, alone", lambda w: dcp_rs.open(w / "alone" / "__0_0.distcp"), CheckpointNotFoundError, "open its folder, which needs the .metadata file of the save"),
+    ("a folder that is not there", lambda w: dcp_rs.open(w / "runs" / "today" / "step-10"), CheckpointNotFoundError, "and has no 'runs'"),
+    ("a file, to save to", lambda w: save(MODEL, w / "model.pt"), CheckpointExistsError, "model.pt is a file ("),
+    ("a file, to save below", lambda w: save(MODEL, w / "model.pt" / "step-10"), NotADirectoryError, "model.pt is a file"),
+    ("a file, to save to in the background", lambda w: dcp_rs.async_save(MODEL, w / "model.pt", no_dist=True).result(), CheckpointExistsError, "a checkpoint is written to a folder, and "),
+    ("a link to nothing, to save to", lambda w: save(MODEL, w / "dangling"), CheckpointExistsError, "dangling is a link to"),
+    ("a file for a run", lambda w: dcp_rs.CheckpointManager(w / "model.pt", no_dist=True).save(1, MODEL), CheckpointExistsError, "model.pt is a file"),
+    ("a web server, to save to", lambda w: save({}, "https://host/step-10"), UnsupportedError, "a web server is read only"),
+    ("another store", lambda w: dcp_rs.open("hdfs://name/step-10"), UnsupportedError, "s3://, gs://, az://, http:// and https://"),
     # the wrong option
-    ("an option of load", lambda w: load({}, w / "bare", verfy=True), "dcp_rs.load() has no option 'verfy': did you mean 'verify'?"),
-    ("an option of save", lambda w: save({}, w / "new", fsnyc=False), "dcp_rs.save() has no option 'fsnyc': did you mean 'fsync'?"),
-    ("an option of async_save", lambda w: dcp_rs.async_save({}, w / "new", overwite=True), "did you mean 'overwrite'?"),
-    ("an option of open", lambda w: dcp_rs.open(w / "bare", devce="cpu"), "dcp_rs.open() has no option 'devce': did you mean 'device'?"),
-    ("overwrite= of a manager", lambda w: dcp_rs.CheckpointManager(w / "new", overwrite=True), "save(step, state_dict, force=True) replaces one"),
-    ("parent= of a manager", lambda w: dcp_rs.CheckpointManager(w / "new", parent=w / "bare"), "reuse="),
-    ("save_id= of a manager", lambda w: dcp_rs.CheckpointManager(w / "new", save_id="0" * 32), "each step gets one of its own"),
-    ("a policy of a manager", lambda w: dcp_rs.CheckpointManager(w / "new", keep_lst=2), "CheckpointManager has no option 'keep_lst': did you mean 'keep_last'?"),
-    ("a value of an option", lambda w: dcp_rs.open(w / "bare", io="mmapped"), "one of 'auto', 'mmap'"),
-    ("a function", lambda w: dcp_rs.opne, "did you mean 'open'?"),  # type: ignore[attr-defined]
+    ("an option of load", lambda w: load({}, w / "bare", verfy=True), TypeError, "dcp_rs.load() has no option 'verfy': did you mean 'verify'?"),
+    ("an option of save", lambda w: save({}, w / "new", fsnyc=False), TypeError, "dcp_rs.save() has no option 'fsnyc': did you mean 'fsync'?"),
+    ("an option of async_save", lambda w: dcp_rs.async_save({}, w / "new", overwite=True), TypeError, "did you mean 'overwrite'?"),
+    ("an option of open", lambda w: dcp_rs.open(w / "bare", devce="cpu"), TypeError, "dcp_rs.open() has no option 'devce': did you mean 'device'?"),
+    ("overwrite= of a manager", lambda w: dcp_rs.CheckpointManager(w / "new", overwrite=True), ValueError, "save(step, state_dict, force=True) replaces one"),
+    ("parent= of a manager", lambda w: dcp_rs.CheckpointManager(w / "new", parent=w / "bare"), ValueError, "reuse="),
+    ("save_id= of a manager", lambda w: dcp_rs.CheckpointManager(w / "new", save_id="0" * 32), ValueError, "each step gets one of its own"),
+    ("a policy of a manager", lambda w: dcp_rs.CheckpointManager(w / "new", keep_lst=2), TypeError, "CheckpointManager has no option 'keep_lst': did you mean 'keep_last'?"),
+    ("a value of an option", lambda w: dcp_rs.open(w / "bare", io="mmapped"), ValueError, "one of 'auto', 'mmap'"),
+    ("a function", lambda w: dcp_rs.opne, AttributeError, "did you mean 'open'?"),  # type: ignore[attr-defined]
+    ("torch's map_location", lambda w: load({}, w / "bare", map_location="cpu"), TypeError, "map_location"),
+    ("torch's checkpoint_id", lambda w: dcp_rs.load({}, checkpoint_id=w / "bare"), TypeError, "path"),
+    ("no metric for the best", lambda w: dcp_rs.CheckpointManager(w / "new", keep_best=2), ValueError, "keep_best= needs metric=, the name of what is best"),
+    # what does not fit
+    ("another shape", lambda w: load({"layers.0.weight": torch.zeros(3)}, w / "bare"), PlanError, "tensor 'layers.0.weight' has shape (3,) in the state dict, and (2,) in the checkpoint"),
+    ("a number for a tensor", lambda w: load({"layers.0.weight": 1}, w / "bare"), PlanError, "'layers.0.weight' is a tensor in the checkpoint, and"),
+    ("a slice of a value", lambda w: dcp_rs.open(w / "named").get_slice("epoch"), TypeError, "'epoch' is not a tensor"),
+    ("a function in a state dict", lambda w: save({"f": lambda: 1}, w / "made"), UnsupportedError, "value 'f' (function) cannot be pickled"),
+    ("a tensor without data", lambda w: save({"t": torch.empty(1, device="meta")}, w / "made"), UnsupportedError, "'t'"),
+    ("a nested dict in a .safetensors file", lambda w: dcp_rs.save_file({"a": {"b": torch.ones(1)}}, w / "empty" / "x.safetensors"), UnsupportedError, "safetensors cannot hold 'a': it is a dict"),
+    ("values in a .safetensors file", lambda w: dcp_rs.convert(w / "named", w / "new", to="safetensors"), UnsupportedError, "safetensors cannot hold 1 of 2 entries (skip_unsupported=True leaves them out): 'epoch' is not a tensor"),
+    ("a conversion onto itself", lambda w: dcp_rs.convert(w / "bare", w / "bare", overwrite=True), ValueError, "is the source, or part of it, or holds it"),
+    ("a format's other name", lambda w: dcp_rs.convert(w / "bare", w / "new", to="pt"), ValueError, "to='pt': one of 'dcp-rs', 'dcp', 'safetensors', 'torch'"),
+    ("a step that is not there", lambda w: dcp_rs.CheckpointManager(w / "run", no_dist=True).load({}, 7), CheckpointNotFoundError, "there is no step 7 in"),
     # the command line
-    ("a name to inspect", lambda w: command("inspect", w / "named", "epohc"), "did you mean 'epoch'?"),
-    ("a command", lambda w: command("verfy", w / "bare"), "Did you mean 'verify'?"),
-    ("a folder above, to draw", lambda w: command("tree", w / "run"), "checkpoints are in it: 'step-10'"),
+    ("a name to inspect", lambda w: command("inspect", w / "named", "epohc"), SystemExit, "did you mean 'epoch'?"),
+    ("a command", lambda w: command("verfy", w / "bare"), SystemExit, "Did you mean 'verify'?"),
+    ("a folder above, to draw", lambda w: command("tree", w / "run"), SystemExit, "checkpoints are in it: 'step-10'"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("make", "mend"), [mistake[1:] for mistake in MISTAKES], ids=[mistake[0] for mistake in MISTAKES]
-)
-def test_the_answer_names_the_mend(make, mend, world, monkeypatch, capfd):
+@pytest.fixture(scope="module")
+def heard():
+    """Collects the messages, and prints them as a table: pytest tests/test_mistakes.py -s."""
+    rows: list[tuple[str, str, str]] = []
+    yield rows
+    for what, error, said in rows:
+        print(f"{what:44} {error:24} {said}")
+
+
+@pytest.mark.parametrize(("what", "make", "error", "words"), MISTAKES, ids=[mistake[0] for mistake in MISTAKES])
+def test_the_message_says_what_to_do(what, make, error, words, world, heard, monkeypatch, capfd):
     monkeypatch.chdir(world / "empty")
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    with pytest.raises((Exception, SystemExit)) as raised:
+    with pytest.raises(error) as raised:
         make(world)
-    said = str(raised.value) + capfd.readouterr().err
-    assert mend in said
-    assert "\n" not in said.strip()
+    assert raised.type is error
+    said = capfd.readouterr().err.strip() if error is SystemExit else str(raised.value)
+    heard.append((what, error.__name__, said.replace(str(world), "...")))
+    assert words in said
+    assert "\n" not in said
     assert not (world / "new").exists()
 
 
 def test_there_are_enough():
-    assert len(MISTAKES) >= 30
+    assert len(MISTAKES) >= 60
 
 
 @pytest.mark.parametrize(

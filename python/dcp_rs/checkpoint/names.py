@@ -72,7 +72,7 @@ def hint(name: str, names: Collection[str]) -> str:
     """The end of a message that says that there is no ``name``: what there is in its place, if that can be guessed."""
     inner = [known for known in names if known.startswith(f"{name}.")]
     if inner:
-        number = "one entry" if len(inner) == 1 else f"{len(inner):,} entries, such as"
+        number = "one entry," if len(inner) == 1 else f"{len(inner):,} entries, such as"
         return f"; it is a container of {number} {min(inner, key=natural)!r}"
     known = nearest(name, names)
     if known is None:

@@ -47,7 +47,7 @@ def of_stock_data(path: Path) -> str | None:
         return None
     if _is_checkpoint(path.parent):
         return f"it is a data file of the checkpoint {path.parent}: open that folder"
-    return "it is a data file of a checkpoint of torch: its folder has to have the .metadata of the save, and is what to open"
+    return "it is a data file of a torch checkpoint: open its folder, which needs the .metadata file of the save"
 
 
 def _of_nothing(path: Path) -> str:

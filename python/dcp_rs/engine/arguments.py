@@ -36,11 +36,11 @@ def check_state_dict(state_dict: Any, path: Any = None) -> None:
         msg = "the state dict comes first, then the path" + ("" if swapped else f"; {state_dict!r} is no state dict")
     elif is_stateful(state_dict):
         msg = (
-            f"a {kind} is not a state dict: give {{'model': it}}, whose state is taken and set, under names that begin with 'model.'; "
+            f"{kind} is not a state dict: give {{'model': it}}, whose state is taken and set, under names that begin with 'model.'; "
             "or its state_dict()"
         )
     else:
-        msg = f"a {kind} is not a state dict: give a dict from names to tensors, values, or objects with a state_dict(), as in {{'items': it}}"
+        msg = f"{kind} is not a state dict: give a dict from names to tensors, values, or objects with a state_dict(), as in {{'items': it}}"
     raise TypeError(msg)
 
 

@@ -177,7 +177,7 @@ class Matching:
         if entry.is_bytes:
             return True
         if not isinstance(value, torch.Tensor):
-            msg = f"{fqn!r} is a tensor in the checkpoint, and a {type(value).__name__} in the state dict"
+            msg = f"{fqn!r} is a tensor in the checkpoint, and of type {type(value).__name__} in the state dict"
             return self._misfit(Mismatch(fqn, type(value).__name__, entry.shape), msg)
         shape = global_shape(value)
         if shape != entry.shape:

@@ -78,11 +78,14 @@ class Keeper:
         """Makes the folder of a step that is about to be saved. With ``reuse``, it may take over what the latest holds.
 
         Raises:
+            TypeError: a state dict in place of the step.
             ValueError: no number of a step, or metrics that are no numbers.
             CheckpointExistsError, SaveInProgressError: the step is there, and ``force`` is not set.
             RunTakenOverError: another run began here.
             OSError: the folder cannot be made, or what is there cannot be looked at.
         """
+        if isinstance(step, Mapping):
+            raise TypeError("the step comes first, then the state dict")
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             msg = f"step {step!r}: an integer from 0 on"
             raise ValueError(msg)
