@@ -199,7 +199,7 @@ def test_what_is_missing_is_named(saved):
     state = fresh() | {"layers": {"0": {"weight": torch.zeros(6, 4)}}}
     with pytest.raises(PlanError, match=r"'layers.0.weight' has shape \(6, 4\) in the state dict, and \(4, 6\)"):
         load(saved, state)
-    with pytest.raises(PlanError, match=r"'ids' is a tensor in the checkpoint, and a int in the state dict"):
+    with pytest.raises(PlanError, match=r"'ids' is a tensor in the checkpoint, and of type int in the state dict"):
         load(saved, {"ids": 3})
 
 
@@ -215,7 +215,7 @@ def test_all_that_does_not_fit_is_named(tmp_path, count):
         said = str(raised.value).split("; ")
         assert raised.value.tensor == "w00"
         assert said[0] == "tensor 'w00' has shape (4, 5) in the state dict, and (4, 4) in the checkpoint"
-        assert said[1] == "'w01' is a tensor in the checkpoint, and a str in the state dict"
+        assert said[1] == "'w01' is a tensor in the checkpoint, and of type str in the state dict"
         assert len(said) == min(count, 10) + (count > 10)
         assert all(f"'w{i:02}' has shape (4, {i + 5})" in said[i] for i in range(2, min(count, 10)))
         assert (said[-1] == "and 3 more") == (count > 10)
