@@ -1,4 +1,7 @@
-"""Docstrings name classes and functions as Sphinx does (``:class:`RsReader` ``): on the site these are links."""
+"""Docstrings name classes and functions as Sphinx does (``:class:`RsReader` ``): on the site these are links.
+
+Signatures are shown without what is not for callers: ``_names``, and the ``**unknown`` that only raises.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,20 @@ BLOCK = re.compile(r" ?::$", re.MULTILINE)
 
 
 class Roles(griffe.Extension):
-    """Turns roles into cross-references where the name is known, and into code where it is not."""
+    """Turn roles into cross-references where the name is known, and into code where it is not."""
+
+    def on_function_instance(self, *, func: griffe.Function, **_: Any) -> None:
+        """Leave out arguments that are not for callers."""
+        func.parameters = griffe.Parameters(
+            *(
+                parameter
+                for parameter in func.parameters
+                if not parameter.name.startswith("_") and str(parameter.annotation) != "Never"
+            )
+        )
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Rewrites one docstring."""
+        """Rewrite one docstring."""
         if obj.docstring is not None:
             text = ROLE.sub(lambda match: _reference(obj, match[1]), obj.docstring.value)
             obj.docstring.value = BLOCK.sub("", text)
