@@ -1,0 +1,118 @@
+"""The options of `dcp_rs.load` itself: `rename=`, `dtype=` and their like were refused ("no option 'rename'")."""
+
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dcp_rs
+from dcp_rs import RsLoadPlanner, RsReader
+from dcp_rs.errors import PlanError
+from support import assert_state_equal, run_ranks
+
+W = torch.arange(24.0).reshape(4, 6)
+
+
+@pytest.fixture
+def saved(ckpt):
+    dcp_rs.save({"model": {"w": W, "b": W[0].clone()}, "step": 3}, ckpt, no_dist=True)
+    return ckpt
+
+
+def zeros(**options):
+    return {"w": torch.zeros(4, 6, **options), "b": torch.zeros(6, **options)}
+
+
+CASES = {
+    "rename": (zeros, {"rename": {"model": ""}}, lambda: {"w": W, "b": W[0]}),
+    "include": (lambda: {"model": zeros()}, {"include": "*.w"}, lambda: {"model": {"w": W, "b": torch.zeros(6)}}),
+    "exclude": (lambda: {"model": zeros()}, {"exclude": "*.b"}, lambda: {"model": {"w": W, "b": torch.zeros(6)}}),
+    "allow_partial_load": (
+        lambda: {"model": zeros(), "other": torch.ones(2)},
+        {"allow_partial_load": True},
+        lambda: {"model": {"w": W, "b": W[0]}, "other": torch.ones(2)},
+    ),
+    "dtype": (
+        lambda: {"model": zeros()},
+        {"dtype": torch.bfloat16},
+        lambda: {"model": {"w": W.bfloat16(), "b": W[0].bfloat16()}},
+    ),
+    "device": (lambda: {"model": zeros(device="meta")}, {"device": "cpu"}, lambda: {"model": {"w": W, "b": W[0]}}),
+    "dtype_policy": (
+        lambda: {"model": zeros(dtype=torch.float64)},
+        {"dtype_policy": "cast"},
+        lambda: {"model": {"w": W.double(), "b": W[0].double()}},
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "options", "want"), CASES.values(), ids=CASES)
+@pytest.mark.filterwarnings("error")
+def test_options_of_a_load_do_what_those_of_the_planner_do(saved, make, options, want):
+    by_load, by_planner = make(), make()
+    report = dcp_rs.load(by_load, saved, **options)
+    planner = RsLoadPlanner(**options)
+    dcp_rs.load(by_planner, saved, planner=planner)
+    assert_state_equal(by_load, want())
+    assert_state_equal(by_planner, want())
+    assert (report.excluded, report.missing) == (planner.report.excluded, planner.report.missing)
+    assert report.entries_loaded == planner.report.entries_loaded
+
+
+def test_a_dtype_that_is_refused(saved):
+    with pytest.raises(PlanError, match="dtype_policy='error'"):
+        dcp_rs.load({"model": zeros(dtype=torch.float64)}, saved, dtype_policy="error")
+
+
+def test_a_planner_and_options_beside_it(saved):
+    with pytest.raises(TypeError, match="RsLoadPlanner takes the same ones"):
+        dcp_rs.load({"model": zeros()}, saved, planner=RsLoadPlanner(), exclude="*.b")
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        ("strict", "allow_partial_load=True"),
+        ("map_location", "device="),
+        ("includ", "did you mean 'include'"),
+        ("storage_reader", "dcp_rs.load_state_dict() takes a reader"),
+    ],
+)
+def test_options_of_others_are_answered_with_the_one_that_is_meant(saved, option, meant):
+    with pytest.raises(TypeError) as raised:
+        dcp_rs.load({"model": zeros()}, saved, **{option: None})
+    assert f"has no option {option!r}" in str(raised.value)
+    assert meant in str(raised.value)
+
+
+def test_the_signature_names_every_option_of_the_reader_and_of_the_planner():
+    named = set(inspect.signature(dcp_rs.load).parameters)
+    for kind in (RsReader, RsLoadPlanner):
+        options = {name for name in inspect.signature(kind).parameters if not name.startswith("_")}
+        # Those of torch's own classes, and what a planner needs where there is no path.
+        assert options - named <= {
+            "thread_count",
+            "token",
+            "checkpoint",
+            "flatten_state_dict",
+            "flatten_sharded_tensors",
+        }
+
+
+def test_tensors_by_name_after_a_load(saved):
+    planner = RsLoadPlanner(rename={"model": ""})
+    dcp_rs.load(zeros(), saved, planner=planner)
+    assert torch.equal(planner.resolve_tensor("w"), W)
+
+
+def unknown_on_one(path):
+    """What one rank gives wrongly, all ranks hear of."""
+    options = {"strict": False} if dist.get_rank() == 1 else {}
+    with pytest.raises(TypeError, match="no option 'strict'"):
+        dcp_rs.load({"model": zeros()}, path, **options)
+    return True
+
+
+def test_an_option_that_one_rank_gets_wrong(saved):
+    assert run_ranks(2, unknown_on_one, saved) == [True, True]
