@@ -207,7 +207,8 @@ def plan_rank(
         index, is_of_all = _open(source, rank)
     clock.end("metadata")
     reads = plan_reads(values, index, options)
-    warn_of_left_out_state(index, *reads.stored_names(index))
+    if reads.blobs:
+        warn_of_left_out_state(index, *reads.stored_names(index))
     sample = sample_of(reads, index, source.read) if is_of_all else None
     return Plan(index, is_of_all, values, holders, reads, sample, clock)
 

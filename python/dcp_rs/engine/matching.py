@@ -109,12 +109,14 @@ class Matching:
                 self.flat = Flat(values, paths, [])
                 found = self._look_up(self._names.named(fqn for fqn in [*wanted, *extra] if fqn in values))
                 missing = self._lacking(found)
-        self._note_missing(missing, found)
+        if missing or self._partial:
+            self._note_missing(missing, found)
         values = self.flat.values
         fitting = {
             fqn: entry for fqn, entry in found.items() if entry is not None and self._fits(fqn, values[fqn], entry)
         }
-        self._refuse_misfits()
+        if self._misfits:
+            self._leave_or_refuse()
         return fitting
 
     def note_hole(self, fqn: str, offsets: Iterable[int], sizes: Iterable[int]) -> None:
@@ -148,7 +150,7 @@ class Matching:
 
     def _note_missing(self, missing: list[str], found: Collection[str]) -> None:
         report = self._report
-        report.tied = self._find_tied(missing)
+        report.tied = self._find_tied(missing) if missing else {}
         report.missing = missing = [fqn for fqn in missing if fqn not in report.tied]
         if self._partial:
             known = {self._names.stored_name(fqn) for fqn in self.flat.values}
@@ -160,8 +162,6 @@ class Matching:
 
     def _find_tied(self, missing: list[str]) -> dict[str, str]:
         """Return the names whose tensor is the memory of another one, which the checkpoint has."""
-        if not missing:
-            return {}
         values, lacking = self.flat.values, set(missing)
         others = [fqn for fqn in values if fqn not in lacking and self._names.wants(fqn)]
         tied = twins(missing, others, values)
@@ -193,15 +193,15 @@ class Matching:
         self._messages.append(message)
         return False
 
-    def _refuse_misfits(self) -> None:
-        """Name everything that does not fit at once."""
+    def _leave_or_refuse(self) -> None:
+        """Leave alone what does not fit, or name all of it at once."""
         misfits, messages = self._misfits, self._messages
         if self._partial:
             self._report.shape_mismatched += misfits
-        elif misfits:
-            more = len(messages) - _NAMED
-            said = messages[:_NAMED] + ([f"and {more:,} more"] if more > 0 else [])
-            raise PlanError("; ".join(said), tensor=misfits[0].name)
+            return
+        more = len(messages) - _NAMED
+        said = messages[:_NAMED] + ([f"and {more:,} more"] if more > 0 else [])
+        raise PlanError("; ".join(said), tensor=misfits[0].name)
 
 
 def why_nothing(

@@ -141,7 +141,8 @@ def plan_reads(state_dict: dict[str, Any], index: _core.Index, options: LoadOpti
     device = None if options.device is None else torch.device(options.device)
     new = NewTensors(options.dtype, device, options.keep_dtype)
     flat = flatten(state_dict if is_plain_state_dict(state_dict) else _torch.flatten_sharded_tensors(state_dict))
-    add_hollow(state_dict, flat, entries, names)
+    if flat.containers:
+        add_hollow(state_dict, flat, entries, names)
     wanted, report.excluded = names.choose(flat.values, entries)
     partial = options.allow_partial_load
     matching = Matching(state_dict, flat, entries, names, casts, report, new, partial=partial)
@@ -162,7 +163,8 @@ def plan_reads(state_dict: dict[str, Any], index: _core.Index, options: LoadOpti
     places = {fqns[place]: place for place in others}
     found = matching.match({fqn: wanted[fqn] for fqn in places}) if found is None else {f: found[f] for f in places}
     flat = matching.flat
-    casts.warn(report)
+    if report.dtype_mismatched:
+        casts.warn(report)
 
     reads = Reads(state_dict, flat.values, flat.paths, report, batch, fqns, stored, tensors, others, new)
     layouts: Layouts = {}
