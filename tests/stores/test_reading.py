@@ -203,13 +203,14 @@ def test_a_save_that_replaces_it_is_noticed(saved, server, url, options, tmp_pat
     state, _ = saved
     reader = RsReader(url, storage_options=options)
     metadata = reader.read_metadata()
+    index = metadata.state_dict_metadata.index
     for key in list(server.objects):
         del server.objects[key]
     other = tmp_path / "other"
     dcp_rs.save({**state, "step": 18}, other)
     server.put_folder(other, "runs/ckpt")
     with pytest.raises(CheckpointReplacedError):
-        reader._local.index.read_bytes([reader._local.index.first_chunk(reader._local.index.find("step"))])
+        index.read_bytes([index.first_chunk(index.find("step"))])
     assert metadata.storage_data is not None
     into = blank(state)
     dcp_rs.load_state_dict(into, RsReader(url, storage_options=options))
@@ -224,8 +225,7 @@ def converted(index, name, shape):
 def test_a_load_through_slabs_notices_it_too(saved, server, url, options, tmp_path):
     state, _ = saved
     reader = RsReader(url, storage_options=options)
-    reader.read_metadata()
-    index = reader._local.index
+    index = reader.read_metadata().state_dict_metadata.index
     for key in list(server.objects):
         del server.objects[key]
     dcp_rs.save(state, tmp_path / "other")
