@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 import warnings
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors  # 2.8, 2.11, 2.15
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.state_dict import _get_fqns  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.utils import find_tensor_shard  # 2.8, 2.11, 2.15
@@ -54,11 +56,14 @@ __all__ = [
     "host_copy_of_sharded",
     "inner_tensors",
     "is_gloo",
+    "is_remembered",
     "is_strided_shard",
     "is_wrapper_subclass",
     "local_of",
     "modules_that_name",
     "place_in_whole",
+    "put_back_remembered",
+    "remembered_plans",
     "require_cpu_backend",
     "spec_of",
     "storage_id",
@@ -143,6 +148,36 @@ def require_cpu_backend(group: dist.ProcessGroup | None) -> None:
         raise ValueError(
             "a save in the background needs a process group with a CPU backend, as in init_process_group('cpu:gloo,cuda:nccl')"
         )
+
+
+def remembered_plans() -> dict[str, SavePlan]:
+    """Return the final plans that torch's planners remember in this process (``enable_plan_caching``; 2.8, 2.11, 2.15)."""
+    return dict(SavePlanner._cached_final_save_plan)
+
+
+def put_back_remembered(plan: SavePlan, before: dict[str, SavePlan], *, storage_data: Any) -> SavePlan | None:
+    """Have a planner remember what it did before a save, in place of a plan without items.
+
+    Args:
+        plan: the plan without items, which the planner remembers now.
+        before: what :func:`remembered_plans` gave when the save began.
+        storage_data: of the plan that is put back.
+
+    Returns:
+        The plan with its items; None where nothing is known of it.
+    """
+    known = SavePlanner._cached_final_save_plan
+    for key, now in known.items():
+        old = before.get(key)
+        if now is plan and old is not None:
+            known[key] = dataclasses.replace(old, storage_data=storage_data)
+            return known[key]
+    return None
+
+
+def is_remembered(metadata: Metadata) -> bool:
+    """Return whether a planner of torch's remembers this metadata for its next save (2.8, 2.11, 2.15)."""
+    return any(metadata is known for known in SavePlanner._cached_metadata.values())
 
 
 def flatten_sharded_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:

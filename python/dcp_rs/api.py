@@ -6,31 +6,30 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Literal, Never, NoReturn, Unpack
+from pathlib import Path
+from typing import Any, Literal, Never, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_rs import _torch
 from dcp_rs._progress import Progress
 from dcp_rs._tracebacks import short_traceback, shorten
+from dcp_rs._url import location
+from dcp_rs.checkpoint.locate import warn_of_a_foreign_model
 from dcp_rs.checkpoint.renaming import Rename
-from dcp_rs.dcp import plan_cache, protocol
+from dcp_rs.dcp import protocol
 from dcp_rs.dcp.load_planner import RsLoadPlanner, is_plain
 from dcp_rs.dcp.reader import RsReader
-from dcp_rs.dcp.save_planner import RsSavePlanner
-from dcp_rs.dcp.stock_arguments import say_ignored
-from dcp_rs.dcp.writer import RsWriter
+from dcp_rs.dcp.save_planner import plan_options_of
 from dcp_rs.engine import background
 from dcp_rs.engine import load as engine
 from dcp_rs.engine.arguments import (
-    check_options,
     check_planner,
     check_reader,
     check_stager,
@@ -39,21 +38,20 @@ from dcp_rs.engine.arguments import (
 )
 from dcp_rs.engine.attempts import Attempts
 from dcp_rs.engine.background import SaveFuture
+from dcp_rs.engine.local_plan import PlanOptions
 from dcp_rs.engine.ranks import Ranks
 from dcp_rs.engine.reads import LoadOptions
 from dcp_rs.engine.reports import LoadReport, SavedMetadata
-from dcp_rs.engine.unclear import apart, unclear
-from dcp_rs.options import WriterArguments
+from dcp_rs.engine.reuse import Frozen
+from dcp_rs.engine.save import SaveOptions, SaveRequest
+from dcp_rs.engine.save import save as engine_save
 from dcp_rs.tensors.nesting import like
 from dcp_rs.tensors.trees import stateful_values
-from dcp_rs.transfer.stage import HostStager
+from dcp_rs.transfer.stage import HostStager, Staging
 
 __all__ = ["async_save", "load", "load_state_dict", "save"]
 
 _log = logging.getLogger("dcp_rs")
-
-#: What a save needs: made in a step, so that what fails there fails on all ranks.
-BeginSave = Callable[[], tuple[dict[str, Any], RsWriter, SavePlanner]]
 
 
 @short_traceback
@@ -229,70 +227,88 @@ def save(
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    **write_options: Unpack[WriterArguments],
+    overwrite: bool = True,
+    strict_values: bool = False,
+    parent: str | os.PathLike[str] | None = None,
+    reuse: str | Iterable[str] | torch.nn.Module | Frozen | None = None,
+    verify_reuse: bool = False,
+    storage_options: Mapping[str, Any] | Any | None = None,
+    progress: Progress = None,
+    io: Literal["auto", "direct", "buffered"] = "auto",
+    threads: int | None = None,
+    fsync: bool = True,
+    max_inflight_bytes: int | None = None,
+    save_id: str | None = None,
+    guard: Callable[[], AbstractContextManager[object]] | None = None,
+    **unknown: Never,
 ) -> SavedMetadata:
-    """Saves ``state_dict`` to the folder ``path``: ``dcp.save`` with an :class:`RsWriter`.
+    """Save ``state_dict`` to the folder ``path``, from all ranks.
+
+    The old checkpoint at ``path``, if there is one, stays whole until the new one is complete; then one rename replaces it. No file that
+    dcp-rs did not write is touched. On a store, of two saves at a time one wins, and the other raises.
 
     Args:
         state_dict: as for ``dcp.save``.
-        path: the folder, or its URL on a store.
-        planner: default: :class:`RsSavePlanner`.
+        path: the folder; it is created where it does not exist. Or the URL of one on a store: ``s3://``, ``gs://``, ``az://``.
+        planner: options of an :class:`RsSavePlanner`; or a planner of your own, which is called as ``dcp.save`` calls it.
         process_group, no_dist: as in ``dcp.save``.
-        write_options: arguments of :class:`RsWriter`.
+        overwrite: ``False`` refuses to replace a checkpoint.
+        strict_values: refuse values that would not load back under ``weights_only=True``, and keys that come back as text. Without it they
+            are saved, with a warning.
+        parent, reuse, verify_reuse: what is taken over from another checkpoint; see :class:`RsWriter`.
+        storage_options: for a URL, as for :class:`RsReader`.
+        progress: ``True`` draws a bar on the first rank; a callable hears, on its rank, of the bytes that it has written and of all that it is to write.
+        io, threads, fsync, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
+        save_id: what is to identify the save, as a UUID; the coordinator's counts. Default: a random one.
+        guard: called once on the coordinator. The commit happens within what it returns, and what that raises when it is entered stops the commit.
 
     Returns:
-        What ``dcp.save`` does, with a ``report`` of what the save took on this rank (:class:`SaveReport`). The log ``dcp_rs`` has it as a line; after ``dcp.save`` it
-        is :attr:`RsWriter.report`.
+        What ``dcp.save`` does, with a ``report`` of what the save took on this rank (:class:`SaveReport`). The log ``dcp_rs`` has it as a line.
 
     Raises:
         Exception: as :func:`load_state_dict`. Then no rank has left data files behind, and the checkpoint that was there is whole. Only after a
             ``RankLostError``, or a ``StorageUnclearError``, files may be left, for :func:`dcp_rs.clean`, and the new checkpoint may be there.
     """
-    writer: RsWriter | None = None
+    ranks = Ranks(process_group, no_dist=no_dist)
 
-    def begin() -> tuple[dict[str, Any], RsWriter, SavePlanner]:
-        nonlocal writer
+    def ask() -> SaveRequest:
         check_state_dict(state_dict, path)
         background.check_free(path)
-        check_options("save", write_options, RsWriter)
+        check_unknown("save", unknown, save)
         check_planner("save", planner)
-        _say_what_is_ignored("save", write_options)
-        writer = RsWriter(path, **write_options)
-        return _without_stateful(state_dict), writer, RsSavePlanner() if planner is None else planner
+        options = SaveOptions(
+            overwrite=overwrite,
+            strict_values=strict_values,
+            parent=parent,
+            reuse=reuse,
+            verify_reuse=verify_reuse,
+            storage_options=storage_options,
+            progress=progress,
+            io=io,
+            threads=threads,
+            fsync=fsync,
+            max_inflight_bytes=max_inflight_bytes,
+            save_id=save_id,
+            guard=guard,
+        )
+        where = location(path)
+        if ranks.is_coordinator:
+            warn_of_a_foreign_model(where)
+        return SaveRequest(state_dict=_without_stateful(state_dict), path=where, options=options)
 
-    metadata = _save(Ranks(process_group, no_dist=no_dist), begin)
-    return SavedMetadata.of(metadata, None if writer is None else writer.report)
+    return _save(ranks, planner, ask)
 
 
-def _say_what_is_ignored(called: str, options: WriterArguments) -> None:
-    """Warns, once, of what is for a writer that is used again: here each save has one of its own."""
-    if options.get("cache_staged_state_dict"):
-        why = "each save has a writer of its own, which is where that memory would stay; async_save(stager=HostStager(cache=True)) keeps it"
-        say_ignored(f"dcp_rs.{called}", "cache_staged_state_dict=True", why)
-
-
-@apart()
-def _save(ranks: Ranks, begin: BeginSave) -> Metadata:
-    writer: RsWriter | None = None
-
-    def begin_here() -> tuple[dict[str, Any], RsWriter, SavePlanner]:
-        nonlocal writer
-        state_dict, writer, planner = begin()
-        return state_dict, writer, planner
-
-    try:
-        with plan_cache.saving_in(ranks.group):
-            return protocol.save(ranks, begin_here)
-    except BaseException:
-        if writer is not None and ranks.failures and not any(map(unclear, ranks.failures.values())):
-            writer.discard()  # all ranks know that it failed, so nobody commits
-        raise
-    finally:
-        if writer is not None:
-            writer.close()
+def _save(ranks: Ranks, planner: SavePlanner | None, ask: Callable[[], SaveRequest]) -> SavedMetadata:
+    """Save as the options of the planner say; or by torch's protocol, where the planner is the caller's own and has to be called."""
+    plan = plan_options_of(planner)
+    if planner is None or plan is not None:
+        return engine_save(ranks, plan or PlanOptions(), ask)
+    return protocol.save(ranks, planner, ask)
 
 
 def _without_stateful(state_dict: dict[str, Any], *, copy_buffers: bool = False) -> dict[str, Any]:
+    """Return the state dict with their states in place of ``Stateful`` objects."""
     stateful = stateful_values(state_dict)
     if not stateful:
         return like(state_dict, state_dict.items())
@@ -321,9 +337,22 @@ def async_save(
     no_dist: bool = False,
     stager: HostStager | None = None,
     async_staging: bool = False,
-    **write_options: Unpack[WriterArguments],
+    overwrite: bool = True,
+    strict_values: bool = False,
+    parent: str | os.PathLike[str] | None = None,
+    reuse: str | Iterable[str] | torch.nn.Module | Frozen | None = None,
+    verify_reuse: bool = False,
+    storage_options: Mapping[str, Any] | Any | None = None,
+    progress: Progress = None,
+    io: Literal["auto", "direct", "buffered"] = "auto",
+    threads: int | None = None,
+    fsync: bool = True,
+    max_inflight_bytes: int | None = None,
+    save_id: str | None = None,
+    guard: Callable[[], AbstractContextManager[object]] | None = None,
+    **unknown: Never,
 ) -> SaveFuture:
-    """Saves in the background. Returns once ``state_dict`` has been copied to host memory: training may go on and change it.
+    """Save in the background. Return once ``state_dict`` has been copied to host memory: training may go on and change it.
 
     With ``async_staging=True`` it returns when the copy has begun, and the copy goes on beside the next forward and backward pass. Then nothing may
     change the tensors before ``future.staged`` is done::
@@ -335,17 +364,18 @@ def async_save(
         optimizer.step()
 
     Saves of one process follow each other, in the order of the calls, so that their collectives do not mix. At most two copies are there at a time, one that is being written
-    and one more: a third call waits until the first save is over. A save to a path that
-    another one has not finished with is refused. What fails on one rank before this returns
+    and one more: a third call waits until the first save is over. The memory of copies is kept for the next (:func:`dcp_rs.release_pinned_memory` lets go of it).
+    A save to a path that another one has not finished with is refused. What fails on one rank before this returns
     is raised there, as soon as the others know; on those the future raises it.
 
     Args:
-        state_dict, path, planner, process_group, no_dist, write_options: as for :func:`save`. A process group needs a CPU backend, and
+        state_dict, path, planner, process_group, no_dist: as for :func:`save`. A process group needs a CPU backend, and
             nothing else may use it meanwhile. Default: a gloo group of all ranks, made at the first such call and kept for the next.
-        stager: keep one, made with ``cache=True``, to stage the next save to the same memory. The next call with it waits until the save of this one is over.
+        stager: one made with ``cache=True`` keeps memory of its own. The next call with it waits until the save of this one is over.
         async_staging: do not wait for the copy. Of accelerators it is made on streams of its own, of host memory by a thread. What is no tensor, and what raw bytes cannot
             hold (sparse or quantized tensors), is copied before this returns in any case. Where torch counts changes of a tensor, one that came too early is a
             ``StateChangedError`` in place of a checkpoint; it does not count those of its fused and ``foreach`` optimizers.
+        overwrite, strict_values, parent, reuse, verify_reuse, storage_options, progress, io, threads, fsync, max_inflight_bytes, save_id, guard: as for :func:`save`.
 
     Returns:
         A future: of the metadata, once the checkpoint is committed, or what :func:`save` would have raised. Its ``report`` says what the save took, its
@@ -366,42 +396,57 @@ def async_save(
             process_group = _torch.background_group()
         _torch.require_cpu_backend(process_group)
     ranks = Ranks(process_group, no_dist=no_dist)
-    writer: RsWriter | None = None
     future = SaveFuture()
     give_room = background.no_room
+    staging: Staging | None = None
+    copied: Future[None]
     try:
         check_state_dict(state_dict, path)
         background.enter(path, future)
         give_room = background.take_room()
-        check_options("async_save", write_options, RsWriter)
+        check_unknown("async_save", unknown, async_save)
         check_planner("save", planner)
         check_stager(stager)
-        _say_what_is_ignored("async_save", write_options)
-        writer = RsWriter(path, **write_options)
-        writer.stage_with(stager or HostStager())
-        planner = RsSavePlanner() if planner is None else planner
-        staging = writer.begin_staging(
-            _without_stateful(state_dict, copy_buffers=async_staging),
-            under_way=background.may_wait(lambda: not future.done()),
-            watched=async_staging,
+        options = SaveOptions(
+            overwrite=overwrite,
+            strict_values=strict_values,
+            parent=parent,
+            reuse=reuse,
+            verify_reuse=verify_reuse,
+            storage_options=storage_options,
+            progress=progress,
+            io=io,
+            threads=threads,
+            fsync=fsync,
+            max_inflight_bytes=max_inflight_bytes,
+            save_id=save_id,
+            guard=guard,
         )
-        copied: Future[None] | None = None
+        where = location(path)
+        if ranks.is_coordinator:
+            warn_of_a_foreign_model(where)
+        state = _without_stateful(state_dict, copy_buffers=async_staging)
+        options.parent = options.parent.looked_up(state)
+        # In a callback of a save, what it would wait for may come after it.
+        may_wait = not background.saving.is_current
+        staging = (stager or HostStager()).begin(state, watched=async_staging, wait=may_wait)
         if async_staging:
             copied = background.copying.submit(staging.finish)
             copied.add_done_callback(lambda _: future.staged.set_result(None))
         else:
             staging.finish()
+            copied = Future()
+            copied.set_result(None)
             future.staged.set_result(None)
-        begin = _giving((staging.state_dict, writer, planner), copied)
-        background.saving.submit(_fulfil, future, ranks, begin, writer)
+        background.saving.submit(_save_copy, future, ranks, planner, staging, copied, where, options)
     except BaseException as error:
         give_room()
         background.leave(future)
-        if writer is not None:
-            writer.close()
+        if staging is not None:
+            staging.release()
         if not ranks.is_alone:
             # The others save: there they are told. Meanwhile nothing else of this rank may use the group.
-            told = background.saving.submit(_save, ranks, _raising(error))
+            told = background.saving.submit(_save, ranks, planner, _raising(error))
             if not background.saving.is_current:  # in a callback of a save: what it would wait for comes after it
                 told.exception()
         raise
@@ -411,45 +456,39 @@ def async_save(
         return future
 
 
-def _fulfil(
+def _save_copy(
     future: SaveFuture,
     ranks: Ranks,
-    begin: BeginSave,
-    writer: RsWriter,
+    planner: SavePlanner | None,
+    staging: Staging,
+    copied: Future[None],
+    where: Path,
+    options: SaveOptions,
 ) -> None:
-    """Saves, and gives the future what comes of it."""
+    """Save a copy once it is made, in the thread that saves. Give its memory back, and the future what comes of it."""
+
+    def ask() -> SaveRequest:
+        copied.result()
+        return SaveRequest(state_dict=staging.state_dict, path=where, options=options)
+
     try:
-        metadata = _save(ranks, begin)
+        try:
+            saved = _save(ranks, planner, ask)
+        finally:
+            copied.exception()  # nothing writes to the memory any more
+            staging.release()
     except BaseException as error:  # noqa: BLE001  # it is the future's
-        try:
-            writer.close()  # where the copy failed, nobody did
-        finally:
-            shorten(error)
-            future.set_exception(error)
-            # Its words alone: who keeps records of the log would keep what was staged, by the frames of the error.
-            _log.error("the save in the background to %s failed: %s", os.fspath(writer.path), str(error))
+        shorten(error)
+        future.set_exception(error)
+        # Its words alone: who keeps records of the log would keep what was staged, by the frames of the error.
+        _log.error("the save in the background to %s failed: %s", os.fspath(where), str(error))
     else:
-        future.report = writer.report
-        future.set_result(metadata)
+        future.report = saved.report
+        future.set_result(saved)
 
 
-def _giving(values: tuple[dict[str, Any], RsWriter, SavePlanner], copied: Future[None] | None) -> BeginSave:
-    """Gives them once they are copied, and once: what was staged is not kept any longer than the save takes."""
-    held = [values]
-
-    def begin() -> tuple[dict[str, Any], RsWriter, SavePlanner]:
-        try:
-            if copied is not None:
-                copied.result()
-            return held.pop()
-        finally:
-            held.clear()
-
-    return begin
-
-
-def _raising(error: BaseException) -> BeginSave:
-    def begin() -> tuple[dict[str, Any], RsWriter, SavePlanner]:
+def _raising(error: BaseException) -> Callable[[], SaveRequest]:
+    def ask() -> SaveRequest:
         raise error
 
-    return begin
+    return ask

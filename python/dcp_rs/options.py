@@ -115,21 +115,16 @@ class WriteArguments(TypedDict, total=False):
 
     io: Literal["auto", "direct", "buffered"]
     threads: int | None
-    fsync: bool | None
+    fsync: bool
     max_inflight_bytes: int | None
 
 
 class WriterArguments(WriteArguments, total=False):
-    """The keyword arguments of ``RsWriter`` that have a meaning here."""
+    """The keyword arguments of ``dcp_rs.save`` that say how."""
 
     overwrite: bool
-    cache_staged_state_dict: bool
     strict_values: bool
     progress: Progress
-    thread_count: int | None
-    sync_files: bool | None
-    single_file_per_rank: bool
-    per_thread_copy_ahead: int
     save_id: str | None
     parent: str | os.PathLike[str] | None
     reuse: str | Iterable[str] | torch.nn.Module | Any | None

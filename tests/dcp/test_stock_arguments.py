@@ -10,7 +10,6 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Hug
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
-import dcp_rs
 from dcp_rs import RsReader, RsWriter
 from dcp_rs.dcp import stock_arguments
 from dcp_rs.errors import UnsupportedError
@@ -94,23 +93,6 @@ def test_what_has_no_meaning_is_said_once(ckpt, argument):
         warnings.simplefilter("error")
         RsWriter(ckpt, **argument)
     round_trip(writer)
-
-
-@pytest.mark.filterwarnings("default")
-def test_what_is_for_a_writer_that_is_kept_has_no_meaning_for_one_save(ckpt):
-    """It was passed over."""
-    messages = []
-    for _ in range(2):
-        with warnings.catch_warnings(record=True) as said:
-            dcp_rs.async_save(STATE, ckpt, no_dist=True, cache_staged_state_dict=True).result()
-            dcp_rs.save(STATE, ckpt, no_dist=True, cache_staged_state_dict=True)
-            dcp_rs.save(STATE, ckpt, no_dist=True, cache_staged_state_dict=False)
-        messages.append([str(warning.message) for warning in said])
-    first, second = messages
-    assert len(first) == 2
-    assert "dcp_rs.async_save has no use for cache_staged_state_dict=True" in first[0]
-    assert all("HostStager(cache=True)" in message for message in first)
-    assert second == []
 
 
 def test_what_changes_the_bytes_is_refused(ckpt):

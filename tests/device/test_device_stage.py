@@ -101,26 +101,37 @@ def test_several_devices(sim, device, other_device):
 def test_not_a_byte_more_is_pinned(sim, device):
     """G3: one block for all, which torch rounds up to a power of two, and which was never given back."""
     source = {f"w{i}": torch.zeros(100, 1000, device=device) for i in range(50)}  # 20 MB: 32 MiB as a power of two
-    staged = HostStager().stage(source)
+    staging = HostStager().begin(source)
+    staging.finish()
     assert 20_000_000 <= sim.pinned_bytes <= 20_010_000
     assert dcp_rs.release_pinned_memory() == 0  # in use
-    del staged
+    staging.release()
     assert 20_000_000 <= dcp_rs.release_pinned_memory() <= 20_010_000
     assert sim.pinned_bytes == 0
 
 
+def staged_and_released(source):
+    """Copy it as a save does. Return where the copy lay."""
+    staging = HostStager().begin(source)
+    staging.finish()
+    place = staging.state_dict["w"].data_ptr()
+    staging.release()
+    return place
+
+
 def test_pinned_memory_is_kept_for_the_next_staging(sim, device):
     source = {"w": torch.zeros(1000, 1000, device=device)}
-    place = HostStager().stage(source)["w"].data_ptr()
-    for _ in range(3):
-        assert HostStager().stage(source)["w"].data_ptr() == place
+    places = {staged_and_released(source) for _ in range(4)}
+    assert len(places) == 1
     assert sim.pinned_bytes <= 4_001_000
-    first, second = HostStager().stage(source), HostStager().stage(source)
-    assert first["w"].data_ptr() != second["w"].data_ptr()
-    del first, second
+    both = [HostStager().begin(source) for _ in range(2)]
+    assert both[0].state_dict["w"].data_ptr() != both[1].state_dict["w"].data_ptr()
+    for staging in both:
+        staging.finish()
+        staging.release()
     smaller = {"w": torch.zeros(10, 1000, device=device)}
-    HostStager().stage(smaller)
-    HostStager().stage(smaller)
+    staged_and_released(smaller)
+    staged_and_released(smaller)
     assert sim.pinned_bytes < 100_000  # what two stagings did not need is let go
 
 
@@ -142,9 +153,10 @@ def test_where_torch_alone_can_pin_blocks_are_not_rounded_up_together(sim, devic
 def test_one_staged_state_dict_at_a_time(sim, device):
     stager = HostStager(cache=True)
     for seed in range(4):
-        staged = stager.stage(to(device, state(seed)))
-        assert_state_equal(contiguous(staged), contiguous(state(seed)))
-        del staged
+        staging = stager.begin(to(device, state(seed)))
+        staging.finish()
+        assert_state_equal(contiguous(staging.state_dict), contiguous(state(seed)))
+        staging.release()
     assert sim.pinned_bytes <= 6 * MIB
     stager.release()
     assert sim.pinned_bytes == 0
@@ -152,23 +164,27 @@ def test_one_staged_state_dict_at_a_time(sim, device):
 
 def test_a_fork_leaves_blocks_alone(sim, device):
     stager = HostStager(cache=True)
-    stager.stage(to(device, state()))
+    first = stager.begin(to(device, state()))
+    first.finish()
     staged = HostStager().stage(to(device, state(1)))
     held = sim.pinned_bytes
     child = os.fork()
     if child == 0:
         status = 1
         try:
+            first.release()
             stager.release()
             dcp_rs.release_pinned_memory()
-            del staged, stager
+            del staged, stager, first
             status = 0 if sim.pinned_bytes == held else 2
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
     assert_state_equal(contiguous(staged), contiguous(state(1)))
-    again = stager.stage(to(device, state(2)))
-    assert_state_equal(contiguous(again), contiguous(state(2)))
+    first.release()
+    again = stager.begin(to(device, state(2)))
+    again.finish()
+    assert_state_equal(contiguous(again.state_dict), contiguous(state(2)))
     assert sim.pinned_bytes == held
 
 

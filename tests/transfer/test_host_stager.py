@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
+from dcp_rs import release_pinned_memory
 from dcp_rs.transfer.stage import HostStager
 from support import assert_state_equal, dtypes_state, nested_state, shapes_state
 
@@ -32,19 +33,39 @@ def contiguous(value):
     return value
 
 
-def test_a_stager_keeps_its_memory_and_tied_weights_share_theirs():
-    stager = HostStager(cache=True)
+@pytest.mark.parametrize("cache", [False, True])
+def test_the_memory_of_a_copy_serves_the_next_once_it_is_released(cache):
+    release_pinned_memory()
+    stager = HostStager(cache=cache)
     weight = torch.nn.Parameter(torch.randn(10, 10))
-    first = stager.stage({"a": weight, "b": weight})
-    assert first["a"].data_ptr() == first["b"].data_ptr()
-    assert first["a"].requires_grad
-    place = first["a"].data_ptr()
-    second = stager.stage({"a": torch.ones(5, 10), "b": torch.ones(3)})
-    assert second["a"].data_ptr() != place  # the first copy is still somebody's
-    del first
-    third = stager.stage({"a": torch.ones(9, 10), "b": torch.ones(3)})
-    assert third["a"].data_ptr() == place
-    assert second["a"].all()
+    first = stager.begin({"a": weight, "b": weight}, wait=False)
+    place = first.state_dict["a"].data_ptr()
+    assert first.state_dict["b"].data_ptr() == place
+    assert first.state_dict["a"].requires_grad
+    second = stager.begin({"a": torch.ones(5, 10), "b": torch.ones(3)}, wait=False)
+    second.finish()
+    assert second.state_dict["a"].data_ptr() != place  # the first copy may still be read
+    first.release()
+    first.release()  # a second time it does nothing
+    third, fourth = (stager.begin({"a": torch.zeros(9, 10), "b": torch.ones(3)}, wait=False) for _ in range(2))
+    assert third.state_dict["a"].data_ptr() == place
+    assert fourth.state_dict["a"].data_ptr() != place
+    assert second.state_dict["a"].all()
+
+
+def test_a_stager_with_a_cache_waits_for_the_copy_before():
+    stager = HostStager(cache=True)
+    first = stager.begin({"w": torch.ones(100)})
+    first.finish()
+    threading.Timer(0.1, first.release).start()
+    assert not stager.begin({"w": torch.zeros(100)}).holds([first.state_dict.get("w")])
+    assert first.state_dict == {}  # it was released before
+
+
+def test_a_copy_that_is_the_callers_is_nobody_elses():
+    stager = HostStager(cache=True)
+    kept = [stager.stage({"w": torch.full((100,), float(i))})["w"] for i in range(3)]
+    assert [copy[0].item() for copy in kept] == [0, 1, 2]
 
 
 def test_tied_weights_are_staged_once_and_stay_tied():
@@ -68,16 +89,6 @@ def test_tied_weights_are_staged_once_and_stay_tied():
         assert len(set(places.values())) == len(places) - 2
         assert staged["parameter"].requires_grad
         assert not staged["embed.weight"].requires_grad
-
-
-def test_a_stager_waits_for_nobody_who_keeps_a_staged_tensor():
-    stager = HostStager(cache=True)
-    over = threading.Event()
-    kept = stager.stage({"w": torch.ones(100)}, under_way=lambda: not over.is_set())
-    over.set()  # the save is over, and somebody has the tensors
-    again = stager.stage({"w": torch.zeros(100)})
-    assert kept["w"].all()
-    assert not again["w"].any()
 
 
 @pytest.mark.parametrize("inference", [False, True])

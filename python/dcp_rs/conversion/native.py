@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from dcp_rs import _core
-from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.blocks import Region
 from dcp_rs.conversion.job import Job, Task, split
 from dcp_rs.conversion.place import Place
@@ -32,7 +31,7 @@ def write(job: Job, place: Place) -> None:
             indexes.append(_write_rank(job, run, save_id, nesting, rank, len(runs), place))
         if place.to.store is not None:
             job.source.check_again()  # on a store nothing can be taken back after the commit
-        index, left = place.to.commit(
+        index = place.to.commit(
             None,
             indexes,
             save_id=save_id,
@@ -46,8 +45,6 @@ def write(job: Job, place: Place) -> None:
         if place.to.store is not None:
             place.to.give_up(None, indexes, error)
         raise
-    for reason in left:
-        warn_caller(f"of the checkpoint that was replaced there is still: {reason}")
     job.report.files = len(index.files())
 
 

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 
 from dcp_rs.checkpoint.locate import is_rank_local
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.reader import RsReader
+from dcp_rs.dcp.writer import RsWriter
 from dcp_rs.engine.attempts import Attempts
 from dcp_rs.engine.load import MIXED, again_where_replaced
 from dcp_rs.engine.ranks import Ranks
+from dcp_rs.engine.reports import SavedMetadata
+from dcp_rs.engine.save import MIXED as MIXED_SAVE
+from dcp_rs.engine.save import SaveRequest
 from dcp_rs.engine.stateful import hand_back, take_states
+from dcp_rs.engine.unclear import unclear
 from dcp_rs.errors import CheckpointNotFoundError, PlanError
 
 __all__ = ["load", "save"]
@@ -121,40 +127,53 @@ def _filled_by(plan: LoadPlan, planner: LoadPlanner) -> set[str]:
     return names
 
 
-def save(ranks: Ranks, begin: Callable[[], tuple[StateDict, StorageWriter, SavePlanner]]) -> Metadata:
-    """Saves from all ranks. Returns the metadata of the checkpoint, once it is committed.
+def save(ranks: Ranks, planner: SavePlanner, ask: Callable[[], SaveRequest]) -> SavedMetadata:
+    """Save from all ranks with a planner of the user's, called as torch's own ``dcp.save`` calls it.
 
     Args:
         ranks: who saves.
-        begin: gives the state dict, the writer and the planner. What it raises on one rank, all raise.
+        planner: plans, and resolves what is written.
+        ask: as for :func:`dcp_rs.engine.save.save`.
     """
-    writer: StorageWriter
-    planner: SavePlanner
+    handled = sys.exception()
+    made: list[RsWriter] = []
     metadata: Metadata
 
     def plan_own() -> SavePlan:
-        nonlocal writer, planner
-        state_dict, writer, planner = begin()
-        planner.set_up_planner(state_dict, writer.storage_meta(), ranks.is_coordinator)
-        _set_up(writer.set_up_storage_writer, ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
+        request = ask()
+        made.append(writer := RsWriter.of(request.path, request.options))
+        planner.set_up_planner(request.state_dict, writer.storage_meta(), ranks.is_coordinator)
+        writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
         return writer.prepare_local_plan(planner.create_local_plan())
 
     def plan_all(plans: list[SavePlan]) -> list[SavePlan]:
         nonlocal metadata
+        if not all(isinstance(plan, SavePlan) for plan in plans):
+            raise PlanError(MIXED_SAVE, path=made[0].path)
         plans, metadata = planner.create_global_plan(plans)
-        return writer.prepare_global_plan(plans)
+        return made[0].prepare_global_plan(plans)
 
     def write() -> list[WriteResult]:
-        written = writer.write_data(planner.finish_plan(plan), planner)
+        written = made[0].write_data(planner.finish_plan(plan), planner)
         written.wait()
         return written.value()
 
     def commit(results: list[list[WriteResult]]) -> Metadata:
-        writer.finish(metadata, results)
+        made[0].finish(metadata, results)
         return metadata
 
-    plan = ranks.divided(plan_own, plan_all)
-    return ranks.joined(write, commit)
+    try:
+        plan = ranks.divided(plan_own, plan_all)
+        saved = ranks.joined(write, commit)
+    except BaseException:
+        if ranks.failures and not any(unclear(error, handled) for error in ranks.failures.values()):
+            for writer in made:
+                writer.discard()  # all ranks know that it failed, so nobody commits
+        raise
+    finally:
+        for writer in made:
+            writer.close()
+    return SavedMetadata.of(saved, made[0].report)
 
 
 def _path(reader: StorageReader) -> Any:

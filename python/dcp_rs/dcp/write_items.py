@@ -14,6 +14,7 @@ from dcp_rs import _core, _torch
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs.dcp.hooks import Methods
 from dcp_rs.dcp.resolved import Resolved
+from dcp_rs.dcp.save_planner import RsSavePlanner
 from dcp_rs.engine.metadata import tensor_flags
 from dcp_rs.engine.writes import Nesting, Writes
 from dcp_rs.errors import PlanError
@@ -22,10 +23,32 @@ from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.transfer.entry import Entry
 from dcp_rs.transfer.save import as_object, refuse_meta, why_not_raw
 
-__all__ = ["collect"]
+__all__ = ["writes_of"]
 
 
-def collect(
+def writes_of(plan: SavePlan, planner: SavePlanner, *, strict: bool) -> Writes:
+    """Resolve the items of this rank's plan. Warn of keys that come back as text.
+
+    Raises:
+        UnsupportedError, UnsafePickleError: what cannot be stored; with ``strict`` also what would not load back as it is.
+        PlanError: the planner resolved something else than it planned.
+    """
+    # Else somebody changed the plan's paths, or the planner does not know them.
+    nesting = planner.nesting(plan.planner_data) if isinstance(planner, RsSavePlanner) else None
+    resolved = None if _resolves_for_good(planner) else Resolved(planner)
+    writes = _collect(plan, planner, nesting, resolved, strict=strict)
+    if nesting is not None:
+        nesting.judge(strict=strict)
+    return writes
+
+
+def _resolves_for_good(planner: SavePlanner) -> bool:
+    """Return whether what it resolves is the state dict's, or a copy that nobody else has, as with torch's planner and ours."""
+    methods = _OURS if isinstance(planner, RsSavePlanner) else _METHODS
+    return isinstance(planner, DefaultSavePlanner) and not methods.replaced(planner, _PER_ITEM)
+
+
+def _collect(
     plan: SavePlan, planner: SavePlanner, nesting: Nesting | None, resolved: Resolved | None, *, strict: bool
 ) -> Writes:
     """Resolves every item of the plan.
@@ -77,6 +100,9 @@ def _is_whole(data: TensorWriteData) -> bool:
 
 
 _METHODS = Methods(DefaultSavePlanner, DefaultSavePlanner)
+_OURS = Methods(RsSavePlanner, DefaultSavePlanner)
+#: What writers call for each item, and what that calls.
+_PER_ITEM = frozenset({"resolve_data", "lookup_object", "transform_object"})
 
 
 def _judge(item: WriteItem, data: Any, planner: SavePlanner, *, strict: bool) -> None:

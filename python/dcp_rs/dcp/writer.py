@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import secrets
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,24 +21,20 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_rs import _torch
-from dcp_rs._progress import Progress, watching
+from dcp_rs._progress import Progress
 from dcp_rs._shown import call
-from dcp_rs._url import StorageOptions, location
-from dcp_rs._warnings import warn_caller
+from dcp_rs._url import location
 from dcp_rs.checkpoint.locate import rank_index_name, warn_of_a_foreign_model
-from dcp_rs.dcp.local_paths import stay_here
-from dcp_rs.dcp.place import Place, arrived, await_place
-from dcp_rs.dcp.save_planner import SavedMeta, writes_of
 from dcp_rs.dcp.stock_arguments import STOCK_COPY_AHEAD, judge_writer, one_of
-from dcp_rs.dcp.written import Written, packed, unpacked
+from dcp_rs.dcp.write_items import writes_of
 from dcp_rs.engine.destination import Destination
 from dcp_rs.engine.metadata import describe_saved, plain_data
 from dcp_rs.engine.reports import Phases, SaveReport
 from dcp_rs.engine.reuse import Frozen, Parent
+from dcp_rs.engine.save import SaveOptions
+from dcp_rs.engine.writes import Writes
+from dcp_rs.engine.written import Place, Written, packed, unpacked, write_files
 from dcp_rs.errors import PlanError, SaveInProgressError
-from dcp_rs.options import WriteOptions, uuid_of
-from dcp_rs.tensors.dtypes import NAMES
-from dcp_rs.transfer.save import turns, write_entries
 from dcp_rs.transfer.stage import HostStager, Staging
 
 __all__ = ["RsWriter"]
@@ -67,10 +63,9 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         storage_options: for a URL, as for :class:`RsReader`. Secrets are not pickled: a save in another process takes them from its environment.
         save_id: what is to identify the first save with this writer, as a UUID; the coordinator's counts. Default: a random one.
         guard: called once on the coordinator. The commit happens within what it returns, and what that raises when it is entered stops the commit.
-        cache_staged_state_dict: keep the host memory that ``dcp.async_save`` stages to for the next save with this writer.
         thread_count, sync_files: ``threads`` and ``fsync``, as torch's ``FileSystemWriter`` calls them. Its other arguments are taken, in its
-            order: ``single_file_per_rank`` and ``per_thread_copy_ahead`` change nothing here, which is warned of once, nor does
-            ``serialization_format``; ``_extensions`` are refused.
+            order: ``single_file_per_rank`` and ``per_thread_copy_ahead`` change nothing here, which is warned of once, nor do
+            ``serialization_format`` and ``cache_staged_state_dict``: the memory of copies is kept for the next. ``_extensions`` are refused.
 
     Attributes:
         report: what the last save through this writer took on this rank (:class:`dcp_rs.SaveReport`); None before it. The log ``dcp_rs`` has it as a line.
@@ -116,34 +111,58 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     ) -> None:
         super().__init__()
         judge_writer(path, _extensions, single_file_per_rank, per_thread_copy_ahead)
-        threads = one_of("threads", threads, "thread_count", thread_count)
         fsync = one_of("fsync", fsync, "sync_files", sync_files)
-        self._stager = HostStager(cache=cache_staged_state_dict)
-        self.storage_options = StorageOptions.of(storage_options)
-        self._parent = Parent(parent, reuse, verify=verify_reuse)
-        self.path = location(path)
-        self.options = WriteOptions(
-            threads=threads, fsync=True if fsync is None else fsync, io=io, max_inflight_bytes=max_inflight_bytes
+        self._use(
+            SaveOptions(
+                io=io,
+                threads=one_of("threads", threads, "thread_count", thread_count),
+                fsync=True if fsync is None else fsync,
+                max_inflight_bytes=max_inflight_bytes,
+                overwrite=overwrite,
+                strict_values=strict_values,
+                progress=progress,
+                parent=parent,
+                reuse=reuse,
+                verify_reuse=verify_reuse,
+                storage_options=storage_options,
+                save_id=save_id,
+                guard=guard,
+            )
         )
-        self.overwrite = overwrite
-        self.strict_values = strict_values
-        self.progress = progress
-        self._guard = guard or nullcontext
-        self.save_id = str(uuid.uuid4() if save_id is None else uuid_of(save_id))
-        self._rank: int | None = None
+        self.path = location(path)
+        self._stager = HostStager()
+        self._staging: Staging | None = None  # the last copy, until it is written
+        self._staged_parent: Parent | None = None  # the parent, as it is for the next save: that of the copy
+        self._parent_of_save = self._parent
+        self._staged_ranks = 0  # when it was made; 0: no process group
+        self._rank = 0
         self._use_collectives = True
-        self._chosen: Place | None = None
         self._is_used = False  # whether something was written under this save id
         self._commits = True
         self._clock = Phases()
         self.report: SaveReport | None = None
         self._thread: int | None = None  # that began the save under way
-        self._staged_ranks = 0  # when a state dict was staged; 0: no process group
-        self._staged_frozen: frozenset[str] | None = None  # names that were frozen then
-        self._frozen: frozenset[str] | None = None  # those of the save under way
         self._looked_at: Path | None = None
         self._to: Destination | None = None  # of the save under way
+        self._plans_before: dict[str, SavePlan] = {}  # what torch's planner remembered when it began
         self._written: Written | None = None  # until it is known to be committed
+
+    def _use(self, how: SaveOptions) -> None:
+        self.options = how.write
+        self.overwrite = how.overwrite
+        self.strict_values = how.strict_values
+        self.progress = how.progress
+        self.storage_options = how.storage_options
+        self.save_id = str(how.save_id)
+        self._parent = how.parent
+        self._guard = how.guard
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str], how: SaveOptions) -> RsWriter:
+        """Return a writer with options that were checked before."""
+        writer = cls(path)
+        writer._use(how)
+        return writer
 
     def __repr__(self) -> str:
         given = {"path": os.fspath(self.path), **self.options.given(), "storage_options": self.storage_options}
@@ -155,9 +174,10 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         A save that another thread has under way through this writer fails with a ``SaveInProgressError``.
         """
         to = location(checkpoint_id) if checkpoint_id else self.path
+        mine = self._thread == threading.get_ident()
         # First, so that what the other thread reads before it looks at this is its own.
         self._thread = threading.get_ident()
-        if self._written is not None and self._written.thread == self._thread:
+        if mine:
             self._forget()
         self.path = to
         self._take_new_id()
@@ -187,7 +207,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         """
         self._thread = threading.get_ident()
         # They are of this save, or of none: one that fails must not leave them to the next.
-        self._frozen, self._staged_frozen = self._staged_frozen, None
+        self._parent_of_save, self._staged_parent = self._staged_parent or self._parent, None
         staged_ranks, self._staged_ranks = self._staged_ranks, 0
         if staged_ranks > 1 and _ranks() == 0:
             # torch would take that for a save of one rank, and each rank would commit what it has.
@@ -196,30 +216,18 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
                 "began: wait for its future first"
             )
             raise PlanError(msg, path=self.path)
-        return SavedMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
-
-    def stage_with(self, stager: HostStager) -> None:
-        """Sets what :meth:`stage` copies with."""
-        self._stager = stager
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the state dict to host memory, for ``dcp.async_save``."""
-        # torch does not tell when the save before is over: the memory of one that is not is left alone.
-        staging = self.begin_staging(state_dict, under_way=lambda: False)
-        staging.finish()
-        return staging.state_dict
-
-    def begin_staging(
-        self, state_dict: dict[str, Any], *, under_way: Callable[[], bool], watched: bool = False
-    ) -> Staging:
-        """Begin such a copy, which the caller finishes. Arguments as for :meth:`HostStager.begin`."""
         self._staged_ranks = _ranks()
         if not (dist.is_available() and dist.is_initialized() and dist.get_rank() != 0):
             self._look_at_folder()
-        frozen = self._parent.look_at(state_dict)
-        staging = self._stager.begin(state_dict, under_way=under_way, watched=watched)
-        self._staged_frozen = frozen
-        return staging
+        parent = self._parent.looked_up(state_dict)
+        staging = self._stager.begin(state_dict)
+        staging.finish()
+        self._staging, self._staged_parent = staging, parent
+        return staging.state_dict
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Takes the rank, and whether this save is rank-local (``use_collectives=False``), from newer torch.
@@ -233,7 +241,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._check_alone()
         if self._is_used:  # nothing said that this is another save with the same writer
             self._take_new_id()
-        self._rank = kwargs.get("rank")
+        self._rank = kwargs.get("rank") or 0
         self._use_collectives = kwargs.get("use_collectives", True)
         self._to = to
         if is_coordinator:
@@ -252,9 +260,12 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         to = self._where()
         self._check_alone()
         to.prepare(self._own_rank(), overwrite=self.overwrite)
-        self._chosen = None
-        await_place()
-        return stay_here(plan)
+        # Not what a save left that ended between the two methods: such a plan has no items.
+        known = _torch.remembered_plans().items()
+        self._plans_before = {
+            key: plan for key, plan in known if not (isinstance(told := plan.storage_data, _Told) and told.remembered)
+        }
+        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Chooses the save's generation and id, and tells each rank. No rank writes before it is told."""
@@ -264,10 +275,14 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         places = (
             [Place(rank, len(plans), *chosen) for rank in range(len(plans))]
             if self._use_collectives
-            else [Place(self._rank or 0, 0, *chosen)]
+            else [Place(self._rank, 0, *chosen)]
         )
-        self._chosen = places[0] if len(places) == 1 else None
-        return [dataclasses.replace(plan, storage_data=place) for plan, place in zip(plans, places, strict=True)]
+        # Of a plan that it remembers (`enable_plan_caching`), torch sends none, and the rank's planner would drop what comes in its place.
+        # So it goes as a plan that is to be used, and `write_data` puts the remembered one there.
+        return [
+            dataclasses.replace(plan, usable=True, storage_data=_Told(place, remembered=not plan.usable))
+            for plan, place in zip(plans, places, strict=True)
+        ]
 
     def _where(self) -> Destination:
         """Where this save goes."""
@@ -275,114 +290,110 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             self._to = Destination(self.path, self.storage_options)
         return self._to
 
-    def _place(self, plan: SavePlan) -> Place:
-        """Which part of which save this rank writes."""
-        place = arrived() or self._chosen or plan.storage_data
-        if not isinstance(place, Place):
+    def _told(self, plan: SavePlan) -> tuple[SavePlan, Place]:
+        """Return the rank's plan, and which part of which save it is.
+
+        Raises:
+            PlanError: the coordinator's answer did not arrive.
+        """
+        told = plan.storage_data
+        if isinstance(told, _Told) and told.remembered:
+            before = _torch.put_back_remembered(plan, self._plans_before, storage_data=_Told(told.place))
+            plan, told = (before, told) if before is not None else (plan, None)
+        if not isinstance(told, _Told):
             raise PlanError(
                 "this rank was not told which part of the save it is: a writer's prepare_global_plan was passed over"
             )
-        return place
+        return plan, told.place
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's data files. The one result carries this rank's index."""
-        place, to, frozen = self._place(plan), self._where(), self._frozen
+        plan, place = self._told(plan)
+        to = self._where()
         self._check_alone()
         self.save_id, self._is_used = str(uuid.UUID(bytes=place.save_id)), True
         self._clock.end("plan")
         # All ranks have come this far, so the save before this one is over.
         self._forget()
-        how = {
-            "save_id": place.save_id,
-            "generation": place.generation,
-            "token": secrets.randbits(64),
-            "rank": place.rank,
-            "world_size": place.world_size,
-            **self.options.engine(remote=to.store is not None),
-        }
         writes = writes_of(plan, planner, strict=self.strict_values)
-        entries = writes.entries
-        reuse = self._parent.find_reuse(writes, planner, to, frozen, rank=self._own_rank(), options=self.options)
-        if reuse is not None:
-            self._clock.end("compare")
-        how |= {"turns": turns(entries), "reuse": reuse, "store": to.store}
-        save = writes.plan.create(to.folder, writes.keep, [entry.nbytes for entry in entries], **how)
-        self._parent.warn(to, save.problems)
+        staging, parent = self._staging_of(writes), self._parent_of_save
+        values = getattr(planner, "state_dict", {})
         try:
-            with watching(self.progress, "saving") as watch:
-                if watch is not None:
-                    save.watch(lambda done: watch(done, save.bytes))
-                save.write_plain(writes.tensors, _torch.PLAIN_TYPES, NAMES)
-                write_entries(
-                    save, entries, self.options, save.plain_count, only=[not reused for reused in save.reused()]
-                )
-            index = save.finish(None if writes.nesting is None else writes.nesting.to_core())
+            reuse = parent.find_reuse(writes, to, values, rank=place.own_rank, options=self.options)
+            if reuse is not None:
+                self._clock.end("compare")
+            written = write_files(writes, to, place, self.options, reuse=reuse, progress=self.progress)
+        finally:
+            if staging is not None:
+                staging.release()
+        parent.warn(to, written.save.problems)
+        try:
             self._check_alone()
-        except BaseException:
-            for reason in save.abort():
-                warn_caller(f"the failed save left something on the store: {reason}")
+        except SaveInProgressError:
+            written.discard()
             raise
-        self._written = Written(to, self._own_rank(), place, index, save, threading.get_ident(), os.getpid())
+        self._written = written
+        self._clock.end("write")
+        self.report = written.report()
+        if not self._commits:
+            self._clock.tell(self.report)
         result = WriteResult(
             index=MetadataIndex(rank_index_name(place.rank)),
-            size_in_bytes=save.bytes,
-            storage_data=packed(index, place.world_size),
+            size_in_bytes=written.save.bytes,
+            storage_data=packed(written.index, place.world_size),
         )
-        self._clock.end("write")
-        self.report = SaveReport(
-            os.fspath(self.path), bytes_written=save.bytes, bytes_reused=save.bytes_reused, requests=save.requests
-        )
-        if not self._commits:
-            self._tell()
         (future := Future[list[WriteResult]]()).set_result([result])
         return future
 
+    def _staging_of(self, writes: Writes) -> Staging | None:
+        """Return the copy that is written; None where it is none of :meth:`stage`, or an earlier one."""
+        staging = self._staging
+        if staging is None or not staging.holds([*writes.tensors, *(entry.data for entry in writes.entries)]):
+            return None
+        self._staging = None
+        return staging
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Merges the indexes of all ranks and commits the checkpoint."""
+        handled = sys.exception()
         entries = metadata.state_dict_metadata
-        indexes = [unpacked(result) for rank_results in results for result in rank_results]
+        indexes = [unpacked(result.storage_data) for rank_results in results for result in rank_results]
         written = self._written
         if written is None or written.index not in indexes:
             msg = "another thread began a save with this writer before this save was over, or the writer wrote nothing"
             raise SaveInProgressError(msg, path=self.path)
-        to, rank, place = written.to, written.rank, written.place
+        to, place = written.to, written.place
         try:
             with self._guard():
-                index, left = to.commit(
-                    rank,
+                index = to.commit(
+                    place.own_rank,
                     indexes,
                     save_id=place.save_id,
                     generation=place.generation,
                     planner_data=plain_data(metadata.planner_data),
-                    items=getattr(entries, "planned_items", None),
+                    items=None,
                     names=entries,
                     fsync=self.options.fsync,
                     overwrite=self.overwrite,
                 )
         except BaseException as error:
             self.close()
-            to.give_up(rank, indexes, error)
+            to.give_up(place.own_rank, indexes, error, handled)
             raise
         self.close()
         self._clock.end("commit")
         self.report = self.report or SaveReport(path=os.fspath(self.path))
         self.report.entries = index.tensor_count
-        self._tell()
-        for reason in left:
-            warn_caller(f"the checkpoint is saved, but a file of the one before is still there: {reason}")
-        meta = SavedMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
-        if any(metadata is cached for cached in SavePlanner._cached_metadata.values()):  # noqa: SLF001  # the cache of torch's planner
+        self._clock.tell(self.report)
+        meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+        if _torch.is_remembered(metadata):  # by the planner, for the next save
             metadata.storage_meta = meta
         else:
-            describe_saved(metadata, index, meta, rank=rank, storage_options=self.storage_options)
-
-    def _tell(self) -> None:
-        if self.report is not None:
-            self._clock.tell(self.report)
+            describe_saved(metadata, index, meta, rank=place.own_rank, storage_options=self.storage_options)
 
     def _own_rank(self) -> int | None:
         """The rank whose index it is, in a rank-local save."""
-        return None if self._use_collectives else self._rank or 0
+        return None if self._use_collectives else self._rank
 
     def discard(self) -> None:
         """Removes what this rank wrote for a save that failed since, on this rank or another. Without such a save it does nothing."""
@@ -408,9 +419,9 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
 
     def __getstate__(self) -> dict[str, Any]:
         # For a save in another process, which begins anew there. What was staged goes with it: it is not of the next save here.
-        here = dict.fromkeys(("_thread", "_frozen", "_written", "_to", "_stager", "progress"))
-        state = {**self.__dict__, **here}
-        self._staged_frozen, self._staged_ranks = None, 0
+        here = dict.fromkeys(("_thread", "_staging", "_written", "_to", "_stager", "progress"))
+        state = {**self.__dict__, **here, "_parent_of_save": self._parent, "_plans_before": {}}
+        self._staging, self._staged_parent, self._staged_ranks = None, None, 0
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -422,6 +433,19 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         """Whether the id can be a path of the local file system, or a URL that can be saved to."""
         scheme, is_url, _ = os.fspath(checkpoint_id).partition("://")
         return not is_url or scheme.lower() in ("file", "s3", "gs", "az")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Told:
+    """What the coordinator tells a rank in its plan.
+
+    Attributes:
+        place: which part of which save it writes.
+        remembered: the plan is the one that the rank's planner remembers.
+    """
+
+    place: Place
+    remembered: bool = False
 
 
 def _ranks() -> int:

@@ -22,7 +22,6 @@ __all__ = [
     "copying",
     "enter",
     "leave",
-    "may_wait",
     "no_room",
     "saving",
     "take_room",
@@ -109,11 +108,6 @@ def no_room() -> None:
 
 
 take_room = _Room().take
-
-
-def may_wait(under_way: Callable[[], bool]) -> Callable[[], bool]:
-    """Whether a save is under way, to whoever may wait for it: in a callback of a save, what it would wait for may come after it."""
-    return lambda: not saving.is_current and under_way()
 
 
 #: The last save in the background to each path.

@@ -100,21 +100,28 @@ class Destination:
             )
         return generation
 
-    def commit(self, rank: int | None, indexes: Sequence[bytes], **how: Any) -> tuple[_core.Index, list[str]]:
-        """Merges the indexes of all ranks and commits them; as ``_core.commit_indexes``.
+    def commit(self, rank: int | None, indexes: Sequence[bytes], **how: Any) -> _core.Index:
+        """Merge the indexes of all ranks and commit them. Warn of files of the checkpoint before that are still there.
+
+        Arguments as for ``_core.commit_indexes``.
 
         Raises:
             CheckpointExistsError: in a folder, another save was committed meanwhile, and this one may not replace it.
             StoragePreconditionError: the same on a store.
         """
-        return _core.commit_indexes(self.folder, rank, indexes, store=self.store, **how)
+        index, left = _core.commit_indexes(self.folder, rank, indexes, store=self.store, **how)
+        for reason in left:
+            warn_caller(f"the checkpoint is saved, but a file of the one before is still there: {reason}")
+        return index
 
-    def give_up(self, rank: int | None, indexes: Sequence[bytes], error: BaseException) -> None:
+    def give_up(
+        self, rank: int | None, indexes: Sequence[bytes], error: BaseException, handled: BaseException | None = None
+    ) -> None:
         """After a commit that failed with ``error``: removes what the ranks wrote, all of them, since some may never hear of it.
 
-        Not where the save may yet be found committed, since a store did not answer: ``error`` says that.
+        Not where the save may yet be found committed, since a store did not answer: ``error`` says that. ``handled`` as for :func:`unclear`.
         """
-        if self.store is None or not unclear(error):
+        if self.store is None or not unclear(error, handled):
             self.remove(rank, indexes)
 
     def remove(self, rank: int | None, indexes: Sequence[bytes]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -103,6 +104,7 @@ class Ranks:
             raise ValueError(msg)
         self.is_coordinator = self.rank == coordinator or not together
         self.failures: dict[int, BaseException] = {}
+        self._handled = sys.exception()  # by the caller: Python puts it into the chain of each error here
         self._coordinator = self.global_rank(coordinator) if together else 0
         self._is_single = not together
         #: What this rank raised, and all know of: an outer step raises it, and says nothing.
@@ -208,7 +210,7 @@ class Ranks:
                 self.failures = {self.rank: error}
             if self.is_alone or error is self._met:
                 raise
-            return _Done(error=error)
+            return _Done(error=error, handled=self._handled)
 
     def _meet(self, said: Any, mine: _Done[Any]) -> None:
         """Raises if there are failures, on every rank: each knows the same."""
@@ -245,7 +247,7 @@ class Ranks:
             if whole.error is None:
                 return whole.value
             mine.error = whole.error
-            failures = {self.rank: _Failure.of(whole.error)}
+            failures = {self.rank: _Failure.of(whole.error, self._handled)}
         return failures
 
     def _take(self, said: Any, mine: _Done[Any]) -> Any:
@@ -305,12 +307,12 @@ class _Failure:
     pickled: bytes | None
 
     @classmethod
-    def of(cls, error: BaseException) -> _Failure:
+    def of(cls, error: BaseException, handled: BaseException | None) -> _Failure:
         shorten(error)
         text = traceback.format_exception_only(error)[-1].strip()
         trace = "".join(traceback.format_exception(error))
         pickled = None
-        sent = unclear(error) or error
+        sent = unclear(error, handled) or error
         if isinstance(sent, Exception):  # not an exit, nor Ctrl-C: those are this process's
             with suppress(Exception):
                 pickled = pickle.dumps(sent)
@@ -329,14 +331,17 @@ class _Failure:
 class _Done(Generic[T]):
     """What this rank's work came to."""
 
-    def __init__(self, value: Any = None, error: BaseException | None = None) -> None:
+    def __init__(
+        self, value: Any = None, error: BaseException | None = None, handled: BaseException | None = None
+    ) -> None:
         self.value: T = value
         self.error = error
+        self._handled = handled
 
     @property
     def failure(self) -> _Failure | None:
         """The error, for the others."""
-        return None if self.error is None else _Failure.of(self.error)
+        return None if self.error is None else _Failure.of(self.error, self._handled)
 
     def told(self) -> bytes | _Failure:
         """The value or the error, for the others."""
@@ -345,7 +350,7 @@ class _Done(Generic[T]):
                 return pickle.dumps(self.value)
             except Exception as reason:  # noqa: BLE001  # whatever it is that does not pickle
                 self.error = UnsupportedError(f"what the ranks tell each other does not pickle: {reason}")
-        return _Failure.of(self.error)
+        return _Failure.of(self.error, self._handled)
 
 
 def failures_among(said: list[Any]) -> dict[int, _Failure]:

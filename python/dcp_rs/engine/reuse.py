@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_rs import _core
 from dcp_rs._torch import PLAIN_TYPES
@@ -34,13 +33,21 @@ class Frozen:
         reuse: globs over names; or a module: its parameters that need no gradient are frozen, wherever they stand in the state dict, as long as they
             stand there themselves and not as copies. None: nothing is.
         trusted: it did not change since the parent was saved, either. Of what was frozen there, too, only the first MiB is compared then.
+        names: of a module's parameters, where they were looked up before.
 
     Raises:
         TypeError: something else.
     """
 
-    def __init__(self, reuse: str | Iterable[str] | torch.nn.Module | None, *, trusted: bool = True) -> None:
+    def __init__(
+        self,
+        reuse: str | Iterable[str] | torch.nn.Module | None,
+        *,
+        trusted: bool = True,
+        names: frozenset[str] | None = None,
+    ) -> None:
         self.trusted = trusted
+        self._names = names
         self._module = reuse if isinstance(reuse, torch.nn.Module) else None
         patterns = None if reuse is None or isinstance(reuse, torch.nn.Module) else reuse
         if patterns is not None and not isinstance(patterns, str):
@@ -51,16 +58,22 @@ class Frozen:
         self._globs = globs(patterns)
 
     def __bool__(self) -> bool:
-        return self._module is not None or self._globs is not None
+        return self._module is not None or self._names is not None or self._globs is not None
 
     def __getstate__(self) -> dict[str, Any]:
         # For a save in another process: what its names are was looked up here.
         return {**self.__dict__, "_module": None}
 
-    def names_in(self, values: Mapping[str, Any]) -> frozenset[str]:
-        """The names of the module's frozen parameters in a flattened state dict that holds them."""
+    def looked_up(self, state_dict: Mapping[str, Any]) -> Frozen:
+        """Return the same for a copy of ``state_dict``: the module's parameters are not in that, so their names are looked up here."""
         if self._module is None:
-            return frozenset()
+            return self
+        return Frozen(None, trusted=self.trusted, names=self.names_in(flatten(state_dict).values))
+
+    def names_in(self, values: Mapping[str, Any]) -> frozenset[str]:
+        """Return the names of the module's frozen parameters in a flattened state dict that holds them."""
+        if self._module is None:
+            return self._names or frozenset()
         memory: dict[bool, set[Any]] = {True: set(), False: set()}
         with torch.no_grad():
             for parameter in self._module.parameters():
@@ -98,16 +111,15 @@ class Parent:
     def __bool__(self) -> bool:
         return self.path is not None or bool(self._frozen)
 
-    def look_at(self, state_dict: Mapping[str, Any]) -> frozenset[str] | None:
-        """The names of what is frozen in a state dict that will be saved as a copy, for :meth:`find_reuse`."""
-        return self._frozen.names_in(flatten(state_dict).values) if self._frozen else None
+    def looked_up(self, state_dict: Mapping[str, Any]) -> Parent:
+        """Return the same for a save of a copy of ``state_dict``."""
+        return Parent(self.path, self._frozen.looked_up(state_dict), verify=self._verify)
 
     def find_reuse(
         self,
         writes: Writes,
-        planner: SavePlanner,
         to: Destination,
-        names: frozenset[str] | None,
+        values: Mapping[str, Any],
         *,
         rank: int | None,
         options: WriteOptions,
@@ -117,15 +129,14 @@ class Parent:
         Warns of what could be reused and cannot.
 
         Args:
-            writes, planner, options: of the save.
+            writes, options: of the save.
             to: where it goes.
-            names: what :meth:`look_at` found when this save was staged; None: the planner has what is saved, and no copy.
+            values: the flattened state dict that is saved.
             rank: whose index of the parent, in a rank-local save.
         """
         if not self:
             return None
-        if names is None:
-            names = self._frozen.names_in(getattr(planner, "state_dict", {}))
+        names = self._frozen.names_in(values)
         index = self._open(to, rank)
         kept = writes.plan.kept_names(writes.keep)
         lengths = [entry.nbytes for entry in writes.entries]

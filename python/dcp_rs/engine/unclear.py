@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-
 from dcp_rs.errors import StorageUnclearError
 
-__all__ = ["apart", "unclear"]
-
-#: What was being handled when the save of this thread began.
-_before: ContextVar[BaseException | None] = ContextVar("dcp_rs.unclear", default=None)
+__all__ = ["unclear"]
 
 
-@contextmanager
-def apart() -> Iterator[None]:
-    """Tells errors of a save that begins within from what is being handled here: that is another save's, for all that Python makes of it."""
-    token = _before.set(sys.exception())
-    try:
-        yield
-    finally:
-        _before.reset(token)
+def unclear(error: BaseException | None, handled: BaseException | None = None) -> StorageUnclearError | None:
+    """Return the ``StorageUnclearError`` in the chain of an error, if there is one.
 
-
-def unclear(error: BaseException | None) -> StorageUnclearError | None:
-    """What says so, be it the error or what it followed: a second Ctrl-C, say, comes while the first is dealt with."""
-    before = _before.get()
-    waiting, seen = [error], {id(before)}
+    Args:
+        error: what was raised. A second Ctrl-C, say, comes while the first error is dealt with, and is what the caller sees.
+        handled: what the caller was handling when the save began (``sys.exception()``): Python puts it into the chain, and it is of another save.
+    """
+    waiting, seen = [error], {id(handled)}
     while waiting:
         error = waiting.pop()
         if error is None or id(error) in seen:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import threading
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +19,7 @@ from dcp_rs import _torch
 from dcp_rs.errors import StateChangedError
 from dcp_rs.tensors.memory import changes_seen, identity
 from dcp_rs.tensors.nesting import StandIn, like
-from dcp_rs.transfer.blocks import BLOCK_BYTES, Block, Blocks, pinned_blocks
+from dcp_rs.transfer.blocks import BLOCK_BYTES, Block, BlockPool, blocks
 from dcp_rs.transfer.lanes import Transfer, lane_for
 
 __all__ = ["HostStager", "Staging"]
@@ -29,60 +31,63 @@ _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, to
 
 
 class HostStager:
-    """Copies a state dict to host memory, its tensors into a few blocks: pinned where they come from an accelerator.
+    """Copies state dicts to host memory, their tensors into a few blocks: pinned where they come from an accelerator.
 
-    A block that a save still reads is not written to. Without ``cache``, the next state dict gets blocks of its own; with it, the
-    save of the one before is waited for, so that there is one copy at a time.
+    Blocks of a save that is over are kept, and serve the next copy of about the same size. :func:`dcp_rs.release_pinned_memory` lets
+    go of them.
 
     Args:
-        cache: keep the blocks for the next state dict.
+        cache: keep blocks for the copies of this stager alone, and wait for the save of one copy before the next is made, so that
+            there is one at a time. :meth:`release` lets go of them.
     """
 
     def __init__(self, *, cache: bool = False) -> None:
         self.cache = cache
-        self._blocks = Blocks() if cache else None
-        self._under_way: Callable[[], bool] | None = None
+        self._pool = BlockPool() if cache else blocks
+        self._last: Staging | None = None
 
-    def stage(self, state_dict: Mapping[str, Any], *, under_way: Callable[[], bool] | None = None) -> dict[str, Any]:
-        """The copy: dicts, lists and tuples anew, and all tensors in host memory. Once it is there the original may change.
-
-        Args:
-            state_dict: what to copy.
-            under_way: as for :meth:`begin`.
-        """
-        staging = self.begin(state_dict, under_way=under_way)
+    def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a copy that is the caller's: dicts, lists and tuples anew, all tensors in host memory. The original may change then."""
+        staging = self._begin(state_dict, watched=False)
         staging.finish()
         return staging.state_dict
 
-    def begin(
-        self, state_dict: Mapping[str, Any], *, under_way: Callable[[], bool] | None = None, watched: bool = False
-    ) -> Staging:
-        """Begins a copy: what is no tensor is copied, and of tensors what devices were asked for until now is what will be.
+    def begin(self, state_dict: Mapping[str, Any], *, watched: bool = False, wait: bool = True) -> Staging:
+        """Begin a copy: what is no tensor is copied, and of tensors what devices were asked for until now is what will be.
 
         Args:
             state_dict: what to copy.
-            under_way: tells, of the save that the copy is made for, whether it still is. Without it, a stager with ``cache`` makes
-                blocks anew where those of the copy before are still in use.
             watched: look whether a tensor is changed before the copy is finished.
+            wait: with ``cache``, until the copy before is released.
         """
+        if self.cache and wait and self._last is not None:
+            self._last.wait()
+        staging = self._begin(state_dict, watched=watched)
+        if self.cache:
+            self._last = staging
+        return staging
+
+    def _begin(self, state_dict: Mapping[str, Any], *, watched: bool) -> Staging:
         found = _Found()
         found.look_at(state_dict)
         devices = {source.device for _, source, _ in found.places.values() if source.device.type != "cpu"}
         pin = min(devices, key=str, default=None)
-        pool = self._blocks or (pinned_blocks if pin is not None else Blocks())
-        before = self._under_way if self.cache else None
         # Tensors of inference could not be written to in another thread, nor does torch detach wrappers in that mode.
         with torch.inference_mode(False):
-            blocks = pool.lend(found.cut(), pin=pin, under_way=before)
-            self._under_way = under_way
-            made, pairs = found.targets_in(blocks)
-            staged = like(state_dict, ((key, _rebuilt(value, made)) for key, value in state_dict.items()))
-        return Staging(_Staged(staged, [block for block, _ in blocks]), pairs, found.versions() if watched else [])
+            taken = self._pool.take(found.cut(), pin=pin)
+            try:
+                made, pairs = found.targets_in(taken)
+                staged = like(state_dict, ((key, _rebuilt(value, made)) for key, value in state_dict.items()))
+            except BaseException:
+                self._pool.give(taken)
+                raise
+        versions = found.versions() if watched else []
+        return Staging(_Staged(staged, taken), taken, self._pool, pairs, versions)
 
     def release(self) -> None:
         """Lets go of the memory that is kept and not in use."""
-        if self._blocks is not None:
-            self._blocks.clear()
+        if self.cache:
+            self._pool.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _new_stager, (self.cache,)
@@ -97,14 +102,27 @@ Pairs = dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]]
 
 
 class Staging:
-    """A copy of a state dict that has begun.
+    """A copy of a state dict that has begun, and the blocks that it lies in.
+
+    Whoever saves it calls :meth:`release` when that is over. Where nobody does, the blocks go when the copy does.
 
     Attributes:
         state_dict: the copy. The bytes of its tensors are there after :meth:`finish`.
     """
 
-    def __init__(self, staged: dict[str, Any], pairs: Pairs, versions: list[tuple[str, torch.Tensor, int]]) -> None:
+    def __init__(
+        self,
+        staged: dict[str, Any],
+        taken: list[Block],
+        pool: BlockPool,
+        pairs: Pairs,
+        versions: list[tuple[str, torch.Tensor, int]],
+    ) -> None:
         self.state_dict = staged
+        self._taken = taken
+        self._pool = pool
+        self._process = os.getpid()
+        self._released = threading.Event()
         # Made here: what is copied waits for what the caller's stream of each device holds now, and for nothing that comes later.
         self._copies = [(lane_for(device), targets, sources) for device, (targets, sources) in pairs.items()]
         for lane, _, _ in self._copies:
@@ -132,6 +150,27 @@ class Staging:
                 "wait for future.staged.result() before anything is, by optimizer.step() or a forward pass that writes to buffers"
             )
             raise StateChangedError(msg, tensor=changed[0])
+
+    def release(self) -> None:
+        """Give the blocks back: the next copy is made there. Nobody reads, or makes, this one any more."""
+        self.state_dict, taken, self._taken = {}, self._taken, []
+        self._copies, self._versions = [], []
+        if self._process == os.getpid():  # in a fork, they are of the parent
+            self._pool.give(taken)
+        self._released.set()
+
+    def wait(self) -> None:
+        """Wait until it is released, in this process."""
+        if self._process == os.getpid():
+            self._released.wait()
+
+    def holds(self, tensors: Iterable[Any]) -> bool:
+        """Return whether any of the tensors lies in its blocks."""
+        places = [(block.memory.data_ptr(), block.nbytes) for block in self._taken]
+        starts = (
+            value.data_ptr() for value in tensors if isinstance(value, torch.Tensor) and value.device.type == "cpu"
+        )
+        return any(0 <= start - at < nbytes for start in starts for at, nbytes in places)
 
 
 class _Found:
@@ -180,7 +219,7 @@ class _Found:
         block = max(0, bisect_right(self._starts, at) - 1)
         return block, at - (self._starts[block] if self._starts else 0)
 
-    def targets_in(self, blocks: Sequence[tuple[Block, torch.Tensor]]) -> tuple[dict[int, torch.Tensor], Pairs]:
+    def targets_in(self, taken: Sequence[Block]) -> tuple[dict[int, torch.Tensor], Pairs]:
         """The copies that are to be, by the identity of what they are copies of; and what has to be copied for them."""
         made = {}
         pairs: Pairs = {}
@@ -191,7 +230,7 @@ class _Found:
                 if source.numel() == 0:
                     target = torch.empty(source.shape, dtype=source.dtype, device="cpu")
                 else:
-                    target = _view(blocks[number][1], begin, source.dtype, source.shape)
+                    target = _view(taken[number].memory, begin, source.dtype, source.shape)
                     if at not in copied:
                         copied.add(at)
                         # Here, in the order of the caller's stream: the host would conjugate what has not arrived yet.
