@@ -95,6 +95,9 @@ def run_family(name: str, context: Context) -> dict[str, Any]:
 def main() -> int:
     arguments = parse()
     if arguments.tables:
+        if arguments.tables.parent != tables.RESULTS or not arguments.tables.with_suffix(".json").exists():
+            print(f"{arguments.tables} is no run in {tables.RESULTS}")
+            return 2
         for path in tables.rewrite(arguments.tables.stem):
             print(f"wrote {path.relative_to(ROOT)}")
         return 0
