@@ -707,9 +707,9 @@ LOCK_NAME: str
 
 @final
 class FolderLock:
-    """The lock of a folder, for as long as this is there."""
+    """The lock of a folder, for as long as this is there. A wait of more than `notice` seconds is logged."""
 
-    def __init__(self, folder: str) -> None: ...
+    def __init__(self, folder: str, *, notice: float = 10.0) -> None: ...
 
 def leftovers(path: str, older_than: float | None) -> list[Leftover]:
     """What killed saves and conversions left; nothing is changed."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
-__all__ = ["Shown", "call", "size", "table"]
+__all__ = ["Report", "call", "size", "table"]
 
 #: Names, and rows, that stand for all of a longer list.
 _NAMED, _ROWS = 2, 100
@@ -14,8 +14,24 @@ _NAMED, _ROWS = 2, 100
 _LISTED = 8
 
 
-class Shown:
-    """A report, whose lists of names are shown by their lengths and first names."""
+class Report:
+    """Base of all reports, which are dataclasses. Lists of names are shown by their lengths and first names."""
+
+    #: The field that counts the bytes of which ``seconds`` tells the time.
+    _timed = ""
+
+    @property
+    def gb_per_second(self) -> float | None:
+        """Gigabytes (10^9 bytes) a second; None if nothing was timed."""
+        seconds = getattr(self, "seconds", 0.0)
+        nbytes = getattr(self, self._timed, 0) if self._timed else 0
+        return nbytes / seconds / 1e9 if seconds and nbytes else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain types, for ``json.dumps``."""
+        found: dict[str, Any] = _plain(self)
+        speed = self.gb_per_second
+        return found if speed is None else found | {"gb_per_second": speed}
 
     def __repr__(self) -> str:
         parts = [f"{name}={text}" for name, text in _facts(self)]
@@ -27,8 +43,19 @@ class Shown:
 
 def _facts(report: Any) -> list[tuple[str, str]]:
     """What is in the fields that are not empty."""
-    found = ((known.name, getattr(report, known.name)) for known in fields(report))
+    found = [(known.name, getattr(report, known.name)) for known in fields(report)]
+    found.append(("gb_per_second", report.gb_per_second))
     return [(name, _short(name, value)) for name, value in found if value not in (None, 0, "", [], {})]
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {known.name: _plain(getattr(value, known.name)) for known in fields(value)}
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def _short(name: str, value: Any) -> str:

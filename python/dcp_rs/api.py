@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -18,6 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_rs import _torch
+from dcp_rs._log import log as _log
 from dcp_rs._progress import Progress
 from dcp_rs._tracebacks import short_traceback, shorten
 from dcp_rs._url import location
@@ -51,7 +51,6 @@ from dcp_rs.transfer.stage import HostStager, Staging
 
 __all__ = ["async_save", "load", "load_state_dict", "save"]
 
-_log = logging.getLogger("dcp_rs")
 
 
 @short_traceback

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import pickle
@@ -20,8 +21,9 @@ import torch
 import dcp_rs
 from crash.states import found_number, rank_state
 from dcp_rs import _core
-from dcp_rs.errors import DcpRsError, InternalError, PlanError
+from dcp_rs.errors import CheckpointExistsError, DcpRsError, InternalError, PlanError
 from support import files_in, programs
+from support.both import save_stock
 from support.forged import whole_item
 from support.places import ROOT, TESTS
 from support.slabs import batch_of
@@ -347,6 +349,58 @@ def test_all_that_python_calls_is_guarded():
         text = file.read_text()
         for found in re.finditer(r"((?:#\[.*\]\n)*)#\[py(methods|function)\]", text):
             assert "#[guarded]" in found[1], f"{file.name}: {text[found.start() : found.start() + 200]}"
+
+
+# --- what is told, and what is left ---------------------------------------------------------------------------
+
+
+def test_a_wait_that_lasts_is_logged(ckpt, caplog):
+    """A save waited for another process for ten minutes, and said nothing."""
+    save(ckpt, 1)
+    got = []
+    with locked(ckpt), caplog.at_level(logging.WARNING, logger="dcp_rs"):
+        waiting = threading.Thread(target=lambda: got.append(_core.FolderLock(str(ckpt), notice=0.02)))
+        waiting.start()
+        while not caplog.records:
+            assert waiting.is_alive()
+            time.sleep(0.01)
+    waiting.join(60)
+    assert len(got) == 1
+    (record,) = caplog.records  # the next is due in a minute
+    assert record.levelname == "WARNING"
+    assert f"{ckpt / _core.LOCK_NAME}: waiting for another process" in record.getMessage()
+
+
+def names_in(folder):
+    return {file.name for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("kind", ["stock", "hugging face"])
+def test_no_lock_is_left_in_a_folder_of_others(tmp_path, kind):
+    """It went along in uploads of models."""
+    theirs, out = tmp_path / "theirs", tmp_path / "out"
+    if kind == "stock":
+        save_stock({"w": torch.ones(3)}, theirs)
+    else:
+        dcp_rs.save({"w": torch.ones(3)}, tmp_path / "own", no_dist=True)
+        dcp_rs.convert(tmp_path / "own", theirs, to="safetensors")
+    names = names_in(theirs)
+    dcp_rs.index(theirs, out=out)
+    assert names_in(theirs) == names
+    assert names_in(out) == {"index.dcprs"}
+    dcp_rs.clean(theirs, yes=True)
+    assert names_in(theirs) == names
+    dcp_rs.index(theirs)
+    with pytest.raises(CheckpointExistsError):
+        dcp_rs.index(theirs)
+    dcp_rs.index(theirs, overwrite=True)
+    assert names_in(theirs) == {*names, "index.dcprs"}
+
+
+def test_the_lock_of_a_save_stays_while_its_folder_is_cleaned(ckpt):
+    save(ckpt, 1)
+    dcp_rs.clean(ckpt, yes=True)
+    assert (ckpt / _core.LOCK_NAME).exists()
 
 
 # --- a disk that is full ------------------------------------------------------------------------------------

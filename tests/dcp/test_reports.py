@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import fields
 
 import pytest
 import torch
@@ -13,7 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_rs
-from dcp_rs import LoadReport, RsLoadPlanner, RsReader, RsWriter, SaveReport
+from dcp_rs import CheckpointManager, LoadReport, RsLoadPlanner, RsReader, RsWriter, SaveReport
+from dcp_rs.checkpoint.compare import compare
+from dcp_rs.steps.folder_root import FolderRoot
+from dcp_rs.steps.policies import Policies
+from dcp_rs.steps.pruning import prune
 from support import run_ranks
 from support.both import save_rs, save_stock
 
@@ -149,7 +154,13 @@ def load_with_logs(path):
     """The lines of this rank's log, at INFO and at DEBUG."""
     lines: dict[str, list[str]] = {"INFO": [], "DEBUG": []}
     handler = logging.Handler()
-    handler.emit = lambda record: lines[record.levelname].append(record.getMessage().split()[0])  # type: ignore[method-assign]
+    rank = f"rank {dist.get_rank()}: "
+
+    def emit(record):
+        assert record.getMessage().startswith(rank)
+        lines[record.levelname].append(record.getMessage().removeprefix(rank).split()[0])
+
+    handler.emit = emit  # type: ignore[method-assign]
     log = logging.getLogger("dcp_rs")
     log.setLevel(logging.DEBUG)
     log.addHandler(handler)
@@ -164,6 +175,7 @@ def load_with_logs(path):
 
 
 def test_one_rank_speaks_for_all(ckpt):
+    """And each line says whose it is: a file in which the lines of 512 ranks met told of none."""
     first, second = run_ranks(2, load_with_logs, ckpt)
     assert first == (["saved", "loaded"], [], 16)
     assert second == ([], ["saved", "loaded"], 16)
@@ -199,3 +211,28 @@ def test_a_save_in_the_background_that_fails_has_no_report(ckpt):
     future = dcp_rs.async_save({"w": torch.empty(1, device="meta")}, ckpt, no_dist=True)
     assert future.exception(60) is not None
     assert future.report is None
+
+
+def test_every_report_is_of_plain_types_and_tells_its_speed(ckpt, tmp_path):
+    saved = dcp_rs.save(STATE, ckpt, no_dist=True).report
+    state = {"w": torch.zeros(300_000, dtype=torch.bfloat16)}
+    cast = dcp_rs.load(state, ckpt, no_dist=True, planner=RsLoadPlanner(dtype_policy="cast"))
+    converted = dcp_rs.convert(ckpt, tmp_path / "out", to="safetensors", skip_unsupported=True)
+    with dcp_rs.open(ckpt) as checkpoint:
+        checkpoint["b"]
+        read = checkpoint.report
+    timed = [saved, cast, converted, dcp_rs.verify(ckpt), compare(ckpt, ckpt)]
+    with CheckpointManager(tmp_path / "run", no_dist=True, fsync=False) as manager:
+        for step in (1, 2):
+            manager.save(step, STATE)
+    pruned = prune(FolderRoot(tmp_path / "run"), Policies(keep_last=1))
+    assert [step.number for step in pruned.removed] == [1]
+    for report in (*timed, read, dcp_rs.clean(ckpt), pruned):
+        told = json.loads(json.dumps(report.to_dict()))
+        assert {"gb_per_second"} ^ told.keys() ^ {known.name for known in fields(report)} == (
+            set() if report in timed else {"gb_per_second"}
+        )
+    for report in timed:
+        assert report.to_dict()["gb_per_second"] == report.gb_per_second > 0
+        assert "gb_per_second=" in repr(report)
+    assert cast.to_dict()["dtype_mismatched"] == [{"name": "w", "expected": "torch.bfloat16", "got": "torch.float32"}]

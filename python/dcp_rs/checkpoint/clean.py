@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dcp_rs import _core
-from dcp_rs._shown import Shown
+from dcp_rs._shown import Report
 from dcp_rs._tracebacks import short_traceback
 from dcp_rs._url import StorageOptions, Url, location, options_for
 from dcp_rs._warnings import warn_caller
@@ -58,7 +58,7 @@ class Leftover:
 
 
 @dataclass(frozen=True, repr=False)
-class CleanReport(Shown):
+class CleanReport(Report):
     """What :func:`clean` found.
 
     Attributes:

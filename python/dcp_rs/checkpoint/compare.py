@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
+from dcp_rs._shown import Report
 from dcp_rs._url import StorageOptions, Url, location
 from dcp_rs.checkpoint.blocks import rectangles
 from dcp_rs.checkpoint.names import globs, selector, some
@@ -48,13 +50,23 @@ class Difference:
     container: bool = False
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """What :func:`compare` found: ``differences``, of ``entries`` (tensors and values) that are in either, after reading ``bytes`` of one of them."""
+@dataclass(frozen=True, repr=False)
+class Comparison(Report):
+    """Report of :func:`compare`.
+
+    Attributes:
+        differences: what is not the same.
+        entries: tensors and values that are in either.
+        bytes: that were read of one of them.
+        seconds: it took.
+    """
+
+    _timed = "bytes"
 
     differences: list[Difference]
     entries: int
     bytes: int
+    seconds: float = 0.0
 
 
 def compare(
@@ -85,6 +97,7 @@ def compare(
     Raises:
         PlanError: ``include`` and ``exclude`` leave nothing to compare.
     """
+    begin = time.perf_counter()
     options = ReadOptions(threads=threads, max_inflight_bytes=_PIECE_BYTES)
     stores = StorageOptions.of(storage_options)
     of_b = StorageOptions.of(b_storage_options)
@@ -135,7 +148,8 @@ def compare(
             if not same(one.path, other.path)
         ]
         differences += _unlike(mappings_a, mappings_b)
-    return Comparison(sorted(differences, key=lambda d: d.name), len({**in_a, **in_b}), done)
+    seconds = time.perf_counter() - begin
+    return Comparison(sorted(differences, key=lambda d: d.name), len({**in_a, **in_b}), done, seconds)
 
 
 def _mappings(

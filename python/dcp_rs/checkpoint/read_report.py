@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from dcp_rs._shown import Shown, size
+from dcp_rs._shown import Report, size
 
 __all__ = ["ReadReport"]
 
 
 @dataclass(frozen=True, repr=False)
-class ReadReport(Shown):
+class ReadReport(Report):
     """What was read of an open checkpoint since it was opened. What is used where it lies in a mapping of its file is not read, and not counted.
 
     Attributes:
@@ -29,10 +28,6 @@ class ReadReport(Shown):
     bytes_direct: int = 0
     bytes_mapped: int = 0
     requests: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it, for programs."""
-        return asdict(self)
 
     def __str__(self) -> str:
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any
 
 from dcp_rs import _core
 from dcp_rs._progress import Progress, watching
-from dcp_rs._shown import Shown
+from dcp_rs._shown import Report
 from dcp_rs._tracebacks import short_traceback
 from dcp_rs._url import StorageOptions, Url, location, options_for
 from dcp_rs.checkpoint.clean import Leftover, seen_beside
@@ -56,7 +57,7 @@ class Problem:
 
 
 @dataclass(frozen=True, repr=False)
-class VerifyReport(Shown):
+class VerifyReport(Report):
     """Report of :func:`verify`. It is true if something was verified and nothing is wrong.
 
     Attributes:
@@ -67,7 +68,10 @@ class VerifyReport(Shown):
             as that can be told. Empty where ``entries`` is None: no name is known then.
         leftovers: what killed saves left beside it, which is no part of the checkpoint; :func:`dcp_rs.clean` removes it.
         entries: how many tensors and values there are; None where damage keeps the checkpoint from being opened, which is then the one problem.
+        seconds: it took.
     """
+
+    _timed = "bytes_verified"
 
     problems: list[Problem] = field(default_factory=list)
     bytes_verified: int = 0
@@ -75,6 +79,7 @@ class VerifyReport(Shown):
     leftovers: list[Leftover] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     entries: int | None = None
+    seconds: float = 0.0
 
     @property
     def ok(self) -> bool | None:
@@ -115,6 +120,7 @@ def verify(
     """
     options = StorageOptions.of(storage_options)
     ReadOptions(threads=threads)
+    begin = time.perf_counter()
     try:
         opened = open_index(path, rank=None, allow_external=allow_external, storage_options=options)
     except (CorruptDataError, CorruptIndexError) as error:
@@ -124,7 +130,8 @@ def verify(
         tell = None if watch is None else lambda done: watch(done, total)
         found, hashed, without = opened.verify(threads=threads or 0, progress=tell)
     problems = [Problem(str(at.path), at.tensor, at.block, at.offset, at.expected, at.got) for at in found]
-    return VerifyReport(problems, hashed, without, seen_beside(path), _lost(opened, found), opened.tensor_count)
+    beside, lost, seconds = seen_beside(path), _lost(opened, found), time.perf_counter() - begin
+    return VerifyReport(problems, hashed, without, beside, lost, opened.tensor_count, seconds)
 
 
 def _why_unopened(path: str | os.PathLike[str], error: CorruptDataError | CorruptIndexError) -> Problem:

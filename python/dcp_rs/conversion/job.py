@@ -11,7 +11,7 @@ import torch
 
 from dcp_rs import _core
 from dcp_rs._progress import Watch
-from dcp_rs._shown import Shown
+from dcp_rs._shown import Report
 from dcp_rs.checkpoint.blocks import Region, Slabs, blocks
 from dcp_rs.checkpoint.names import globs, selector
 from dcp_rs.checkpoint.renaming import Rename, renamer
@@ -38,7 +38,7 @@ _ALIASES = {
 
 
 @dataclass(repr=False)
-class ConvertReport(Shown):
+class ConvertReport(Report):
     """What :func:`dcp_rs.convert` did.
 
     Attributes:
@@ -49,6 +49,8 @@ class ConvertReport(Shown):
         files: data files written.
         seconds: it took.
     """
+
+    _timed = "bytes"
 
     written: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)

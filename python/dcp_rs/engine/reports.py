@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_rs._shown import Shown, size
+from dcp_rs._log import log as _log
+from dcp_rs._shown import Report, size
 from dcp_rs.transfer.counts import Counts
 
 __all__ = ["LoadReport", "Mismatch", "Phases", "SaveReport", "SavedMetadata"]
-
-_log = logging.getLogger("dcp_rs")
 
 
 @dataclass(frozen=True)
@@ -28,16 +27,12 @@ class Mismatch:
 
 
 @dataclass(repr=False)
-class _Report(Shown):
+class _Timed(Report):
     """Attributes that all reports have."""
 
     path: str = ""
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it, of plain types but for dtypes and shapes, for programs."""
-        return asdict(self)
 
     def _speed(self, nbytes: int) -> str:
         return f", {size(nbytes / self.seconds)}/s" if self.seconds and nbytes else ""
@@ -47,7 +42,7 @@ class _Report(Shown):
 
 
 @dataclass(repr=False)
-class LoadReport(_Report):
+class LoadReport(_Timed):
     """What a load found, and what it took, on this rank. Names are those of the state dict, but for ``unexpected``.
 
     Attributes:
@@ -70,6 +65,8 @@ class LoadReport(_Report):
         seconds: from the opening of the index to the last byte.
         phases: seconds by name, in their order: ``metadata``, ``plan`` (with the ranks' agreement), ``read``.
     """
+
+    _timed = "bytes_wanted"
 
     entries: int = 0
     entries_loaded: int = 0
@@ -111,7 +108,7 @@ class LoadReport(_Report):
 
 
 @dataclass(repr=False)
-class SaveReport(_Report):
+class SaveReport(_Timed):
     """What a save took, on this rank.
 
     Attributes:
@@ -124,6 +121,8 @@ class SaveReport(_Report):
         phases: seconds by name, in their order: ``plan`` (with the ranks' agreement), ``compare`` (with a parent), ``write``, and, on the rank that commits, ``commit`` (with its wait for
             the others).
     """
+
+    _timed = "bytes_written"
 
     bytes_written: int = 0
     bytes_reused: int = 0

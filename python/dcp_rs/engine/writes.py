@@ -48,13 +48,17 @@ class Nesting:
         return cls(paths, [Container(c.position, kept(c.path), c.kind) for c in flat.containers], lost)
 
     def judge(self, *, strict: bool) -> None:
-        """Warns of keys that come back as text.
+        """Warn of keys that come back as text.
 
         Raises:
-            UnsupportedError: there are some, with ``strict``.
+            UnsupportedError: there are some, with ``strict``; or a number of more than 64 bits, infinity, or a tuple with such.
         """
         for name, key in self.lost.items():
-            msg = f"{name!r}: the key {key!r} ({type(key).__name__}) is kept as text, {str(key)!r}: keys are text, numbers, None, and tuples of such"
+            keys = "keys are text, numbers, None, and tuples of such"
+            if isinstance(key, int | float | tuple):  # its text could not be told from a text
+                msg = f"{name!r}: the key {key!r} cannot be kept: {keys}, and integers have 64 bits"
+                raise UnsupportedError(msg, tensor=name)
+            msg = f"{name!r}: the key {key!r} ({type(key).__name__}) is kept as text, {str(key)!r}: {keys}"
             if strict:
                 raise UnsupportedError(f"{msg} (strict_values=True)", tensor=name)
             warn_caller(msg)

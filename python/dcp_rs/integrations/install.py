@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from abc import ABCMeta
 from collections.abc import Iterator
@@ -11,12 +10,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from dcp_rs import _torch
+from dcp_rs._log import log as _log
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.writer import RsWriter
 
 __all__ = ["install", "installed", "uninstall"]
 
-_log = logging.getLogger("dcp_rs")
 _OURS = {"FileSystemReader": RsReader, "FileSystemWriter": RsWriter}
 
 _lock = threading.Lock()

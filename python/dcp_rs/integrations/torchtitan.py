@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import shutil
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dcp_rs._log import log as _log
 from dcp_rs.api import async_save, load, save
 from dcp_rs.conversion import convert
 from dcp_rs.engine.ranks import Ranks
@@ -22,7 +22,6 @@ from dcp_rs.transfer.stage import HostStager
 
 __all__ = ["DcpRsCheckpointManager"]
 
-_log = logging.getLogger("dcp_rs")
 _checkpointer: Any = framework("torchtitan.components.checkpointer", "torchtitan")
 _tools: Any = framework("torchtitan.tools.utils", "torchtitan")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from dcp_rs._shown import Report
 from dcp_rs.errors import DcpRsError, RunTakenOverError, StorageError, StoragePreconditionError
 from dcp_rs.steps.policies import Policies
 from dcp_rs.steps.root import PassedOver, Root, Step
@@ -12,9 +13,9 @@ from dcp_rs.steps.root import PassedOver, Root, Step
 __all__ = ["Pruned", "expendable", "prune", "unneeded"]
 
 
-@dataclass(frozen=True)
-class Pruned:
-    """What a removal did.
+@dataclass(frozen=True, repr=False)
+class Pruned(Report):
+    """Report of a removal.
 
     Attributes:
         removed: the steps that are gone.

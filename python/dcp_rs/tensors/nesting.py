@@ -19,6 +19,7 @@ __all__ = [
     "Container",
     "StandIn",
     "TreePath",
+    "is_plain",
     "kind_of",
     "like",
     "name_of",
@@ -162,9 +163,21 @@ def nest(leaves: Iterable[tuple[int | None, TreePath, Any]], containers: Iterabl
 
 
 def unwrap(value: Any) -> Any:
-    """Return the mapping of ``(WHOLE, mapping)``; any other value as it is."""
+    """Return the mapping of ``(WHOLE, mapping)``; any other value as it is.
+
+    Only what is not plain was ever wrapped: a user's ``(WHOLE, 3)`` is a value.
+    """
     is_whole = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and value[0] == WHOLE
-    return value[1] if is_whole else value
+    return value[1] if is_whole and not is_plain(value[1]) else value
+
+
+def is_plain(tree: Any) -> bool:
+    """Return whether a tree without tensors comes back from DCP as it is."""
+    if isinstance(tree, list):
+        return all(map(is_plain, tree))
+    if not isinstance(tree, Mapping):
+        return unwrap(tree) is tree  # a tuple that looks like a wrapped one would be unwrapped
+    return type(tree) is dict and bool(tree) and all(type(key) is str and is_plain(tree[key]) for key in tree)
 
 
 def unwrap_in(tree: Any) -> Any:

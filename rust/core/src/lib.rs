@@ -43,6 +43,8 @@ pub mod write;
 pub use api::{Checkpoint, OpenOptions, ReadBatch, TensorInfo};
 pub use checkpoint::verify::{Problem, Verified};
 pub use control::Control;
+#[doc(hidden)]
+pub use control::{NOTICE, NOTICE_AGAIN};
 pub use dtype::Dtype;
 pub use error::{Error, Result, StorageFault};
 #[doc(hidden)]

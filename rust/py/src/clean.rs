@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use dcp_rs_core::Control;
 use dcp_rs_core::checkpoint::{self, Cleaned};
 use dcp_rs_core::store::{self, Mode};
+use dcp_rs_core::{Control, NOTICE};
 use pyo3::prelude::*;
 
 use crate::error::IntoPy as _;
@@ -51,11 +51,14 @@ pub struct FolderLock {
 #[guarded]
 #[pymethods]
 impl FolderLock {
+    /// A wait that lasts longer than `notice` seconds is logged.
     #[new]
-    fn new(py: Python<'_>, folder: PathBuf) -> PyResult<Self> {
+    #[pyo3(signature = (folder, *, notice=NOTICE.as_secs_f64()))]
+    fn new(py: Python<'_>, folder: PathBuf, notice: f64) -> PyResult<Self> {
+        let control = Control::with_notice(Duration::try_from_secs_f64(notice).unwrap_or(NOTICE));
         let take = |control: &Control| store::FolderLock::take(&folder, Mode::Exclusive, control);
         Ok(Self {
-            _lock: interrupt::run(py, take)?,
+            _lock: interrupt::run_under(py, &control, take)?,
         })
     }
 }

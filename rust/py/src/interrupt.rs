@@ -19,6 +19,24 @@ pub fn run<T: Send>(py: Python<'_>, work: impl FnOnce(&Control) -> Result<T> + S
     run_with(py, None, 0, work)
 }
 
+/// [`run`], where the caller has made the control.
+pub fn run_under<T: Send>(
+    py: Python<'_>,
+    control: &Control,
+    work: impl FnOnce(&Control) -> Result<T> + Send,
+) -> PyResult<T> {
+    run_all(py, control, None, 0, || Ok(None::<()>), |_, control| work(control))
+}
+
+/// Logs the notices of a call.
+fn log_notices(py: Python<'_>, control: &Control) -> PyResult<()> {
+    for notice in control.take_notices() {
+        let log = py.import("logging")?.call_method1("getLogger", ("dcp_rs",))?;
+        log.call_method1("warning", ("%s", notice))?;
+    }
+    Ok(())
+}
+
 /// Runs `work` on another thread while this one, without the GIL, watches for signals; on this thread where the system gives
 /// no other, and then signals wait. A signal whose handler raises cancels the
 /// work; its threads have ended when this returns. `progress` is called now and then with the bytes done (and those done `before`), and at the end with
@@ -56,10 +74,20 @@ pub fn run_on<I: Send, T: Send>(
     py: Python<'_>,
     progress: Option<&Py<PyAny>>,
     before: u64,
+    make: impl FnMut() -> PyResult<Option<I>>,
+    work: impl FnOnce(Receiver<I>, &Control) -> Result<T> + Send,
+) -> PyResult<T> {
+    run_all(py, &Control::new(), progress, before, make, work)
+}
+
+fn run_all<I: Send, T: Send>(
+    py: Python<'_>,
+    control: &Control,
+    progress: Option<&Py<PyAny>>,
+    before: u64,
     mut make: impl FnMut() -> PyResult<Option<I>>,
     work: impl FnOnce(Receiver<I>, &Control) -> Result<T> + Send,
 ) -> PyResult<T> {
-    let control = Control::default();
     let told = AtomicU64::new(0);
     let tell = |py: Python<'_>| -> PyResult<()> {
         let done = control.done();
@@ -73,7 +101,6 @@ pub fn run_on<I: Send, T: Send>(
     let (result, raised, raised_late) = std::thread::scope(|scope| {
         let (give, made) = channel();
         let (done, is_done) = channel();
-        let control = &control;
         // Not handed to the thread but taken by it: it is still there where the system has no thread to give.
         let work = Mutex::new(Some((work, made)));
         let run = move || {
@@ -131,6 +158,7 @@ pub fn run_on<I: Send, T: Send>(
                 // An interpreter that ends has no more signals: what is dropped last may still have work to do.
                 let watch = Python::try_attach(|py| {
                     py.check_signals()?;
+                    log_notices(py, control)?;
                     tell(py)
                 });
                 if let Some(Err(error)) = watch {

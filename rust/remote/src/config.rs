@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::{Arc, Once};
 use std::time::Duration;
 
-use dcp_rs_core::Result;
+use dcp_rs_core::{NOTICE, Result};
 use object_store::aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey, S3CopyIfNotExists};
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::client::ClientConfigKey;
@@ -40,6 +40,8 @@ pub struct Limits {
     pub retries: u32,
     /// Without a byte, until one is taken as lost.
     pub silence: Duration,
+    /// Without getting anywhere, until it is told of.
+    pub notice: Duration,
 }
 
 impl Default for Limits {
@@ -48,6 +50,7 @@ impl Default for Limits {
             time: Duration::from_secs(120),
             retries: u32::MAX,
             silence: Duration::from_secs(15),
+            notice: NOTICE,
         }
     }
 }

@@ -196,7 +196,12 @@ impl Link {
             let _ = done.send(work.await);
         });
         loop {
-            match is_done.recv_timeout(PERIOD) {
+            let answer = is_done.recv_timeout(PERIOD);
+            let Config { root, secrets, .. } = &*self.shared.config;
+            for notice in self.shared.hold.take_notices() {
+                control.tell(format!("{root}: {}", secrets.remove(&notice)));
+            }
+            match answer {
                 Ok(result) => return Outcome::Done(result),
                 Err(RecvTimeoutError::Timeout) => {
                     if let Err(stopped) = control.check() {

@@ -79,6 +79,14 @@ impl Patience {
     pub async fn endures(&mut self, failure: &Failure) -> bool {
         let wait = self.failed().filter(|_| failure.is_worth_another_try);
         if let Some(wait) = wait {
+            let passed = self.since.elapsed();
+            if passed >= self.limits.notice {
+                self.hold.tell(|| {
+                    let (seconds, attempts) = (passed.as_secs(), self.attempts());
+                    let reason = &failure.reason;
+                    format!("no progress for {seconds} s, in {attempts} attempts, the last of which failed: {reason}. It is tried again")
+                });
+            }
             tokio::time::sleep(wait).await;
         }
         wait.is_some()
@@ -120,6 +128,7 @@ mod tests {
             time: Duration::from_secs(60),
             retries: 2,
             silence: Duration::from_secs(1),
+            notice: Duration::from_secs(1),
         };
         let mut patience = Patience::new(limits, Arc::default());
         let first = patience.failed().unwrap();
@@ -135,6 +144,32 @@ mod tests {
             ..limits
         };
         assert!(Patience::new(none, Arc::default()).failed().is_none());
+    }
+
+    #[test]
+    fn a_long_wait_is_told_of_once_a_minute() {
+        let limits = Limits {
+            notice: Duration::ZERO,
+            ..Limits::default()
+        };
+        let hold = Arc::new(Hold::default());
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .build()
+            .unwrap();
+        runtime.block_on(async {
+            for mut patience in [limits, limits].map(|limits| Patience::new(limits, Arc::clone(&hold))) {
+                assert!(patience.endures(&Failure::passing("503 Slow Down")).await);
+            }
+        });
+        let [notice] = &hold.take_notices()[..] else {
+            panic!("one notice")
+        };
+        assert!(
+            notice.contains("in 1 attempts") && notice.contains("503 Slow Down"),
+            "{notice}"
+        );
+        assert!(hold.take_notices().is_empty());
     }
 
     #[test]

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use dcp_rs_core::NOTICE_AGAIN;
 use futures_util::StreamExt as _;
 use object_store::client::{
     ClientConfigKey, HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpResponseBody,
@@ -41,23 +42,47 @@ impl fmt::Display for Refused {
 
 impl std::error::Error for Refused {}
 
-/// Until when a store asked to be left alone (`Retry-After`). All requests of a link share it.
+/// Until when a store asked to be left alone (`Retry-After`), and what is to be told of requests that get nowhere. All requests of a link
+/// share it.
 #[derive(Debug, Default)]
-pub struct Hold(Mutex<Option<Instant>>);
+pub struct Hold {
+    until: Mutex<Option<Instant>>,
+    notices: Mutex<Notices>,
+}
+
+#[derive(Debug, Default)]
+struct Notices {
+    texts: Vec<String>,
+    last: Option<Instant>,
+}
 
 impl Hold {
+    /// Leaves a notice for the caller, unless another one was left within a minute: many requests fail together.
+    pub fn tell(&self, text: impl FnOnce() -> String) {
+        let mut notices = self.notices.lock().unwrap_or_else(PoisonError::into_inner);
+        if notices.last.is_none_or(|last| last.elapsed() >= NOTICE_AGAIN) {
+            notices.last = Some(Instant::now());
+            notices.texts.push(text());
+        }
+    }
+
+    /// The notices since this was last called.
+    pub fn take_notices(&self) -> Vec<String> {
+        std::mem::take(&mut self.notices.lock().unwrap_or_else(PoisonError::into_inner).texts)
+    }
+
     fn note(&self, headers: &HeaderMap) {
         let seconds = headers
             .get(RETRY_AFTER)
             .and_then(|value| value.to_str().ok()?.parse().ok());
         let until = seconds.and_then(|seconds| Instant::now().checked_add(Duration::from_secs(seconds)));
-        let mut hold = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut hold = self.until.lock().unwrap_or_else(PoisonError::into_inner);
         *hold = (*hold).max(until);
     }
 
     /// How much longer.
     pub fn left(&self) -> Duration {
-        let until = *self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let until = *self.until.lock().unwrap_or_else(PoisonError::into_inner);
         until.map_or(Duration::ZERO, |until| until.saturating_duration_since(Instant::now()))
     }
 }

@@ -11,6 +11,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
+use super::commit::give_back;
 use super::recover::recoverable;
 use crate::format::{DataFileName, INDEX_NAME, Index, parse_rank_index_name};
 use crate::store::disk::Disk;
@@ -114,8 +115,22 @@ fn clean_on(disk: &Disk, path: &Path, older_than: Option<Duration>, control: &Co
     let lock = is_folder
         .then(|| FolderLock::take_on(disk, path, Mode::Exclusive, control))
         .transpose()?;
+    let cleaned = clean_locked(disk, path, older_than, lock.as_ref(), control);
+    if let Some(lock) = lock {
+        give_back(lock, disk, path);
+    }
+    cleaned
+}
+
+fn clean_locked(
+    disk: &Disk,
+    path: &Path,
+    older_than: Option<Duration>,
+    lock: Option<&FolderLock>,
+    control: &Control,
+) -> Result<Cleaned> {
     let mut cleaned = Cleaned::default();
-    for leftover in find(path, older_than, lock.as_ref())? {
+    for leftover in find(path, older_than, lock)? {
         if leftover.verdict != Verdict::Left {
             cleaned.kept.push(leftover);
             continue;

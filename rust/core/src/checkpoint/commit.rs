@@ -10,7 +10,7 @@ use super::index_file::identity_of;
 use super::locate::check_no_rank_indexes;
 use crate::format::{DataFileName, FileView, INDEX_NAME, Identity, Index, parse_rank_index_name, rank_index_name};
 use crate::store::disk::Disk;
-use crate::store::{FolderLock, Mode, Occupant, publish_on, read_all};
+use crate::store::{FolderLock, LOCK_NAME, Mode, Occupant, publish_on, read_all};
 use crate::{Control, Error, Result};
 
 /// What a discard waits for the folder. What it cannot remove, `clean` does.
@@ -132,7 +132,21 @@ pub fn replace_index(
     let disk = Disk::default();
     let path = dir.join(INDEX_NAME);
     let index = Index::from_bytes(index, &path)?;
-    let _lock = FolderLock::take_on(&disk, dir, Mode::Exclusive, control)?;
+    let lock = FolderLock::take_on(&disk, dir, Mode::Exclusive, control)?;
+    let replaced = replace_locked(&disk, dir, &index, before, fsync, control);
+    give_back(lock, &disk, dir);
+    replaced
+}
+
+fn replace_locked(
+    disk: &Disk,
+    dir: &Path,
+    index: &Index,
+    before: Option<&Occupant>,
+    fsync: bool,
+    control: &Control,
+) -> Result<()> {
+    let path = dir.join(INDEX_NAME);
     let found = Occupant::at(&path)?;
     if found.as_ref() != before {
         return Err(match before {
@@ -142,14 +156,28 @@ pub fn replace_index(
     }
     check_no_rank_indexes(dir)?;
     // Of a save that was under way, and failed.
-    for file in written(&index) {
+    for file in written(index) {
         control.check()?;
         if fs::metadata(dir.join(file.name)).is_ok_and(|found| found.len() == file.size) {
             continue;
         }
         return Err(Error::Replaced { path });
     }
-    publish_on(&disk, dir, INDEX_NAME, index.bytes(), fsync, control)
+    publish_on(disk, dir, INDEX_NAME, index.bytes(), fsync, control)
+}
+
+/// Gives an exclusive lock back. In a folder without data of this package its file goes too: it would be copied along with the data of others.
+pub(super) fn give_back(lock: FolderLock, disk: &Disk, dir: &Path) {
+    let is_own = |name: &str| DataFileName::parse(name).is_some();
+    // Nothing is removed from a folder that cannot be listed.
+    let has_own = fs::read_dir(dir).map_or(true, |mut entries| {
+        entries.any(|entry| entry.map_or(true, |entry| entry.file_name().to_str().is_some_and(is_own)))
+    });
+    if !has_own {
+        // While it is locked: who waits for it looks whether its file is still there.
+        let _ = disk.remove(&dir.join(LOCK_NAME));
+    }
+    drop(lock);
 }
 
 /// Checks that the files of a save are there as its ranks wrote them.

@@ -60,6 +60,7 @@ impl FileLock {
     ) -> Result<Option<Self>> {
         let file = OwnFile::new(file);
         let begin = Instant::now();
+        let mut reminder = control.reminder();
         let mut slice = SLICES[0];
         loop {
             match disk.try_lock(&file, path, mode)? {
@@ -74,6 +75,12 @@ impl FileLock {
                 Locked::ByOthers => {}
             }
             control.check()?;
+            if let Some(seconds) = reminder.due() {
+                control.tell(format!(
+                    "{}: waiting for another process, which has held this lock for {seconds} s",
+                    path.display()
+                ));
+            }
             thread::sleep(slice);
             slice = (slice * 2).min(SLICES[1]);
         }

@@ -131,6 +131,20 @@ fn waiting_ends_when_it_is_told_to_or_has_lasted_long() {
 }
 
 #[test]
+fn a_long_wait_is_told_of_once_a_minute() {
+    let dir = tempfile::tempdir().unwrap();
+    let _held = exclusive(dir.path());
+    let control = Control::with_notice(Duration::ZERO);
+    let patience = Duration::from_millis(20);
+    let taken = FolderLock::take_within(&Disk::default(), dir.path(), Mode::Shared, &control, patience);
+    assert!(matches!(taken, Err(Error::Busy { .. })));
+    let [notice] = &control.take_notices()[..] else {
+        panic!("one notice")
+    };
+    assert!(notice.contains(LOCK_NAME), "{notice}");
+}
+
+#[test]
 fn a_lock_whose_file_was_replaced_is_asked_for_again() {
     let dir = tempfile::tempdir().unwrap();
     let old = exclusive(dir.path());
