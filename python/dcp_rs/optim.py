@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,10 +24,12 @@ from dcp_rs.engine.attempts import Attempts
 from dcp_rs.engine.metadata import index_of
 from dcp_rs.engine.ranks import Ranks
 from dcp_rs.engine.reports import LoadReport
-from dcp_rs.errors import PlanError
+from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.training.choice import Choice
 from dcp_rs.training.counters import counters_as_they_are
 from dcp_rs.training.extra import PerRank, RngState, check_values, state_of, with_buffers_copied
+from dcp_rs.training.fsdp1 import is_fsdp1
+from dcp_rs.training.made import Made, made_state
 from dcp_rs.training.optimizers import optimizer_state
 from dcp_rs.training.saved import SavedOptimizers
 from dcp_rs.training.saved_extra import EXTRA, SavedExtra
@@ -44,12 +46,13 @@ __all__ = [
 
 MODEL, OPTIM = "model", "optim"
 
+Models = torch.nn.Module | Iterable[torch.nn.Module]
 Optimizers = Optimizer | Iterable[Optimizer]
 
 
 @short_traceback
 def training_state(
-    model: torch.nn.Module,
+    model: Models,
     optimizers: Optimizers = (),
     extra: Mapping[str, Any] | None = None,
     *,
@@ -62,6 +65,7 @@ def training_state(
     and the optimizers, not copies. Buffers are copies, so that a forward pass may write to them while ``async_staging=True`` copies the rest.
 
     Args:
+        model, optimizers, extra: as for :func:`save_training_state`.
         strict_values: refuse values in ``extra`` that would not load back under ``weights_only=True``.
 
     Raises:
@@ -69,19 +73,25 @@ def training_state(
         UnsafePickleError: with ``strict_values``, a value that would not load back.
     """
     ranks = Ranks(process_group, no_dist=not dist.is_initialized())  # whether others are missing is for the save to say
-    state = _training_state(model, optimizers, extra, ranks, strict=strict_values)
-    state[MODEL] = with_buffers_copied(state[MODEL], model)
+    models = _modules(model)
+    state = _training_state(models, optimizers, extra, ranks, strict=strict_values)
+    state[MODEL] = with_buffers_copied(state[MODEL], models)
     return state
 
 
 def _training_state(
-    model: torch.nn.Module, optimizers: Optimizers, extra: Mapping[str, Any] | None, ranks: Ranks, *, strict: bool
+    models: tuple[torch.nn.Module, ...],
+    optimizers: Optimizers,
+    extra: Mapping[str, Any] | None,
+    ranks: Ranks,
+    *,
+    strict: bool,
 ) -> dict[str, Any]:
     def make() -> dict[str, Any]:
-        state: dict[str, Any] = {MODEL: get_model_state_dict(model)}
+        state: dict[str, Any] = {MODEL: _merged(get_model_state_dict(model) for model in models)}
         several = _several(optimizers)
         # Every rank takes the steps in it, whatever it has: others may have optimizers.
-        optim = optimizer_state(model, several, ranks)
+        optim = optimizer_state(models, several, ranks)
         if several:
             state[OPTIM] = optim
         elif optim["param_groups"]:
@@ -98,7 +108,7 @@ def _training_state(
 @short_traceback
 def save_training_state(
     path: str | os.PathLike[str],
-    model: torch.nn.Module,
+    model: Models,
     optimizers: Optimizers = (),
     extra: Mapping[str, Any] | None = None,
     *,
@@ -113,7 +123,7 @@ def save_training_state(
 
     Args:
         path: the folder.
-        model: its parameters and persistent buffers.
+        model: its parameters and persistent buffers; or several modules with names that differ, as the stages of a pipeline on this rank.
         optimizers: one, or several for different parameters of the model. One that has made no step yet is saved as such. Ranks
             that train nothing have none.
         extra: by name, whatever else is to be there after a restart: objects with ``state_dict`` and ``load_state_dict`` (learning rate
@@ -129,7 +139,7 @@ def save_training_state(
         DcpRsError: as :func:`dcp_rs.save`.
     """
     strict = write_options.get("strict_values", True)
-    state = _training_state(model, optimizers, extra, Ranks(process_group, no_dist=no_dist), strict=strict)
+    state = _training_state(_modules(model), optimizers, extra, Ranks(process_group, no_dist=no_dist), strict=strict)
     with counters_as_they_are(planner, {OPTIM: state.get(OPTIM, {})}):
         return save(state, path, planner=planner, process_group=process_group, no_dist=no_dist, **write_options)
 
@@ -137,7 +147,7 @@ def save_training_state(
 @short_traceback
 def load_training_state(
     path: str | os.PathLike[str],
-    model: torch.nn.Module,
+    model: Models,
     optimizers: Optimizers = (),
     extra: dict[str, Any] | None = None,
     *,
@@ -173,7 +183,7 @@ def load_training_state(
             where state was saved by number. Nothing was read then.
         DcpRsError: as :func:`dcp_rs.load`.
     """
-    several, extra = _several(optimizers), {} if extra is None else extra
+    models, several, extra = _modules(model), _several(optimizers), {} if extra is None else extra
     planner = RsLoadPlanner(allow_partial_load=allow_partial_load) if planner is None else planner
     ranks = Ranks(process_group, no_dist=no_dist)
     partial = allow_partial_load or (isinstance(planner, RsLoadPlanner) and planner.allow_partial_load)
@@ -181,7 +191,7 @@ def load_training_state(
     attempts = Attempts() if _attempts is None else _attempts
 
     def load() -> None:
-        given = (path, model, several, extra, planner, ranks, attempts, read_options)
+        given = (path, models, several, extra, planner, ranks, attempts, read_options)
         _load_training_state(*given, partial=partial)
 
     engine.again_where_replaced(ranks, load, tries=1 if partial else engine.TRIES)
@@ -190,7 +200,7 @@ def load_training_state(
 
 def _load_training_state(
     path: str | os.PathLike[str],
-    model: torch.nn.Module,
+    models: tuple[torch.nn.Module, ...],
     optimizers: tuple[Optimizer, ...],
     extra: dict[str, Any],
     planner: LoadPlanner,
@@ -202,15 +212,18 @@ def _load_training_state(
 ) -> None:
     """Loads what the path holds when it begins, all of one save."""
     reader, metadata = ranks.together(lambda: _opened(path, read_options))
+    made = ranks.together(lambda: _made(models, optimizers, metadata, OPTIM))
     state: dict[str, Any] = {}
+    parts: list[dict[str, Any]] = []
     extras: list[SavedExtra] = []
 
     def begin() -> tuple[Choice, SavedOptimizers | None]:
         choice = Choice(metadata, planner, partial=partial)
-        state[MODEL] = get_model_state_dict(model)
+        parts.extend(get_model_state_dict(model) for model in models)
+        state[MODEL] = _merged(parts)
         saved = _saved_optimizers(reader, metadata, OPTIM, choice) if optimizers else None
         if saved is not None:
-            state.update(saved.template(model, optimizers))
+            state.update(saved.template(models, optimizers, made))
         extras.extend(SavedExtra(metadata, name, value, choice) for name, value in extra.items())
         for one in extras:
             state.update(one.template)
@@ -219,8 +232,10 @@ def _load_training_state(
     def end() -> None:
         if saved is not None:
             saved.fill(state)
-            saved.apply(model)
-        set_model_state_dict(model, state[MODEL], options=StateDictOptions(strict=not partial))
+            saved.apply(models)
+        for model, part in zip(models, parts, strict=True):
+            loaded = {name: state[MODEL][name] for name in part if name in state[MODEL]}
+            set_model_state_dict(model, loaded, options=StateDictOptions(strict=not partial))
         for one in extras:
             one.put(extra, state)
 
@@ -234,7 +249,7 @@ def _load_training_state(
 @short_traceback
 def load_optim_state_dict(
     path: str | os.PathLike[str],
-    model: torch.nn.Module,
+    model: Models,
     optimizer: Optimizer,
     *,
     key: str = OPTIM,
@@ -267,24 +282,24 @@ def load_optim_state_dict(
         PlanError: there is no optimizer state under ``key``, or it is of other parameters, groups or shapes. Nothing was read then.
         DcpRsError: as :func:`dcp_rs.load`.
     """
-    ranks = Ranks(process_group, no_dist=no_dist)
+    models, ranks = _modules(model), Ranks(process_group, no_dist=no_dist)
     own_planner = RsLoadPlanner() if planner is None else planner
-
     attempts = Attempts()
     partial = allow_partial_load or bool(getattr(own_planner, "allow_partial_load", False))
 
     def load() -> None:
         reader, metadata = ranks.together(lambda: _opened(path, read_options))
+        made = ranks.together(lambda: _made(models, (optimizer,), metadata, key))
 
         def begin() -> tuple[Choice, SavedOptimizers | None, dict[str, Any]]:
-            choice = Choice(metadata, own_planner, partial=allow_partial_load)
+            choice = Choice(metadata, own_planner, partial=partial)
             saved = _saved_optimizers(reader, metadata, key, choice, needed=True)
-            return choice, saved, {} if saved is None else saved.template(model, (optimizer,))
+            return choice, saved, {} if saved is None else saved.template(models, (optimizer,), made)
 
         def end() -> None:
             if saved is not None:
                 saved.fill(state)
-                saved.apply(model)
+                saved.apply(models)
 
         choice, saved, state = ranks.together(begin)
         _load(ranks, state, reader, metadata, own_planner, attempts, choice)
@@ -297,6 +312,15 @@ def load_optim_state_dict(
 def _opened(path: str | os.PathLike[str], read_options: dict[str, Any]) -> tuple[RsReader, Metadata]:
     reader = RsReader(path, **read_options)
     return reader, reader.read_metadata()
+
+
+def _made(
+    models: tuple[torch.nn.Module, ...], optimizers: Sequence[Optimizer], metadata: Metadata, key: str
+) -> list[dict[int, Made]]:
+    """Return the state that the optimizers make, where the checkpoint has state for it. FSDP1 knows it by its flat parameters."""
+    start = f"{join(key, 'state')}."
+    is_needed = any(name.startswith(start) for name in metadata.state_dict_metadata) and not is_fsdp1(models[0])
+    return [made_state(optimizer) if is_needed else {} for optimizer in optimizers]
 
 
 def _load(
@@ -324,6 +348,35 @@ def _load(
         unseen=choice.unseen,
     )
     planner.end_load(report, reader.path)
+
+
+def _modules(model: Models) -> tuple[torch.nn.Module, ...]:
+    models = (model,) if isinstance(model, torch.nn.Module) else tuple(model)
+    if not models or not all(isinstance(one, torch.nn.Module) for one in models):
+        msg = f"model is {model!r}: a module, or several"
+        raise TypeError(msg)
+    if models[1:] and any(map(is_fsdp1, models)):
+        msg = (
+            "several modules, of which one is of FSDP1 (FullyShardedDataParallel): wrap them in one, or use fully_shard"
+        )
+        raise UnsupportedError(msg)
+    return models
+
+
+def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state dicts of several modules as one.
+
+    Raises:
+        PlanError: two have the same name.
+    """
+    merged: dict[str, Any] = {}
+    for part in parts:
+        twice = next((name for name in part if name in merged), None)
+        if twice is not None:
+            msg = f"two of the modules have a {twice!r}: names of what they hold have to differ"
+            raise PlanError(msg, tensor=twice)
+        merged.update(part)
+    return merged
 
 
 def _several(optimizers: Optimizers) -> tuple[Optimizer, ...]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dcp_rs import _torch
 from dcp_rs.errors import PlanError, UnsafePickleError
 from dcp_rs.tensors import objects
-from dcp_rs.tensors.nesting import WHOLE, unwrap
+from dcp_rs.tensors.nesting import WHOLE, is_plain, unwrap
 from dcp_rs.tensors.trees import flatten, is_stateful
 from dcp_rs.training.numbers import plain_numbers
 
@@ -132,14 +132,19 @@ def check_values(name: str, tree: Any) -> None:
             raise UnsafePickleError(msg, tensor=fqn)
 
 
-def with_buffers_copied(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
-    """Return a model's state dict with copies of its buffers: a forward pass may write to those.
+def with_buffers_copied(state: dict[str, Any], models: Iterable[torch.nn.Module]) -> dict[str, Any]:
+    """Return a state dict of models with copies of their buffers: a forward pass may write to those.
 
     Args:
         state: as torch's ``get_model_state_dict`` gives it.
-        model: whose it is.
+        models: whose it is.
     """
-    names = {name for key, _ in model.named_buffers(remove_duplicate=False) for name in _torch.fqns(model, key)}
+    names = {
+        name
+        for model in models
+        for key, _ in model.named_buffers(remove_duplicate=False)
+        for name in _torch.fqns(model, key)
+    }
     with torch.no_grad():
         return {key: value.clone() if key in names else value for key, value in state.items()}
 
@@ -173,9 +178,9 @@ def pack(tree: Any) -> Any:
         PlanError: two keys of a mapping with tensors are the same as text.
     """
     if not isinstance(tree, Mapping | list):
-        return tree if _is_plain(tree) else (WHOLE, tree)
+        return tree if is_plain(tree) else (WHOLE, tree)
     if not _has_tensors(tree):
-        return tree if _is_plain(tree) else (WHOLE, tree)
+        return tree if is_plain(tree) else (WHOLE, tree)
     if isinstance(tree, list):
         return [pack(entry) for entry in tree]
     packed = {str(key): pack(value) for key, value in tree.items()}
@@ -206,15 +211,6 @@ def merge(old: Any, new: Any) -> Any:
             old[key] = merge(old.get(key), value)
         return old
     return new
-
-
-def _is_plain(tree: Any) -> bool:
-    """Whether a tree without tensors comes back from DCP as it is."""
-    if isinstance(tree, list):
-        return all(_is_plain(entry) for entry in tree)
-    if not isinstance(tree, Mapping):
-        return unwrap(tree) is tree  # a tuple that looks like a wrapped one would be unwrapped
-    return type(tree) is dict and bool(tree) and all(type(k) is str and _is_plain(v) for k, v in tree.items())
 
 
 def _has_tensors(tree: Any) -> bool:

@@ -24,7 +24,7 @@ __all__ = ["WHO", "fsdp1_state", "optimizer_state", "text_of"]
 WHO = ("params", "param_names")
 
 
-def optimizer_state(model: torch.nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks) -> dict[str, Any]:
+def optimizer_state(models: Sequence[torch.nn.Module], optimizers: Sequence[Optimizer], ranks: Ranks) -> dict[str, Any]:
     """``{"state": {fqn: {name: value}}, "param_groups": [...]}``, as ``get_optimizer_state_dict`` has it, of all optimizers together.
 
     Unlike that, it takes no step: an optimizer that has no state is saved without state. (torch steps it with gradients of zero, which
@@ -37,7 +37,7 @@ def optimizer_state(model: torch.nn.Module, optimizers: Sequence[Optimizer], ran
     groups: list[dict[str, Any]] = []
     for number, optimizer in enumerate(optimizers):
         osd = plain_numbers(
-            fsdp1_state(model, optimizer) if is_fsdp1(model) else _named_state(model, optimizer, number)
+            fsdp1_state(models[0], optimizer) if is_fsdp1(models[0]) else _named_state(models, optimizer, number)
         )
         twice = next((fqn for fqn in osd["state"] if fqn in state), None)
         if twice is not None:
@@ -48,9 +48,9 @@ def optimizer_state(model: torch.nn.Module, optimizers: Sequence[Optimizer], ran
     return {"state": state, "param_groups": _of_all_ranks(groups, ranks)}
 
 
-def _named_state(model: torch.nn.Module, optimizer: Optimizer, number: int) -> dict[str, Any]:
+def _named_state(models: Sequence[torch.nn.Module], optimizer: Optimizer, number: int) -> dict[str, Any]:
     osd = optimizer.state_dict()
-    names = names_by_key(model, optimizer, osd, number)
+    names = names_by_key(models, optimizer, osd, number)
     return {
         "state": {names.get(key, key): value for key, value in osd["state"].items()},
         "param_groups": [group | {"params": [names[key] for key in group["params"]]} for group in osd["param_groups"]],

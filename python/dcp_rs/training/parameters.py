@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,14 @@ from dcp_rs.errors import PlanError
 __all__ = ["compiler_names", "is_named", "names_by_key", "parameter_names", "without_compiler"]
 
 
-def parameter_names(model: torch.nn.Module, optimizer: Optimizer, number: int) -> list[tuple[torch.Tensor, list[str]]]:
+def parameter_names(
+    models: Sequence[torch.nn.Module], optimizer: Optimizer, number: int
+) -> list[tuple[torch.Tensor, list[str]]]:
     """The parameters of an optimizer, and the FQNs of each: one, but for a flat parameter of FSDP1."""
     fqns_of: dict[int, list[str]] = {}
-    for key, param in model.named_parameters():
-        fqns_of.setdefault(id(param), [without_compiler(fqn) for fqn in _torch.fqns(model, key)])
+    for model in models:
+        for key, param in model.named_parameters():
+            fqns_of.setdefault(id(param), [without_compiler(fqn) for fqn in _torch.fqns(model, key)])
     names = []
     for at, group in enumerate(optimizer.param_groups):
         for place, param in enumerate(group["params"]):
@@ -34,10 +37,12 @@ def parameter_names(model: torch.nn.Module, optimizer: Optimizer, number: int) -
     return names
 
 
-def names_by_key(model: torch.nn.Module, optimizer: Optimizer, osd: dict[str, Any], number: int) -> dict[Any, str]:
+def names_by_key(
+    models: Sequence[torch.nn.Module], optimizer: Optimizer, osd: dict[str, Any], number: int
+) -> dict[Any, str]:
     """The keys of an optimizer's own state dict, and the FQNs of the parameters they stand for."""
     keys = list(itertools.chain.from_iterable(group["params"] for group in osd["param_groups"]))
-    names = parameter_names(model, optimizer, number)
+    names = parameter_names(models, optimizer, number)
     if is_named(osd):
         known = {fqn for _, fqns in names for fqn in fqns}
         stranger = next((key for key in keys if key not in known), None)

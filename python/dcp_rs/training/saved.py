@@ -23,7 +23,7 @@ from dcp_rs.tensors.trees import get_at
 from dcp_rs.training.choice import Choice
 from dcp_rs.training.counters import is_counter
 from dcp_rs.training.fsdp1 import fsdp1_group, is_fsdp1, sharded_state_dicts
-from dcp_rs.training.made import MadeState
+from dcp_rs.training.made import Made
 from dcp_rs.training.optimizers import WHO, fsdp1_state, text_of
 from dcp_rs.training.parameters import compiler_names, is_named, names_by_key, parameter_names
 from dcp_rs.training.saved_state import SavedState
@@ -84,20 +84,29 @@ class SavedOptimizers:
         # What was loaded: name in the checkpoint to value.
         self._values: dict[str, Any] = {}
 
-    def template(self, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    def template(
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[Optimizer],
+        made: Sequence[Mapping[int, Made]],
+    ) -> dict[str, Any]:
         """Memory for all state of the parameters of these optimizers, by name in the checkpoint. To be filled, and kept by the caller.
+
+        Args:
+            models, optimizers: what is loaded.
+            made: as :func:`made_state` gives it, of each optimizer.
 
         Raises:
             PlanError: what is saved is not for these optimizers: other parameters, numbers, groups or shapes.
         """
-        fsdp1 = is_fsdp1(model)
-        shards = get_model_state_dict(model) if fsdp1 else {}
+        fsdp1 = is_fsdp1(models[0])
+        shards = get_model_state_dict(models[0]) if fsdp1 else {}
         self._values = {}
         self._parts = []
         for number, optimizer in enumerate(optimizers):
-            names = parameter_names(model, optimizer, number)
+            names = parameter_names(models, optimizer, number)
             if not fsdp1:
-                names_by_key(model, optimizer, optimizer.state_dict(), number)
+                names_by_key(models, optimizer, optimizer.state_dict(), number)
             keys = self._saved_keys(optimizer, names, shards)
             kept = set(self._unknown_params(keys, number))
             groups = self._matching_groups(optimizer, names, keys, number)
@@ -105,19 +114,17 @@ class SavedOptimizers:
             if not fsdp1:
                 own = {fqns[0]: optimizer.state.get(param, {}) for param, fqns in names}
             elif self._choice.leaves_some:
-                own = fsdp1_state(model, optimizer)["state"]
+                own = fsdp1_state(models[0], optimizer)["state"]
             part = _Part(optimizer, number, keys, groups, own, kept)
             self._parts.append(part)
-            made = MadeState(optimizer)
-            group_of = [at for at, group in enumerate(optimizer.param_groups) for _ in group["params"]]
-            for (param, fqns), group in zip(names, group_of, strict=True):
+            for param, fqns in names:
                 rooms: dict[str, dict[str, Any] | None] = {}
-                keys_made = partial(_keys_made, made, None if fsdp1 else param, group)
                 for fqn in fqns:
+                    makes = made[number].get(id(param), Made())
                     if fqn not in kept:
-                        self._state.take_keys(keys[fqn], part.own.get(fqn, {}), keys_made)
+                        self._state.take_keys(keys[fqn], part.own.get(fqn, {}), makes)
                     entries = None if fqn in kept else self._chosen(fqn, keys[fqn], part.own.get(fqn, {}))
-                    rooms[fqn] = None if entries is None else self._room(entries, fqn, shards, param, part, made, group)
+                    rooms[fqn] = None if entries is None else self._room(entries, fqn, shards, param, part, makes)
                 self._take(rooms, kept)
         self._state.warn()
         self._choice.counters |= {id(value) for value in self._values.values() if is_counter(value)}
@@ -127,9 +134,9 @@ class SavedOptimizers:
         """Takes what was loaded, by name in the checkpoint."""
         self._values = {name: values[name] for name in self._values}
 
-    def apply(self, model: torch.nn.Module) -> None:
+    def apply(self, models: Sequence[torch.nn.Module]) -> None:
         """Puts what was loaded into the optimizers that :meth:`template` was given. What was not stays."""
-        fsdp1 = is_fsdp1(model)
+        fsdp1 = is_fsdp1(models[0])
         for part in self._parts:
             if not self._takes_groups and part.kept.issuperset(part.keys):
                 continue
@@ -137,18 +144,18 @@ class SavedOptimizers:
             state = self._state.trees(loaded, partial(self._value, part.own))
             if fsdp1:
                 stays = {fqn: part.own[fqn] for fqn in part.kept if fqn in part.own}
-                self._apply_fsdp1(model, part.optimizer, state | stays, part.groups)
+                self._apply_fsdp1(models[0], part.optimizer, state | stays, part.groups)
             else:
-                self._apply_plain(model, part, state)
+                self._apply_plain(models, part, state)
 
     def _value(self, own: Mapping[str, Mapping[Any, Any]], fqn: str, path: TreePath, name: str) -> Any:
         """What an entry of a parameter's state becomes: what was loaded, else it stays."""
         return self._values[name] if name in self._values else get_at(own[fqn], path)
 
-    def _apply_plain(self, model: torch.nn.Module, part: _Part, state: dict[str, Any]) -> None:
+    def _apply_plain(self, models: Sequence[torch.nn.Module], part: _Part, state: dict[str, Any]) -> None:
         _prepare(part.optimizer)
         osd = part.optimizer.state_dict()
-        by_key = names_by_key(model, part.optimizer, osd, part.number)
+        by_key = names_by_key(models, part.optimizer, osd, part.number)
         kept = {key: osd["state"][key] for key, fqn in by_key.items() if fqn in part.kept and key in osd["state"]}
         loaded = {key: state[fqn] for key, fqn in by_key.items() if fqn in state}
         part.optimizer.load_state_dict(
@@ -298,8 +305,7 @@ class SavedOptimizers:
         shards: Mapping[str, Any],
         param: torch.Tensor,
         part: _Part,
-        made: MadeState,
-        group: int,
+        makes: Made,
     ) -> dict[str, Any] | None:
         """What the state of a parameter is loaded into, by name in the checkpoint; None where it does not fit, and that is no error."""
         room: dict[str, Any] = {}
@@ -319,7 +325,7 @@ class SavedOptimizers:
                 own = get_at(part.own.get(fqn, {}), path)
                 own = expected = own if isinstance(own, torch.Tensor) else None
                 if expected is None and path != ("step",):
-                    expected = made.of(param, group).tensors.get(path)
+                    expected = makes.tensors.get(path)
             if expected is not None and tuple(global_shape(expected)) != shape:
                 self._choice.refuse(name, tuple(global_shape(expected)), shape)
                 return None
@@ -338,11 +344,6 @@ def _as_it_was(state: dict[Any, Any], loaded: Mapping[Any, Any]) -> None:
         cast = state.get(key)
         if isinstance(value, torch.Tensor) and isinstance(cast, torch.Tensor) and cast.dtype != value.dtype:
             state[key] = value.to(cast.device)
-
-
-def _keys_made(made: MadeState, param: torch.Tensor | None, group: int) -> Mapping[TreePath, Any]:
-    """The keys of the state that an optimizer makes for a parameter; for one that is a part of a flat one, none."""
-    return {} if param is None else made.of(param, group).keys
 
 
 def _memory(

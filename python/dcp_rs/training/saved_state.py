@@ -9,9 +9,10 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_rs._warnings import warn_caller
-from dcp_rs.tensors.nesting import Container, TreePath, name_of, nest, remaining, text_path
+from dcp_rs.tensors.nesting import Container, TreePath, name_of, nest, remaining
 from dcp_rs.training.choice import Choice
 from dcp_rs.training.keys import keys_of, unclear_in, with_keys
+from dcp_rs.training.made import Made
 from dcp_rs.training.stored import branch_at, join
 
 __all__ = ["SavedState"]
@@ -53,20 +54,18 @@ class SavedState:
         """The entries of a parameter: their names in the checkpoint, by path."""
         return self._entries.get(key, {})
 
-    def take_keys(self, key: str, own: Mapping[Any, Any], made: Callable[[], Mapping[TreePath, Any]]) -> None:
-        """Gives a parameter's entries the keys that the optimizer has, where text stands for them.
+    def take_keys(self, key: str, own: Mapping[Any, Any], makes: Made) -> None:
+        """Give a parameter's entries the keys that the optimizer has, where text stands for them.
 
         Args:
             key: what the parameter goes by in the checkpoint.
             own: the state that it has.
-            made: tells the keys (:func:`keys_of`) of the state that the optimizer makes.
+            makes: the state that the optimizer makes for it.
         """
         entries = self.of(key)
         if not entries or (self._is_exact and all(len(path) == 1 for path in entries)):
             return
-        keys: Mapping[TreePath, Any] = keys_of(own)
-        if any(text_path(path) not in keys for path in entries):
-            keys = {**made(), **keys}
+        keys: Mapping[TreePath, Any] = {**makes.keys, **keys_of(own)}
         self._entries[key] = {with_keys(path, keys): name for path, name in entries.items()}
         containers = self._containers.get(key, [])
         containers[:] = [Container(c.position, with_keys(c.path, keys), c.kind) for c in containers]
