@@ -243,6 +243,61 @@ def test_a_state_dict_that_does_not_fit_is_no_damage(run):
             loaded(manager)
 
 
+# --- names and files of the user's --------------------------------------------------------------------------
+
+
+def test_files_of_the_user_are_in_a_step_and_go_with_it(run, tmp_path):
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text("{}")
+    with CheckpointManager(run, keep_last=1, fsync=False) as manager:
+        manager.save(1, state_of(1), extra_files={"tokenizer.json": tokenizer, "config.json": b"[1]"})
+        assert (manager.path(1) / "tokenizer.json").read_text() == "{}"
+        assert (manager.path(1) / "config.json").read_bytes() == b"[1]"
+        manager.async_save(2, state_of(2), extra_files={"config.json": b"[2]"}).result(60)
+        assert (manager.path(2) / "config.json").read_bytes() == b"[2]"
+        assert names_in(run) == ["step-2"]
+        assert loaded(manager) == 2
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../x", ".hidden", "index.dcprs", f"saving-{1:032x}.json"])
+def test_names_of_files_that_cannot_be_are_refused(run, name):
+    with CheckpointManager(run) as manager:
+        with pytest.raises(ValueError, match="extra_files has"):
+            manager.save(1, state_of(1), extra_files={name: b""})
+        with pytest.raises(FileNotFoundError):
+            manager.save(1, state_of(1), extra_files={"x": run / "nowhere"})
+        assert not manager.path(1).exists()
+
+
+def test_what_a_killed_save_leaves_with_files_of_the_user_is_replaced(run):
+    """They are no checkpoint of others."""
+    with CheckpointManager(run, fsync=False) as manager:
+        manager.save(1, state_of(1), extra_files={"config.json": b"[1]"})
+        (manager.path(1) / "index.dcprs").unlink()
+        note = next(manager.path(1).glob("saved-*.json"))
+        note.rename(note.with_name(note.name.replace("saved", "saving")))
+        (manager.path(1) / f"config.json.{1:016x}.tmp").touch()
+        with pytest.warns(UserWarning, match="its save did not finish"):
+            assert loaded(manager) is None
+        manager.save(1, state_of(1))
+        assert loaded(manager) == 1
+        assert not (manager.path(1) / "config.json").exists()
+
+
+def test_steps_have_the_name_that_is_asked_for(run):
+    (run / "step-7").mkdir(parents=True)
+    with CheckpointManager(run, keep_last=2, step_name="global_{}.ckpt", fsync=False) as manager:
+        for step in (8, 9, 10):
+            manager.save(step, state_of(step))
+        (run / "global_011.ckpt").mkdir()
+        assert names_in(run) == ["global_011.ckpt", "global_10.ckpt", "global_9.ckpt", "step-7"]
+        assert numbers(manager) == [9, 10]
+        assert loaded(manager) == 10
+    for wrong in ("step", "a/{}", "{}-{}", ".{}", "x{0}", "{}/x"):
+        with pytest.raises(ValueError, match="step_name"):
+            CheckpointManager(run, step_name=wrong)
+
+
 # --- what goes -------------------------------------------------------------------------------------------
 
 

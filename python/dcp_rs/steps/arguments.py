@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from dcp_rs.checkpoint.names import nearest
 from dcp_rs.options import WriteArguments, WriteOptions
+from dcp_rs.steps.objects import is_own
 
-__all__ = ["check_write_options"]
+__all__ = ["ExtraFiles", "check_write_options", "read_extra_files"]
+
+#: Files of the user's for the folder of a step, by name: their bytes, or where they are.
+ExtraFiles = Mapping[str, bytes | str | os.PathLike[str]]
 
 #: Options of one save, and what takes their place in a run.
 _OF_ONE_SAVE = {
@@ -38,3 +44,17 @@ def check_write_options(options: Mapping[str, Any], manager: Callable[..., Any])
             msg = f"CheckpointManager has no option {name!r}" + (f": did you mean {near!r}?" if near else "")
             raise TypeError(msg)
     WriteOptions(**options)
+
+
+def read_extra_files(files: ExtraFiles) -> dict[str, bytes]:
+    """Return the bytes of files that are to be put into the folder of a step.
+
+    Raises:
+        ValueError: a name that is a path, hidden, or one of this package's own.
+        OSError: one cannot be read.
+    """
+    for name in files:
+        if not name or name.startswith(".") or "/" in name or "\0" in name or is_own(name):
+            msg = f"extra_files has {name!r}: a plain name is needed, not hidden, and none that a checkpoint has itself"
+            raise ValueError(msg)
+    return {name: bytes(file) if isinstance(file, bytes) else Path(file).read_bytes() for name, file in files.items()}

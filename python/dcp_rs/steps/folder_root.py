@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from dcp_rs import _core
@@ -28,7 +29,7 @@ from dcp_rs.errors import (
 )
 from dcp_rs.steps import notes
 from dcp_rs.steps.notes import Owner, saved_name, saving_name, verified_name
-from dcp_rs.steps.root import Listing, PassedOver, Root, Step, Why, numbers_in
+from dcp_rs.steps.root import Listing, PassedOver, Root, Step, StepNames, Why
 
 __all__ = ["FolderRoot"]
 
@@ -47,12 +48,14 @@ class FolderRoot(Root):
 
     Args:
         path: need not be there yet.
+        names: of the folders of steps.
 
     Raises:
         UnsupportedError: a path with a scheme.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], names: StepNames | None = None) -> None:
+        super().__init__(names)
         self.path = Path(os.path.abspath(local_path(path)))  # noqa: PTH100  # Path.resolve would follow links
         self.access: Mapping[str, Any] = {}
         self._known: dict[int, tuple[object, Step]] = {}  # by what they looked like to the last sweep
@@ -160,6 +163,9 @@ class FolderRoot(Root):
         # Only that lock claims an index that did not get its name.
         left = {leftover.verdict for leftover in found if leftover.kind == "data" or not locked}
         strange = [name for name in names if not _is_own(name)]
+        if strange:
+            noted = _files_noted(path, names)
+            strange = [name for name in strange if _without_token(name) not in noted]
         owners = _owners(path, names)
         runs = frozenset(owner.run for owner in owners if owner.run is not None)
         kind: Why
@@ -202,11 +208,15 @@ class FolderRoot(Root):
 
     # --- a save ----------------------------------------------------------------------------------------
 
-    def begin(self, number: int, save_id: str, metrics: Mapping[str, float]) -> None:
-        """Makes the folder of a step, and notes in it what is being saved."""
+    def begin(
+        self, number: int, save_id: str, metrics: Mapping[str, float], files: Mapping[str, bytes] = MappingProxyType({})
+    ) -> None:
+        """Make the folder of a step, note in it what is being saved, and put ``files`` there."""
         path = self.folder(number)
         make_folder(path)
-        _core.publish(os.fspath(path), saving_name(save_id), notes.of_save(number, metrics, self.run), True)
+        note = notes.of_save(number, metrics, self.run, files)
+        for name, data in {saving_name(save_id): note, **files}.items():
+            _core.publish(os.fspath(path), name, data, True)
 
     def settle(self, number: int, save_id: str) -> None:
         """Notes that a save is committed, and forgets what was noted of others that it replaced."""
@@ -258,7 +268,7 @@ class FolderRoot(Root):
                 _delete(path)
             except OSError as error:  # a file that a process of another machine has open, say
                 problems.append(f"{path}, which was removed, is still there: {error}")
-        found = self._listing_of(map(self._look_if_changed, numbers_in(names := self._names())), names)
+        found = self._listing_of(map(self._look_if_changed, self._step_names.numbers(names := self._names())), names)
         there = {step.number for step in found.steps}
         self._known = {number: known for number, known in self._known.items() if number in there}
         for left in found.left:
@@ -304,9 +314,14 @@ def _damaged(number: int, path: Path, error: Exception) -> PassedOver:
 
 def _is_own(name: str) -> bool:
     """Whether a file in the folder of a step is of a save of this package."""
-    temporary = _TEMPORARY.fullmatch(name)
-    name = temporary[1] if temporary else name
+    name = _without_token(name)
     return name in (INDEX_NAME, _core.LOCK_NAME) or is_data_file(name) or notes.is_note(name)
+
+
+def _without_token(name: str) -> str:
+    """Return the name that a temporary file was to get; any other as it is."""
+    temporary = _TEMPORARY.fullmatch(name)
+    return temporary[1] if temporary else name
 
 
 def _data_files(index: _core.Index) -> list[tuple[tuple[int, int], int]]:
@@ -342,6 +357,11 @@ def _owners(path: Path, names: Sequence[str]) -> list[Owner]:
     """Return the writers of saves that began at a step and are not known to be committed."""
     found = [notes.owner_of(_read_note(path / name)) for name in names if name.startswith("saving-")]
     return [owner for owner in found if owner is not None]
+
+
+def _files_noted(path: Path, names: Sequence[str]) -> set[str]:
+    """Return the names of the user's files that saves noted that they put there."""
+    return {file for name in names if notes.is_note(name) for file in notes.files_of(_read_note(path / name))}
 
 
 def _read_note(path: Path) -> bytes | None:

@@ -19,6 +19,7 @@ from dcp_rs.errors import (
     SaveInProgressError,
     UnsupportedError,
 )
+from dcp_rs.steps.arguments import ExtraFiles, read_extra_files
 from dcp_rs.steps.policies import Policies
 from dcp_rs.steps.pruning import expendable, prune
 from dcp_rs.steps.root import PassedOver, Root, Step
@@ -74,12 +75,14 @@ class Keeper:
         """Where a step is, or would be."""
         return self._root.folder(step)
 
-    def prepare(self, step: int, metrics: Mapping[str, float], *, force: bool, reuse: bool) -> Prepared:
+    def prepare(
+        self, step: int, metrics: Mapping[str, float], files: ExtraFiles, *, force: bool, reuse: bool
+    ) -> Prepared:
         """Makes the folder of a step that is about to be saved. With ``reuse``, it may take over what the latest holds.
 
         Raises:
             TypeError: a state dict in place of the step.
-            ValueError: no number of a step, or metrics that are no numbers.
+            ValueError: no number of a step, metrics that are no numbers, or names of files that cannot be.
             CheckpointExistsError, SaveInProgressError: the step is there, and ``force`` is not set.
             RunTakenOverError: another run began here.
             OSError: the folder cannot be made, or what is there cannot be looked at.
@@ -90,6 +93,7 @@ class Keeper:
             msg = f"step {step!r}: an integer from 0 on"
             raise ValueError(msg)
         numbers = {str(name): _number(name, value) for name, value in metrics.items()}
+        contents = read_extra_files(files)
         if self._root.run is None:
             self._root.take_over()
         with self._root.holding():
@@ -101,7 +105,7 @@ class Keeper:
             alike = reuse and latest.save_id in self._begun
             self._prune(step, room=latest.written if alike else latest.nbytes)
         save_id = uuid.uuid4().hex
-        self._root.begin(step, save_id, numbers)
+        self._root.begin(step, save_id, numbers, contents)
         self._begun.add(save_id)
         return Prepared(save_id, self._newest() if reuse else None, overwrite)
 

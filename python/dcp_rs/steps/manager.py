@@ -24,14 +24,14 @@ from dcp_rs.engine.background import SaveFuture
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import DcpRsError
 from dcp_rs.options import WriteArguments
-from dcp_rs.steps.arguments import check_write_options
+from dcp_rs.steps.arguments import ExtraFiles, check_write_options
 from dcp_rs.steps.background import Background
 from dcp_rs.steps.keeper import Keeper, Prepared
 from dcp_rs.steps.policies import Policies, check_positive
 from dcp_rs.steps.preemption import Preemption
 from dcp_rs.steps.resuming import resume
 from dcp_rs.steps.reusing import Reusing
-from dcp_rs.steps.root import PassedOver, Step
+from dcp_rs.steps.root import PassedOver, Step, StepNames
 from dcp_rs.steps.roots import root_at
 from dcp_rs.steps.team import Team
 
@@ -75,6 +75,7 @@ class CheckpointManager:
             frozen, or globs over names: of those that the manager has saved before, and loaded nothing since, only the first MiB of each is compared.
         verify_reuse: read what would be reused, and write what is not as its digests say.
         process_group: of the ranks that save and load together; default: all. The manager makes gloo groups of its own of these ranks.
+        step_name: the name of a step's folder, with ``{}`` for its number. Only such folders are steps.
         no_dist: this process saves and loads by itself.
         storage_options: for a URL, see :class:`dcp_rs.RsReader`.
         write_options: see :class:`dcp_rs.options.WriteOptions`. Whether a step replaces one that is there is for each save to say (``force=True``).
@@ -108,11 +109,12 @@ class CheckpointManager:
         verify_reuse: bool = False,
         process_group: dist.ProcessGroup | None = None,
         no_dist: bool = False,
+        step_name: str = "step-{}",
         storage_options: Mapping[str, Any] | Any | None = None,
         **write_options: Unpack[WriteArguments],
     ) -> None:
         check_positive("save_every", save_every)
-        self._root = root_at(root, storage_options)
+        self._root = root_at(root, storage_options, StepNames(step_name))
         self._policies = Policies(
             keep_last=keep_last,
             keep_every=keep_every,
@@ -201,6 +203,7 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         force: bool = False,
         planner: SavePlanner | None = None,
+        extra_files: ExtraFiles | None = None,
     ) -> Metadata:
         """Saves a step, and then removes what the policies do not keep.
 
@@ -211,16 +214,18 @@ class CheckpointManager:
             force: replace a checkpoint that is there. It stays whole until the new one is. (What cannot be resumed from, of a save that was killed or
                 that is damaged, is replaced in any case.)
             planner: as for :func:`dcp_rs.save`.
+            extra_files: files to put into the folder of the step, by name: bytes, or the path of a file that is read now. A tokenizer and a configuration,
+                say. Those of the first rank count, and go when the step does.
 
         Raises (on every rank):
             CheckpointExistsError: there is one already.
             SaveInProgressError: another process is saving it.
             RunTakenOverError: another job resumed this run.
             PlanError: the ranks save different steps.
-            ValueError: a step that is no number from 0 on, or metrics that are not numbers.
+            ValueError: a step that is no number from 0 on, metrics that are not numbers, or names of files that cannot be.
             As :func:`dcp_rs.save`, and as a save in the background that failed before this.
         """
-        prepared = self._begin(step, metrics, force=force)
+        prepared = self._begin(step, metrics, extra_files, force=force)
         with self._keeper.explaining():
             metadata = api.save(state_dict, self.path(step), planner=planner, **self._options(prepared))
         self._done = step
@@ -239,11 +244,12 @@ class CheckpointManager:
         force: bool = False,
         planner: SavePlanner | None = None,
         async_staging: bool = False,
+        extra_files: ExtraFiles | None = None,
     ) -> SaveFuture:
         """Saves a step in the background, once the one before is saved. The state may change as soon as this returns, or ``future.staged`` is done.
 
         Args:
-            step, state_dict, metrics, force, planner: as for :meth:`save`.
+            step, state_dict, metrics, force, planner, extra_files: as for :meth:`save`.
             async_staging: as for :func:`dcp_rs.async_save`.
 
         Returns:
@@ -253,7 +259,7 @@ class CheckpointManager:
         Raises (on every rank):
             As :meth:`save`, as far as it is known before the state is copied.
         """
-        prepared = self._begin(step, metrics, force=force)
+        prepared = self._begin(step, metrics, extra_files, force=force)
         self._done = step
         how = {"planner": planner, "async_staging": async_staging, **self._options(prepared)}
         committed = partial(self._keeper.committed, step, prepared.save_id)
@@ -323,7 +329,7 @@ class CheckpointManager:
     @short_traceback
     def load_training_state(
         self,
-        model: torch.nn.Module,
+        model: torch.nn.Module | Iterable[torch.nn.Module],
         optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
         extra: dict[str, Any] | None = None,
         step: int | None = None,
@@ -412,12 +418,16 @@ class CheckpointManager:
 
     # --- in the background -----------------------------------------------------------------------------
 
-    def _begin(self, step: int, metrics: Mapping[str, float] | None, *, force: bool) -> Prepared:
+    def _begin(
+        self, step: int, metrics: Mapping[str, float] | None, files: ExtraFiles | None, *, force: bool
+    ) -> Prepared:
         """Waits for the save before, and makes the folder."""
         self._settle()
-        reuse, metrics = self._reusing.wanted, metrics or {}
+        reuse, metrics, files = self._reusing.wanted, metrics or {}, files or {}
         with self._keeper.explaining():
-            return self._team.decide(step, lambda step: self._keeper.prepare(step, metrics, force=force, reuse=reuse))
+            return self._team.decide(
+                step, lambda step: self._keeper.prepare(step, metrics, files, force=force, reuse=reuse)
+            )
 
     def _options(self, prepared: Prepared) -> dict[str, Any]:
         """How a step is saved."""

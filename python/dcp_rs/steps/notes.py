@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ __all__ = [
     "MOST",
     "RUN_NAME",
     "Owner",
+    "files_of",
     "id_of",
     "is_note",
     "of",
@@ -88,9 +89,9 @@ def id_of(name: str) -> str | None:
     return None if found is None else found[1] or found[2]
 
 
-def of_save(number: int, metrics: Mapping[str, float], run: str | None) -> bytes:
-    """The note of a save that begins now."""
-    noted = {"step": number, "saved": time.time(), "metrics": dict(metrics), "run": run}
+def of_save(number: int, metrics: Mapping[str, float], run: str | None, files: Iterable[str]) -> bytes:
+    """Return the note of a save that begins now, with ``files`` of the user's beside its data."""
+    noted = {"step": number, "saved": time.time(), "metrics": dict(metrics), "run": run, "files": sorted(files)}
     return json.dumps({**noted, "host": socket.gethostname(), "pid": os.getpid()}).encode()
 
 
@@ -111,6 +112,12 @@ def of(path: Path, data: bytes) -> dict[str, Any]:
         pass
     warn_caller(f"{path} is no note of a save, so the step counts as one without metrics, and as old as its index")
     return {}
+
+
+def files_of(data: bytes | None) -> list[str]:
+    """Return the names of the user's files that a note tells of."""
+    files = _parsed(data or b"").get("files")
+    return [name for name in files if isinstance(name, str)] if isinstance(files, list) else []
 
 
 def owner_of(data: bytes | None) -> Owner | None:

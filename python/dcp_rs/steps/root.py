@@ -9,15 +9,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from dcp_rs.checkpoint.verify import VerifyReport
 from dcp_rs.errors import RunTakenOverError, SaveInProgressError
 from dcp_rs.steps import notes
 
-__all__ = ["Listing", "PassedOver", "Root", "Step", "is_step", "numbers_in"]
+__all__ = ["Listing", "PassedOver", "Root", "Step", "StepNames"]
 
-_STEP = re.compile(r"step-(\d+)")
+#: Digits of a number at most: more would be another thing's name.
+_DIGITS = 18
 
 Why = Literal["unfinished", "in use", "unknown", "no index", "foreign", "unreadable", "damaged"]
 
@@ -101,10 +103,46 @@ class Listing:
         return [found for found in self.passed_over if found.kind == "unfinished" and found.number < latest]
 
 
+class StepNames:
+    """The names of the folders of steps.
+
+    Args:
+        pattern: a name with ``{}`` for the number.
+
+    Raises:
+        ValueError: it is no such name.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        before, number, after = pattern.partition("{}")
+        # A hidden name would be taken for what is being removed, and a brace for another field.
+        if not number or not re.fullmatch(r"[^/{}.\0][^/{}\0]*", before or "x") or re.search(r"[/{}\0]", after):
+            msg = f"step_name={pattern!r}: the name of a folder, with {{}} for the number, as 'step-{{}}'"
+            raise ValueError(msg)
+        self._before, self._after = before, after
+        self._pattern = re.compile(f"{re.escape(before)}([0-9]+){re.escape(after)}")
+
+    def of(self, number: int) -> str:
+        """Return the name of a step."""
+        return f"{self._before}{number}{self._after}"
+
+    def numbers(self, names: Iterable[str]) -> list[int]:
+        """Return the numbers of the steps among these names, in order."""
+        return sorted(number for name in names if (number := self.number(name)) is not None and name == self.of(number))
+
+    def number(self, name: str) -> int | None:
+        """Return the number in a name that is that of a step, be it in another form (``step-007``); else None."""
+        found = self._pattern.fullmatch(name)
+        return None if found is None or len(found[1]) > _DIGITS else int(found[1])
+
+
 class Root(ABC):
     """Where a run is: a step is a folder ``step-N`` in it with a committed index.
 
     Nothing else says what steps there are: no file that points to the latest, no list.
+
+    Args:
+        names: of the folders of steps.
 
     Attributes:
         path: a folder, which need not be there yet, or a URL.
@@ -116,9 +154,12 @@ class Root(ABC):
     access: Mapping[str, Any]
     run: str | None = None
 
+    def __init__(self, names: StepNames | None = None) -> None:
+        self._step_names = StepNames("step-{}") if names is None else names
+
     def folder(self, number: int) -> Path:
         """Where a step is, or would be."""
-        return self.path / f"step-{number}"
+        return self.path / self._step_names.of(number)
 
     # --- looking ---------------------------------------------------------------------------------------
 
@@ -149,12 +190,12 @@ class Root(ABC):
     def look(self) -> Listing:
         """All that is there."""
         names = self._names()
-        return self._listing_of(self._look_at(numbers_in(names)), names)
+        return self._listing_of(self._look_at(self._step_names.numbers(names)), names)
 
     def _listing_of(self, found: Iterable[Step | PassedOver | None], names: Iterable[str]) -> Listing:
         """Return the states of the steps among these names, in order."""
         found = list(found)
-        strangers = [self._misnamed(name) for name in names if _is_misnamed(name)]
+        strangers = list(filter(None, map(self._misnamed, names)))
         passed = [step for step in found if isinstance(step, PassedOver)] + strangers
         return Listing([step for step in found if isinstance(step, Step)], sorted(passed, key=lambda step: step.number))
 
@@ -164,7 +205,7 @@ class Root(ABC):
         Raises:
             OSError: as :meth:`look_at`.
         """
-        for number in reversed(numbers_in(self._names())):
+        for number in reversed(self._step_names.numbers(self._names())):
             found = self.look_at(number)
             if found is not None:
                 yield found
@@ -177,9 +218,11 @@ class Root(ABC):
         """
         return next((step for step in self.newest() if isinstance(step, Step)), None)
 
-    def _misnamed(self, name: str) -> PassedOver:
-        number = int(name.removeprefix("step-"))
-        why = f"its name is not step-{number}"
+    def _misnamed(self, name: str) -> PassedOver | None:
+        number = self._step_names.number(name)
+        if number is None or name == self._step_names.of(number):
+            return None
+        why = f"its name is not {self._step_names.of(number)}"
         return PassedOver(number=number, path=self.path / name, why=why, kind="foreign")
 
     # --- whose run it is ---------------------------------------------------------------------------------
@@ -235,8 +278,10 @@ class Root(ABC):
     # --- a save ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def begin(self, number: int, save_id: str, metrics: Mapping[str, float]) -> None:
-        """Makes the folder of a step, and notes in it what is being saved."""
+    def begin(
+        self, number: int, save_id: str, metrics: Mapping[str, float], files: Mapping[str, bytes] = MappingProxyType({})
+    ) -> None:
+        """Make the folder of a step, note in it what is being saved, and put ``files`` there."""
 
     @abstractmethod
     def settle(self, number: int, save_id: str) -> None:
@@ -264,17 +309,3 @@ class Root(ABC):
         Raises:
             RunTakenOverError: another run began here.
         """
-
-
-def is_step(name: str) -> bool:
-    """Whether a folder has the name of a step."""
-    return _STEP.fullmatch(name) is not None
-
-
-def numbers_in(names: Iterable[str]) -> list[int]:
-    """The numbers of steps, in order."""
-    return sorted(int(name.removeprefix("step-")) for name in names if _STEP.fullmatch(name) and not _is_misnamed(name))
-
-
-def _is_misnamed(name: str) -> bool:
-    return _STEP.fullmatch(name) is not None and name != f"step-{int(name.removeprefix('step-'))}"

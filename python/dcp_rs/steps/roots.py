@@ -8,13 +8,17 @@ from typing import Any
 
 from dcp_rs._url import StorageOptions, Url, location, options_for
 from dcp_rs.steps.folder_root import FolderRoot
-from dcp_rs.steps.root import Root
+from dcp_rs.steps.root import Root, StepNames
 from dcp_rs.steps.store_root import StoreRoot
 
 __all__ = ["root_at"]
 
 
-def root_at(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | Any | None = None) -> Root:
+def root_at(
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | Any | None = None,
+    names: StepNames | None = None,
+) -> Root:
     """The root at a path, or at a URL. Nothing is looked at yet.
 
     Raises:
@@ -23,6 +27,6 @@ def root_at(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | A
     where = location(path)
     # What is secret gets no name here: tools show the variables of a traceback.
     if isinstance(where, Url):
-        return StoreRoot(where, StorageOptions.of(storage_options))
+        return StoreRoot(where, StorageOptions.of(storage_options), names)
     options_for(where, StorageOptions.of(storage_options))
-    return FolderRoot(where)
+    return FolderRoot(where, names)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dcp_rs import _core
@@ -23,7 +24,7 @@ from dcp_rs.errors import (
 from dcp_rs.steps import notes
 from dcp_rs.steps.notes import saved_name, saving_name, verified_name
 from dcp_rs.steps.objects import Objects, is_own, walk
-from dcp_rs.steps.root import Listing, PassedOver, Root, Step, Why, is_step
+from dcp_rs.steps.root import Listing, PassedOver, Root, Step, StepNames, Why
 
 __all__ = ["StoreRoot"]
 
@@ -42,9 +43,11 @@ class StoreRoot(Root):
     Args:
         path: its URL.
         options: how to reach the store.
+        names: of the prefixes of steps.
     """
 
-    def __init__(self, path: Url, options: StorageOptions | None) -> None:
+    def __init__(self, path: Url, options: StorageOptions | None, names: StepNames | None = None) -> None:
+        super().__init__(names)
         self.path = path
         self.access: Mapping[str, Any] = {"storage_options": options}
         self._known: dict[int, tuple[object, Step]] = {}
@@ -66,7 +69,9 @@ class StoreRoot(Root):
             ((files, folders),) = store.list([self.path])
         except UnsupportedError:  # a server of files, which lists nothing
             return False
-        return STOCK_NAME not in Objects.of(files, ()).files and any(map(is_step, folders))
+        return STOCK_NAME not in Objects.of(files, ()).files and any(
+            self._step_names.number(name) is not None for name in folders
+        )
 
     def _names(self) -> list[str]:
         ((_, folders),) = self._store().list([self.path])
@@ -109,7 +114,7 @@ class StoreRoot(Root):
         for number, objects in listed.items():
             known = self._known.get(number)
             if INDEX_NAME not in objects.files:
-                found[number] = self._without_index(number, objects)
+                found[number] = self._without_index(store, number, objects)
             elif known is not None and known[0] == objects.key:
                 found[number] = known[1]
             else:
@@ -167,11 +172,14 @@ class StoreRoot(Root):
             verified=verified_name(save_id) in objects.files,
         )
 
-    def _without_index(self, number: int, objects: Objects) -> PassedOver | None:
+    def _without_index(self, store: _core.Store, number: int, objects: Objects) -> PassedOver | None:
         """Return the state of a prefix without an index. Nothing tells a killed save or removal from one that goes on but age."""
         if not objects.files and not objects.folders:
             return None
-        strange = [name for name in (*objects.files, *objects.folders) if not is_own(name)]
+        strange = {name for name in (*objects.files, *objects.folders) if not is_own(name)}
+        if strange:
+            noted = [self.folder(number) / name for name in objects.files if notes.is_note(name)]
+            strange.difference_update(*map(notes.files_of, _read(store, noted)))
         kind: Why
         if strange:
             kind, why = "foreign", f"it has no {INDEX_NAME}, and holds {min(strange)}: dcp_rs.index(path) may adopt it"
@@ -195,9 +203,14 @@ class StoreRoot(Root):
 
     # --- a save ----------------------------------------------------------------------------------------
 
-    def begin(self, number: int, save_id: str, metrics: Mapping[str, float]) -> None:
-        """Notes what is being saved."""
-        self._store().put(self.folder(number) / saving_name(save_id), notes.of_save(number, metrics, self.run))
+    def begin(
+        self, number: int, save_id: str, metrics: Mapping[str, float], files: Mapping[str, bytes] = MappingProxyType({})
+    ) -> None:
+        """Note what is being saved, and put ``files`` beside it."""
+        store, path = self._store(), self.folder(number)
+        note = notes.of_save(number, metrics, self.run, files)
+        for name, data in {saving_name(save_id): note, **files}.items():
+            store.put(path / name, data)
 
     def settle(self, number: int, save_id: str) -> None:
         """Notes that a save is committed, and forgets what was noted of others that it replaced."""
