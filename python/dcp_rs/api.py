@@ -52,7 +52,6 @@ from dcp_rs.transfer.stage import HostStager, Staging
 __all__ = ["async_save", "load", "load_state_dict", "save"]
 
 
-
 @short_traceback
 def load_state_dict(
     state_dict: dict[str, Any],
@@ -67,13 +66,10 @@ def load_state_dict(
     Every rank of ``process_group`` calls it, with the same keys. As there, ``Stateful`` values are not called: see :func:`load`.
 
     Args:
-        state_dict: what to fill.
-        storage_reader: an :class:`RsReader`, or any other reader.
-        process_group: of the ranks that load; default: all.
-        coordinator_rank: the rank that compares the plans of all.
-        no_dist: this process loads alone.
-        planner: default: :class:`RsLoadPlanner` with an :class:`RsReader`, else torch's. A reader or planner of a class of your own is
-            called as torch calls it.
+        state_dict: its tensors are filled in place, other values are replaced.
+        storage_reader: an :class:`RsReader`, or any reader of torch.
+        process_group, coordinator_rank, no_dist: as in ``dcp.load``.
+        planner: default: :class:`RsLoadPlanner` with an :class:`RsReader`, else torch's.
 
     Returns:
         What the load found and took on this rank, if the reader is an :class:`RsReader`.
@@ -82,6 +78,12 @@ def load_state_dict(
         Exception: on every rank, what a rank raised: one of :mod:`dcp_rs.errors`, an :class:`OSError`, or what a planner or a reader of your own
             did. A note says on which rank.
         RankLostError: a rank is gone.
+
+    Example:
+        ```python
+        state = {"model": model.state_dict()}
+        report = dcp_rs.load_state_dict(state, dcp_rs.RsReader("ckpt"))
+        ```
     """
     ranks = Ranks(process_group, no_dist=no_dist, coordinator=coordinator_rank)
     with _failing_on_all(ranks):
@@ -158,10 +160,13 @@ def load(
         CheckpointReplacedError: another save replaced the checkpoint while a partial load was reading it.
         TypeError: an unknown option; the message names the one that is meant.
 
-    Example::
-
-        model = {"model.weight": torch.zeros(3, 2)}
-        report = dcp_rs.load(model, "ckpt/", rename={"": "model"}, verify=True)
+    Example:
+        ```python
+        state = {"model": model, "step": 0}
+        report = dcp_rs.load(state, "ckpt")
+        weights = {"weight": torch.zeros(3, 2)}
+        dcp_rs.load(weights, "ckpt", rename={"model": ""}, verify=True)
+        ```
     """
     ranks = Ranks(process_group, no_dist=no_dist)
     with _failing_on_all(ranks):
@@ -267,6 +272,12 @@ def save(
     Raises:
         Exception: as :func:`load_state_dict`. Then no rank has left data files behind, and the checkpoint that was there is whole. Only after a
             ``RankLostError``, or a ``StorageUnclearError``, files may be left, for :func:`dcp_rs.clean`, and the new checkpoint may be there.
+
+    Example:
+        ```python
+        metadata = dcp_rs.save({"model": model, "step": 7}, "ckpt")
+        print(metadata.report)
+        ```
     """
     ranks = Ranks(process_group, no_dist=no_dist)
 
@@ -354,13 +365,15 @@ def async_save(
     """Save in the background. Return once ``state_dict`` has been copied to host memory: training may go on and change it.
 
     With ``async_staging=True`` it returns when the copy has begun, and the copy goes on beside the next forward and backward pass. Then nothing may
-    change the tensors before ``future.staged`` is done::
+    change the tensors before ``future.staged`` is done:
 
-        future = dcp_rs.async_save(state, path, async_staging=True)
-        loss = model(batch).sum()
-        loss.backward()
-        future.staged.result()
-        optimizer.step()
+    ```python
+    future = dcp_rs.async_save(state, path, async_staging=True)
+    loss = model(batch).sum()
+    loss.backward()
+    future.staged.result()
+    optimizer.step()
+    ```
 
     Saves of one process follow each other, in the order of the calls, so that their collectives do not mix. At most two copies are there at a time, one that is being written
     and one more: a third call waits until the first save is over. The memory of copies is kept for the next (:func:`dcp_rs.release_pinned_memory` lets go of it).
@@ -382,11 +395,16 @@ def async_save(
 
     Raises:
         SaveInProgressError: another save to ``path`` is not over.
-        Exception: whatever else prevents the copy, as far as it is made here.
+        StateChangedError: from the future, on every rank: a tensor was changed before it was copied.
+        Exception: whatever else prevents the copy. What fails before this returns is raised here, and by
+            the futures of the other ranks.
 
-    Raises (from the future, on every rank):
-        StateChangedError: a tensor was changed before it was copied.
-        Exception: whatever else prevents the copy.
+    Example:
+        ```python
+        future = dcp_rs.async_save({"model": model, "step": 7}, "ckpt")
+        model(torch.ones(2)).sum().backward()  # training goes on
+        future.result()
+        ```
     """
     is_dist = dist.is_initialized() and not no_dist
     if is_dist:

@@ -66,11 +66,20 @@ def training_state(
 
     Args:
         model, optimizers, extra: as for :func:`save_training_state`.
+        process_group: that of the save.
         strict_values: refuse values in ``extra`` that would not load back under ``weights_only=True``.
+
+    Returns:
+        A state dict for :func:`dcp_rs.save` or ``CheckpointManager.save``.
 
     Raises:
         PlanError: an optimizer has a parameter that is not in the model.
         UnsafePickleError: with ``strict_values``, a value that would not load back.
+
+    Example:
+        ```python
+        dcp_rs.save(dcp_rs.optim.training_state(model, optimizer, extra={"step": 7}), "training")
+        ```
     """
     ranks = Ranks(process_group, no_dist=not dist.is_initialized())  # whether others are missing is for the save to say
     models = _modules(model)
@@ -133,10 +142,21 @@ def save_training_state(
         planner: default: that of :func:`dcp_rs.save`. Its ``dtype`` is not for the optimizers' state without dimensions (``step``).
         write_options: arguments of :class:`dcp_rs.RsWriter`. ``strict_values`` is true here for what is in ``extra``, unless it is given.
 
+    Returns:
+        As :func:`dcp_rs.save`.
+
     Raises:
         PlanError: an optimizer has a parameter that is not in the model.
         UnsafePickleError: a value in ``extra`` would not load back under ``weights_only=True``.
         DcpRsError: as :func:`dcp_rs.save`.
+
+    Example:
+        ```python
+        dcp_rs.optim.save_training_state("training", model, optimizer, extra={"step": 7})
+        extra = {"step": 0}
+        dcp_rs.optim.load_training_state("training", model, optimizer, extra)
+        assert extra["step"] == 7
+        ```
     """
     strict = write_options.get("strict_values", True)
     state = _training_state(_modules(model), optimizers, extra, Ranks(process_group, no_dist=no_dist), strict=strict)
@@ -178,10 +198,18 @@ def load_training_state(
         What the planner reports, if it does. ``missing`` also names the parameters that no saved optimizer has
         (``optim.state.<fqn>``, or ``optim`` where none was saved), and the entries of ``extra`` that the checkpoint lacks.
 
-    Raises (on every rank):
+    Raises:
         PlanError: something is missing, or of another shape; an optimizer has parameters that the saved ones had not, or other groups
             where state was saved by number. Nothing was read then.
         DcpRsError: as :func:`dcp_rs.load`.
+
+    Example:
+        ```python
+        dcp_rs.optim.save_training_state("training", model, optimizer, extra={"step": 7})
+        extra = {"step": 0}
+        dcp_rs.optim.load_training_state("training", model, optimizer, extra)
+        assert extra["step"] == 7
+        ```
     """
     models, several, extra = _modules(model), _several(optimizers), {} if extra is None else extra
     planner = RsLoadPlanner(allow_partial_load=allow_partial_load) if planner is None else planner
@@ -278,9 +306,15 @@ def load_optim_state_dict(
         planner: default: :class:`dcp_rs.RsLoadPlanner`; as in :func:`load_training_state`. Its ``report`` names what was left alone.
         read_options: arguments of :class:`dcp_rs.RsReader`.
 
-    Raises (on every rank):
+    Raises:
         PlanError: there is no optimizer state under ``key``, or it is of other parameters, groups or shapes. Nothing was read then.
         DcpRsError: as :func:`dcp_rs.load`.
+
+    Example:
+        ```python
+        dcp_rs.save({"optim": optimizer.state_dict()}, "optimizer")
+        dcp_rs.optim.load_optim_state_dict("optimizer", model, optimizer)
+        ```
     """
     models, ranks = _modules(model), Ranks(process_group, no_dist=no_dist)
     own_planner = RsLoadPlanner() if planner is None else planner

@@ -26,6 +26,12 @@ class NumpyCheckpoint(OpenCheckpoint["ArraySlice"]):
     as unsigned integers, of which a warning says so once for each dtype.
 
     A non-tensor value is read by ``torch.load``: the first one imports torch, and a tensor within a value is one of torch.
+
+    Example:
+        ```python
+        checkpoint = dcp_rs.open("ckpt", framework="np")
+        assert checkpoint["model.weight"].shape == (3, 2)
+        ```
     """
 
     def __init__(self, index: _core.Index, *, options: ReadOptions) -> None:

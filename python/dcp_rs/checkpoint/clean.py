@@ -114,12 +114,17 @@ def clean(
     On a store nothing tells who is at work, and only the age of an object protects a save that goes on: a day, by default. What a killed save had
     begun to upload and not completed is not listed here; it is the store's own rule that removes it (``AbortIncompleteMultipartUpload``).
 
+    Warns (UserWarning) of what could not be removed.
+
     Args:
         path: the folder of a checkpoint, or its URL; or the file that was converted to.
         yes: remove what was found.
         older_than: seconds; leave alone what was written to since. Default: 0 where the file system tells who is at work; a day where it does
             not, or may not know of other machines (on network file systems), and on stores.
         storage_options: for a URL, see :class:`dcp_rs.RsReader`.
+
+    Returns:
+        A :class:`CleanReport`: what was found, removed and kept.
 
     Raises:
         CheckpointNotFoundError: there is nothing at ``path``.
@@ -128,7 +133,12 @@ def clean(
         OSError: the folder cannot be read, or not be written to.
         StorageError: of a store; see :mod:`dcp_rs.errors`.
 
-    Warns (UserWarning) of what could not be removed.
+    Example:
+        ```python
+        report = dcp_rs.clean("ckpt")  # changes nothing
+        print(report.nbytes, [leftover.path for leftover in report.found])
+        dcp_rs.clean("ckpt", yes=True)
+        ```
     """
     if not yes:
         all_found = leftovers(path, older_than=older_than, storage_options=storage_options)

@@ -64,8 +64,18 @@ def open(
         allow_external: open data files outside the folder, if the index names any.
         read_options: see :class:`dcp_rs.options.ReadOptions`; and ``storage_options``, see :class:`dcp_rs.RsReader`.
 
+    Returns:
+        A :class:`Checkpoint`, or with ``framework="np"`` a :class:`NumpyCheckpoint`.
+
     Raises:
         CheckpointNotFoundError, CorruptIndexError, UnsupportedError: see :mod:`dcp_rs.errors`.
+
+    Example:
+        ```python
+        with dcp_rs.open("ckpt") as checkpoint:
+            weight = checkpoint["model.weight"]
+            first_rows = checkpoint.get_slice("model.weight")[:2]
+        ```
     """
     weights_only = checks_pickles(weights_only)
     for name in read_options:

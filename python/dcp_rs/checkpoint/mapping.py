@@ -133,11 +133,23 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         """A region of a tensor, in new memory."""
 
     def get_slice(self, fqn: str) -> Slice:
-        """An object to index like the tensor ``fqn``: ``ckpt.get_slice("emb")[10:20, :]`` reads only what it returns.
+        """Open the tensor ``fqn`` to read parts of it.
+
+        Args:
+            fqn: the name of a tensor.
+
+        Returns:
+            An object to index like the tensor. Each indexing reads only what it returns.
 
         Raises:
             EntryNotFoundError: there is none.
             TypeError: it is a value.
+
+        Example:
+            ```python
+            checkpoint = dcp_rs.open("ckpt")
+            rows = checkpoint.get_slice("model.weight")[1:3, :]
+            ```
         """
         tensor = self._find(fqn)
         if self._index.tensor(tensor).is_bytes:
@@ -146,7 +158,22 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         return self._slice(tensor)
 
     def info(self, fqn: str) -> TensorInfo:
-        """What is stored under ``fqn``, without reading it."""
+        """Describe what is stored under ``fqn``, without reading it.
+
+        Args:
+            fqn: the name of a tensor or a value.
+
+        Returns:
+            Name, dtype, shape, number of chunks and bytes.
+
+        Raises:
+            EntryNotFoundError: there is none.
+
+        Example:
+            ```python
+            assert dcp_rs.open("ckpt").info("model.weight").shape == (3, 2)
+            ```
+        """
         tensor = self._find(fqn)
         return self._info(self._index.tensor(tensor), sum(chunk.length for chunk in self._index.chunks(tensor)))
 
@@ -155,7 +182,23 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         """In terms of the framework."""
 
     def chunks(self, fqn: str) -> list[ChunkInfo]:
-        """The pieces that ``fqn`` is stored in, in order of their offsets."""
+        """List the pieces that ``fqn`` is stored in.
+
+        Args:
+            fqn: the name of a tensor or a value.
+
+        Returns:
+            The pieces, in order of their offsets.
+
+        Raises:
+            EntryNotFoundError: there is none.
+
+        Example:
+            ```python
+            for chunk in dcp_rs.open("ckpt").chunks("model.weight"):
+                print(chunk.offsets, chunk.sizes, chunk.file, chunk.offset)
+            ```
+        """
         files = self._index.files()
         return [
             ChunkInfo(chunk.offsets, chunk.sizes, files[chunk.file].name, chunk.offset, chunk.length)
@@ -163,28 +206,91 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         ]
 
     def get(self, fqn: str, default: Any = None) -> Any:
-        """The tensor, or the value, with this name; ``default`` where there is none."""
+        """Return the tensor, or the value, with this name; ``default`` if there is none.
+
+        Args:
+            fqn: the name.
+            default: what to return if there is no such entry.
+
+        Returns:
+            A tensor, a value, or ``default``.
+
+        Raises:
+            Exception: as for ``checkpoint[fqn]``, if there is an entry that cannot be read.
+
+        Example:
+            ```python
+            step = dcp_rs.open("ckpt").get("step", 0)
+            ```
+        """
         if fqn not in self:  # the error would look for the nearest name
             return default
         return self[fqn]
 
     def get_tensor(self, fqn: str) -> Any:
-        """``checkpoint[fqn]``, as ``safetensors.safe_open`` calls it."""
+        """Return ``checkpoint[fqn]``, as ``safetensors.safe_open`` calls it.
+
+        Args:
+            fqn: the name of a tensor or a value.
+
+        Returns:
+            The tensor, or the value.
+
+        Raises:
+            EntryNotFoundError: there is none.
+
+        Example:
+            ```python
+            weight = dcp_rs.open("ckpt").get_tensor("model.weight")
+            ```
+        """
         return self[fqn]
 
     def get_tensors(self) -> dict[str, Any]:
-        """Everything by name, as ``safetensors.safe_open`` calls it."""
+        """Return everything by name, as ``safetensors.safe_open`` calls it.
+
+        Returns:
+            A new dict from names to tensors and values.
+
+        Raises:
+            Exception: as for ``checkpoint[fqn]``.
+
+        Example:
+            ```python
+            tensors = dcp_rs.open("ckpt").get_tensors()
+            ```
+        """
         return {name: self[name] for name in self}
 
     def offset_keys(self) -> list[str]:
-        """The names in the order of the files, as ``safetensors.safe_open`` calls it."""
+        """List the names in the order of the files, as ``safetensors.safe_open`` calls it.
+
+        Returns:
+            The names.
+
+        Example:
+            ```python
+            names = dcp_rs.open("ckpt").offset_keys()
+            ```
+        """
         self._check_open()
         return [self._index.name(number) for number in self._index.file_order()]
 
     def metadata(self) -> dict[str, str] | None:
-        """What the headers of safetensors files say of themselves under ``__metadata__``, the first file's word first; None where none says anything.
+        """Return what the headers of safetensors files hold under ``__metadata__``. The first file's word counts.
 
-        What torch and this package save has nothing there: its values are entries.
+        Checkpoints of torch and of this package have nothing there: their values are entries.
+
+        Returns:
+            The metadata; None if there is none.
+
+        Raises:
+            UnsupportedError: the checkpoint is on a store.
+
+        Example:
+            ```python
+            assert dcp_rs.open("hf_model").metadata() == {"format": "pt"}
+            ```
         """
         self._check_open()
         if self.source != "safetensors":
@@ -195,7 +301,15 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         return safetensors_metadata(self._index.file_paths()) or None
 
     def close(self) -> None:
-        """Lets go of the files. Tensors that were handed out stay valid."""
+        """Close the files. Tensors that were handed out stay valid.
+
+        Example:
+            ```python
+            checkpoint = dcp_rs.open("ckpt")
+            weight = checkpoint["model.weight"]
+            checkpoint.close()
+            ```
+        """
         self._closed = True
         self._files = {}
 

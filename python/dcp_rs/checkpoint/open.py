@@ -29,6 +29,12 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
     On the CPU a tensor that is stored in one piece is a view of a private mapping of its file: nothing is read until it is touched,
     and writing to it changes no file. (Two look-ups of one name share memory.) A tensor stored in several pieces is put together in new memory. Tensors stay valid after
     :meth:`close`.
+
+    Example:
+        ```python
+        checkpoint = dcp_rs.open("ckpt")
+        print(list(checkpoint), checkpoint["step"])
+        ```
     """
 
     def __init__(
@@ -69,14 +75,23 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
     def state_dict(self, *, copy: bool = False) -> dict[str, Any]:
         """Everything, nested as it was saved.
 
-        Args:
-            copy: every tensor has memory of its own, and all is read at once; else tensors on the CPU are views of the files, where they can be.
-
         What DCP itself saved has text for keys, as DCP keeps them, but for the numbers in an optimizer's state, and lacks empty dicts. Of mappings, ``dict``,
         ``OrderedDict``, ``Counter`` and ``defaultdict`` come back as what they were, others as a ``dict``.
 
+        Args:
+            copy: every tensor has memory of its own, and all is read at once; else tensors on the CPU are views of the files, where they can be.
+
+        Returns:
+            A nested dict of tensors and values.
+
         Raises:
             PlanError: the paths in the checkpoint contradict each other.
+
+        Example:
+            ```python
+            state = dcp_rs.open("ckpt").state_dict()
+            model.load_state_dict(state["model"])
+            ```
         """
         if self._device.type == "meta" or (self._is_in_place and not copy):
             flat = {name: self[name] for name in self}
@@ -95,13 +110,25 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
         return nested
 
     def stream(self, device: torch.device | str | None = None) -> Iterator[tuple[str, Any]]:
-        """(name, tensor or value) in the order of the files, which is the fastest order to read in.
+        """Iterate over all entries in the order of the files, which is the fastest order to read in.
 
         What comes next is read ahead, within ``max_inflight_bytes``; every tensor has memory of its own. On a device, a tensor is safe to use on the
         stream that was current when the iterator was asked for it. A stream that is not read to its end should be closed.
 
         Args:
             device: where the tensors go; default: the checkpoint's.
+
+        Returns:
+            An iterator over (name, tensor or value).
+
+        Raises:
+            CorruptDataError: a data file is missing or damaged.
+
+        Example:
+            ```python
+            for name, value in dcp_rs.open("ckpt").stream():
+                print(name, value)
+            ```
         """
         self._check_open()
         device = self._device if device is None else torch.device(device)

@@ -113,10 +113,19 @@ def verify(
         progress: called now and then with the bytes hashed so far, and all of the payload; ``True`` draws a bar, on a terminal
             and in notebooks.
 
+    Returns:
+        A :class:`VerifyReport`, which is true if something was verified and nothing is damaged.
+
     Raises:
         ValueError: ``threads`` is no positive number.
         CheckpointNotFoundError, UnsafePickleError, UnsupportedError, StorageError: see :mod:`dcp_rs.errors`. Damage is in the report, also where it
             keeps the checkpoint from being opened (a file cut short, an index that breaks a rule).
+
+    Example:
+        ```python
+        report = dcp_rs.verify("ckpt")
+        assert report, report.problems
+        ```
     """
     options = StorageOptions.of(storage_options)
     ReadOptions(threads=threads)
@@ -166,7 +175,7 @@ def index(
     storage_options: Mapping[str, Any] | Any | None = None,
     progress: Progress = None,
 ) -> Path:
-    """Writes an index over data that is there already, and touches none of it. Returns the path of the index.
+    """Write an index for data that is there already, and change none of the data.
 
     For a checkpoint that others wrote (stock DCP, safetensors) it makes the next open instant. For a folder of this package whose index is lost
     it rebuilds that, and hashes all data for it; planner data other than paths is not recovered: empty dicts, and what kinds of dicts there were.
@@ -184,6 +193,9 @@ def index(
         storage_options: for a URL, see :class:`dcp_rs.RsReader`.
         progress: as for :func:`verify`; what is to be hashed of a folder that lost its index is not known before (None).
 
+    Returns:
+        The path of the index.
+
     Raises:
         CheckpointExistsError: there is an index already, or by now, and ``overwrite`` is not set.
         CheckpointReplacedError: a save was committed there meanwhile, or the data is gone; what is there was not touched.
@@ -195,6 +207,12 @@ def index(
         ValueError: an option that makes no sense; ``generation`` or ``save_id`` for data of others.
         StoragePreconditionError: the same on a store.
         StorageError: see :mod:`dcp_rs.errors`.
+
+    Example:
+        ```python
+        dcp_rs.index("hf_model", digests=True)
+        assert dcp_rs.verify("hf_model")
+        ```
     """
     source, options = location(path), StorageOptions.of(storage_options)
     ReadOptions(threads=threads)

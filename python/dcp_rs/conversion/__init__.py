@@ -76,6 +76,13 @@ def convert(
 
     The result appears at ``out`` in one step, when it is complete; after an error or Ctrl-C there is nothing.
 
+    A source whose files change meanwhile is an error, and the result is not kept. Files are mapped: one that is cut short while a tensor of it is
+    being copied can end the process.
+
+    Nesting is kept by ``"dcp-rs"`` and ``"torch"``. DCP has text for keys, so that ``"dcp"`` cannot hold other keys (but for the numbers in an
+    optimizer's ``state_dict()["state"]``, which this package gives back), empty dicts and Counters; an ``OrderedDict`` or ``defaultdict`` becomes
+    a ``dict`` there. ``"safetensors"`` has names, and no nesting. A checkpoint of stock DCP is nested as DCP says, with the numbers of an optimizer.
+
     Args:
         path: a folder of this package, of Hugging Face or of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``; or the URL of one of
             the first four on a store.
@@ -104,8 +111,8 @@ def convert(
         storage_options: for URLs, see :class:`dcp_rs.RsReader`.
         out_storage_options: for that of ``out``; default: those of ``path``.
 
-    A source whose files change meanwhile is an error, and the result is not kept. Files are mapped: one that is cut short while a tensor of it is
-    being copied can end the process.
+    Returns:
+        A :class:`ConvertReport`: what was written, cast, tied and left out.
 
     Raises:
         CheckpointNotFoundError, CorruptIndexError, CorruptDataError, UnsafePickleError: from the source.
@@ -119,9 +126,11 @@ def convert(
         ValueError: an option; or ``out`` is the source or a file of it, or holds one, wherever links and its index lead.
         OSError: the disk is full, or fails.
 
-    Nesting is kept by ``"dcp-rs"`` and ``"torch"``. DCP has text for keys, so that ``"dcp"`` cannot hold other keys (but for the numbers in an
-    optimizer's ``state_dict()["state"]``, which this package gives back), empty dicts and Counters; an ``OrderedDict`` or ``defaultdict`` becomes
-    a ``dict`` there. ``"safetensors"`` has names, and no nesting. A checkpoint of stock DCP is nested as DCP says, with the numbers of an optimizer.
+    Example:
+        ```python
+        dcp_rs.convert("ckpt", "exported", to="safetensors", include="model.*", rename={"model": ""})
+        dcp_rs.convert("ckpt", "ckpt.pt", dtype=torch.bfloat16)
+        ```
     """
     begin = time.perf_counter()
     weights_only = checks_pickles(weights_only)

@@ -55,12 +55,15 @@ class RsLoadPlanner(DefaultLoadPlanner):
     Attributes:
         report: what the last load found (:class:`LoadReport`).
 
-    Raises (when planning, before anything is read):
+    Raises:
         PlanError: nothing to load on any rank, a missing key, another shape, a refused or impossible cast, a tensor that the checkpoint does not wholly hold.
 
-    Example::
-
-        dcp.load(state, storage_reader=dcp_rs.RsReader("ckpt/"), planner=dcp_rs.RsLoadPlanner(dtype=torch.bfloat16))
+    Example:
+        ```python
+        state = {"model": model.state_dict()}
+        planner = dcp_rs.RsLoadPlanner(dtype=torch.bfloat16)
+        dcp.load(state, storage_reader=dcp_rs.RsReader("ckpt"), planner=planner)
+        ```
     """
 
     def __init__(

@@ -66,7 +66,7 @@ class RsReader(StorageReader):
     Attributes:
         report: what the last load through this reader found and took (:class:`dcp_rs.LoadReport`); None before it. The log ``dcp_rs`` has it as a line.
 
-    Raises (from a load, on every rank):
+    Raises:
         CheckpointNotFoundError, CorruptIndexError, UnsupportedError: from reading the metadata.
         CheckpointReplacedError: another save replaced the checkpoint since its metadata was read, and removed the data files of the old
             one; ``dcp_rs.load`` and ``dcp_rs.load_state_dict`` then load the new one.
@@ -74,6 +74,12 @@ class RsReader(StorageReader):
         UnsafePickleError: a non-tensor value does not load under ``weights_only=True``.
         StorageError: a store could not be reached, or refused; below it what there is to do about it.
         PlanError: a plan asks for what the checkpoint does not hold.
+
+    Example:
+        ```python
+        state = {"model": model.state_dict()}
+        dcp.load(state, storage_reader=dcp_rs.RsReader("ckpt", verify=True))
+        ```
     """
 
     def __init__(

@@ -39,9 +39,14 @@ class RsSavePlanner(DefaultSavePlanner):
             8 bits and fewer stay as they are: their scales are elsewhere.
         include, exclude: globs over names; what is not included, or excluded, is not saved.
 
-    Raises (while planning, on every rank):
+    Raises:
         PlanError: ``include`` and ``exclude`` leave nothing to save, a chunk outside of its tensor, chunks that overlap, elements that no rank holds, a tensor that ranks describe in two ways.
         UnsupportedError: a tensor that the format cannot hold.
+
+    Example:
+        ```python
+        dcp_rs.save({"model": model}, "ckpt", planner=dcp_rs.RsSavePlanner(exclude="*.bias"))
+        ```
     """
 
     def __init__(

@@ -74,7 +74,6 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         ValueError: an option that is none, one option under two names, or a ``save_id`` of another form.
         UnsupportedError: ``_extensions``: they change what is stored; a ``path`` or ``parent`` of a scheme that is not known.
 
-    Raises (from a save, on every rank):
         CheckpointExistsError: with ``overwrite=False``; also where another save was committed meanwhile.
         SaveInProgressError: another thread began a save with this writer before this one was over.
         UnsupportedError: a value that the format cannot hold; with ``strict_values`` also a key.
@@ -82,6 +81,11 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         StoragePreconditionError: another save to the URL was committed meanwhile.
         StorageError: a store could not be reached, or refused. A ``StorageUnclearError``: the checkpoint may be there all the same.
         OSError: a write failed; the files of this save have been removed.
+
+    Example:
+        ```python
+        dcp.save({"model": model.state_dict()}, storage_writer=dcp_rs.RsWriter("ckpt"))
+        ```
     """
 
     def __init__(

@@ -62,6 +62,13 @@ def install() -> None:
 
     What stays as it is: classes that derive from stock's (torch's Hugging Face and fsspec ones, your own), URLs, and names that
     a module took before with ``from torch.distributed.checkpoint import FileSystemWriter``.
+
+    Example:
+        ```python
+        dcp_rs.install()
+        dcp.save({"model": model.state_dict()}, checkpoint_id="ckpt")  # written by dcp-rs
+        dcp_rs.uninstall()
+        ```
     """
     global _count  # noqa: PLW0603
     with _lock:
@@ -88,6 +95,12 @@ def uninstall() -> None:
 
     Raises:
         RuntimeError: there is none to undo.
+
+    Example:
+        ```python
+        dcp_rs.install()
+        dcp_rs.uninstall()
+        ```
     """
     global _count  # noqa: PLW0603
     with _lock:
@@ -104,7 +117,17 @@ def uninstall() -> None:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """:func:`install` for as long as the context lasts. Saves that were begun in it are written by dcp-rs, also if they go on after it."""
+    """:func:`install` for as long as the context lasts. Saves that were begun in it are written by dcp-rs, also if they go on after it.
+
+    Returns:
+        A context manager.
+
+    Example:
+        ```python
+        with dcp_rs.installed():
+            dcp.save({"model": model.state_dict()}, checkpoint_id="ckpt")
+        ```
+    """
     install()
     try:
         yield

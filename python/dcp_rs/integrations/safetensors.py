@@ -45,10 +45,18 @@ def load_file(
         backend: how safetensors would read; ``io`` takes its place here: ``"mmap"`` means what it does there, ``"pread"`` is ``io="buffered"``.
         read_options: see :class:`dcp_rs.options.ReadOptions`.
 
+    Returns:
+        The tensors by name.
+
     Raises:
         ValueError: ``backend`` is none of these.
         UnsupportedError: an entry is no tensor.
         CheckpointNotFoundError, CorruptIndexError, CorruptDataError: see :mod:`dcp_rs.errors`.
+
+    Example:
+        ```python
+        tensors = dcp_rs.load_file("hf_model/model.safetensors")
+        ```
     """
     if backend is not None:
         if backend not in _BACKENDS:
@@ -89,6 +97,11 @@ def save_file(
         PlanError: (a ``ValueError``) a tensor is not contiguous, or shares memory with another one.
         UnsupportedError: something that safetensors cannot hold.
         OSError: the disk is full, or fails; then there is no file, or the one that was there.
+
+    Example:
+        ```python
+        dcp_rs.save_file(model.state_dict(), "model.safetensors", metadata={"format": "pt"})
+        ```
     """
     options = WriteOptions(**write_options)
     target = Path(os.path.abspath(local_path(filename)))  # noqa: PTH100  # Path.resolve would follow the last link

@@ -42,19 +42,12 @@ class CheckpointManager:
     """The checkpoints of a training run: a folder ``step-N`` for each step, under one root.
 
     Every rank makes one, and makes the same calls in the same order; those that only look (:meth:`steps`, :meth:`latest_step`, :meth:`best_step`) are
-    each rank's own affair. ::
-
-        with CheckpointManager("run/", save_every=500, keep_last=3, preemption=signal.SIGTERM) as manager:
-            first = manager.load(state)
-            for step in range((first or 0) + 1, steps + 1):
-                train_one_step()
-                if manager.should_save(step):
-                    manager.async_save(step, state, metrics={"loss": loss})
-                if manager.preempted:
-                    break
+    each rank's own affair.
 
     The latest step is the newest that is committed and whole. Nothing points to it: it is found by looking. What the policies do not keep is removed
     once a newer step is durable; never the latest, the best, the one this run resumed from, or one that is being saved.
+
+    What a method raises on one rank, it raises on every rank.
 
     Args:
         root: the folder, which the first save creates; or its URL on a store, as ``s3://bucket/run``.
@@ -89,6 +82,18 @@ class CheckpointManager:
     Raises:
         ValueError: an argument that does not make sense.
         UnsupportedError: a URL of no store that is known; ``storage_options`` for a path of the file system.
+
+    Example:
+        ```python
+        with dcp_rs.CheckpointManager("run", save_every=500, keep_last=3, preemption=signal.SIGTERM) as manager:
+            first = manager.load(state)
+            for step in range((first or 0) + 1, steps + 1):
+                loss = train_one_step()
+                if manager.should_save(step):
+                    manager.async_save(step, state, metrics={"loss": loss})
+                if manager.preempted:
+                    break
+        ```
     """
 
     def __init__(
@@ -150,23 +155,69 @@ class CheckpointManager:
         return self._root.path
 
     def path(self, step: int) -> Path:
-        """The folder of a step, or its URL, whether it is there or not."""
+        """Return the folder of a step, or its URL, whether it is there or not.
+
+        Args:
+            step: its number.
+
+        Returns:
+            The path.
+
+        Example:
+            ```python
+            manager = dcp_rs.CheckpointManager("run")
+            assert manager.path(7) == manager.root / "step-7"
+            ```
+        """
         return self._root.folder(step)
 
     def steps(self) -> list[Step]:
-        """The steps that are committed and whole, oldest first, as this rank sees them now."""
+        """List the steps that are committed and whole, as this rank sees them now.
+
+        Returns:
+            The steps, oldest first.
+
+        Raises:
+            OSError: the root cannot be listed.
+
+        Example:
+            ```python
+            for step in dcp_rs.CheckpointManager("run").steps():
+                print(step.number, step.nbytes, step.metrics)
+            ```
+        """
         return self._root.look().steps
 
     def latest_step(self) -> int | None:
-        """The newest step that is committed and whole, if there is one."""
+        """Find the newest step that is committed and whole.
+
+        Returns:
+            Its number; None if there is none.
+
+        Raises:
+            OSError: the root cannot be listed.
+
+        Example:
+            ```python
+            assert dcp_rs.CheckpointManager("run").latest_step() == 2
+            ```
+        """
         latest = self._root.latest()
         return None if latest is None else latest.number
 
     def best_step(self) -> int | None:
-        """The best step by ``metric``, if one has it.
+        """Find the best step by ``metric``.
+
+        Returns:
+            Its number; None if no step has the metric.
 
         Raises:
             ValueError: the manager was made without ``metric``.
+
+        Example:
+            ```python
+            assert dcp_rs.CheckpointManager("run", metric="loss").best_step() == 1
+            ```
         """
         if self._policies.metric is None:
             msg = "best_step() needs metric=, the name of what is best"
@@ -177,13 +228,26 @@ class CheckpointManager:
 
     @short_traceback
     def should_save(self, step: int) -> bool:
-        """Whether to save this step: a multiple of ``save_every``, or a rank is about to be stopped. Not one that was just saved or loaded.
+        """Decide whether to save this step: a multiple of ``save_every``, or a rank is about to be stopped.
 
-        The ranks agree, in a small message a call, on whether one of them was told to stop (with ``preemption``), and on whether the save in the
-        background failed (while there is one).
+        A step that was just saved or loaded is not saved again. The ranks agree, in a small message a call, on whether one of them was told to stop
+        (with ``preemption``), and on whether the save in the background failed (while there is one).
 
-        Raises (on every rank):
-            As the save that failed in the background.
+        Args:
+            step: its number.
+
+        Returns:
+            Whether to save it; the same on all ranks.
+
+        Raises:
+            Exception: as the save that failed in the background.
+
+        Example:
+            ```python
+            manager = dcp_rs.CheckpointManager("run", save_every=500)
+            assert manager.should_save(1000)
+            assert not manager.should_save(1001)
+            ```
         """
         self._check_open()
         if self._preemption.is_set_up or self._team.pending is not None:
@@ -217,13 +281,22 @@ class CheckpointManager:
             extra_files: files to put into the folder of the step, by name: bytes, or the path of a file that is read now. A tokenizer and a configuration,
                 say. Those of the first rank count, and go when the step does.
 
-        Raises (on every rank):
+        Returns:
+            The metadata of the checkpoint, as :func:`dcp_rs.save`.
+
+        Raises:
             CheckpointExistsError: there is one already.
             SaveInProgressError: another process is saving it.
             RunTakenOverError: another job resumed this run.
             PlanError: the ranks save different steps.
             ValueError: a step that is no number from 0 on, metrics that are not numbers, or names of files that cannot be.
-            As :func:`dcp_rs.save`, and as a save in the background that failed before this.
+            Exception: as :func:`dcp_rs.save`, and as a save in the background that failed before this.
+
+        Example:
+            ```python
+            with dcp_rs.CheckpointManager("run", keep_last=3) as manager:
+                manager.save(3, {"model": model}, metrics={"loss": 0.25})
+            ```
         """
         prepared = self._begin(step, metrics, extra_files, force=force)
         with self._keeper.explaining():
@@ -256,8 +329,15 @@ class CheckpointManager:
             What :meth:`save` would have returned, once the step is durable and what the policies do not keep is gone. Whoever does not look at it
             hears of a failure all the same, on every rank: from the next call that saves, loads, waits or closes, or from :meth:`should_save`.
 
-        Raises (on every rank):
-            As :meth:`save`, as far as it is known before the state is copied.
+        Raises:
+            Exception: as :meth:`save`, as far as it is known before the state is copied.
+
+        Example:
+            ```python
+            with dcp_rs.CheckpointManager("run") as manager:
+                manager.async_save(3, {"model": model})
+                model(torch.ones(2)).sum().backward()  # training goes on
+            ```
         """
         prepared = self._begin(step, metrics, extra_files, force=force)
         self._done = step
@@ -267,21 +347,38 @@ class CheckpointManager:
 
     @short_traceback
     def wait(self) -> None:
-        """Returns once the save in the background is over, if there is one.
+        """Wait for the save in the background, if there is one.
 
-        Raises (on every rank):
-            As the save, where it failed.
+        Raises:
+            Exception: as the save, if it failed.
+
+        Example:
+            ```python
+            manager = dcp_rs.CheckpointManager("run")
+            manager.async_save(3, {"model": model})
+            manager.wait()
+            ```
         """
         self._settle()
 
     @short_traceback
     def delete(self, step: int) -> None:
-        """Removes a step, whatever the policies say.
+        """Remove a step, whatever the policies say.
 
-        Raises (on every rank):
+        Args:
+            step: its number.
+
+        Raises:
             CheckpointNotFoundError: there is no such step.
             PlanError: the ranks name different steps.
             OSError: it cannot be removed.
+
+        Example:
+            ```python
+            manager = dcp_rs.CheckpointManager("run")
+            manager.delete(2)
+            assert manager.latest_step() == 1
+            ```
         """
         self._settle()
         self._team.decide(step, self._keeper.delete)
@@ -311,13 +408,20 @@ class CheckpointManager:
         Returns:
             The step that was loaded; None where no step was ever saved, and ``state_dict`` is as it was.
 
-        Raises (on every rank):
+        Raises:
             CheckpointNotFoundError: the root has no such step; or, without ``step``, it has steps, and all are damaged.
             UnsupportedError: nothing tells whether a newer step is whole: it is of a later version, say. No older one is loaded.
             CorruptDataError: a step is damaged, and the one before lacks something that may hold values of the damaged one by now
                 (``allow_partial_load``). Make the state anew.
             OSError: a newer step cannot be looked at, though it was asked for several times. It may be whole, so no older one is loaded.
-            As :func:`dcp_rs.load`.
+            Exception: as :func:`dcp_rs.load`.
+
+        Example:
+            ```python
+            state = {"model": model, "step": 0}
+            manager = dcp_rs.CheckpointManager("run")
+            first = manager.load(state)  # None in a new run
+            ```
         """
         options = {**self._root.access, **self._team.options, **read_options}
         return self._load(
@@ -337,11 +441,24 @@ class CheckpointManager:
         take_over: bool = True,
         **options: Any,
     ) -> int | None:
-        """As :meth:`load`, of a step that was saved with :func:`dcp_rs.optim.training_state`.
+        """Load a step that was saved with :func:`dcp_rs.optim.training_state`.
 
         Args:
             model, optimizers, extra, options: as for :func:`dcp_rs.optim.load_training_state`.
             step, take_over: as for :meth:`load`.
+
+        Returns:
+            As :meth:`load`.
+
+        Raises:
+            Exception: as :meth:`load` and :func:`dcp_rs.optim.load_training_state`.
+
+        Example:
+            ```python
+            manager = dcp_rs.CheckpointManager("training")
+            manager.save(1, dcp_rs.optim.training_state(model, optimizer))
+            manager.load_training_state(model, optimizer)
+            ```
         """
         optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
         options = {**self._root.access, **self._team.options, **options}
@@ -379,10 +496,16 @@ class CheckpointManager:
 
     @short_traceback
     def close(self) -> None:
-        """Waits for the save in the background, and puts signal handlers back. A second time it does nothing.
+        """Wait for the save in the background, and put signal handlers back. A second call does nothing.
 
-        Raises (on every rank):
-            As the save, where it failed.
+        Raises:
+            Exception: as the save, if it failed.
+
+        Example:
+            ```python
+            manager = dcp_rs.CheckpointManager("run")
+            manager.close()
+            ```
         """
         if self._closed:
             return

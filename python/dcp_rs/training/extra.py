@@ -47,7 +47,9 @@ class PerRank:
             which one is saved. Default: the rank among all, which only fits a restart with the same ranks.
 
     Example:
-        ``extra = {"loader": PerRank(loader, key=mesh["dp"].get_local_rank())}``
+        ```python
+        extra = {"loader": dcp_rs.optim.PerRank(loader, key=mesh["dp"].get_local_rank())}
+        ```
     """
 
     def __init__(self, value: Any, key: int | str | None = None) -> None:

@@ -39,6 +39,13 @@ class HostStager:
     Args:
         cache: keep blocks for the copies of this stager alone, and wait for the save of one copy before the next is made, so that
             there is one at a time. :meth:`release` lets go of them.
+
+    Example:
+        ```python
+        stager = dcp_rs.HostStager(cache=True)  # once; the next save copies to the same memory
+        future = dcp_rs.async_save({"model": model}, "ckpt", stager=stager)
+        future.result()
+        ```
     """
 
     def __init__(self, *, cache: bool = False) -> None:
@@ -47,7 +54,13 @@ class HostStager:
         self._last: Staging | None = None
 
     def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a copy that is the caller's: dicts, lists and tuples anew, all tensors in host memory. The original may change then."""
+        """Copy a state dict: dicts, lists and tuples anew, and all tensors to host memory.
+
+        Once it returns the original may change.
+
+        Returns:
+            The copy.
+        """
         staging = self._begin(state_dict, watched=False)
         staging.finish()
         return staging.state_dict
@@ -59,6 +72,9 @@ class HostStager:
             state_dict: what to copy.
             watched: look whether a tensor is changed before the copy is finished.
             wait: with ``cache``, until the copy before is released.
+
+        Returns:
+            The copy that has begun; its ``finish`` copies the bytes.
         """
         if self.cache and wait and self._last is not None:
             self._last.wait()

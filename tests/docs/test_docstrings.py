@@ -1,0 +1,99 @@
+"""Docstrings of what users call: they have Args, Returns and Example, and each example runs."""
+
+import inspect
+import re
+import shutil
+import signal
+import textwrap
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import dcp_rs
+import dcp_rs.optim
+
+BLOCK = re.compile(r"^Example:\n    ```python\n(.*?)^    ```$", re.DOTALL | re.MULTILINE)
+#: What functions return, or torch calls: its example is that of the function, or of the class.
+MADE = (
+    "CleanReport",
+    "ConvertReport",
+    "Leftover",
+    "LoadReport",
+    "ReadReport",
+    "SaveFuture",
+    "SaveReport",
+    "SavedMetadata",
+    "VerifyReport",
+)
+PLUGINS = ("HostStager", "NumpyCheckpoint", "RsLoadPlanner", "RsReader", "RsSavePlanner", "RsWriter")
+
+
+def public():
+    """Every function and method that users call, by name."""
+    for module, prefix in ((dcp_rs, ""), (dcp_rs.optim, "optim.")):
+        for name in [*module.__all__, *(["open"] if module is dcp_rs else [])]:
+            value = getattr(module, name)
+            if inspect.isfunction(value):
+                yield prefix + name, value
+    for cls in (dcp_rs.Checkpoint, dcp_rs.CheckpointManager):
+        for name, value in inspect.getmembers(cls, inspect.isfunction):
+            if not name.startswith("_") and value.__module__.startswith("dcp_rs"):
+                yield f"{cls.__name__}.{name}", value
+
+
+FUNCTIONS = dict(public())
+CLASSES = {name: getattr(dcp_rs, name) for name in (*PLUGINS, "Checkpoint", "CheckpointManager")}
+
+
+def sections(value):
+    return set(re.findall(r"^(Args|Returns|Raises|Example):$", inspect.getdoc(value) or "", re.MULTILINE))
+
+
+def test_every_public_name_is_looked_at():
+    classes = {name for name in dcp_rs.__all__ if inspect.isclass(getattr(dcp_rs, name))}
+    assert classes == {*CLASSES, *MADE}
+    assert len(FUNCTIONS) > 35
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_docstring_has_what_a_caller_needs(name):
+    function = FUNCTIONS[name]
+    signature, text = inspect.signature(function), inspect.getdoc(function)
+    passed = [one for one in signature.parameters if one not in ("self", "unknown") and not one.startswith("_")]
+    assert not passed or "Args" in sections(function)
+    for one in passed:
+        assert re.search(rf"^    (\w+, )*{one}(, \w+)*: ", text, re.MULTILINE), f"{name} does not explain {one}"
+    if str(signature.return_annotation) != "None":
+        assert "Returns" in sections(function)
+    # A title such as "Raises (on every rank):" is no section: the site shows it as a paragraph.
+    assert not re.search(r"^(Raises|Args|Returns) \(", text, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """What examples read."""
+    folder = tmp_path_factory.mktemp("examples")
+    state = {"model": torch.nn.Linear(2, 3).state_dict(), "step": 7}
+    dcp_rs.save(state, folder / "ckpt", no_dist=True)
+    dcp_rs.convert(folder / "ckpt", folder / "hf_model", to="safetensors", include="model.*", rename={"model": ""})
+    with dcp_rs.CheckpointManager(folder / "run", no_dist=True) as manager:
+        manager.save(1, state, metrics={"loss": 0.5})
+        manager.save(2, state, metrics={"loss": 0.75})
+    return folder
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *CLASSES])
+def test_an_example_runs(name, made, tmp_path, monkeypatch):
+    value = FUNCTIONS.get(name) or CLASSES[name]
+    block = BLOCK.search(inspect.getdoc(value))
+    assert block, f"{name} has no example"
+    shutil.copytree(made, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    names = {"dcp_rs": dcp_rs, "dcp": dcp, "torch": torch, "signal": signal, "model": model, "optimizer": optimizer}
+    names |= {"state": {"model": model, "step": 0}, "steps": 3, "train_one_step": lambda: 0.25}
+    exec(compile(textwrap.dedent(block[1]), name, "exec"), names)
