@@ -81,7 +81,7 @@ def test_reprs_say_something_in_a_line(ckpt):
     }
     assert list(shown) == list(shown.values())
     assert re.fullmatch(r"ConvertReport\(written=<2: .*>, bytes=.*, files=1, seconds=.*\)", repr(converted))
-    assert re.fullmatch(r"VerifyReport\(bytes_verified=.* k?B, entries=2\)", repr(dcp_rs.verify(ckpt)))
+    assert re.fullmatch(r"VerifyReport\(bytes_verified=.* k?B, entries=2, seconds=.*\)", repr(dcp_rs.verify(ckpt)))
 
 
 def test_notebooks_get_tables_and_completions(ckpt):
