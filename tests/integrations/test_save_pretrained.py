@@ -1,5 +1,6 @@
 """Where ``save_pretrained`` may write; what transformers makes of the result is in ``tests/frameworks``. It needs no transformers."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,30 @@ def test_an_adapter_is_one_file(tmp_path: Path) -> None:
         save_pretrained(tmp_path / "ckpt", tmp_path / "out", config=tmp_path / "base", shards=2)
     save_pretrained(tmp_path / "ckpt", tmp_path / "out", config=tmp_path / "base", shards=1)
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("config", "is_same", "left_out"),
+    [
+        ({"tie_word_embeddings": True}, True, True),
+        ({"text_config": {"tie_word_embeddings": True}}, True, True),
+        ({"tie_word_embeddings": True}, False, False),  # what was trained apart stays
+        ({"tie_word_embeddings": False}, True, False),
+        ({}, True, False),  # the default differs from model to model
+    ],
+)
+def test_tied_weights_are_exported_once(tmp_path: Path, config, is_same, left_out) -> None:
+    """Both names were, and the folder was twice as large as that of transformers."""
+    embeddings = torch.randn(50, 8)
+    head = embeddings.clone() if is_same else embeddings + 1
+    state = {"model": {"model.embed_tokens.weight": embeddings, "lm_head.weight": head, "norm.weight": torch.ones(8)}}
+    dcp_rs.save(state, tmp_path / "ckpt", no_dist=True)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text(json.dumps(config))
+    report = save_pretrained(
+        tmp_path / "ckpt", tmp_path / "out", config=tmp_path / "config", rename={"model": ""}, exclude="norm.*"
+    )
+    names = load_file(tmp_path / "out" / "model.safetensors").keys()
+    assert ("lm_head.weight" not in names) == left_out
+    assert {"model.embed_tokens.weight", "norm.weight"} <= names
+    assert report.tied == ({"lm_head.weight": "model.embed_tokens.weight"} if left_out else {})

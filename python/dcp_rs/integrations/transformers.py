@@ -6,8 +6,9 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,10 @@ _OF_THE_MODEL = ("dtype", "generation_config", "quantization_config", "torch_dty
 _BESIDE = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".md", ".spm", ".codes", ".tokenizer"})
 #: And of one of several templates, the folder of all but the first.
 _TEMPLATES = "additional_chat_templates"
+#: What embeddings of words are called, that output weights may be tied to.
+_EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "shared.weight")
+#: Bytes of a tensor that are compared at a time.
+_COMPARED_BYTES = 16 << 20
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin.index.json", _core.LOCK_NAME)
 
 
@@ -259,7 +264,8 @@ def save_pretrained(
 ) -> ConvertReport:
     """Makes of a checkpoint of any kind a folder that transformers, diffusers or peft load, under the names that each looks for.
 
-    Memory stays bounded; no model is made. The folder appears in one step, when it is complete.
+    Memory stays bounded; no model is made. The folder appears in one step, when it is complete. Output weights that are the same as
+    the embeddings are left out where the configuration says ``"tie_word_embeddings": true``, as transformers does.
 
     Args:
         path: the checkpoint.
@@ -296,6 +302,10 @@ def save_pretrained(
         raise CheckpointExistsError(msg, path=target)
     paths = [location(path), index.path, *index.file_paths(), source, *beside.values()]
     before = check_place(paths, target, overwrite=overwrite, is_part=_is_of_a_model)
+    tied = _tied_head(index, beside[kind], rename, selector(include, exclude))
+    if tied:
+        left_out = [exclude] if isinstance(exclude, str) else list(exclude or ())
+        exclude = [*left_out, *map(escape, tied)]
     with new_place(target, before, as_file=False) as place:
         report = convert(
             path,
@@ -308,10 +318,43 @@ def save_pretrained(
             shards=shards,
             name=_stem(beside[kind]),
         )
+        report.tied.update({renamer(rename)(head): renamer(rename)(kept) for head, kept in tied.items()})
         for name, file in beside.items():
             (place.result / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(file, place.result / name)
     return report
+
+
+def _tied_head(
+    index: _core.Index, config: Path, rename: Rename, chosen: Callable[[str], bool] | None
+) -> dict[str, str]:
+    """Find output weights that are the embeddings once more, where the configuration ties the two.
+
+    Returns:
+        Their stored name, and that of the embeddings. transformers stores one of the two, and ties them again as it loads.
+    """
+    said = json.loads(config.read_text("utf-8"))
+    text = said.get("text_config") or {}
+    if True not in (said.get("tie_word_embeddings"), text.get("tie_word_embeddings")):
+        return {}
+    new_name = renamer(rename)
+    tensors = [number for number in range(index.tensor_count) if not index.tensor(number).is_bytes]
+    tensors = [number for number in tensors if chosen is None or chosen(index.name(number))]
+    heads = [number for number in tensors if f".{new_name(index.name(number))}".endswith(".lm_head.weight")]
+    inputs = [number for number in tensors if index.name(number).endswith(_EMBEDDINGS)]
+    return {index.name(head): index.name(kept) for head in heads[:1] for kept in inputs if _same(index, head, kept)}
+
+
+def _same(index: _core.Index, one: int, other: int) -> bool:
+    """Return whether two stored tensors are the same to the bit, a bounded number of rows at a time."""
+    a, b = (StoredTensor(index, number, ReadOptions()) for number in (one, other))
+    if a.shape != b.shape or a.dtype != b.dtype or len(a.shape) != 2 or 0 in a.shape:
+        return False
+    rows = max(1, _COMPARED_BYTES // (a.shape[1] * a.dtype.itemsize))
+    return all(
+        torch.equal(a[at : at + rows].view(torch.uint8), b[at : at + rows].view(torch.uint8))
+        for at in range(0, a.shape[0], rows)
+    )
 
 
 def _beside(folder: Path) -> dict[str, Path]:
