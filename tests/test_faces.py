@@ -18,15 +18,17 @@ import dcp_rs
 from dcp_rs import RsReader
 
 dcp_rs.opne("x")  # attr-defined
-dcp_rs.load({}, "x", verfy=True)  # call-arg
+dcp_rs.load({}, "x", verfy=True)  # arg-type
 dcp_rs.load({}, "x", io="mmaped")  # typeddict-item arg-type
-dcp_rs.save({}, "x", fsnyc=False)  # call-arg
-dcp_rs.async_save({}, "x", overwite=False)  # call-arg
+dcp_rs.save({}, "x", fsnyc=False)  # arg-type
+dcp_rs.async_save({}, "x", overwite=False)  # arg-type
 dcp_rs.open("x", devcie="cpu")  # call-overload
 dcp_rs.open("x", framework="numpy")  # call-overload
 RsReader("x", theads=2)  # call-arg
 dcp_rs.verify("x", thread=2)  # call-arg
 dcp_rs.convert("x", "y", too="dcp")  # call-arg
+dcp_rs.CheckpointManager("x", keep_lst=2)  # call-arg
+dcp_rs.CheckpointManager("x", keep_last=2, fsync=False)
 dcp_rs.open("x", framework="np", io="mmap").get_slice("w")[1:]
 report: dcp_rs.LoadReport = dcp_rs.load({}, "x", io="mmap", verify=True, replicas="node")
 error: type[Exception] = dcp_rs.errors.PlanError
@@ -82,6 +84,14 @@ def test_reprs_say_something_in_a_line(ckpt):
     assert list(shown) == list(shown.values())
     assert re.fullmatch(r"ConvertReport\(written=<2: .*>, bytes=.*, files=1, seconds=.*\)", repr(converted))
     assert re.fullmatch(r"VerifyReport\(bytes_verified=.* k?B, entries=2, seconds=.*\)", repr(dcp_rs.verify(ckpt)))
+
+
+def test_a_repr_of_many_names_is_short():
+    """That of a planner with 5,000 names had 141 kB."""
+    planner = RsLoadPlanner(rename={f"a{i}": f"b{i}" for i in range(5000)})
+    assert repr(planner) == "RsLoadPlanner(rename=<dict of 5,000: 'a0': 'b0', 'a1': 'b1', ...>)"
+    planner = RsSavePlanner(exclude=[f"a{i}" for i in range(5000)])
+    assert repr(planner) == "RsSavePlanner(exclude=<list of 5,000: 'a0', 'a1', ...>)"
 
 
 def test_notebooks_get_tables_and_completions(ckpt):
