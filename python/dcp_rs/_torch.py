@@ -25,7 +25,7 @@ from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list  # 2.8, 2.11, 2.15
-from torch.distributed.checkpoint.state_dict import _get_fqns, _init_optim_state  # 2.8, 2.11, 2.15
+from torch.distributed.checkpoint.state_dict import _get_fqns  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.utils import find_tensor_shard  # 2.8, 2.11, 2.15
 from torch.distributed.distributed_c10d import _get_default_group, _world  # 2.8, 2.11, 2.15
 from torch.distributed.remote_device import _remote_device  # 2.8, 2.11, 2.15
@@ -54,7 +54,6 @@ __all__ = [
     "group_devices",
     "has_memory",
     "host_copy_of_sharded",
-    "init_optimizer_state",
     "inner_tensors",
     "is_gloo",
     "is_remembered",
@@ -328,11 +327,6 @@ def _empty_sharded(tensor: ShardedTensor, *, dtype: torch.dtype, device: torch.d
 def fqns(model: torch.nn.Module, name: str, *, skip_compiler_prefix: bool = True) -> list[str]:
     """What a parameter is called without wrappers (DDP, FSDP, compiled): several names for a flat parameter of FSDP1."""
     return sorted(_get_fqns(model, name, skip_compiler_prefix=skip_compiler_prefix))
-
-
-def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer make its state, by a step at a rate of zero with gradients of zero."""
-    _init_optim_state(optimizer)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,6 @@ from dcp_rs.training.choice import Choice
 from dcp_rs.training.counters import counters_as_they_are
 from dcp_rs.training.extra import PerRank, RngState, check_values, state_of, with_buffers_copied
 from dcp_rs.training.fsdp1 import is_fsdp1
-from dcp_rs.training.made import Made, made_state
 from dcp_rs.training.optimizers import optimizer_state
 from dcp_rs.training.saved import SavedOptimizers
 from dcp_rs.training.saved_extra import EXTRA, SavedExtra
@@ -240,7 +239,6 @@ def _load_training_state(
 ) -> None:
     """Loads what the path holds when it begins, all of one save."""
     reader, metadata = ranks.together(lambda: _opened(path, read_options))
-    made = ranks.together(lambda: _made(models, optimizers, metadata, OPTIM))
     state: dict[str, Any] = {}
     parts: list[dict[str, Any]] = []
     extras: list[SavedExtra] = []
@@ -251,7 +249,7 @@ def _load_training_state(
         state[MODEL] = _merged(parts)
         saved = _saved_optimizers(reader, metadata, OPTIM, choice) if optimizers else None
         if saved is not None:
-            state.update(saved.template(models, optimizers, made))
+            state.update(saved.template(models, optimizers))
         extras.extend(SavedExtra(metadata, name, value, choice) for name, value in extra.items())
         for one in extras:
             state.update(one.template)
@@ -323,12 +321,11 @@ def load_optim_state_dict(
 
     def load() -> None:
         reader, metadata = ranks.together(lambda: _opened(path, read_options))
-        made = ranks.together(lambda: _made(models, (optimizer,), metadata, key))
 
         def begin() -> tuple[Choice, SavedOptimizers | None, dict[str, Any]]:
             choice = Choice(metadata, own_planner, partial=partial)
             saved = _saved_optimizers(reader, metadata, key, choice, needed=True)
-            return choice, saved, {} if saved is None else saved.template(models, (optimizer,), made)
+            return choice, saved, {} if saved is None else saved.template(models, (optimizer,))
 
         def end() -> None:
             if saved is not None:
@@ -346,15 +343,6 @@ def load_optim_state_dict(
 def _opened(path: str | os.PathLike[str], read_options: dict[str, Any]) -> tuple[RsReader, Metadata]:
     reader = RsReader(path, **read_options)
     return reader, reader.read_metadata()
-
-
-def _made(
-    models: tuple[torch.nn.Module, ...], optimizers: Sequence[Optimizer], metadata: Metadata, key: str
-) -> list[dict[int, Made]]:
-    """Return the state that the optimizers make, where the checkpoint has state for it. FSDP1 knows it by its flat parameters."""
-    start = f"{join(key, 'state')}."
-    is_needed = any(name.startswith(start) for name in metadata.state_dict_metadata) and not is_fsdp1(models[0])
-    return [made_state(optimizer) if is_needed else {} for optimizer in optimizers]
 
 
 def _load(

@@ -1,9 +1,11 @@
-"""What state an optimizer makes for its parameters: shapes, keys, and how it is sharded."""
+"""What state an optimizer makes for a parameter: shapes, and whether it is sharded as the parameter is. No step of the optimizer itself is taken."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,18 +15,24 @@ from torch.optim import Optimizer
 
 from dcp_rs import _torch
 from dcp_rs.tensors.nesting import TreePath
+from dcp_rs.tensors.shards import global_shape
 from dcp_rs.tensors.trees import flatten
 from dcp_rs.training.keys import keys_of
 
-__all__ = ["Made", "made_state"]
+__all__ = ["Made", "MadeState"]
+
+#: Kinds of attributes that another optimizer of the class may have as well: nothing that leads to the parameters.
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
+#: Settings that choose between ways of taking the same step, some of which are for accelerators alone.
+_WAYS = ("foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The state that an optimizer makes for a parameter.
+    """The state that an optimizer makes for a parameter, as far as it tells.
 
     Attributes:
-        tensors: on ``meta``, by path.
+        tensors: by path: on ``meta``, but for those that the optimizer puts elsewhere.
         keys: as :func:`keys_of` gives them.
     """
 
@@ -32,51 +40,77 @@ class Made:
     keys: Mapping[TreePath, Any] = field(default_factory=dict)
 
 
-def made_state(optimizer: Optimizer) -> dict[int, Made]:
-    """Return the state that an optimizer without any makes, by the ``id`` of its parameters. It has none afterwards.
+class MadeState:
+    """The state that an optimizer makes, asked of another one of its class, which takes a step on ``meta`` with one parameter.
 
-    torch makes it, by a step at a rate of zero with gradients of zero, as ``get_optimizer_state_dict`` does. Every rank has to call this: a
-    step may talk to the others. An optimizer that cannot take such a step tells nothing.
+    Nothing is computed there, and nothing sent to other ranks. An optimizer that cannot do it tells nothing: one that needs
+    values, or that wraps another.
     """
-    if optimizer.state:
-        return {}
-    made: dict[int, Made] = {}
-    with _as_it_was(optimizer), contextlib.suppress(Exception):  # whatever goes wrong in the code of others
-        _torch.init_optimizer_state(optimizer)
-        for param, state in optimizer.state.items():
-            flat = flatten(dict(state))
-            tensors = {flat.paths[name]: value for name, value in flat.values.items() if _is_filled(value)}
-            made[id(param)] = Made(
-                {
-                    path: _torch.empty_like(value.detach(), dtype=value.dtype, device=torch.device("meta"))
-                    for path, value in tensors.items()
-                },
-                keys_of(state),
-            )
-    return made
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._known: dict[Any, Made] = {}
+
+    def of(self, param: torch.Tensor, group: int) -> Made:
+        """The state of a parameter.
+
+        Args:
+            param: of the optimizer.
+            group: the number of the group that it is in.
+        """
+        sharding = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
+        local = param.to_local().shape if isinstance(param, DTensor) else param.shape
+        key = (group, type(param), global_shape(param), local, param.dtype, sharding)
+        if key not in self._known:
+            self._known[key] = self._ask(param, group)
+        return self._known[key]
+
+    def _ask(self, param: torch.Tensor, group: int) -> Made:
+        if not param.is_floating_point():
+            return Made()
+        kind = type(self._optimizer)
+        meta = torch.device("meta")
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            like = torch.nn.Parameter(_torch.empty_like(param.detach(), dtype=param.dtype, device=meta))
+            like.grad = _torch.empty_like(param.detach(), dtype=param.dtype, device=meta)
+            other = object.__new__(kind)
+            # Whatever goes wrong in the code of others: some state may be there already.
+            with contextlib.suppress(Exception):
+                other.__dict__.update({k: v for k, v in vars(self._optimizer).items() if isinstance(v, _PLAIN)})
+                other.__setstate__(
+                    {
+                        "defaults": dict(self._optimizer.defaults),
+                        "state": defaultdict(dict),
+                        "param_groups": [self._settings(group) | {"params": [like]}],
+                    }
+                )
+                _step_of(kind)(other)
+            with contextlib.suppress(Exception):
+                state = dict(other.state[like])
+                flat = flatten(state)
+                tensors = {
+                    flat.paths[name]: value
+                    for name, value in flat.values.items()
+                    if isinstance(value, torch.Tensor) and not _is_partial(value)
+                }
+                return Made(tensors, keys_of(state))
+        return Made()
+
+    def _settings(self, group: int) -> dict[str, Any]:
+        settings = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in self._optimizer.param_groups[group].items()
+            if name not in ("params", "param_names")
+        }
+        return settings | {way: False for way in _WAYS if way in settings}
 
 
-@contextlib.contextmanager
-def _as_it_was(optimizer: Optimizer) -> Iterator[None]:
-    """Give an optimizer its gradients and rates back, and no state."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    gradients = [param.grad for param in params]
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    for param in params:
-        param.grad = None
-    try:
-        yield
-    finally:
-        optimizer.state.clear()
-        for param, gradient in zip(params, gradients, strict=True):
-            param.grad = gradient
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if "lr" in group:
-                group["lr"] = rate
+def _step_of(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
+    """Return the step of a class of optimizers, without the hooks that users registered for all of them: this one only stands for another."""
+    return kind.step.__wrapped__ if getattr(kind.step, "hooked", False) else kind.step  # type: ignore[attr-defined]
 
 
-def _is_filled(value: Any) -> bool:
-    """Whether a value is a tensor that can be loaded into, not one whose values are yet to be summed."""
-    if not isinstance(value, torch.Tensor):
-        return False
-    return not (isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements))
+def _is_partial(tensor: torch.Tensor) -> bool:
+    """Whether its values are yet to be summed: nothing can be loaded into that."""
+    return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)

@@ -23,7 +23,7 @@ from dcp_rs.tensors.trees import get_at
 from dcp_rs.training.choice import Choice
 from dcp_rs.training.counters import is_counter
 from dcp_rs.training.fsdp1 import fsdp1_group, is_fsdp1, sharded_state_dicts
-from dcp_rs.training.made import Made
+from dcp_rs.training.made import Made, MadeState
 from dcp_rs.training.optimizers import WHO, fsdp1_state, text_of
 from dcp_rs.training.parameters import compiler_names, is_named, names_by_key, parameter_names
 from dcp_rs.training.saved_state import SavedState
@@ -84,17 +84,8 @@ class SavedOptimizers:
         # What was loaded: name in the checkpoint to value.
         self._values: dict[str, Any] = {}
 
-    def template(
-        self,
-        models: Sequence[torch.nn.Module],
-        optimizers: Sequence[Optimizer],
-        made: Sequence[Mapping[int, Made]],
-    ) -> dict[str, Any]:
+    def template(self, models: Sequence[torch.nn.Module], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         """Memory for all state of the parameters of these optimizers, by name in the checkpoint. To be filled, and kept by the caller.
-
-        Args:
-            models, optimizers: what is loaded.
-            made: as :func:`made_state` gives it, of each optimizer.
 
         Raises:
             PlanError: what is saved is not for these optimizers: other parameters, numbers, groups or shapes.
@@ -117,10 +108,12 @@ class SavedOptimizers:
                 own = fsdp1_state(models[0], optimizer)["state"]
             part = _Part(optimizer, number, keys, groups, own, kept)
             self._parts.append(part)
-            for param, fqns in names:
+            made = MadeState(optimizer)
+            group_of = [at for at, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+            for (param, fqns), group in zip(names, group_of, strict=True):
+                makes = Made() if fsdp1 else made.of(param, group)  # a flat parameter stands for several
                 rooms: dict[str, dict[str, Any] | None] = {}
                 for fqn in fqns:
-                    makes = made[number].get(id(param), Made())
                     if fqn not in kept:
                         self._state.take_keys(keys[fqn], part.own.get(fqn, {}), makes)
                     entries = None if fqn in kept else self._chosen(fqn, keys[fqn], part.own.get(fqn, {}))
