@@ -5,6 +5,7 @@ import traceback
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import dcp_rs
@@ -103,6 +104,27 @@ def load_nothing(path):
 
 def test_it_is_short_on_every_rank(tmp_path):
     assert all(lines <= 7 for lines in run_ranks(2, load_nothing, tmp_path / "nothing"))
+
+
+def load_with_a_planner_that_fails(path):
+    os.environ.pop("DCP_RS_DEBUG", None)
+    planner = None
+    if dist.get_rank() == 1:
+        planner = Spoiled()
+        planner.why = OSError
+    try:
+        dcp_rs.load({"w": torch.ones(2)}, path, planner=planner)
+    except OSError as error:
+        return "".join(traceback.format_exception(error))
+
+
+def test_other_ranks_see_the_lines_of_the_rank_that_failed(tmp_path):
+    save_rs(STATE, tmp_path)
+    for text in run_ranks(2, load_with_a_planner_that_fails, tmp_path):
+        assert "in spoil" in text
+        assert "dcp_rs/engine" not in text
+        assert "raised on rank 1" in text
+        assert len(text.splitlines()) < 25
 
 
 def test_no_frame_holds_what_the_caller_passed(tmp_path, monkeypatch):

@@ -220,7 +220,7 @@ class Ranks:
         if mine.error is not None:
             errors[self.rank] = mine.error
         for rank, error in errors.items():
-            if rank != self.rank and not isinstance(error, DcpRsError):
+            if rank != self.rank and not isinstance(error, DcpRsError) and said[rank].trace:
                 error.add_note(f"there:\n{said[rank].trace}")
         self.raise_failures(errors)
 
@@ -310,7 +310,7 @@ class _Failure:
     def of(cls, error: BaseException, handled: BaseException | None) -> _Failure:
         shorten(error)
         text = traceback.format_exception_only(error)[-1].strip()
-        trace = "".join(traceback.format_exception(error))
+        trace = "".join(traceback.format_exception(error)) if error.__traceback__ else ""
         pickled = None
         sent = unclear(error, handled) or error
         if isinstance(sent, Exception):  # not an exit, nor Ctrl-C: those are this process's
