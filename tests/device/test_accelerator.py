@@ -229,10 +229,11 @@ def test_async_save(tmp_path, device, cache):
 
 def test_pinned_blocks(device):
     source = {f"w{i}": torch.full((100, 1000), float(i), device=device) for i in range(50)}
-    staged = HostStager().stage(source)
-    assert all((staged[f"w{i}"] == i).all() for i in range(50))
+    staging = HostStager().begin(source)
+    staging.finish()
+    assert all((staging.state_dict[f"w{i}"] == i).all() for i in range(50))
+    staging.release()
     if hasattr(torch.get_device_module(device), "cudart"):
-        del staged
         released = dcp_rs.release_pinned_memory()
         assert sum(tensor.nbytes for tensor in source.values()) <= released <= 20_010_000
     again = HostStager().stage(source)

@@ -35,7 +35,7 @@ class RsSavePlanner(DefaultSavePlanner):
         enable_plan_caching: in saves by :func:`dcp_rs.save` and :func:`dcp_rs.async_save`, a rank whose plan is that of its last save through the
             same process group sends only a digest of it. In torch's own ``dcp.save`` it changes nothing: torch remembers plans by the planner's
             class, also from one process group to another.
-        dtype: what floating-point tensors of 16 bits and more are stored as. They are cast while they are written, in memory of bounded size. Those of
+        dtype: what floating-point tensors of 16 bits and more are stored as. With :func:`dcp_rs.save` they are cast while they are written, in memory of bounded size. Those of
             8 bits and fewer stay as they are: their scales are elsewhere.
         include, exclude: globs over names; what is not included, or excluded, is not saved.
 

@@ -17,7 +17,6 @@ from dcp_rs.api import async_save, save
 from dcp_rs.checkpoint.frameworks import open as open_checkpoint
 from dcp_rs.checkpoint.locate import local_path
 from dcp_rs.conversion.place import new_place
-from dcp_rs.dcp.writer import RsWriter
 from dcp_rs.engine.arguments import check_options
 from dcp_rs.integrations._needs import framework
 from dcp_rs.integrations.install import installed
@@ -54,12 +53,12 @@ class DcpRsCheckpointIO(_bases(_FABRIC, "plugins", "CheckpointIO")):  # type: ig
 
     Args:
         asynchronous: save in the background, from a copy in host memory. What fails is raised by the next call, or when the trainer ends.
-        write_options: arguments of :class:`dcp_rs.RsWriter`. ``strict_values=True`` refuses at the save what a load with ``weights_only=True`` would.
+        write_options: arguments of :func:`dcp_rs.save`. ``strict_values=True`` refuses at the save what a load with ``weights_only=True`` would.
     """
 
     def __init__(self, *, asynchronous: bool = False, **write_options: Unpack[WriterArguments]) -> None:
         super().__init__()
-        check_options("DcpRsCheckpointIO", write_options, RsWriter)
+        check_options("DcpRsCheckpointIO", write_options, save)
         self._asynchronous = asynchronous
         self._options = write_options
         self._saving: Future[Any] | None = None
@@ -76,7 +75,7 @@ class DcpRsCheckpointIO(_bases(_FABRIC, "plugins", "CheckpointIO")):  # type: ig
         """
         if storage_options is not None:
             raise TypeError(
-                "DcpRsCheckpointIO takes no storage_options: it takes the arguments of RsWriter when it is made"
+                "DcpRsCheckpointIO takes no storage_options: it takes the arguments of dcp_rs.save when it is made"
             )
         self.wait()
         target = local_path(path)
