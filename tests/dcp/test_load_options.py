@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader
-from dcp_rs.errors import PlanError
+from dcp_rs.errors import CorruptDataError, PlanError
 from support import assert_state_equal, run_ranks
 
 W = torch.arange(24.0).reshape(4, 6)
@@ -116,3 +116,22 @@ def unknown_on_one(path):
 
 def test_an_option_that_one_rank_gets_wrong(saved):
     assert run_ranks(2, unknown_on_one, saved) == [True, True]
+
+
+def fails_on_one(path):
+    """Rank 1 alone reads the tensor whose bytes are damaged."""
+    mine = zeros() if dist.get_rank() else {"b": torch.zeros(6)}
+    state = {"model": mine, "step": 0}
+    before = dict(mine)
+    with pytest.raises(CorruptDataError, match=r'"model\.w"'):
+        dcp_rs.load(state, path, dtype=torch.bfloat16, verify=True)
+    return all(mine[name] is tensor for name, tensor in before.items()) and state["step"] == 0
+
+
+def test_what_one_rank_cannot_read_replaces_nothing_on_any_rank(saved):
+    """Rank 0 had put its new tensors and values into the state dict by then, and kept them."""
+    (data,) = saved.glob("*.safetensors")
+    raw = data.read_bytes()
+    at = raw.index(W[2:].numpy().tobytes())
+    data.write_bytes(raw[:at] + b"\xff" + raw[at + 1 :])
+    assert run_ranks(2, fails_on_one, saved) == [True, True]
