@@ -204,7 +204,7 @@ def test_the_command(hf, server):
         f"--storage-option={key}={str(value).lower() if isinstance(value, bool) else value}"
         for key, value in server.options().items()
     ]
-    line = [sys.executable, "-m", "dcp_rs", *given, "index", server.url("hf"), "--digests", "--json"]
+    line = [sys.executable, "-m", "dcp_rs", "index", server.url("hf"), "--digests", "--json", *given]
     told = json.loads(programs.run(line, capture_output=True, check=True, text=True).stdout)
     assert told["index"] == server.url(INDEX)
     assert told["bytes"] == len(server.objects[INDEX].data)

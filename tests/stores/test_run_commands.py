@@ -19,7 +19,7 @@ def does(server):
     ]
 
     def run(*arguments, status=0):
-        line = [sys.executable, "-m", "dcp_rs", *given, *map(str, arguments)]
+        line = [sys.executable, "-m", "dcp_rs", *map(str, arguments), *given]
         done = programs.run(line, capture_output=True, check=False, text=True)
         assert done.returncode == status, done
         return done.stdout or done.stderr

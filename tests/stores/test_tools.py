@@ -194,10 +194,10 @@ def test_the_command(saved, server):
         f"--storage-option={key}={str(value).lower() if isinstance(value, bool) else value}"
         for key, value in server.options().items()
     ]
-    line = [sys.executable, "-m", "dcp_rs", *given, "clean", server.url("runs/ckpt")]
+    line = [sys.executable, "-m", "dcp_rs", "clean", server.url("runs/ckpt"), *given]
     listed = json.loads(programs.run([*line, "--json"], capture_output=True, check=True, text=True).stdout)
     assert [found["path"] for found in listed["found"]] == [server.url(old)]
     said = programs.run([*line, "--yes"], capture_output=True, check=True, text=True).stdout
     assert server.url(old) in said
-    assert "a lifecycle rule removes them" in said
+    assert "a lifecycle rule of the bucket removes them" in said
     assert old not in server.objects
