@@ -170,6 +170,15 @@ MUTANTS = [
         ("tests/checkpoint/test_bad_data_files.py",),
         "Blocks are compared with the digests of others.",
     ),
+    # Slices that `open` hands out are views of a mapping: loads into shards are what copies rows.
+    Mutant(
+        "row-from-the-wrong-place",
+        "rust/core/src/copy/run.rs",
+        "let (to, from) = (dst.add(i * inner.dst), src.add(i * inner.src));",
+        "let (to, from) = (dst.add(i * inner.dst), src.add(i * inner.src.min(inner.dst)));",
+        ("tests/dcp/test_sharding_matrix.py",),
+        "Rows of a column shard come from the wrong places.",
+    ),
     Mutant(
         "chunk-ends-early",
         "rust/core/src/read/plan.rs",
@@ -185,7 +194,7 @@ MUTANTS = [
         "    let condition = if begun.keeps_conditions {\n        Condition::Unchanged\n    } else {\n"
         "        Condition::Unguarded\n    };\n    put_and_look(path, bytes, condition, connection, control)\n",
         "    put_and_look(path, bytes, Condition::Unguarded, connection, control)\n",
-        ("tests/stores/test_index.py",),
+        ("tests/stores/test_commit.py",),
         "Of two jobs that save to one place the slower one replaces what it never saw.",
     ),
 ]

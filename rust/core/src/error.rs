@@ -172,6 +172,7 @@ fn at_byte(offset: Option<u64>) -> String {
     offset.map_or_else(String::new, |offset| format!(" (at byte {offset})"))
 }
 
+#[doc(hidden)] // for the crates of this repository
 impl Error {
     /// An [`Error::Io`] for `path`.
     pub fn io(action: &'static str, path: &Path, source: io::Error) -> Self {
