@@ -47,6 +47,6 @@ def test_the_command_line_tells_them_apart_by_their_urls(saved, server, other):
     def status(*arguments):
         return programs.run([sys.executable, "-m", "dcp_rs", *arguments], capture_output=True, check=False).returncode
 
-    assert status(*general, *given("s3://other:", theirs), *command) == 0
+    assert status(*command, *general, *given("s3://other:", theirs)) == 0
     assert len(other.requests) > 0
-    assert status(*general, *command) == 2
+    assert status(*command, *general) == 2

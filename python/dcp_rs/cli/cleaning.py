@@ -40,7 +40,7 @@ def clean(path: Path, *, yes: bool, older_than: float | None, as_json: bool) -> 
     else:
         line((f"removed {what}" if yes else f"{what} to remove: run again with --yes", "bold"))
     if isinstance(location(path), Url):
-        line(("unfinished uploads are in no listing: a lifecycle rule of the bucket removes them", "dim"))
+        line(("unfinished uploads are in no listing: a lifecycle rule removes them", "dim"))
 
 
 def mention(leftovers: Sequence[Leftover]) -> None:
