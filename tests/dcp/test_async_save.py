@@ -7,8 +7,10 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 import dcp_rs
+from dcp_rs import RsSavePlanner, RsWriter
 from dcp_rs.engine import background
 from dcp_rs.errors import SaveInProgressError, UnsupportedError
 from dcp_rs.transfer.stage import HostStager
@@ -174,3 +176,47 @@ class NotCopied:
 def test_a_save_that_fails_in_a_callback_of_one_does_not_wait_for_itself(tmp_path):
     """The thread that saves, which calls it, waited for itself to tell the other ranks: for ever, and all of them."""
     assert run_ranks(2, fail_in_a_callback, tmp_path, fresh=True) == [True, True]
+
+
+class Looking(RsSavePlanner):
+    """Notes where what it saves lies."""
+
+    def __init__(self, *, fails=False):
+        super().__init__()
+        self.fails, self.places = fails, []
+
+    def resolve_data(self, write_item):
+        resolved = super().resolve_data(write_item)
+        self.places.append(resolved.data_ptr())
+        if self.fails:
+            raise ArithmeticError("as meant")
+        return resolved
+
+
+@pytest.mark.parametrize("by", ["dcp_rs", "torch"])
+def test_the_memory_of_a_save_that_is_over_serves_the_next(tmp_path, by):
+    """T7: each save made its copy in new pages, which took several times as long as the copy itself."""
+    dcp_rs.release_pinned_memory()
+    places = []
+    for number in range(3):
+        planner, path = Looking(), tmp_path / str(number)
+        state = {"w": torch.full((300, 1000), float(number))}
+        if by == "torch":
+            dcp.async_save(state, storage_writer=RsWriter(path), planner=planner).result(60)
+        else:
+            dcp_rs.async_save(state, path, planner=planner).result(60)
+        places += planner.places
+        assert dcp_rs.open(path, verify=True)["w"].eq(number).all()
+    assert len(places) == 3
+    assert len(set(places)) == 1
+
+
+def test_a_save_that_fails_gives_its_memory_back(tmp_path):
+    dcp_rs.release_pinned_memory()
+    places = []
+    for fails in (True, False):
+        planner = Looking(fails=fails)
+        future = dcp_rs.async_save({"w": torch.ones(300, 1000)}, tmp_path / "ckpt", planner=planner)
+        assert isinstance(future.exception(60), ArithmeticError) == fails
+        places += planner.places
+    assert len(set(places)) == 1
