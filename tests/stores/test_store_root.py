@@ -252,6 +252,16 @@ def test_what_others_stored_is_named_and_left_alone(root, server):
     assert {"run/step-10/model.txt", "run/step-11/deeper/thing"} < set(server.keys())
 
 
+def test_files_of_the_user_beside_a_killed_save_are_no_checkpoint_of_others(root, server):
+    root.begin(10, f"{10:032x}", {}, {"config.json": b"{}"})
+    assert "run/step-10/config.json" in server.objects
+    assert only_passed_over(root).kind == "unknown"
+    save(root, 20)
+    age(server)
+    assert [found.number for found in root.sweep().left] == [10]
+    assert steps_on(server) == [20]
+
+
 def test_a_store_that_does_not_answer_says_nothing_of_a_step(root, server):
     save(root, 10)
     save(root, 20)
@@ -276,6 +286,17 @@ def test_notes_need_not_be_right(root, server, notes):
         step = root.latest()
     assert step.metrics == {}
     assert abs(step.saved - time.time()) < 60
+
+
+def test_a_note_that_is_too_long_is_not_fetched(root, server):
+    """It was fetched whole, whatever its length."""
+    save(root, 10, {"loss": 1.0})
+    note = f"run/step-10/saved-{10:032x}.json"
+    server.put(note, b" " * (1 << 20) + b"{}")
+    begin = len(server.requests)
+    with pytest.warns(UserWarning, match="no note of a save"):
+        assert root_at(server.url("run"), server.options()).latest().metrics == {}
+    assert note not in {request.key for request in server.requests[begin:] if request.kind == "get"}
 
 
 def test_notes_of_another_save_are_not_believed(root, server):

@@ -123,7 +123,7 @@ class StoreRoot(Root):
         for number, data in zip(unread, indexes, strict=True):
             found[number] = self._with_index(store, number, listed[number], data)
         noted = {number: name for number in unread if (name := _note_of(found[number], listed[number]))}
-        read = _read(store, [self.folder(number) / name for number, name in noted.items()])
+        read = _read_notes(store, [(self.folder(number), name, listed[number]) for number, name in noted.items()])
         told = {
             number: {} if data is None else notes.of(self.folder(number) / noted[number], data)
             for number, data in zip(noted, read, strict=True)
@@ -178,8 +178,8 @@ class StoreRoot(Root):
             return None
         strange = {name for name in (*objects.files, *objects.folders) if not is_own(name)}
         if strange:
-            noted = [self.folder(number) / name for name in objects.files if notes.is_note(name)]
-            strange.difference_update(*map(notes.files_of, _read(store, noted)))
+            noted = [(self.folder(number), name, objects) for name in objects.files if notes.is_note(name)]
+            strange.difference_update(*map(notes.files_of, _read_notes(store, noted)))
         kind: Why
         if strange:
             kind, why = "foreign", f"it has no {INDEX_NAME}, and holds {min(strange)}: dcp_rs.index(path) may adopt it"
@@ -310,8 +310,13 @@ def _read(store: _core.Store, paths: list[Path]) -> list[bytes | None]:
     return store.read(paths) if paths else []
 
 
-def _tag(found: Any) -> tuple[object, ...]:
-    return found.nbytes, found.tag
+def _read_notes(store: _core.Store, noted: list[tuple[Path, str, Objects]]) -> list[bytes | None]:
+    """Return the bytes of notes, each by its folder, its name and what is listed there; none of what is too long for one."""
+    is_short = [objects.files[name].nbytes <= notes.MOST for _, name, objects in noted]
+    read = iter(
+        _read(store, [folder / name for (folder, name, _), short in zip(noted, is_short, strict=True) if short])
+    )
+    return [next(read) if short else b"" for short in is_short]
 
 
 def _delete(store: _core.Store, folder: Path, names: set[str] | frozenset[str]) -> None:
