@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use dcp_rs_core::checkpoint::{self, Begun, Committed, RecoverOptions};
 use dcp_rs_core::format::Index;
-use dcp_rs_core::store::{self, Condition, Folder, Listed, Remote, StoringConnection};
+use dcp_rs_core::store::{self, Body, Condition, Folder, Listed, Remote, StoringConnection};
 use dcp_rs_core::write::{WriteOptions, upload_file, upload_folder};
 use dcp_rs_core::{Control, Error, Result};
 use pyo3::prelude::*;
@@ -107,7 +107,7 @@ impl Store {
     /// Stores a file, in place of one that has the name.
     fn put(&self, py: Python<'_>, path: PathBuf, data: Vec<u8>) -> PyResult<()> {
         self.ask(py, |connection, control| {
-            connection.put(&path, &[&data], Condition::Always, control)
+            connection.put(&path, &Body::new(data), Condition::Always, control)
         })
     }
 

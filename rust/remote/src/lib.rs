@@ -8,7 +8,6 @@ mod config;
 mod connection;
 mod credentials;
 mod fetch;
-mod lend;
 mod link;
 mod patience;
 mod secrets;

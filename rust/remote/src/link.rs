@@ -1,4 +1,4 @@
-//! A runtime, its threads and a client: what ends together. It lives for a call, or until something has to be cut off.
+//! A runtime, its threads and a client: what ends together. It lives for a call.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -7,7 +7,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use dcp_rs_core::{Control, Error, Result, StorageFault};
+use dcp_rs_core::{Control, Error, Result};
 use object_store::UpdateVersion;
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::Semaphore;
@@ -22,9 +22,9 @@ use crate::transport::Hold;
 /// Requests in flight at most, of one connection.
 const IN_FLIGHT: usize = 96;
 /// How often a waiting call looks whether it is to stop.
-pub const PERIOD: Duration = Duration::from_millis(50);
+const PERIOD: Duration = Duration::from_millis(50);
 /// What is in the midst of something when a link ends is waited for no longer than this: a look-up of a name can hang.
-pub const LAST_WAIT: Duration = Duration::from_millis(200);
+const LAST_WAIT: Duration = Duration::from_millis(200);
 
 /// What every request needs.
 pub struct Shared {
@@ -111,35 +111,12 @@ impl Shared {
     }
 }
 
-/// What became of work on a link.
-pub enum Outcome<T> {
-    Done(Result<T>),
-    /// The link ended, for the sake of another call. What was asked may have been done.
-    Cut,
-}
-
-impl<T> Outcome<T> {
-    /// That of work which is not begun again.
-    pub fn result(self, kind: StorageFault, action: &'static str, path: &Path) -> Result<T> {
-        match self {
-            Self::Done(result) => result,
-            Self::Cut => Err(Error::Storage {
-                kind,
-                action,
-                path: path.to_owned(),
-                attempts: 1,
-                reason: "the connection was closed before an answer came, together with that of another request".into(),
-            }),
-        }
-    }
-}
-
 /// Dropped, it ends its threads.
 pub struct Link {
     pub shared: Arc<Shared>,
     handle: Handle,
     /// Taken when it ends.
-    runtime: Mutex<Option<Runtime>>,
+    runtime: Option<Runtime>,
     /// That made it: forks of it have none of its threads.
     process: u32,
 }
@@ -167,21 +144,9 @@ impl Link {
                 seen,
             }),
             handle: runtime.handle().clone(),
-            runtime: Mutex::new(Some(runtime)),
+            runtime: Some(runtime),
             process: std::process::id(),
         })
-    }
-
-    /// Ends it, and whatever is in flight.
-    pub fn end(&self) {
-        let runtime = self.runtime.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(runtime) = runtime {
-            runtime.shutdown_timeout(LAST_WAIT);
-        }
-    }
-
-    pub fn has_ended(&self) -> bool {
-        self.runtime.lock().unwrap_or_else(PoisonError::into_inner).is_none()
     }
 
     /// Waits for work on the runtime, and ends it where the call is to stop.
@@ -189,7 +154,7 @@ impl Link {
         &self,
         control: &Control,
         work: impl Future<Output = Result<T>> + Send + 'static,
-    ) -> Outcome<T> {
+    ) -> Result<T> {
         let (done, is_done) = channel();
         let task = self.handle.spawn(async move {
             // The receiver lives until the task has ended.
@@ -202,25 +167,18 @@ impl Link {
                 control.tell(format!("{root}: {}", secrets.remove(&notice)));
             }
             match answer {
-                Ok(result) => return Outcome::Done(result),
+                Ok(result) => return result,
                 Err(RecvTimeoutError::Timeout) => {
                     if let Err(stopped) = control.check() {
                         task.abort();
                         // Once it has ended, by its end or by this, the channel is closed, and nothing is written any more.
                         while is_done.recv().is_ok() {}
-                        return Outcome::Done(Err(stopped));
+                        return Err(stopped);
                     }
                 }
                 Err(RecvTimeoutError::Disconnected) => {
-                    if let Err(stopped) = control.check() {
-                        return Outcome::Done(Err(stopped));
-                    }
-                    if self.has_ended() {
-                        return Outcome::Cut;
-                    }
-                    return Outcome::Done(Err(Error::Internal(
-                        "a request to a store ended without an answer".into(),
-                    )));
+                    control.check()?;
+                    return Err(Error::Internal("a request to a store ended without an answer".into()));
                 }
             }
         }
@@ -229,12 +187,16 @@ impl Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
+        let runtime = self.runtime.take();
         if std::process::id() == self.process {
-            self.end();
+            // What is in flight ends with it.
+            if let Some(runtime) = runtime {
+                runtime.shutdown_timeout(LAST_WAIT);
+            }
             return;
         }
         // Nothing of it works here: a lock in it may be held by a thread that is not there, and what is idle in the client would wake tasks of that runtime.
-        std::mem::forget(self.runtime.get_mut().unwrap_or_else(PoisonError::into_inner).take());
+        std::mem::forget(runtime);
         std::mem::forget(self.handle.clone());
         std::mem::forget(Arc::clone(&self.shared));
     }

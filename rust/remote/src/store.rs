@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
-use dcp_rs_core::store::{Condition, Upload};
+use dcp_rs_core::store::{Body, Condition, Upload};
 use dcp_rs_core::{Error, Result, StorageFault};
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
@@ -56,8 +56,23 @@ fn parts(shared: &Shared, path: &Path) -> Result<Arc<dyn MultipartStore>> {
         .ok_or_else(|| Error::Unsupported(format!("{}: a server of files is read only", path.display())))
 }
 
+/// What is sent, without a copy, and its length.
+fn payload(body: Body) -> (PutPayload, u64) {
+    struct Owner(Body);
+    impl AsRef<[u8]> for Owner {
+        fn as_ref(&self) -> &[u8] {
+            &self.0
+        }
+    }
+    let length = body.len() as u64;
+    if length == 0 {
+        return (PutPayload::new(), 0);
+    }
+    (Bytes::from_owner(Owner(body)).into(), length)
+}
+
 /// Stores an object.
-pub async fn put(shared: &Shared, path: &Path, name: &Name, bytes: Vec<Bytes>, condition: Condition) -> Result<()> {
+pub async fn put(shared: &Shared, path: &Path, name: &Name, body: Body, condition: Condition) -> Result<()> {
     let mode = match condition {
         Condition::Always | Condition::Unguarded => PutMode::Overwrite,
         Condition::New => PutMode::Create,
@@ -67,8 +82,7 @@ pub async fn put(shared: &Shared, path: &Path, name: &Name, bytes: Vec<Bytes>, c
             PutMode::Update(seen.ok_or_else(never)?)
         }
     };
-    let payload: PutPayload = bytes.into_iter().collect();
-    let length = payload.content_length() as u64;
+    let (payload, length) = payload(body);
     let mut patience = shared.patience();
     let mut may_be_done = false;
     loop {
@@ -118,30 +132,16 @@ pub async fn begin(shared: &Shared, path: &Path, name: &Name, condition: Conditi
 }
 
 /// Stores a part.
-pub async fn put_part(
-    shared: &Shared,
-    upload: &Upload,
-    name: &Name,
-    number: usize,
-    bytes: Vec<Bytes>,
-) -> Result<String> {
+pub async fn put_part(shared: &Shared, upload: &Upload, name: &Name, number: usize, body: Body) -> Result<String> {
     let parts = parts(shared, &upload.path)?;
-    let payload: PutPayload = bytes.into_iter().collect();
-    let length = payload.content_length() as u64;
+    let (payload, length) = payload(body);
     let attempt = || parts.put_part(name, &upload.id, number, payload.clone());
     let part = shared.persist("write", &upload.path, length, attempt).await?;
     Ok(part.content_id)
 }
 
-/// Makes parts an object. `again`: an attempt was made of which nothing is known.
-pub async fn complete(
-    shared: &Shared,
-    upload: &Upload,
-    name: &Name,
-    answers: Vec<String>,
-    size: u64,
-    again: bool,
-) -> Result<()> {
+/// Makes parts an object.
+pub async fn complete(shared: &Shared, upload: &Upload, name: &Name, answers: Vec<String>, size: u64) -> Result<()> {
     let plain = parts(shared, &upload.path)?;
     let failed =
         |failure: Failure, attempts| failure.into_error("write", &upload.path, attempts, &shared.config.secrets);
@@ -157,7 +157,7 @@ pub async fn complete(
     let ids: Vec<PartId> = answers.into_iter().map(|content_id| PartId { content_id }).collect();
     let work = JOINING.saturating_mul(u32::try_from(ids.len()).unwrap_or(u32::MAX));
     let mut patience = shared.patience();
-    let mut may_be_done = again;
+    let mut may_be_done = false;
     loop {
         // Not all stores look at a condition.
         if upload.condition == Condition::New && !may_be_done && found(shared, &upload.path, name).await?.is_some() {

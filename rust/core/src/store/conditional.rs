@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::remote::{Condition, StoringConnection};
+use super::remote::{Body, Condition, StoringConnection};
 use crate::{Control, Error, Result, StorageFault};
 
 /// Stores a file of which there is none. With `keeps_conditions` the store sees to that itself; else it is looked at right before and after.
@@ -37,7 +37,7 @@ pub(crate) fn put_and_look(
     connection: &dyn StoringConnection,
     control: &Control,
 ) -> Result<()> {
-    let put = connection.put(path, &[bytes], condition, control);
+    let put = connection.put(path, &Body::new(bytes.to_vec()), condition, control);
     match &put {
         Ok(()) if condition == Condition::Unchanged => return Ok(()),
         // The store may have looked at nothing.
@@ -75,7 +75,7 @@ pub(crate) fn put_and_look(
 /// # Errors
 /// As for [`put_new`]; another one is none.
 pub(crate) fn put_over(path: &Path, bytes: &[u8], connection: &dyn StoringConnection, control: &Control) -> Result<()> {
-    match connection.put(path, &[bytes], Condition::Unguarded, control) {
+    match connection.put(path, &Body::new(bytes.to_vec()), Condition::Unguarded, control) {
         Err(
             error @ Error::Storage {
                 kind: StorageFault::Unclear,

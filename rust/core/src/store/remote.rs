@@ -136,18 +136,20 @@ pub trait Connection: Send + Sync {
     unsafe fn fetch(&self, path: &Path, size: u64, parts: Vec<Part>, control: &Control) -> Result<()>;
 }
 
+/// The bytes that a request sends. A client may hold them a while longer than the call takes.
+pub type Body = Arc<Vec<u8>>;
+
 /// A [`Connection`] by way of which files are stored.
 ///
 /// # Errors
 /// As for those.
 pub trait StoringConnection: Connection {
-    /// Stores a file, whose bytes are these pieces one after another: by one request, so that it is there whole or not at all. When this returns,
-    /// the pieces are not read any more.
+    /// Stores a file of these bytes: by one request, so that it is there whole or not at all.
     ///
     /// Where a condition does not hold, that is [`StorageFault::Precondition`](crate::StorageFault::Precondition); but for [`Condition::Always`], where the
     /// file may have been stored although no answer said so, [`StorageFault::Unclear`](crate::StorageFault::Unclear). A file that was stored by an
     /// attempt whose answer was lost does not meet the condition of the next. In either case the file may be another one from then on than it was.
-    fn put(&self, path: &Path, pieces: &[&[u8]], condition: Condition, control: &Control) -> Result<()>;
+    fn put(&self, path: &Path, body: &Body, condition: Condition, control: &Control) -> Result<()>;
 
     /// Begins to store a file in parts. But for [`Condition::Always`] it is looked at what is there now: that, when it is completed, is not it.
     ///
@@ -157,8 +159,8 @@ pub trait StoringConnection: Connection {
     fn begin(&self, path: &Path, condition: Condition, control: &Control) -> Result<Upload>;
 
     /// Stores a part, the one of this number from 0 on. All but the last have the same length, which is 5 MiB at least. Returns what
-    /// [`complete`](Self::complete) asks for. When this returns, the pieces are not read any more.
-    fn put_part(&self, upload: &Upload, number: usize, pieces: &[&[u8]], control: &Control) -> Result<String>;
+    /// [`complete`](Self::complete) asks for.
+    fn put_part(&self, upload: &Upload, number: usize, body: &Body, control: &Control) -> Result<String>;
 
     /// Makes the parts, whose answers are given in their order, a file of `size` bytes.
     ///

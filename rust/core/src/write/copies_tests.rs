@@ -132,8 +132,8 @@ impl Connection for Store {
 }
 
 impl StoringConnection for Store {
-    fn put(&self, path: &Path, pieces: &[&[u8]], _: Condition, _: &Control) -> Result<()> {
-        let before = self.0.files.lock().unwrap().insert(path.to_owned(), pieces.concat());
+    fn put(&self, path: &Path, body: &store::Body, _: Condition, _: &Control) -> Result<()> {
+        let before = self.0.files.lock().unwrap().insert(path.to_owned(), body.to_vec());
         assert!(before.is_none(), "{} was there", path.display());
         let asked = self.0.asked.lock().unwrap();
         assert!(
@@ -148,7 +148,7 @@ impl StoringConnection for Store {
         Err(refused(path))
     }
 
-    fn put_part(&self, upload: &Upload, _: usize, _: &[&[u8]], _: &Control) -> Result<String> {
+    fn put_part(&self, upload: &Upload, _: usize, _: &store::Body, _: &Control) -> Result<String> {
         Err(refused(&upload.path))
     }
 

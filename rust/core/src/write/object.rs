@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use crate::store::{Condition, Remote, StoringConnection, Upload, unclear};
+use crate::store::{Body, Condition, Remote, StoringConnection, Upload, unclear};
 use crate::{Control, Error, Result};
 
 /// How long a failed save takes to remove what it stored; and one that was interrupted.
@@ -44,15 +44,15 @@ impl Object {
     pub fn send(
         &self,
         number: usize,
-        pieces: &[&[u8]],
+        body: &Body,
         connection: &dyn StoringConnection,
         control: &Control,
     ) -> Result<String> {
         if let Some(upload) = self.upload.get() {
-            return connection.put_part(upload, number, pieces, control);
+            return connection.put_part(upload, number, body, control);
         }
         self.stored.store(true, Ordering::Relaxed);
-        let put = connection.put(&self.path, pieces, self.condition, control);
+        let put = connection.put(&self.path, body, self.condition, control);
         put.map(|()| String::new())
     }
 
@@ -111,11 +111,11 @@ pub(super) fn give_up(
 /// Adds to a store's error what it left on the store.
 pub(super) fn with_leftovers(mut error: Error, left: &[Error]) -> Error {
     if let (Error::Storage { reason, .. }, [first, more @ ..]) = (&mut error, left) {
-        reason.push_str("; the failed save left something on the store: ");
-        reason.push_str(&first.to_string());
-        if !more.is_empty() {
-            reason.push_str(&format!(", and {} more", more.len()));
-        }
+        let and_more = match more.len() {
+            0 => String::new(),
+            n => format!(", and {n} more"),
+        };
+        *reason = format!("{reason}; the failed save left something on the store: {first}{and_more}");
     }
     error
 }

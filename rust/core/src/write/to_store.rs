@@ -13,7 +13,7 @@ use super::layout::Layout;
 use super::object::{Object, give_up, with_leftovers};
 use super::options::WriteOptions;
 use super::sink::{Digests, Grain, Hand, Sink, to_usize};
-use crate::store::{Condition, FileLock, Remote, StoringConnection, Upload};
+use crate::store::{Body, Condition, FileLock, Remote, StoringConnection, Upload};
 use crate::{Control, Error, Result, parallel};
 
 /// Bytes of a part.
@@ -140,9 +140,9 @@ impl ToStore {
         part.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn send(&self, file: u32, number: usize, pieces: &[&[u8]], control: &Control) -> Result<String> {
+    fn send(&self, file: u32, number: usize, body: &Body, control: &Control) -> Result<String> {
         let object = &self.files[file as usize].object;
-        object.send(number, pieces, &*self.connection, control)
+        object.send(number, body, &*self.connection, control)
     }
 
     /// A buffer for a part, with what there is of it before any item came.
@@ -198,7 +198,10 @@ impl ToStore {
         digests.add_rest(rest, &buffer.bytes[copy]).map_err(no_memory)?;
         part.missing -= length;
         if completes {
-            part.sent = Some(self.send(job.file, number, &[&buffer.bytes], control)?);
+            let body = Body::new(std::mem::take(&mut buffer.bytes));
+            part.sent = Some(self.send(job.file, number, &body, control)?);
+            // For the next part, unless the client still holds it.
+            buffer.bytes = Body::try_unwrap(body).unwrap_or_default();
         } else {
             part.buffer = Some(buffer);
         }
@@ -209,8 +212,8 @@ impl ToStore {
     fn send_rest(&self, file: u32, number: usize, control: &Control) -> Result<()> {
         let mut part = self.part(file, number);
         if part.sent.is_none() {
-            let buffer = self.buffer(file, &self.bytes_of(file, number))?;
-            part.sent = Some(self.send(file, number, &[&buffer], control)?);
+            let body = Body::new(self.buffer(file, &self.bytes_of(file, number))?);
+            part.sent = Some(self.send(file, number, &body, control)?);
         }
         Ok(())
     }

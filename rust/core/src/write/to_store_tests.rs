@@ -73,8 +73,8 @@ impl Connection for Store {
 }
 
 impl StoringConnection for Store {
-    fn put(&self, path: &Path, pieces: &[&[u8]], _: Condition, _: &Control) -> Result<()> {
-        let before = self.0.files.lock().unwrap().insert(path.to_owned(), pieces.concat());
+    fn put(&self, path: &Path, body: &Body, _: Condition, _: &Control) -> Result<()> {
+        let before = self.0.files.lock().unwrap().insert(path.to_owned(), body.to_vec());
         assert!(before.is_none(), "{} was there", path.display());
         Ok(())
     }
@@ -86,7 +86,7 @@ impl StoringConnection for Store {
         Ok(Upload { path, id, condition })
     }
 
-    fn put_part(&self, upload: &Upload, number: usize, pieces: &[&[u8]], _: &Control) -> Result<String> {
+    fn put_part(&self, upload: &Upload, number: usize, body: &Body, _: &Control) -> Result<String> {
         if self.0.refused == Some(number) {
             return Err(refused("write", &upload.path));
         }
@@ -96,7 +96,7 @@ impl StoringConnection for Store {
             panic!("as a defect would");
         }
         let mut uploads = self.0.uploads.lock().unwrap();
-        let before = uploads.get_mut(&upload.id).unwrap().insert(number, pieces.concat());
+        let before = uploads.get_mut(&upload.id).unwrap().insert(number, body.to_vec());
         assert!(before.is_none(), "part {number} was sent before");
         Ok(number.to_string())
     }

@@ -9,7 +9,7 @@ use super::options::WriteOptions;
 use super::sink::to_usize;
 use super::to_store::{in_flight, part_bytes};
 use crate::store::{
-    Condition, Remote, StoringConnection, Upload, has, open_file, put_new, put_over, read_all, read_at,
+    Body, Condition, Remote, StoringConnection, Upload, has, open_file, put_new, put_over, read_all, read_at,
 };
 use crate::{Control, Error, Result, StorageFault, parallel};
 
@@ -194,7 +194,9 @@ fn store(
         let start = number as u64 * part_bytes;
         buffer.resize(to_usize(part_bytes.min(file.size - start)), 0);
         read_at(&file.file, buffer, start).map_err(|error| Error::io("read", &file.from, error))?;
-        *file.answer(number) = file.object.send(number, &[buffer], connection, control)?;
+        let body = Body::new(std::mem::take(buffer));
+        *file.answer(number) = file.object.send(number, &body, connection, control)?;
+        *buffer = Body::try_unwrap(body).unwrap_or_default();
         Ok(())
     })?;
     parallel::for_each(
