@@ -8,23 +8,13 @@
 //! * `write PATH BYTES`: `O_DIRECT` writes to a new file, 4 in flight, and fsync.
 //!
 //! Destinations are touched before the first measurement. Figures are seconds.
-//!
-//! `limit --engine FOLDER [ROUNDS] [CASES]` shows how near the read engine comes, with no Python around it: ratios hold, figures do not.
-//! It makes files of 2.28 GB in the folder (kept for the next run; needs as much memory again), and prints medians of interleaved
-//! rounds of the cases: `warm`, `small`, `shards`, `cold`, all unless named.
 #![allow(unsafe_code)] // Measures raw copies and mappings.
 
 mod answers;
-mod cases;
-mod engine;
 mod raw;
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 fn main() -> Result<(), Failure> {
-    let words: Vec<String> = std::env::args().skip(1).collect();
-    match words.split_first() {
-        Some((first, rest)) if first == "--engine" => engine::run(rest),
-        _ => answers::run(words),
-    }
+    answers::run(std::env::args().skip(1).collect())
 }
