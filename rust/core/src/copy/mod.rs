@@ -14,7 +14,7 @@ pub(crate) use stream::fence;
 
 pub use run::copy_strided;
 pub use signs::{SignBits, Signs};
-pub use stream::{copy_streaming, streaming_kernel};
+pub use stream::copy_streaming;
 pub use strided::{Loop, Strided};
 
 /// How the destination's cache lines are written.
