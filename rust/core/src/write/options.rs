@@ -22,7 +22,7 @@ pub struct WriteOptions {
     /// Where bytes go on their way to the disk.
     pub io: WriteIo,
     /// Threads, each with one write in flight. 0: 16 for direct writes, of which most wait for the disk; for
-    /// buffered ones as many as the cores that this process may use; fewer of both where there is little to write.
+    /// buffered ones as many as the cores that this process may use, at most four a file; fewer of both where there is little to write.
     pub threads: usize,
     /// Whether everything is on stable storage when a save is done.
     pub fsync: bool,
@@ -47,6 +47,8 @@ impl Default for WriteOptions {
 /// Below this many bytes a synced file is written through the page cache too: one flush, no wait for each write.
 const DIRECT_MIN: u64 = 4 << 20;
 const DIRECT_THREADS: usize = 16;
+/// Buffered writes to one file wait for each other: a file system lets one in at a time. More writers of a file only hash and copy.
+const WRITERS_A_FILE: usize = 4;
 /// So many keep a disk busy, or nearly.
 const FEW_THREADS: usize = 4;
 /// A call has more for every so many bytes.
@@ -84,8 +86,8 @@ impl Resolved {
 }
 
 impl WriteOptions {
-    /// The choices for a save whose largest file has `largest` bytes.
-    pub(super) fn resolve(&self, largest: u64) -> Resolved {
+    /// The choices for a save of so many files, whose largest has `largest` bytes.
+    pub(super) fn resolve(&self, files: usize, largest: u64) -> Resolved {
         let direct = match self.io {
             WriteIo::Auto => self.fsync && largest >= DIRECT_MIN,
             WriteIo::Direct => true,
@@ -93,7 +95,7 @@ impl WriteOptions {
         };
         let alignment = PAYLOAD_ALIGNMENT.max(rustix::param::page_size() as u64);
         let threads = match self.threads {
-            0 => threads_of_rank(direct, parallel::available(), self.local_ranks),
+            0 => threads_of_rank(direct, parallel::available(), self.local_ranks, files),
             threads => threads,
         };
         let room = usize::try_from(self.max_inflight_bytes).unwrap_or(usize::MAX);
@@ -113,13 +115,13 @@ impl WriteOptions {
 }
 
 /// Threads that a rank writes with where nobody says how many.
-fn threads_of_rank(direct: bool, cores: usize, local_ranks: usize) -> usize {
+fn threads_of_rank(direct: bool, cores: usize, local_ranks: usize, files: usize) -> usize {
     let ranks = local_ranks.max(1);
     if direct {
         // They wait for the disk, and few of each rank keep it busy.
         (DIRECT_THREADS / ranks).max(FEW_THREADS)
     } else {
-        (cores / ranks).max(1)
+        (cores / ranks).min(WRITERS_A_FILE * files).max(1)
     }
 }
 
@@ -129,22 +131,26 @@ mod tests {
 
     #[test]
     fn ranks_of_a_machine_share_its_threads() {
-        for (direct, cores, ranks, expected) in [
-            (true, 2, 1, 16),
-            (true, 128, 1, 16),
-            (true, 128, 2, 8),
-            (true, 128, 8, 4),
-            (true, 128, 1000, 4),
-            (true, 4, 0, 16),
-            (false, 128, 1, 128),
-            (false, 128, 8, 16),
-            (false, 4, 8, 1),
-            (false, 4, 0, 4),
+        for (direct, cores, ranks, files, expected) in [
+            (true, 2, 1, 1, 16),
+            (true, 128, 1, 1, 16),
+            (true, 128, 2, 1, 8),
+            (true, 128, 8, 1, 4),
+            (true, 128, 1000, 1, 4),
+            (true, 4, 0, 1, 16),
+            (false, 128, 1, 100, 128),
+            (false, 128, 1, 3, 12),
+            (false, 128, 1, 1, 4),
+            (false, 128, 8, 100, 16),
+            (false, 2, 1, 1, 2),
+            (false, 4, 8, 1, 1),
+            (false, 4, 0, 1, 4),
+            (false, 4, 1, 0, 1),
         ] {
             assert_eq!(
-                threads_of_rank(direct, cores, ranks),
+                threads_of_rank(direct, cores, ranks, files),
                 expected,
-                "{direct} {cores} {ranks}"
+                "{direct} {cores} {ranks} {files}"
             );
         }
     }
@@ -158,7 +164,7 @@ mod tests {
                     max_inflight_bytes,
                     ..WriteOptions::default()
                 };
-                let resolved = options.resolve(u64::MAX);
+                let resolved = options.resolve(1, u64::MAX);
                 assert!(
                     resolved.job_bytes >= resolved.alignment && resolved.job_bytes.is_multiple_of(resolved.alignment)
                 );
@@ -176,14 +182,14 @@ mod tests {
     #[test]
     fn direct_is_for_large_synced_files() {
         let options = WriteOptions::default();
-        assert!(options.resolve(1 << 30).direct);
-        assert!(!options.resolve(1 << 20).direct);
+        assert!(options.resolve(1, 1 << 30).direct);
+        assert!(!options.resolve(1, 1 << 20).direct);
         assert!(
             !WriteOptions {
                 fsync: false,
                 ..options
             }
-            .resolve(1 << 30)
+            .resolve(1, 1 << 30)
             .direct
         );
         assert!(
@@ -191,7 +197,7 @@ mod tests {
                 io: WriteIo::Direct,
                 ..options
             }
-            .resolve(1)
+            .resolve(1, 1)
             .direct
         );
         assert!(
@@ -199,7 +205,7 @@ mod tests {
                 io: WriteIo::Buffered,
                 ..options
             }
-            .resolve(1 << 30)
+            .resolve(1, 1 << 30)
             .direct
         );
     }

@@ -218,7 +218,10 @@ impl Save {
         claimed: bool,
         control: &Control,
     ) -> Result<Self> {
-        let how = options.resolve(layout.files.iter().map(|file| file.size).max().unwrap_or(0));
+        let how = options.resolve(
+            layout.files.len(),
+            layout.files.iter().map(|file| file.size).max().unwrap_or(0),
+        );
         let files = begun.files.create(dir, &layout.files, how.direct, claimed, control)?;
         let layout = Arc::new(layout);
         let sink = ToFiles {
