@@ -3,7 +3,7 @@
 
 use super::plan::Plan;
 use super::policy::{Access, Policy};
-use super::survey::Kept;
+use super::survey::{Kept, SharedMapping};
 use super::{Catalog, FileRef, ReadReq};
 use crate::Control;
 use crate::copy::Stores;
@@ -20,6 +20,7 @@ pub struct Batch<'a> {
     pub verify: bool,
     /// What is left of the look at each file.
     pub kept: &'a [Kept],
+    pub mappings: &'a [SharedMapping],
     pub access: &'a [Access],
     pub policies: &'a [Policy],
     pub plan: Plan,

@@ -43,6 +43,7 @@ pub unsafe fn read(
     let Found {
         access,
         kept,
+        mappings,
         opening_waits,
     } = survey(files, &wanted, options)?;
     let policies: Vec<Policy> = access
@@ -71,6 +72,7 @@ pub unsafe fn read(
             catalog,
             verify: options.verify,
             kept: &kept,
+            mappings: &mappings,
             access: &access,
             policies: &policies,
             plan,

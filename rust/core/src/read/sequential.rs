@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::batch::{Batch, change_signs, stores};
 use super::plan::{Plan, plan};
 use super::policy::{Access, Policy};
-use super::survey::{Found, Kept, spans, survey};
+use super::survey::{Found, Kept, SharedMapping, spans, survey};
 use super::worker::Worker;
 use super::{Catalog, FileRef, ReadOptions, ReadReq, ReadStats};
 use crate::store::Connection;
@@ -16,6 +16,7 @@ use crate::{Control, Result};
 pub struct Survey {
     access: Vec<Access>,
     kept: Vec<Kept>,
+    mappings: Vec<SharedMapping>,
     policies: Vec<Policy>,
 }
 
@@ -26,10 +27,17 @@ impl Survey {
     /// Those of [`read`](super::read) for files.
     pub fn new(files: &[FileRef], reqs: &[ReadReq], options: &ReadOptions, catalog: &dyn Catalog) -> Result<Self> {
         let wanted = spans(files, reqs, options, catalog)?;
-        let Found { access, kept, .. } = survey(files, &wanted, options)?;
+        let Found {
+            access, kept, mappings, ..
+        } = survey(files, &wanted, options)?;
         let share = options.max_inflight_bytes.min(u64::from(u32::MAX));
         let policies: Vec<Policy> = access.iter().map(|access| access.policy(share)).collect();
-        Ok(Self { access, kept, policies })
+        Ok(Self {
+            access,
+            kept,
+            mappings,
+            policies,
+        })
     }
 
     /// How many threads keep busy what is slowest: the cores, or the disk.
@@ -65,6 +73,7 @@ impl Survey {
             catalog,
             verify: false,
             kept: &self.kept,
+            mappings: &self.mappings,
             access: &self.access,
             policies: &self.policies,
             plan,

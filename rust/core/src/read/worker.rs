@@ -3,6 +3,7 @@
 
 use std::fs::File;
 use std::io;
+use std::sync::Arc;
 
 use super::batch::Batch;
 use super::bounce;
@@ -22,7 +23,7 @@ struct Open {
     file: Option<u32>,
     plain: Option<File>,
     direct: Option<File>,
-    mapping: Option<Mapping>,
+    mapping: Option<Arc<Mapping>>,
 }
 
 impl Open {
@@ -48,24 +49,26 @@ impl Open {
         once(&mut self.direct, || file.open(true))
     }
 
-    /// The file's mapping, where there is one: every worker's, or this one's.
+    /// The file's mapping, where there is one.
     fn mapped<'o>(&'o self, batch: &'o Batch, file: u32) -> Option<&'o Mapping> {
         match &batch.kept[file as usize] {
-            Kept::Mapped(kept) => Some(kept),
-            _ => self.mapping.as_ref(),
+            Kept::Mapped(kept) => Some(kept.as_ref()),
+            _ => self.mapping.as_deref(),
         }
     }
 
     fn mapping<'o>(&'o mut self, batch: &'o Batch, file: u32) -> Result<&'o Mapping> {
         if let Kept::Mapped(kept) = &batch.kept[file as usize] {
-            return Ok(kept);
+            return Ok(kept.as_ref());
         }
         let mapping = match self.mapping.take() {
             Some(mapping) => mapping,
-            None => Mapping::new(self.plain(batch, file)?)
-                .map_err(|e| Error::io("map", &batch.files[file as usize].path, e))?,
+            None => batch.mappings[file as usize].get(|| {
+                let plain = self.plain(batch, file)?;
+                Mapping::new(plain).map_err(|e| Error::io("map", &batch.files[file as usize].path, e))
+            })?,
         };
-        Ok(self.mapping.insert(mapping))
+        Ok(&**self.mapping.insert(mapping))
     }
 }
 
