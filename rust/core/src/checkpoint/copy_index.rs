@@ -83,7 +83,7 @@ fn hash_all(index: &Index, threads: usize, control: &Control) -> Result<BTreeMap
         }
     }
     blocks.sort_unstable_by_key(|block| (block.file, block.offset));
-    each_block(index, there, &files, &blocks, threads, control, |block, digest| {
+    each_block(index, &files, &blocks, threads, control, |block, digest| {
         let number = usize::try_from(block.number).expect("as many as fit memory");
         digests[&block.chunk][number].store(digest, Ordering::Relaxed);
     })?;

@@ -97,7 +97,7 @@ pub fn verify(index: &Index, allow_external: bool, threads: usize, control: &Con
     let (blocks, without) = blocks(index, |file| files.contains_key(&file));
     verified.bytes_without_digest = without;
     let problems = Mutex::new(Vec::new());
-    each_block(index, there, &files, &blocks, threads, control, |block, got| {
+    each_block(index, &files, &blocks, threads, control, |block, got| {
         if let Some(problem) = compare(index, &files, block, got) {
             problems
                 .lock()
@@ -146,7 +146,7 @@ pub fn damaged_chunks(index: &Index, chunks: &[u64], threads: usize, control: &C
         }
     }
     let problems = Mutex::new(problems);
-    each_block(index, there, &files, &blocks, threads, control, |block, got| {
+    each_block(index, &files, &blocks, threads, control, |block, got| {
         if let Some(problem) = compare(index, &files, block, got) {
             let mut problems = problems.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
             problems.entry(block.chunk).or_insert(problem);

@@ -12,12 +12,17 @@ use crate::store::Connection;
 /// From here on a batch is streamed: what it writes would not stay in a cache anyway.
 const STREAM_BATCH: u64 = 1 << 20;
 
+/// Hears of the digests of blocks.
+pub type Found<'a> = &'a (dyn Fn(u32, u64) + Sync);
+
 /// All that workers need to know of one call.
 pub struct Batch<'a> {
     pub files: &'a [FileRef],
     pub reqs: &'a [ReadReq],
     pub catalog: &'a dyn Catalog,
     pub verify: bool,
+    /// Hears of the digest of each block, by the number of its request, where nothing is delivered.
+    pub found: Option<Found<'a>>,
     /// What is left of the look at each file.
     pub kept: &'a [Kept],
     pub mappings: &'a [SharedMapping],

@@ -4,11 +4,11 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use super::batch::{Batch, change_signs, stores};
+use super::batch::{Batch, Found, change_signs, stores};
 use super::plan::{Job, plan};
 use super::policy::{Access, MIN_JOB, Policy, SMALL_READ, SMALL_READ_DEPTH};
 use super::scatter;
-use super::survey::{Found, Kept, connect, spans, survey};
+use super::survey::{self, Kept, connect, spans, survey};
 use super::worker::Worker;
 use super::{Catalog, FileRef, ReadOptions, ReadReq, ReadStats};
 use crate::store::Buffer;
@@ -31,6 +31,48 @@ pub unsafe fn read(
     options: &ReadOptions,
     control: &Control,
 ) -> Result<ReadStats> {
+    // SAFETY: the caller's promise, passed on.
+    let stats = unsafe { carry_out(files, reqs, catalog, options, None, control)? };
+    // SAFETY: the caller's promise: all elements were written just now.
+    unsafe { change_signs(reqs) };
+    Ok(stats)
+}
+
+/// Hashes the blocks of chunks, and tells `found` the digest of each: requests are for whole chunks of at most one block. Nothing is written
+/// to their destinations.
+///
+/// # Errors
+/// Those of [`read`] for files.
+pub(crate) fn hash(
+    files: &[FileRef],
+    reqs: &[ReadReq],
+    catalog: &dyn Catalog,
+    threads: usize,
+    found: Found<'_>,
+    control: &Control,
+) -> Result<()> {
+    let options = ReadOptions {
+        threads,
+        verify: true,
+        ..ReadOptions::default()
+    };
+    // SAFETY: with `found`, no destination is used.
+    unsafe { carry_out(files, reqs, catalog, &options, Some(found), control)? };
+    Ok(())
+}
+
+/// Carries out [`read`], or [`hash`] where there is `found`.
+///
+/// # Safety
+/// That of [`read`], without `found`.
+unsafe fn carry_out(
+    files: &[FileRef],
+    reqs: &[ReadReq],
+    catalog: &dyn Catalog,
+    options: &ReadOptions,
+    found: Option<Found<'_>>,
+    control: &Control,
+) -> Result<ReadStats> {
     control.check()?;
     let wanted = spans(files, reqs, options, catalog)?;
     let total: u64 = wanted.iter().fold(0, |sum, w| sum.saturating_add(w.bytes));
@@ -40,7 +82,7 @@ pub unsafe fn read(
         0 => parallel::available(),
         n => n,
     };
-    let Found {
+    let survey::Found {
         access,
         kept,
         mappings,
@@ -71,6 +113,7 @@ pub unsafe fn read(
             reqs,
             catalog,
             verify: options.verify,
+            found,
             kept: &kept,
             mappings: &mappings,
             access: &access,
@@ -89,10 +132,7 @@ pub unsafe fn read(
     };
     call.sort();
     let workers = call.workers(threads, options.max_inflight_bytes);
-    let stats = call.run(workers)?;
-    // SAFETY: the caller's promise: all elements were written just now.
-    unsafe { change_signs(reqs) };
-    Ok(stats)
+    call.run(workers)
 }
 
 /// Jobs in the order of files and offsets, and how many were taken.

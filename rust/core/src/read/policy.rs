@@ -1,7 +1,7 @@
 //! How the bytes of a file are fetched: from a mapping, through the page cache or past it (`O_DIRECT`), in jobs of which size, how many at a time.
 
 /// Reads in flight that keep a disk busy, whatever the number of cores.
-pub const DISK_DEPTH: usize = 16;
+const DISK_DEPTH: usize = 16;
 /// The same for reads so small that their number is what limits the disk.
 pub const SMALL_READ_DEPTH: usize = 64;
 /// What counts as such.

@@ -72,6 +72,7 @@ impl Survey {
             reqs,
             catalog,
             verify: false,
+            found: None,
             kept: &self.kept,
             mappings: &self.mappings,
             access: &self.access,

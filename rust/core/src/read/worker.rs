@@ -277,6 +277,13 @@ impl Worker {
         };
         // The bytes that were hashed last, and what to: neighbours often share a block. Blocks of two chunks may begin at one byte and end apart.
         let mut hashed: Option<((u64, u64), u64)> = None;
+        let check = |number: u32, block, got| match batch.found {
+            Some(found) => {
+                found(number, got);
+                Ok(())
+            }
+            None => verify::compare(file, &batch.reqs[number as usize], block, got, batch.catalog),
+        };
         for extent in extents.iter() {
             let piece = &batch.plan.pieces[extent.piece];
             let req = &batch.reqs[piece.req as usize];
@@ -287,11 +294,14 @@ impl Worker {
                 let first = (extent.fetch.0 - req.chunk_offset) / BLOCK_SIZE;
                 let end = (extent.fetch.1 - req.chunk_offset).div_ceil(BLOCK_SIZE);
                 let is_known = |range| hashed.is_some_and(|(known, _)| known == range);
-                copied = loops.is_empty() && end - first == 1 && !is_known(verify::block_range(req, first));
+                copied = batch.found.is_none()
+                    && loops.is_empty()
+                    && end - first == 1
+                    && !is_known(verify::block_range(req, first));
                 for block in first..end {
                     let (from, to) = verify::block_range(req, block);
                     if let Some((_, got)) = hashed.filter(|(range, _)| *range == (from, to)) {
-                        verify::compare(file, req, block, got, batch.catalog)?;
+                        check(piece.req, block, got)?;
                         continue;
                     }
                     let (bytes, length) = (locate(extent.segment, from), index(to - from));
@@ -306,12 +316,12 @@ impl Worker {
                             block_digest(std::slice::from_raw_parts(bytes, length))
                         }
                     };
-                    verify::compare(file, req, block, got, batch.catalog)?;
+                    check(piece.req, block, got)?;
                     stats.bytes_verified += to - from;
                     hashed = Some(((from, to), got));
                 }
             }
-            if copied {
+            if copied || batch.found.is_some() {
                 continue;
             }
             // SAFETY: the source: all of the extent lies in its segment, as above. The destination: the planner only
