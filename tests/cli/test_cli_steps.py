@@ -135,3 +135,16 @@ def test_what_steps_share_is_told_and_counted_once(dcp_rs_does, tmp_path):
     assert found["bytes"] < 430_000 < sum(step["bytes"] for step in found["steps"])
     # What another step holds, too, is not made free.
     assert json.loads(dcp_rs_does("prune", root, "--keep-last", "1", "--json"))["bytes"] < 20_000
+
+
+def test_steps_of_another_name(dcp_rs_does, tmp_path):
+    with CheckpointManager(tmp_path / "run", step_name="global_{}", no_dist=True, fsync=False) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": torch.ones(3)})
+    name = ("--step-name", "global_{}")
+    assert [step["step"] for step in json.loads(dcp_rs_does("steps", manager.root, *name, "--json"))["steps"]] == [1, 2]
+    dcp_rs_does("prune", manager.root, *name, "--keep-last", 1, "--yes")
+    assert not manager.path(1).exists()
+    assert manager.path(2).exists()
+    dcp_rs_does("steps", manager.root, status=2)
+    dcp_rs_does("steps", manager.root, "--step-name", "a/{}", status=2)

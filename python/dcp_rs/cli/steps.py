@@ -13,15 +13,15 @@ from dcp_rs.errors import CheckpointNotFoundError, PlanError
 from dcp_rs.steps.policies import Policies, used
 from dcp_rs.steps.pruning import Pruned, unneeded
 from dcp_rs.steps.pruning import prune as remove
-from dcp_rs.steps.root import Listing, PassedOver, Root, Step
+from dcp_rs.steps.root import Listing, PassedOver, Root, Step, StepNames
 from dcp_rs.steps.roots import root_at
 
 __all__ = ["prune", "steps"]
 
 
-def steps(path: Path, *, as_json: bool) -> None:
+def steps(path: Path, *, step_name: str = "step-{}", as_json: bool) -> None:
     """One line a step, and what is passed over."""
-    found = _look(root_at(path))
+    found = _look(root_at(path, names=StepNames(step_name)))
     if as_json:
         latest = found.steps[-1].number if found.steps else None
         print_json(
@@ -53,9 +53,9 @@ def steps(path: Path, *, as_json: bool) -> None:
     line((f"{count(len(found.steps), 'step')}, {size(used(found.steps))}", "bold"))
 
 
-def prune(path: Path, policies: Policies, *, verify: bool, yes: bool, as_json: bool) -> int:
+def prune(path: Path, policies: Policies, *, step_name: str, verify: bool, yes: bool, as_json: bool) -> int:
     """Lists what is not kept, and removes it if that was asked for. 1 where that did not work."""
-    root = root_at(path)
+    root = root_at(path, names=StepNames(step_name))
     found = _look(root)
     _check_metric(policies, found.steps)
     done = remove(root, policies, verify=verify) if yes else Pruned(unneeded(found.steps, policies), found.left)
@@ -93,7 +93,8 @@ def prune(path: Path, policies: Policies, *, verify: bool, yes: bool, as_json: b
 def _look(root: Root) -> Listing:
     found = root.look()
     if not found.steps and not found.passed_over:
-        msg = f"{root.path} is not the folder of a run: it has no folder step-N"
+        name = root.folder(0).name.replace("0", "N")
+        msg = f"{root.path} is not the folder of a run: it has no folder {name}"
         raise CheckpointNotFoundError(msg, path=root.path)
     return found
 

@@ -38,20 +38,24 @@ def _bytes(text: str) -> int:
 
 _root = options.location_argument("root")
 _number = click.IntRange(min=1)
+_step_name = click.option(
+    "--step-name", metavar="NAME", default="step-{}", help="The name of a step's folder, with {} for its number."
+)
 
 
 @command("steps", "dcp-rs steps run/", "dcp-rs steps run/ --json | jq '.steps[-1].path'")
 @_root
+@_step_name
 @options.storage
 @options.json
-def _steps(root: Path, as_json: bool) -> None:
+def _steps(root: Path, step_name: str, as_json: bool) -> None:
     """List the steps that a run can resume from, and those that are passed over and why.
 
     ROOT is the folder of a run, which holds a folder step-N for each step, or its URL.
     """
     from dcp_rs.cli.steps import steps
 
-    steps(root, as_json=as_json)
+    steps(root, step_name=step_name, as_json=as_json)
 
 
 @command(
@@ -84,6 +88,7 @@ def _steps(root: Path, as_json: bool) -> None:
     "--verify", is_flag=True, help="Remove nothing unless a step that stays was read and matches its digests."
 )
 @click.option("--yes", is_flag=True, help="Remove them.")
+@_step_name
 @options.storage
 @options.json
 def _prune(
@@ -97,6 +102,7 @@ def _prune(
     max_bytes: int | None,
     verify: bool,
     yes: bool,
+    step_name: str,
     as_json: bool,
 ) -> int:
     """List the steps that no --keep option keeps, and what killed saves left behind. With --yes, remove them.
@@ -115,4 +121,4 @@ def _prune(
         metric=metric,
         mode=mode,
     )
-    return prune(root, policies, verify=verify, yes=yes, as_json=as_json)
+    return prune(root, policies, step_name=step_name, verify=verify, yes=yes, as_json=as_json)
