@@ -133,13 +133,21 @@ def load(
 ) -> LoadReport:
     """Fill a state dict from a checkpoint. Every rank calls it.
 
-    Three steps, and each ends on all ranks alike: where one rank fails, all raise. Every rank plans, and the coordinator compares the
-    plans. Every rank reads into its tensors. Then new tensors and values go into the state dict.
+    It takes three steps, and each ends on all ranks alike:
+
+    1. Every rank plans (:func:`plan_rank`): it finds its entries in the index, and cuts sharded tensors into the rectangles that it
+       holds. The plans meet on the coordinator, which compares them (:func:`compare`) and answers each rank: a reduce_scatter.
+    2. Every rank reads. Tensors that stay as they are get their bytes in place, and that is the first write to memory of the caller's.
+       An all_gather of errors ends the step.
+    3. New tensors and values go into the state dict, and ``Stateful`` objects are loaded. An all_gather of errors ends this step, too.
+
+    Where one rank fails in a step, the others finish theirs, hear of it in the collective that ends the step, and raise the same error.
+    After an error in the second step, tensors of the caller's may hold new values, but no entry of the state dict was replaced.
 
     A load that a save overtakes begins again with the new checkpoint, unless it is partial or ``index`` is given.
 
     Args:
-        state_dict: what to fill. Its tensors are not written to before every rank has planned.
+        state_dict: what to fill.
         source: where to read.
         options: which entries, and what they become.
         ranks: who loads.
