@@ -59,11 +59,22 @@ class Deciding(RsLoadPlanner):
         return super().create_global_plan(global_plan)
 
 
+class Forwarding:
+    """Wraps a planner, and adds nothing. It is of no class of torch's."""
+
+    def __init__(self, **options):
+        self.inner = RsLoadPlanner(**options)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
 WAYS = {
     "ours": (RsReader, RsLoadPlanner),
     "committing": (RsReader, Committing),
     "allocating": (RsReader, Allocating),
     "deciding": (RsReader, Deciding),
+    "wrapped": (RsReader, Forwarding),
     "stock-reader": (dcp.FileSystemReader, RsLoadPlanner),
     "stock-reader-committing": (dcp.FileSystemReader, Committing),
     "stock-reader-allocating": (dcp.FileSystemReader, Allocating),

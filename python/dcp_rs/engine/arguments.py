@@ -81,6 +81,10 @@ def check_planner(called: Literal["load", "save"], planner: Any) -> None:
     takes, example = (LoadPlanner, "RsLoadPlanner") if called == "load" else (SavePlanner, "RsSavePlanner")
     if planner is None or isinstance(planner, takes):
         return
+    # torch takes a wrapper that hands every method on, whatever its class.
+    needed = ("set_up_planner", "create_local_plan", "resolve_tensor" if called == "load" else "resolve_data")
+    if not isinstance(planner, type) and all(hasattr(planner, name) for name in needed):
+        return
     is_other = isinstance(planner, LoadPlanner | SavePlanner)
     why = f", which plans a {'save' if called == 'load' else 'load'}" if is_other else ""
     msg = f"planner= of a {called} takes a planner such as {example}(...), not {_kind(planner)}{why}"
