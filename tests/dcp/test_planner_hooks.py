@@ -23,12 +23,14 @@ from support import assert_state_equal, run_ranks
 from support.hook_bodies import (
     LOADS,
     SAVES,
+    count,
     notes,
     plan_with_a_smaller_state,
     set_up_and_forget,
 )
 from support.hooks import (
     WAYS,
+    in_a_delegating_wrapper,
     in_a_forwarding_wrapper,
     in_a_subclass,
     inner,
@@ -275,3 +277,15 @@ def test_hooks_do_what_stock_does_on_two_ranks(tmp_path, kind):
     ways = (in_a_subclass, on_the_object, in_a_forwarding_wrapper)
     for wrong in run_ranks(2, hooks_on_two_ranks, tmp_path, ways, kind):
         assert wrong == []
+
+
+def test_a_wrapper_that_is_no_planner_by_its_class_is_called(ckpt):
+    """`dcp_rs.save` and `dcp_rs.load` refused it."""
+    planner = in_a_delegating_wrapper(RsSavePlanner, "finish_plan", count, None)
+    dcp_rs.save(state(), ckpt, planner=planner, no_dist=True)
+    assert notes(planner) == ["('called',)"]
+    got = blank_of(state())
+    planner = in_a_delegating_wrapper(RsLoadPlanner, "finish_plan", count, None)
+    dcp_rs.load(got, ckpt, planner=planner, no_dist=True)
+    assert notes(planner) == ["('called',)"]
+    assert_state_equal(got, state())
