@@ -22,7 +22,7 @@ def test_there_are_many() -> None:
 
 @pytest.mark.parametrize("suffix", [".py", ".pyi", ".rs"])
 def test_every_file_says_what_it_is_for(suffix: str) -> None:
-    begin = "//! " if suffix == ".rs" else '"""'
+    begin = ("//! ", "#![doc = include_str!(") if suffix == ".rs" else '"""'
     silent = [
         name
         for name in sources()
