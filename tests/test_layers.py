@@ -27,7 +27,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
             {"transfer"},
             {"tensors"},
             {"options", "_torch", "_tracebacks", "_warnings"},
-            {"_progress", "_signals"},
+            {"_progress"},
             {"_log", "_shown"},
             {"_url"},
             {"errors"},

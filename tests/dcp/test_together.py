@@ -186,6 +186,21 @@ def test_nobody_is_blamed_for_a_rank_that_is_stopped():
         assert "does not say which" in str(outcome.error)
 
 
+def be_interrupted_in_a_collective():
+    ranks = Ranks()
+    ranks.together(lambda: None)
+    if dist.get_rank() == 1:
+        with ranks.talking():
+            raise KeyboardInterrupt
+    ranks.together(lambda: None)
+
+
+def test_ctrl_c_in_a_collective_keeps_no_other_rank_waiting():
+    zero, one, two = rank_outcomes(3, be_interrupted_in_a_collective, timeout=60)
+    assert type(one.error) is KeyboardInterrupt, one
+    assert [type(outcome.error) for outcome in (zero, two)] == [RankLostError, RankLostError]
+
+
 def lose_one_while_sending(culprit):
     """It is gone in the midst of a message to each of the others."""
     ranks, me = Ranks(), dist.get_rank()

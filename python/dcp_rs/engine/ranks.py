@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dcp_rs import _torch
-from dcp_rs._signals import held
 from dcp_rs._tracebacks import shorten
 from dcp_rs.engine.unclear import unclear
 from dcp_rs.errors import DcpRsError, PlanError, RankLostError, UnsupportedError
@@ -186,19 +185,21 @@ class Ranks:
 
     @contextmanager
     def talking(self) -> Iterator[None]:
-        """Around what sends and receives over the group: an error there is that a rank is lost. Signals whose handlers raise are held until it is over.
+        """Wrap what sends and receives over the group. What fails within it, Ctrl-C too, ends the connections, so that no rank waits.
 
         Raises:
-            RankLostError: in place of any other.
+            RankLostError: in place of any other error.
         """
         if isinstance(self._met, RankLostError):
             raise self._met
-        with held():
-            try:
-                yield
-            except Exception as error:
-                self._met = self._give_up(error)
-                raise self._met from error
+        try:
+            yield
+        except BaseException as error:
+            lost = self._give_up(error)
+            self._met = lost if isinstance(error, Exception) else error
+            if self._met is error:
+                raise
+            raise lost from error
 
     # --- what a step is made of -----------------------------------------------------------------------
 
@@ -280,7 +281,7 @@ class Ranks:
             dist.broadcast_object_list(values, src=self._coordinator, group=self.process_group)
         return values[0]
 
-    def _give_up(self, error: Exception) -> RankLostError:
+    def _give_up(self, error: BaseException) -> RankLostError:
         """End the connections of this rank, so that no other waits for it. Return the error to raise."""
         if _torch.is_gloo(self.process_group):
             # gloo closes all connections of a group in which a receive waited too long. One that is closed raises at once.

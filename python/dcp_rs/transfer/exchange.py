@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from dcp_rs import _core
-from dcp_rs._signals import held
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.memory import check_made, is_plain
 from dcp_rs.transfer import slabs
@@ -90,17 +89,17 @@ def read_shared(
         ways = {exchange.way for exchange in exchanges}
         return exchanges, {way: _Room(way, [exchange for exchange in exchanges if exchange.way == way]) for way in ways}
 
-    with held() as deliver:
-        exchanges, rooms = peers.together(prepare)
-        halted = False
-        try:
-            for exchange in exchanges:
-                exchange.halted = halted
-                exchange.run(rooms[exchange.way], deliver)
-                halted = exchange.halted
-        finally:
-            for room in rooms.values():
-                room.close()
+    exchanges, rooms = peers.together(prepare)
+    halted = False
+    try:
+        for exchange in exchanges:
+            exchange.halted = halted
+            with peers.talking():
+                exchange.run(rooms[exchange.way])
+            halted = exchange.halted
+    finally:
+        for room in rooms.values():
+            room.close()
     error = next((exchange.error for exchange in exchanges if exchange.error is not None), None)
     if error is not None:
         raise error
@@ -141,20 +140,19 @@ class _Exchange:
         in_place = self._on_host and all(piece.memory() is not None for piece in pieces)
         self.nbytes = 0 if in_place else max(piece.nbytes for piece in pieces)
 
-    def run(self, room: _Room, deliver: Callable[[], None]) -> None:
-        """Sends and receives, round by round, until all is there or one has failed. ``deliver`` raises what a signal that came meanwhile is to."""
+    def run(self, room: _Room) -> None:
+        """Send and receive, round by round, until all is there or one rank has failed."""
         ready = self._read(0, room)
         for number, pieces in enumerate(self._rounds):
             buffers, works = self._start(pieces, ready, room)
             # The next piece is read while this one is on its way.
             ready = self._read(number + 1, room)
-            with self._peers.talking():
-                for work in works:
-                    work.wait()
-                if self._flags.any():  # of those who share, all see the same
-                    self.halted = True
-                    return
-            self._unpack(pieces, buffers, deliver)
+            for work in works:
+                work.wait()
+            if self._flags.any():  # of those who share, all see the same
+                self.halted = True
+                return
+            self._unpack(pieces, buffers)
 
     def _read(self, number: int, room: _Room) -> torch.Tensor | None:
         """Reads this rank's piece of a round, if it has one."""
@@ -166,7 +164,7 @@ class _Exchange:
         if not self.halted:
             try:
                 self._fill(piece, buffer, room.stages)
-            except Exception as error:  # noqa: BLE001  # raised when nobody waits for this rank any more
+            except BaseException as error:  # noqa: BLE001  # raised when nobody waits for this rank any more
                 self._fail(error)
         return buffer
 
@@ -201,17 +199,15 @@ class _Exchange:
                 continue
             buffers.append(self._buffer(piece, room.slots[owner]))
             operations += [dist.P2POp(dist.irecv, part, self._ranks[owner], group) for part in (flag, buffers[-1])]
-        with self._peers.talking():
-            return buffers, dist.batch_isend_irecv(operations)
+        return buffers, dist.batch_isend_irecv(operations)
 
     def _buffer(self, piece: _Piece, slot: torch.Tensor) -> torch.Tensor:
         own = piece.memory() if self._on_host else None
         return slot[: piece.nbytes] if own is None else own
 
-    def _unpack(self, pieces: Sequence[_Piece], buffers: Sequence[torch.Tensor], deliver: Callable[[], None]) -> None:
+    def _unpack(self, pieces: Sequence[_Piece], buffers: Sequence[torch.Tensor]) -> None:
         if not self.halted:
             try:
-                deliver()
                 for piece, buffer in zip(pieces, buffers, strict=True):
                     piece.unpack(buffer)
             except BaseException as error:  # noqa: BLE001  # as above
