@@ -36,7 +36,6 @@ from dcp_rs.engine.arguments import (
     check_state_dict,
     check_unknown,
 )
-from dcp_rs.engine.attempts import Attempts
 from dcp_rs.engine.background import SaveFuture
 from dcp_rs.engine.local_plan import PlanOptions
 from dcp_rs.engine.ranks import Ranks
@@ -127,7 +126,6 @@ def load(
     allow_external: bool = False,
     storage_options: Mapping[str, Any] | Any | None = None,
     progress: Progress = None,
-    _attempts: Attempts | None = None,
     **unknown: Never,
 ) -> LoadReport:
     """Load the checkpoint at ``path`` into ``state_dict``. Every rank of ``process_group`` calls it.
@@ -199,13 +197,13 @@ def load(
             progress=progress,
         )
     if planner is None:
-        return engine.load(state_dict, reader.source_of_load(), given, ranks, stateful=True, attempts=_attempts)
+        return engine.load(state_dict, reader.source_of_load(), given, ranks, stateful=True)
     if is_plain(planner):
         options = planner.options()
-        report = engine.load(state_dict, reader.source_of_load(), options, ranks, stateful=True, attempts=_attempts)
+        report = engine.load(state_dict, reader.source_of_load(), options, ranks, stateful=True)
         planner.end_load(report, reader.path)
         return report
-    protocol.load(ranks, state_dict, reader, planner, stateful=True, attempts=_attempts)
+    protocol.load(ranks, state_dict, reader, planner, stateful=True)
     return reader.report or LoadReport()
 
 

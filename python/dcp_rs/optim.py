@@ -20,7 +20,6 @@ from dcp_rs.dcp import protocol
 from dcp_rs.dcp.load_planner import RsLoadPlanner, is_plain
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.engine import load as engine
-from dcp_rs.engine.attempts import Attempts
 from dcp_rs.engine.metadata import index_of
 from dcp_rs.engine.ranks import Ranks
 from dcp_rs.engine.reports import LoadReport
@@ -174,7 +173,6 @@ def load_training_state(
     process_group: dist.ProcessGroup | None = None,
     planner: LoadPlanner | None = None,
     no_dist: bool = False,
-    _attempts: Attempts | None = None,
     **read_options: Any,
 ) -> LoadReport | None:
     """Resumes a training job from ``path``, on any number of ranks and with any sharding. Every rank of ``process_group`` calls it.
@@ -215,10 +213,8 @@ def load_training_state(
     ranks = Ranks(process_group, no_dist=no_dist)
     partial = allow_partial_load or (isinstance(planner, RsLoadPlanner) and planner.allow_partial_load)
 
-    attempts = Attempts() if _attempts is None else _attempts
-
     def load() -> None:
-        given = (path, models, several, extra, planner, ranks, attempts, read_options)
+        given = (path, models, several, extra, planner, ranks, read_options)
         _load_training_state(*given, partial=partial)
 
     engine.again_where_replaced(ranks, load, tries=1 if partial else engine.TRIES)
@@ -232,7 +228,6 @@ def _load_training_state(
     extra: dict[str, Any],
     planner: LoadPlanner,
     ranks: Ranks,
-    attempts: Attempts,
     read_options: dict[str, Any],
     *,
     partial: bool,
@@ -266,7 +261,7 @@ def _load_training_state(
             one.put(extra, state)
 
     choice, saved = ranks.together(begin)
-    _load(ranks, state, reader, metadata, planner, attempts, choice)
+    _load(ranks, state, reader, metadata, planner, choice)
     ranks.together(end)
     beside = [f"{OPTIM}.param_groups"] if saved is not None else []
     choice.tell(beside + [f"{EXTRA}.{name}" for name, value in extra.items() if isinstance(value, PerRank)])
@@ -316,7 +311,6 @@ def load_optim_state_dict(
     """
     models, ranks = _modules(model), Ranks(process_group, no_dist=no_dist)
     own_planner = RsLoadPlanner() if planner is None else planner
-    attempts = Attempts()
     partial = allow_partial_load or bool(getattr(own_planner, "allow_partial_load", False))
 
     def load() -> None:
@@ -333,7 +327,7 @@ def load_optim_state_dict(
                 saved.apply(models)
 
         choice, saved, state = ranks.together(begin)
-        _load(ranks, state, reader, metadata, own_planner, attempts, choice)
+        _load(ranks, state, reader, metadata, own_planner, choice)
         ranks.together(end)
         choice.tell([join(key, "param_groups")])
 
@@ -351,24 +345,15 @@ def _load(
     reader: RsReader,
     metadata: Metadata,
     planner: LoadPlanner,
-    attempts: Attempts,
     choice: Choice,
 ) -> None:
     """Load from the save that was opened before: what was read of it then goes with what is read now."""
     if not is_plain(planner):
         with choice.counters_as_they_are():
-            protocol.load(ranks, state, reader, planner, metadata=metadata, attempts=attempts, unseen=choice.unseen)
+            protocol.load(ranks, state, reader, planner, metadata=metadata)
         return
     options = replace(planner.options(), keep_dtype=frozenset(choice.counters))
-    report = engine.load(
-        state,
-        reader.source_of_load(),
-        options,
-        ranks,
-        index=index_of(metadata),
-        attempts=attempts,
-        unseen=choice.unseen,
-    )
+    report = engine.load(state, reader.source_of_load(), options, ranks, index=index_of(metadata))
     planner.end_load(report, reader.path)
 
 

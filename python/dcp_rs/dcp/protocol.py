@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -12,10 +12,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 
 from dcp_rs.checkpoint.locate import is_rank_local
-from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.writer import RsWriter
-from dcp_rs.engine.attempts import Attempts
 from dcp_rs.engine.load import MIXED, again_where_replaced
 from dcp_rs.engine.ranks import Ranks
 from dcp_rs.engine.reports import SavedMetadata
@@ -38,8 +36,6 @@ def load(
     *,
     stateful: bool = False,
     metadata: Metadata | None = None,
-    attempts: Attempts | None = None,
-    unseen: Collection[str] = (),
 ) -> None:
     """Load on all ranks with a reader or a planner of a user's own, called as torch calls them.
 
@@ -51,18 +47,14 @@ def load(
         reader, planner: those of the load.
         stateful: call the ``state_dict`` and ``load_state_dict`` of ``Stateful`` values.
         metadata: of the checkpoint, where it was read already.
-        attempts: loads into this state dict that failed before.
-        unseen: names of what the caller does not see before the load is over.
 
     Raises:
         Exception: what a rank raised, on all ranks.
-        CorruptDataError: the load would leave alone what one before it may have filled.
     """
-    attempts = Attempts() if attempts is None else attempts
     is_final = metadata is not None or getattr(planner, "allow_partial_load", False)
     again_where_replaced(
         ranks,
-        lambda: _load(ranks, state_dict, reader, planner, stateful, metadata, attempts, unseen),
+        lambda: _load(ranks, state_dict, reader, planner, stateful, metadata),
         **({"tries": 1} if is_final else {}),
     )
 
@@ -74,15 +66,12 @@ def _load(
     planner: LoadPlanner,
     stateful: bool,
     metadata: Metadata | None,
-    attempts: Attempts,
-    unseen: Collection[str],
 ) -> None:
     values = state_dict
     holders: dict[str, Any] = {}
-    own: LoadPlan
 
     def plan_own() -> LoadPlan:
-        nonlocal values, holders, metadata, own
+        nonlocal values, holders, metadata
         if stateful:
             values, holders = take_states(state_dict)
         of_all_ranks = True
@@ -94,9 +83,7 @@ def _load(
         _set_up(
             reader.set_up_storage_reader, metadata, ranks.is_coordinator, rank=ranks.rank, use_collectives=of_all_ranks
         )
-        own = planner.create_local_plan()
-        attempts.check(_path(reader), _filled_by(own, planner))
-        return reader.prepare_local_plan(own)
+        return reader.prepare_local_plan(planner.create_local_plan())
 
     def plan_all(plans: list[LoadPlan]) -> list[LoadPlan]:
         if not all(isinstance(plan, LoadPlan) for plan in plans):
@@ -110,21 +97,9 @@ def _load(
         hand_back(state_dict, values, holders, source=reader.source if isinstance(reader, RsReader) else "")
 
     plan = ranks.divided(plan_own, plan_all)
-    try:
-        ranks.together(read)
-        if stateful:
-            ranks.together(hand_over)
-    except BaseException:
-        attempts.failed(_path(reader), {item.dest_index.fqn for item in own.items}.difference(unseen))
-        raise
-
-
-def _filled_by(plan: LoadPlan, planner: LoadPlanner) -> set[str]:
-    """Return the names that a plan fills wholly."""
-    names = {item.dest_index.fqn for item in plan.items}
-    if isinstance(planner, RsLoadPlanner):
-        names = names.difference(planner.report.partly_filled).union(planner.report.tied)
-    return names
+    ranks.together(read)
+    if stateful:
+        ranks.together(hand_over)
 
 
 def save(ranks: Ranks, planner: SavePlanner, ask: Callable[[], SaveRequest]) -> SavedMetadata:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -12,7 +12,6 @@ from dcp_rs._progress import Progress, watching
 from dcp_rs._url import StorageOptions
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.locate import is_of_all_ranks, is_rank_local, open_index
-from dcp_rs.engine.attempts import Attempts
 from dcp_rs.engine.cache_sharing import Answer, Demand, answers_to, demand_of, in_common, sample_of
 from dcp_rs.engine.optimizer_state import warn_of_left_out_state
 from dcp_rs.engine.ranks import Ranks
@@ -89,7 +88,6 @@ class Plan:
         sample: of the blocks of files that are read, for the other ranks of the machine.
         clock: since the index was opened.
         loaded: values that are no tensors, once they are read.
-        is_read: whether every rank has read all.
     """
 
     index: _core.Index
@@ -100,7 +98,6 @@ class Plan:
     sample: _core.Wanted | None
     clock: Phases
     loaded: dict[str, Any] = field(default_factory=dict)
-    is_read: bool = False
 
     def note(self, replicas: str) -> _Note:
         """Return what the coordinator has to know. It does not grow with the model."""
@@ -114,11 +111,6 @@ class Plan:
             demand=demand_of(self.sample),
         )
 
-    def written(self) -> set[str]:
-        """Return the names that the caller may see changed by now."""
-        names = self.reads.written_in_place()
-        return names.union(self.loaded, self.reads.new.new) if self.is_read else names
-
 
 def load(
     state_dict: dict[str, Any],
@@ -128,8 +120,6 @@ def load(
     *,
     stateful: bool = False,
     index: _core.Index | None = None,
-    attempts: Attempts | None = None,
-    unseen: Collection[str] = (),
 ) -> LoadReport:
     """Fill a state dict from a checkpoint. Every rank calls it.
 
@@ -153,17 +143,14 @@ def load(
         ranks: who loads.
         stateful: call the ``state_dict`` and ``load_state_dict`` of ``Stateful`` values.
         index: of the checkpoint, where it is open already.
-        attempts: loads into this state dict that failed before.
-        unseen: names of what the caller does not see before the load is over.
 
     Raises:
         Exception: what a rank raised, on all ranks.
     """
-    attempts = Attempts() if attempts is None else attempts
     is_final = options.allow_partial_load or index is not None
     return again_where_replaced(
         ranks,
-        lambda: _load(state_dict, source, options, ranks, stateful, index, attempts, unseen),
+        lambda: _load(state_dict, source, options, ranks, stateful, index),
         tries=1 if is_final else TRIES,
     )
 
@@ -175,27 +162,18 @@ def _load(
     ranks: Ranks,
     stateful: bool,
     index: _core.Index | None,
-    attempts: Attempts,
-    unseen: Collection[str],
 ) -> LoadReport:
     plan: Plan
 
     def plan_own() -> _Note:
         nonlocal plan
         plan = plan_rank(state_dict, source, options, rank=ranks.rank, stateful=stateful, index=index)
-        if attempts.filled:
-            attempts.check(source.path, plan.reads.wholly_filled())
         return plan.note(source.replicas)
 
     answer = ranks.divided(plan_own, lambda notes: compare(notes, source.path))
     plan.clock.end("plan")
-    try:
-        ranks.together(lambda: _read(plan, source, ranks, answer))
-        plan.is_read = True
-        ranks.together(lambda: _hand_over(plan, state_dict if stateful else None))
-    except BaseException:
-        attempts.failed(source.path, plan.written().difference(unseen))
-        raise
+    ranks.together(lambda: _read(plan, source, ranks, answer))
+    ranks.together(lambda: _hand_over(plan, state_dict if stateful else None))
     return plan.reads.report
 
 

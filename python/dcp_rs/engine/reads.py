@@ -83,7 +83,6 @@ class Reads:
     not_plain: list[int]
     new: NewTensors
     targets: list[Target] = field(default_factory=list)
-    target_names: list[str] = field(default_factory=list)
     blobs: list[tuple[int, str]] = field(default_factory=list)
     why_nothing: str | None = None
 
@@ -105,17 +104,6 @@ class Reads:
         """Return the size of all tensors, as they are stored."""
         plain = sum(self.tensors[place].nbytes for place in self.plain_places())
         return plain + sum(target.nbytes for target in self.targets)
-
-    def written_in_place(self) -> set[str]:
-        """Return the names whose tensors the caller sees while they are filled."""
-        names = {self.names[place] for place in self.plain_places()}
-        return names.union(self.target_names).difference(self.new.new)
-
-    def wholly_filled(self) -> set[str]:
-        """Return the names that the load fills with nothing left over."""
-        names = {self.names[place] for place in self.plain_places()}
-        names.update(self.target_names, (name for _, name in self.blobs), self.report.tied)
-        return names.difference(self.report.partly_filled)
 
     def whole_targets(self, index: _core.Index) -> list[Target]:
         """Return all that is filled, as targets."""
@@ -208,9 +196,7 @@ def _add_held(reads: Reads, index: _core.Index, asked: list[tuple[str, Target]],
     for at, (fqn, target) in enumerate(asked):
         if fqn in left_alone:
             continue
-        held = [target] if at not in in_part else _held_of(index, target)
-        reads.targets += held
-        reads.target_names += [fqn] * len(held)
+        reads.targets += [target] if at not in in_part else _held_of(index, target)
 
 
 def _held_of(index: _core.Index, target: Target) -> list[Target]:

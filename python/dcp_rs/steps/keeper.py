@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -19,12 +20,15 @@ from dcp_rs.errors import (
     SaveInProgressError,
     UnsupportedError,
 )
-from dcp_rs.steps.arguments import ExtraFiles, read_extra_files
+from dcp_rs.steps.objects import is_own
 from dcp_rs.steps.policies import Policies
 from dcp_rs.steps.pruning import expendable, prune
 from dcp_rs.steps.root import PassedOver, Root, Step
 
-__all__ = ["Keeper", "Prepared"]
+__all__ = ["ExtraFiles", "Keeper", "Prepared"]
+
+#: Files of the user's for the folder of a step, by name: their bytes, or where they are.
+ExtraFiles = Mapping[str, bytes | str | os.PathLike[str]]
 
 #: What is passed over without further ado: there never was a checkpoint.
 _NEVER_WHOLE = ("unfinished", "in use", "unknown")
@@ -71,10 +75,6 @@ class Keeper:
         self._begun: set[str] = set()  # ids of this run's saves
         self._damaged: set[str] = set()  # and of those that could not be loaded
 
-    def folder(self, step: int) -> Path:
-        """Where a step is, or would be."""
-        return self._root.folder(step)
-
     def prepare(
         self, step: int, metrics: Mapping[str, float], files: ExtraFiles, *, force: bool, reuse: bool
     ) -> Prepared:
@@ -93,7 +93,7 @@ class Keeper:
             msg = f"step {step!r}: an integer from 0 on"
             raise ValueError(msg)
         numbers = {str(name): _number(name, value) for name, value in metrics.items()}
-        contents = read_extra_files(files)
+        contents = _read_extra_files(files)
         if self._root.run is None:
             self._root.take_over()
         with self._root.holding():
@@ -288,6 +288,20 @@ class Keeper:
         why = "" if found is None else f" ({found.why})"
         msg = f"there is no step {step} in {self._root.path}{why}: {there}"
         return CheckpointNotFoundError(msg, path=self._root.folder(step))
+
+
+def _read_extra_files(files: ExtraFiles) -> dict[str, bytes]:
+    """Return the bytes of files that are to be put into the folder of a step.
+
+    Raises:
+        ValueError: a name that is a path, hidden, or one of this package's own.
+        OSError: one cannot be read.
+    """
+    for name in files:
+        if not name or name.startswith(".") or "/" in name or "\0" in name or is_own(name):
+            msg = f"extra_files has {name!r}: a plain name is needed, not hidden, and none that a checkpoint has itself"
+            raise ValueError(msg)
+    return {name: bytes(file) if isinstance(file, bytes) else Path(file).read_bytes() for name, file in files.items()}
 
 
 def _number(name: str, value: Any) -> float:

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
@@ -19,23 +20,30 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from dcp_rs import api, optim
 from dcp_rs._tracebacks import short_traceback
 from dcp_rs._warnings import warn_caller
-from dcp_rs.engine.attempts import Attempts
+from dcp_rs.checkpoint.names import nearest
 from dcp_rs.engine.background import SaveFuture
 from dcp_rs.engine.reports import LoadReport
-from dcp_rs.errors import DcpRsError
-from dcp_rs.options import WriteArguments
-from dcp_rs.steps.arguments import ExtraFiles, check_write_options
-from dcp_rs.steps.background import Background
-from dcp_rs.steps.keeper import Keeper, Prepared
+from dcp_rs.engine.reuse import Frozen
+from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, CorruptIndexError, DcpRsError
+from dcp_rs.options import WriteArguments, WriteOptions
+from dcp_rs.steps.keeper import ExtraFiles, Keeper, Prepared
 from dcp_rs.steps.policies import Policies, check_positive
 from dcp_rs.steps.preemption import Preemption
-from dcp_rs.steps.resuming import resume
-from dcp_rs.steps.reusing import Reusing
 from dcp_rs.steps.root import PassedOver, Step, StepNames
 from dcp_rs.steps.roots import root_at
 from dcp_rs.steps.team import Team
 
 __all__ = ["CheckpointManager"]
+
+#: A load of the latest step that fails with one of these goes on with the step before.
+_DAMAGED = (CorruptDataError, CorruptIndexError, CheckpointNotFoundError)
+#: Options of one save, and what takes their place in a run.
+_OF_ONE_SAVE = {
+    "overwrite": "no step replaces another by accident; save(step, state_dict, force=True) replaces one",
+    "save_id": "each step gets one of its own",
+    "guard": "each commit is held to be of the run that was taken over last",
+    "parent": "reuse= takes over from the step before what is the same",
+}
 
 
 class CheckpointManager:
@@ -130,9 +138,12 @@ class CheckpointManager:
             mode=mode,
         )
         self._keeper = Keeper(self._root, self._policies, verify=verify_before_prune)
-        check_write_options(write_options, CheckpointManager)
+        _check_write_options(write_options)
         self._write_options = write_options
-        self._reusing = Reusing(reuse, verify=verify_reuse)
+        self._reuse, self._verify_reuse = reuse is not False, verify_reuse
+        self._frozen = None if isinstance(reuse, bool) else reuse
+        Frozen(self._frozen)  # what it cannot take is an error here, and not at the first save
+        self._saved_here: set[str] = set()  # ids of the saves that were begun here
         self._save_every = save_every
         self.resumed: int | None = None
         self.report: LoadReport | None = None
@@ -141,7 +152,6 @@ class CheckpointManager:
         self._closed = False
         self._done: int | None = None  # the step that was saved or loaded last
         self._team = Team(process_group, no_dist=no_dist)
-        self._background = Background(self._team)
         self._preemption = Preemption(preemption)
 
     def __repr__(self) -> str:
@@ -343,7 +353,7 @@ class CheckpointManager:
         self._done = step
         how = {"planner": planner, "async_staging": async_staging, **self._options(prepared)}
         committed = partial(self._keeper.committed, step, prepared.save_id)
-        return self._background.save(state_dict, self.path(step), committed, **how)
+        return self._team.save(state_dict, self.path(step), committed, **how)
 
     @short_traceback
     def wait(self) -> None:
@@ -411,8 +421,8 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: the root has no such step; or, without ``step``, it has steps, and all are damaged.
             UnsupportedError: nothing tells whether a newer step is whole: it is of a later version, say. No older one is loaded.
-            CorruptDataError: a step is damaged, and the one before lacks something that may hold values of the damaged one by now
-                (``allow_partial_load``). Make the state anew.
+            CorruptDataError: the load is partial (``allow_partial_load``), and the step turned out to be damaged while it was read. An older
+                step may lack what was read by then. Make the state anew, and name the step to load.
             OSError: a newer step cannot be looked at, though it was asked for several times. It may be whole, so no older one is loaded.
             Exception: as :func:`dcp_rs.load`.
 
@@ -424,11 +434,9 @@ class CheckpointManager:
             ```
         """
         options = {**self._root.access, **self._team.options, **read_options}
-        return self._load(
-            step,
-            lambda path, attempts: api.load(state_dict, path, planner=planner, _attempts=attempts, **options),
-            take_over=take_over,
-        )
+        is_partial = bool(read_options.get("allow_partial_load") or getattr(planner, "allow_partial_load", False))
+        load = partial(api.load, state_dict, planner=planner, **options)
+        return self._load(step, load, take_over=take_over, is_partial=is_partial)
 
     @short_traceback
     def load_training_state(
@@ -462,34 +470,54 @@ class CheckpointManager:
         """
         optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
         options = {**self._root.access, **self._team.options, **options}
-        return self._load(
-            step,
-            lambda path, attempts: optim.load_training_state(
-                path, model, optimizers, extra, _attempts=attempts, **options
-            ),
-            take_over=take_over,
-        )
+        planner = options.get("planner")
+        is_partial = bool(options.get("allow_partial_load") or getattr(planner, "allow_partial_load", False))
+
+        def load(path: Path) -> LoadReport | None:
+            return optim.load_training_state(path, model, optimizers, extra, **options)
+
+        return self._load(step, load, take_over=take_over, is_partial=is_partial)
 
     def _load(
-        self, step: int | None, load: Callable[[Path, Attempts], LoadReport | None], *, take_over: bool
+        self, step: int | None, load: Callable[[Path], LoadReport | None], *, take_over: bool, is_partial: bool
     ) -> int | None:
+        """Load ``step``, or the newest step that is whole and does not turn out to be damaged."""
         self._settle()
         if take_over:
             self._team.decide(None, lambda _: self._keeper.take_over())
         self.report = None
+        self._saved_here.clear()  # what was frozen when a step was saved may be something else from now on
 
-        attempts = Attempts()
+        def attempt(number: int) -> str | None:
+            try:
+                self.report = load(self.path(number))
+            except _DAMAGED as error:
+                if step is not None:
+                    raise
+                if is_partial and isinstance(error, CorruptDataError):
+                    error.add_note(
+                        "No older step takes the place of this one: a partial load of it may leave in the state what was read "
+                        "of this one. Make the state anew, and name the step to load."
+                    )
+                    raise
+                return str(error)
+            return None
 
-        def reported(path: Path) -> None:
-            self.report = load(path, attempts)
-
-        load_step = self._reusing.distrusting(reported)
-        number, self.passed_over = resume(self._team, self._keeper, step, load_step, attempts)
+        damaged: dict[int, str] = {}
+        while True:
+            number, self.passed_over = self._team.decide(step, lambda step: self._keeper.choose(step, damaged))
+            if number is None:
+                break
+            # What one rank finds damaged, none has.
+            reasons = [why for why in self._team.all(partial(attempt, number)) if why is not None]
+            if not reasons:
+                break
+            damaged[number] = reasons[0]
         if self._team.leads:
             for passed in self.passed_over:
                 warn_caller(f"not resumed from {passed}")
         self._warn()
-        self.resumed = self._done = number
+        self._keeper.resumed = self.resumed = self._done = number
         return number
 
     # --- the end ---------------------------------------------------------------------------------------
@@ -531,7 +559,6 @@ class CheckpointManager:
     def _let_go(self) -> None:
         self._closed = True
         self._preemption.close()
-        self._background.let_go()
         self._team.let_go()
 
     def _check_open(self) -> None:
@@ -546,20 +573,26 @@ class CheckpointManager:
     ) -> Prepared:
         """Waits for the save before, and makes the folder."""
         self._settle()
-        reuse, metrics, files = self._reusing.wanted, metrics or {}, files or {}
+        metrics, files = metrics or {}, files or {}
         with self._keeper.explaining():
             return self._team.decide(
-                step, lambda step: self._keeper.prepare(step, metrics, files, force=force, reuse=reuse)
+                step, lambda step: self._keeper.prepare(step, metrics, files, force=force, reuse=self._reuse)
             )
 
     def _options(self, prepared: Prepared) -> dict[str, Any]:
         """How a step is saved."""
-        one = {
+        one: dict[str, Any] = {
             "save_id": prepared.save_id,
             "overwrite": prepared.overwrite,
             "guard": self._keeper.holding,
-            **self._reusing.options(prepared),
         }
+        if self._reuse:
+            parent = prepared.parent
+            # What another run froze may be something else.
+            trusted = parent is not None and parent.save_id in self._saved_here
+            one["parent"] = None if parent is None else parent.path
+            one |= {"reuse": Frozen(self._frozen, trusted=trusted), "verify_reuse": self._verify_reuse}
+        self._saved_here.add(prepared.save_id)
         return {**self._write_options, **self._root.access, **self._team.options, **one}
 
     def _settle(self) -> None:
@@ -576,3 +609,23 @@ class CheckpointManager:
     def _warn(self) -> None:
         for problem in self._keeper.take_problems():
             warn_caller(f"{self.root}: {problem}")
+
+
+def _check_write_options(options: Mapping[str, Any]) -> None:
+    """Find a bad option of a manager before the first save does.
+
+    Raises:
+        ValueError: a value that does not make sense, or an option that a run does not take.
+        TypeError: no option of that name.
+    """
+    for name, instead in _OF_ONE_SAVE.items():
+        if name in options:
+            msg = f"CheckpointManager takes no {name}=: {instead}"
+            raise ValueError(msg)
+    known = WriteArguments.__annotations__
+    for name in options:
+        if name not in known:
+            near = nearest(name, [*signature(CheckpointManager).parameters, *known])
+            msg = f"CheckpointManager has no option {name!r}" + (f": did you mean {near!r}?" if near else "")
+            raise TypeError(msg)
+    WriteOptions(**options)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from dcp_rs import _torch
+from dcp_rs import _torch, api
 from dcp_rs.engine.background import SaveFuture
 from dcp_rs.engine.ranks import Ranks, has_group
 from dcp_rs.errors import PlanError
+from dcp_rs.transfer.stage import HostStager
 
 __all__ = ["Team"]
 
@@ -45,6 +47,7 @@ class Team:
         self._ranks = Ranks(self._talks_in, no_dist=is_alone)
         self.leads = self._ranks.is_coordinator
         self.pending: SaveFuture | None = None
+        self._stager: HostStager | None = None  # the memory of each save is that of the one before
 
     def all(self, work: Callable[[], T]) -> list[T]:
         """Every rank does its part: what all of them gave. An error of one is raised on all."""
@@ -68,8 +71,20 @@ class Team:
                 if pending.done():
                     self.pending = None
 
-    def follow(self, saving: SaveFuture, done: SaveFuture, committed: Callable[[], None]) -> None:
-        """Gives ``done`` what ``saving`` comes to; the first rank calls ``committed`` before. In the thread that saves, before it turns to another save."""
+    def save(self, state_dict: dict[str, Any], path: Path, committed: Callable[[], None], **options: Any) -> SaveFuture:
+        """Begin a save in the background. The first rank calls ``committed`` once it is durable, and before the future is done."""
+        if self._stager is None:
+            self._stager = HostStager(cache=True)
+        self.pending = done = SaveFuture()
+        try:
+            saving = api.async_save(state_dict, path, stager=self._stager, **options)
+        except BaseException as error:  # it may be this rank's alone: the next call raises it on all
+            done.staged.set_result(None)
+            done.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+            return done
+        done.staged = saving.staged
 
         def finish(_: Future[Any]) -> None:
             try:
@@ -82,7 +97,9 @@ class Team:
                 done.report = saving.report
                 done.set_result(metadata)
 
+        # In the thread that saves, before it turns to another save.
         saving.add_done_callback(finish)
+        return done
 
     def agree(self, told: bool) -> tuple[bool, bool]:
         """Whether any rank was told, and whether the save in the background failed on any, as far as it is over."""
@@ -96,7 +113,10 @@ class Team:
         return bool(any_told), bool(any_failed)
 
     def let_go(self) -> None:
-        """Gives the groups back, which ends their connections: other ranks that wait in one of them are told."""
+        """Give back the memory of saves, and the groups. That ends their connections: other ranks that wait in one of them are told."""
+        stager, self._stager = self._stager, None
+        if stager is not None:
+            stager.release()
         groups, self._groups, self._talks_in, self.options = self._groups, [], None, {}
         self._ranks = Ranks(no_dist=True)
         while groups and dist.is_initialized():

@@ -32,7 +32,6 @@ class Choice:
         is_lenient: what the checkpoint does not wholly hold, or has in another shape, is left alone. Otherwise that is an error.
         report: what is left alone.
         counters: tensors that the planner's ``dtype`` is not for, by ``id``.
-        unseen: names of what is loaded into memory that nothing has before the load is over.
     """
 
     def __init__(self, metadata: Metadata, planner: LoadPlanner, *, partial: bool) -> None:
@@ -43,7 +42,6 @@ class Choice:
         self.is_lenient = partial or bool(getattr(planner, "allow_partial_load", False))
         self.report = LoadReport()
         self.counters: set[int] = set()
-        self.unseen: set[str] = set()
         self._metadata = metadata
         self._planner = own
         self._names = names if names is not None and names.is_selective else None

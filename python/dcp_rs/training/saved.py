@@ -306,7 +306,6 @@ class SavedOptimizers:
             stored = self._metadata.state_dict_metadata[name]
             if not isinstance(stored, TensorStorageMetadata):
                 room[name] = None
-                self._choice.unseen.add(name)
                 continue
             shape, dtype = tuple(stored.size), stored.properties.dtype
             if shards:
@@ -322,8 +321,6 @@ class SavedOptimizers:
             if expected is not None and tuple(global_shape(expected)) != shape:
                 self._choice.refuse(name, tuple(global_shape(expected)), shape)
                 return None
-            if own is None:
-                self._choice.unseen.add(name)
             room[name] = own if own is not None else _memory(shape, dtype, path, like, expected)
         return room
 

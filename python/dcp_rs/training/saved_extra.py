@@ -75,8 +75,6 @@ class SavedExtra:
                 )
             else:
                 self.template[key] = None
-            if self.template[key] is not own.get(_text(path)) or self.template[key] is None:
-                choice.unseen.add(key)
 
     def put(self, extra: dict[str, Any], loaded: Mapping[str, Any]) -> None:
         """Puts what was loaded, by name in the checkpoint, into the entry."""
