@@ -67,14 +67,14 @@ def location(path: str | bytes | os.PathLike[str]) -> Path:
     """
     if isinstance(path, Path):
         if not isinstance(path, Url) and _MANGLED.match(str(path)):
-            msg = f"{path}: a URL is given as text, and not as a pathlib.Path, which makes one slash of two"
+            msg = f"{path}: pass a URL as text: pathlib.Path removes one of its two slashes"
             raise UnsupportedError(msg, path=path)
         return path
     if not isinstance(path, str | bytes | os.PathLike):  # callers without a type checker
         raise TypeError(_no_path(path))
     text = os.fspath(path)
     if isinstance(text, bytes):
-        msg = f"a path is text or a pathlib.Path, and this one is bytes, {text!r}: pass os.fsdecode(path)"
+        msg = f"a path is a str or a pathlib.Path, and this one is bytes, {text!r}: pass os.fsdecode(path)"
         raise TypeError(msg)
     scheme = _SCHEME.match(text)
     if scheme is None:
@@ -91,7 +91,7 @@ def location(path: str | bytes | os.PathLike[str]) -> Path:
             raise UnsupportedError(msg, path=text)
         return Path(unquote(parts.path))
     if name not in _STORES:
-        msg = f"{text}: {scheme[0]} is not supported; paths of the file system are, and file://, s3://, gs://, az://, http:// and https://"
+        msg = f"{text}: {scheme[0]} is not supported: use a path of the file system, file://, s3://, gs://, az://, http:// or https://"
         raise UnsupportedError(msg, path=text)
     if "//" in f"/{rest}":
         msg = f"{text}: two slashes with nothing between them: such a name cannot be read"
@@ -101,7 +101,7 @@ def location(path: str | bytes | os.PathLike[str]) -> Path:
 
 def _of_file_system(text: str) -> Path:
     if not text:
-        raise ValueError("the path is empty: '.' is the current folder")
+        raise ValueError("the path is empty: for the current folder, pass '.'")
     if _MANGLED.match(text):
         msg = f"{text}: a URL has two slashes after the colon: {text.replace(':/', '://', 1)}"
         raise UnsupportedError(msg, path=text)
@@ -111,10 +111,10 @@ def _of_file_system(text: str) -> Path:
 def _no_path(value: Any) -> str:
     """Return the message for an argument that is no path."""
     if value is None or isinstance(value, type):
-        return f"a path is text or a pathlib.Path, not {'None' if value is None else f'the class {value.__name__}'}"
+        return f"a path is a str or a pathlib.Path, not {'None' if value is None else f'the class {value.__name__}'}"
     own = getattr(value, "checkpoint_id", None) or getattr(value, "path", None)
-    instead = f": pass {os.fspath(own)!r}, which it was made with" if isinstance(own, str | os.PathLike) else ""
-    return f"a path is text or a pathlib.Path, not {type(value).__name__}{instead}"
+    instead = f": pass {os.fspath(own)!r}, its own path" if isinstance(own, str | os.PathLike) else ""
+    return f"a path is a str or a pathlib.Path, not {type(value).__name__}{instead}"
 
 
 class StorageOptions(Mapping[str, str]):

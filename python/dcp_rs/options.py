@@ -63,7 +63,7 @@ def uuid_of(save_id: str) -> uuid.UUID:
     try:
         return uuid.UUID(save_id)
     except (ValueError, AttributeError, TypeError):
-        msg = f"save_id={save_id!r}: a UUID, of 32 hexadecimal digits"
+        msg = f"save_id={save_id!r}: must be a UUID of 32 hexadecimal digits"
         raise ValueError(msg) from None
 
 
@@ -74,13 +74,13 @@ def checks_pickles(weights_only: bool | None) -> bool:
 
 def _check(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     if value not in allowed:
-        msg = f"{name}={value!r}: one of {', '.join(map(repr, allowed))}"
+        msg = f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}"
         raise ValueError(msg)
 
 
 def _check_positive(name: str, value: int | None) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
-        msg = f"{name}={value!r}: a positive integer"
+        msg = f"{name}={value!r}: must be a positive integer"
         raise ValueError(msg)
 
 

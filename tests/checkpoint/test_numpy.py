@@ -148,7 +148,7 @@ def test_a_pickle_of_something_else_is_refused_by_name(ckpt):
 def test_errors_are_those_of_torchs_checkpoint(ckpt):
     save_rs({"model.w": torch.ones(3), "step": 1}, ckpt)
     arrays = dcp_rs.open(ckpt, framework="np")
-    with pytest.raises(EntryNotFoundError, match=r"no 'w' in .*it is there as 'model\.w'"):
+    with pytest.raises(EntryNotFoundError, match=r"no entry 'w' in .*it is stored as 'model\.w'"):
         arrays["w"]
     assert arrays.get("w") is None
     with pytest.raises(TypeError, match="'step' is not a tensor"):

@@ -23,10 +23,10 @@ def lost(tmp_path):
     [
         ({"generation": -1}, "generation=-1"),
         ({"generation": True}, "generation=True"),
-        ({"save_id": "mine"}, "save_id='mine': a UUID"),
-        ({"save_id": 3}, "save_id=3: a UUID"),
-        ({"threads": -1}, "threads=-1: a positive integer"),
-        ({"threads": 0}, "threads=0: a positive integer"),
+        ({"save_id": "mine"}, "save_id='mine': must be a UUID"),
+        ({"save_id": 3}, "save_id=3: must be a UUID"),
+        ({"threads": -1}, "threads=-1: must be a positive integer"),
+        ({"threads": 0}, "threads=0: must be a positive integer"),
     ],
 )
 def test_what_makes_no_sense_is_named(lost, option, says):
@@ -40,7 +40,7 @@ def test_the_same_elsewhere(tmp_path):
     save_rs({"w": torch.ones(2)}, tmp_path / "ckpt")
     with pytest.raises(ValueError, match="threads=-1"):
         dcp_rs.verify(tmp_path / "ckpt", threads=-1)
-    with pytest.raises(ValueError, match="save_id='mine': a UUID"):
+    with pytest.raises(ValueError, match="save_id='mine': must be a UUID"):
         RsWriter(tmp_path / "ckpt", save_id="mine")
 
 

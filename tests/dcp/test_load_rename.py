@@ -56,16 +56,16 @@ def test_from_stored_names_to_wanted_ones(stored, wanted, rename, got, numbered)
 
 @pytest.mark.parametrize("rename", [{"x": "a"}, {"x": "a", "b": "b"}, lambda name: name.removeprefix("x.")])
 def test_the_other_way_is_refused(rename, numbered):
-    with pytest.raises(PlanError, match=r"the checkpoint has no 'x'.*rename= gives no entry this name"):
+    with pytest.raises(PlanError, match=r"the checkpoint has no 'x'.*rename= gives this name to no entry"):
         filled(numbered("a", "b"), "xb", rename)
 
 
 def test_names_that_nothing_or_too_much_is_renamed_to(numbered):
     path = numbered("a", "b")
-    with pytest.raises(PlanError, match=r"the checkpoint has no 'a'.*rename= gives no entry this name"):
+    with pytest.raises(PlanError, match=r"the checkpoint has no 'a'.*rename= gives this name to no entry"):
         filled(path, "xa", {"a": "x"})
     assert filled(path, "xa", {"a": "x"}, allow_partial_load=True) == [0, -1]
     with pytest.raises(PlanError, match="'a' and 'b' of the checkpoint would both be named 'b'"):
         filled(path, "b", {"a": "b"})
-    with pytest.raises(KeyError, match="rename= gives no entry this name"):
+    with pytest.raises(KeyError, match="rename= gives this name to no entry"):
         RsLoadPlanner(checkpoint=path, rename={"a": "x"}).resolve_tensor("a")

@@ -257,7 +257,7 @@ def test_open_does_what_safe_open_does(tmp_path):
             assert torch.equal(mine[1:3], known[1:3])
         assert torch.equal(ours.get_slice("b")[:, 1:3], theirs.get_slice("b")[:, 1:3])
         assert torch.equal(ours.get_slice("b")[2], theirs.get_slice("b")[2])
-        with pytest.raises(EntryNotFoundError, match="there is no 'd'"):
+        with pytest.raises(EntryNotFoundError, match="there is no entry 'd'"):
             ours.get_tensor("d")
     with pytest.raises(DcpRsError, match="closed"):
         ours.metadata()

@@ -144,7 +144,7 @@ def test_what_is_protected_stays():
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        ({"keep_last": 0}, "keep_last=0: a positive integer"),
+        ({"keep_last": 0}, "keep_last=0: must be a positive integer"),
         ({"keep_every": 2.5}, "keep_every"),
         ({"keep_best": True, "metric": "loss"}, "keep_best"),
         ({"max_bytes": -1}, "max_bytes"),

@@ -286,7 +286,7 @@ def test_ranks_of_a_machine_share_by_default(monkeypatch):
         assert ReadOptions().engine()["shared"] is shared
         assert ReadOptions(shared=True).engine()["shared"]
         assert not ReadOptions(shared=False).engine()["shared"]
-    with pytest.raises(ValueError, match="shared='yes': one of True, False, None"):
+    with pytest.raises(ValueError, match="shared='yes': must be one of True, False, None"):
         ReadOptions(shared="yes")
 
 

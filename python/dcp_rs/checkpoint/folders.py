@@ -25,7 +25,7 @@ def make_folder(path: str | os.PathLike[str]) -> None:
     except (FileExistsError, NotADirectoryError) as error:
         folder = Path(path)
         there = next((above for above in (folder, *folder.parents) if os.path.lexists(above)), folder)
-        msg = f"a checkpoint is written to a folder, and {there} is {_what(there)}. Give another path, or move it away"
+        msg = f"a checkpoint is a folder, but {there} is {_what(there)}: pass another path, or move that away"
         if isinstance(error, FileExistsError):
             raise CheckpointExistsError(msg, path=there) from error
         raise NotADirectoryError(error.errno, msg, os.fspath(there)) from error

@@ -88,7 +88,7 @@ def open(
     stores = read_options["storage_options"] = StorageOptions.of(read_options.get("storage_options"))
     options = ReadOptions(**{name: value for name, value in read_options.items() if name != "storage_options"})
     if framework not in ("pt", "np"):
-        msg = f"framework={framework!r}: one of 'pt', 'np'"
+        msg = f"framework={framework!r}: must be one of 'pt', 'np'"
         raise ValueError(msg)
     if framework == "np" and (str(device) != "cpu" or not weights_only):
         msg = "framework='np' has neither devices nor other pickles than those of plain types: leave device= and weights_only= out"

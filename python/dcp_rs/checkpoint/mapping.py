@@ -372,7 +372,7 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         self._check_open()
         tensor = self._index.find(fqn)
         if tensor is None:
-            msg = f"there is no {fqn!r} in {self.path}{hint(fqn, self._index.names())}"
+            msg = f"there is no entry {fqn!r} in {self.path}{hint(fqn, self._index.names())}"
             raise EntryNotFoundError(msg, path=self.path, tensor=fqn)
         return tensor
 

@@ -78,7 +78,7 @@ def hint(name: str, names: Collection[str]) -> str:
     if known is None:
         return ""
     if known.endswith(f".{name}") or name.endswith(f".{known}"):
-        return f"; it is there as {known!r}"
+        return f"; it is stored as {known!r}"
     return f"; did you mean {known!r}?"
 
 
@@ -101,17 +101,17 @@ def explain_missing(missing: Sequence[str], wanted: Collection[str], stored: Col
     if number == 0:
         return hint(missing[0], stored)
     if not new:
-        said = f"names of the checkpoint lack {old!r}"
+        said = f"its names lack the prefix {old!r}"
     else:
-        said = f"names of the checkpoint begin with {new!r}" + (f", not with {old!r}" if old else "")
+        said = f"its names begin with {new!r}" + (f", not with {old!r}" if old else "")
     before, after = new.removesuffix("."), old.removesuffix(".")
     if number == len(wanted) or (new and not any(name.startswith(new) for name in wanted)):
         mend = f"{{{before!r}: {after!r}}}"
     else:  # names that are as they should be begin so, too
         first = next(name for name in missing if name.startswith(old) and new + name.removeprefix(old) in stored)
         mend = f"{{{new + first.removeprefix(old)!r}: {first!r}, ...}}"
-    which = "all" if number == len(missing) else f"{number:,} of {len(missing):,}"
-    return f"; {said}: rename={mend} finds {which} of them".replace("finds all of them", "finds them")
+    which = "" if number == len(missing) else f", which finds {number:,} of {len(missing):,} names"
+    return f"; {said}: pass rename={mend}{which}"
 
 
 def _changed_prefix(missing: Sequence[str], stored: Collection[str]) -> tuple[str, str, int]:

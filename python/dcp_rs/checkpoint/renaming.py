@@ -63,4 +63,4 @@ class Renamed:
 
     def explain(self, name: str) -> str:
         """The end of a message that says that there is no ``name``."""
-        return f" (rename= gives no entry this name{hint(name, self._stored)})"
+        return f" (rename= gives this name to no entry{hint(name, self._stored)})"

@@ -35,7 +35,7 @@ def suggestion(path: Path) -> str:
     if inner:
         names = [child.name for child in sorted(inner, key=lambda child: natural(child.name), reverse=True)]
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        which = "a checkpoint is in it" if len(names) == 1 else "checkpoints are in it"
+        which = "it contains a checkpoint" if len(names) == 1 else "it contains checkpoints"
         return f"; {which}: {', '.join(map(repr, names[:_NAMED]))}{more}; open {path / names[0]}"
     above = next((folder for folder in (path.parent, *path.parent.parents) if _is_checkpoint(folder)), None)
     return "" if above is None else f"; it is a folder in the checkpoint {above}: open that"
@@ -62,11 +62,11 @@ def _of_nothing(path: Path) -> str:
     if _HUB_ID.fullmatch(str(path)):
         return (
             f"; if {path} is a model on the Hugging Face hub, download it first "
-            f"(path = huggingface_hub.snapshot_download({str(path)!r})): checkpoints are opened from the file system"
+            f"(path = huggingface_hub.snapshot_download({str(path)!r})) and open that path"
         )
     nearest = next(folder for folder in there.absolute().parents if folder.is_dir())
     missing = there.absolute().relative_to(nearest).parts[0]
-    return f"; {nearest} is there, and has no {missing!r}"
+    return f"; {nearest} has no {missing!r}"
 
 
 def _is_checkpoint(folder: Path) -> bool:

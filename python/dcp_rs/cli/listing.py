@@ -204,7 +204,7 @@ def inspect_entry(
     contents = open_contents(path, rank=rank, allow_external=allow_external)
     entry = contents.find(name)
     if entry is None:
-        msg = f"there is no {name!r} in {path}{hint(name, [entry.name for entry in contents.entries])}"
+        msg = f"there is no entry {name!r} in {path}{hint(name, [entry.name for entry in contents.entries])}"
         raise EntryNotFoundError(msg, path=path, tensor=name)
     pieces = contents.pieces(entry)
     state_path = contents.state_path(entry)

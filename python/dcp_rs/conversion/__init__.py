@@ -204,10 +204,10 @@ def convert(
 
 def _check(to: str, shards: int | None, name: str) -> None:
     if to not in _WRITERS:
-        msg = f"to={to!r}: one of {', '.join(map(repr, _WRITERS))}"
+        msg = f"to={to!r}: must be one of {', '.join(map(repr, _WRITERS))}"
         raise ValueError(msg)
     if shards is not None and (isinstance(shards, bool) or not isinstance(shards, int) or shards < 1):
-        msg = f"shards={shards!r}: a positive integer"
+        msg = f"shards={shards!r}: must be a positive integer"
         raise ValueError(msg)
     if not name or "/" in name:
         msg = f"name={name!r}: what files are called"

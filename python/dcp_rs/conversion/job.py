@@ -148,7 +148,7 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     else:
         found = dtype
     if found is None or not found.is_floating_point or found not in BY_NAME.values():
-        msg = f"dtype={dtype!r}: one of float64, float32, float16, bfloat16, or of the float8 types"
+        msg = f"dtype={dtype!r}: must be one of float64, float32, float16, bfloat16, or of the float8 types"
         raise ValueError(msg)
     if str(found) == "torch.float4_e2m1fn_x2":
         msg = f"dtype={dtype!r}: torch has no conversion to it"

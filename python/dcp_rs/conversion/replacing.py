@@ -67,7 +67,7 @@ def check_apart(paths: Iterable[Path], dst: Path) -> None:
     else:
         lost = _lost_with(dst, (path for path in paths if not isinstance(path, Url)))
     if lost is not None:
-        msg = f"the destination {dst} is the source, or part of it, or holds it: {lost} would be lost"
+        msg = f"the destination {dst} is the source, contains it, or lies in it: {lost} would be lost"
         raise ValueError(msg)
 
 

@@ -107,7 +107,7 @@ class RsReader(StorageReader):
             say_ignored("RsReader", "token", "nothing is read from the Hub; stores take storage_options=")
         threads = one_of("threads", threads, "thread_count", thread_count)
         if replicas not in ("each", "node", "all"):
-            msg = f"replicas={replicas!r}: one of 'each', 'node', 'all'"
+            msg = f"replicas={replicas!r}: must be one of 'each', 'node', 'all'"
             raise ValueError(msg)
         self.path = location(path)
         self.storage_options = StorageOptions.of(storage_options)

@@ -26,7 +26,7 @@ def one_of(name: str, value: Any, stock_name: str, stock_value: Any) -> Any:
         msg = f"{stock_name}={stock_value!r} and {name}={value!r}: they are one option"
         raise ValueError(msg)
     if value is None and name == "threads" and stock_value is not None and stock_value <= 0:
-        msg = f"{stock_name}={stock_value!r}: a positive integer"
+        msg = f"{stock_name}={stock_value!r}: must be a positive integer"
         raise ValueError(msg)
     return stock_value if value is None else value
 

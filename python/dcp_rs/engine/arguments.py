@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
 from typing import Any, Literal
 
+from torch.optim import Optimizer
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
@@ -18,11 +19,11 @@ __all__ = ["check_options", "check_planner", "check_reader", "check_stager", "ch
 
 #: Options of others, and the options of a load that do the same.
 _MEANT = {
-    "strict": "allow_partial_load=True loads what there is, as strict=False does elsewhere",
-    "map_location": "device= says where tensors go",
-    "thread_count": "threads= says how many threads read",
-    "checkpoint_id": "the path comes second",
-    "storage_reader": "the path comes second; dcp_rs.load_state_dict() takes a reader",
+    "strict": "allow_partial_load=True does what strict=False does elsewhere",
+    "map_location": "use device=",
+    "thread_count": "use threads=",
+    "checkpoint_id": "pass the path as path=",
+    "storage_reader": "pass the path as path=; dcp_rs.load_state_dict() takes a reader",
 }
 
 
@@ -35,12 +36,13 @@ def check_state_dict(state_dict: Any, path: Any = None) -> None:
         swapped = isinstance(path, Mapping)
         msg = "the state dict comes first, then the path" + ("" if swapped else f"; {state_dict!r} is no state dict")
     elif is_stateful(state_dict):
-        msg = (
-            f"{kind} is not a state dict: give {{'model': it}}, whose state is taken and set, under names that begin with 'model.'; "
-            "or its state_dict()"
-        )
+        name = "optim" if isinstance(state_dict, Optimizer) else "model"
+        msg = f"{kind} is not a state dict: pass {{{name!r}: {name}}}, or {name}.state_dict()"
     else:
-        msg = f"{kind} is not a state dict: give a dict from names to tensors, values, or objects with a state_dict(), as in {{'items': it}}"
+        msg = (
+            f"{kind} is not a state dict: pass a dict of names to tensors, to values, "
+            "or to objects with state_dict() and load_state_dict()"
+        )
     raise TypeError(msg)
 
 
@@ -105,7 +107,7 @@ def check_reader(reader: Any) -> None:
 def check_stager(stager: Any) -> None:
     """Raise a TypeError that says what to pass, unless this is None or a HostStager."""
     if stager is not None and not isinstance(stager, HostStager):
-        msg = f"stager= takes a HostStager(cache=True), to keep and pass again, not {_kind(stager)}"
+        msg = f"stager= takes an instance such as HostStager(cache=True), not {_kind(stager)}"
         raise TypeError(msg)
 
 

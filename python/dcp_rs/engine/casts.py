@@ -53,7 +53,7 @@ class CastRule:
 
     def __init__(self, wish: torch.dtype | None, policy: Literal["warn", "error", "cast"]) -> None:
         if policy not in ("warn", "error", "cast"):
-            msg = f"dtype_policy={policy!r}: one of 'warn', 'error', 'cast'"
+            msg = f"dtype_policy={policy!r}: must be one of 'warn', 'error', 'cast'"
             raise ValueError(msg)
         self._wish = wish
         self._policy = policy

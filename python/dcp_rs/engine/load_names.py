@@ -70,7 +70,7 @@ class LoadNames:
             renamed = Renamed(self._rename, checkpoint)
         name = fqn if renamed is None else renamed.stored_name(fqn)
         if name is None:
-            msg = f"there is no {fqn!r} in {checkpoint.path}{'' if renamed is None else renamed.explain(fqn)}"
+            msg = f"there is no entry {fqn!r} in {checkpoint.path}{'' if renamed is None else renamed.explain(fqn)}"
             raise EntryNotFoundError(msg, path=checkpoint.path, tensor=fqn)
         return name
 

@@ -39,10 +39,10 @@ __all__ = ["CheckpointManager"]
 _DAMAGED = (CorruptDataError, CorruptIndexError, CheckpointNotFoundError)
 #: Options of one save, and what takes their place in a run.
 _OF_ONE_SAVE = {
-    "overwrite": "no step replaces another by accident; save(step, state_dict, force=True) replaces one",
-    "save_id": "each step gets one of its own",
-    "guard": "each commit is held to be of the run that was taken over last",
-    "parent": "reuse= takes over from the step before what is the same",
+    "overwrite": "save(step, state_dict, force=True) replaces a step",
+    "save_id": "each step gets a new one",
+    "guard": "the manager guards each commit itself",
+    "parent": "reuse= takes unchanged tensors from the step before",
 }
 
 
@@ -230,7 +230,7 @@ class CheckpointManager:
             ```
         """
         if self._policies.metric is None:
-            msg = "best_step() needs metric=, the name of what is best"
+            msg = "best_step() needs metric=, the name of the metric to compare"
             raise ValueError(msg)
         return self._policies.best(self.steps())
 

@@ -116,7 +116,7 @@ def used(steps: Iterable[Saved]) -> int:
 def check_positive(name: str, value: object) -> None:
     """Raises ``ValueError`` unless it is a positive integer, or None."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
-        msg = f"{name}={value!r}: a positive integer"
+        msg = f"{name}={value!r}: must be a positive integer"
         raise ValueError(msg)
 
 
@@ -152,10 +152,10 @@ class Policies:
             msg = f"keep_within={self.keep_within!r}: a positive time, as a timedelta or in seconds"
             raise ValueError(msg)
         if self.mode not in ("min", "max"):
-            msg = f"mode={self.mode!r}: one of 'min', 'max'"
+            msg = f"mode={self.mode!r}: must be one of 'min', 'max'"
             raise ValueError(msg)
         if self.keep_best is not None and self.metric is None:
-            msg = "keep_best= needs metric=, the name of what is best"
+            msg = "keep_best= needs metric=, the name of the metric to compare"
             raise ValueError(msg)
 
     @property

@@ -49,7 +49,7 @@ pub fn read_options(options: Option<Options>) -> PyResult<ReadOptions> {
         "buffered" => IoMode::Buffered,
         other => {
             return Err(PlanError::new_err(format!(
-                "io is {other:?}: one of auto, mmap, direct, buffered"
+                "io is {other:?}: must be one of auto, mmap, direct, buffered"
             )));
         }
     };

@@ -416,7 +416,7 @@ fn io_mode(name: &str) -> PyResult<WriteIo> {
         "direct" => Ok(WriteIo::Direct),
         "buffered" => Ok(WriteIo::Buffered),
         _ => Err(PlanError::new_err(format!(
-            "io is {name:?}: one of auto, direct, buffered"
+            "io is {name:?}: must be one of auto, direct, buffered"
         ))),
     }
 }

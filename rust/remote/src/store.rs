@@ -53,7 +53,7 @@ fn parts(shared: &Shared, path: &Path) -> Result<Arc<dyn MultipartStore>> {
         .client
         .parts
         .clone()
-        .ok_or_else(|| Error::Unsupported(format!("{}: a server of files is read only", path.display())))
+        .ok_or_else(|| Error::Unsupported(format!("{}: a web server is read only", path.display())))
 }
 
 /// What is sent, without a copy, and its length.

@@ -86,7 +86,7 @@ fn file(path: &Path) -> Result<Option<Foreign>> {
     }
     no(
         path,
-        "a single file has to be a .safetensors file, a file of torch.save, or the .index.json of one of them",
+        "a single file must be a .safetensors file, a file of torch.save, or an .index.json of such files",
     )
 }
 

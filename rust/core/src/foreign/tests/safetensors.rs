@@ -182,7 +182,7 @@ fn kinds_are_found_by_looking() {
     fs::write(dir.path().join("model.txt"), "PK").unwrap();
     refused(
         &dir.path().join("model.txt"),
-        "a single file has to be a .safetensors file",
+        "a single file must be a .safetensors file",
     );
     fs::write(dir.path().join("__0_0.distcp"), "x").unwrap();
     refused(dir.path(), "the save did not finish");
