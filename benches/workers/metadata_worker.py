@@ -97,7 +97,7 @@ def regions(plan: LoadPlan) -> list[tuple[str, list[int], list[int]]]:
 def plan_of_ours() -> tuple[engine.Plan, float, float]:
     """The plan of `dcp_rs.load`; and the seconds for the metadata, and for the plan."""
     state = state_dict()
-    own = engine.plan_rank(state, dcp_rs.RsReader(PATH).source_of_load(), LoadOptions(), rank=RANKS // 3)
+    own = engine.plan_rank(state, dcp_rs.RsReader(PATH)._source_of_load(), LoadOptions(), rank=RANKS // 3)
     own.clock.end("plan")
     return own, own.clock.seconds("metadata"), own.clock.seconds("plan")
 

@@ -82,7 +82,7 @@ def location(path: str | bytes | os.PathLike[str]) -> Path:
     name = scheme[1].lower()
     host, _, rest = text[scheme.end() :].partition("/")
     if "@" in host or "?" in text or "#" in text:  # before anything is said of the rest
-        msg = f"a {name}:// URL with a user, a query or a fragment: credentials go into storage_options= or the environment"
+        msg = f"a {name}:// URL with a user, a query or a fragment: pass credentials in storage_options= or the environment"
         raise UnsupportedError(msg)
     if name == "file":
         parts = urlsplit(text)

@@ -93,9 +93,9 @@ def load_state_dict(
         if planner is None:
             planner = RsLoadPlanner() if isinstance(storage_reader, RsReader) else DefaultLoadPlanner()
     if type(storage_reader) is RsReader and is_plain(planner):
-        report = engine.load(state_dict, storage_reader.source_of_load(), planner.options(), ranks)
+        report = engine.load(state_dict, storage_reader._source_of_load(), planner._options(), ranks)
         storage_reader.report = report
-        planner.end_load(report, storage_reader.path)
+        planner._end_load(report, storage_reader.path)
     else:
         protocol.load(ranks, state_dict, storage_reader, planner)
     return storage_reader.report if isinstance(storage_reader, RsReader) else None
@@ -197,11 +197,11 @@ def load(
             progress=progress,
         )
     if planner is None:
-        return engine.load(state_dict, reader.source_of_load(), given, ranks, stateful=True)
+        return engine.load(state_dict, reader._source_of_load(), given, ranks, stateful=True)
     if is_plain(planner):
-        options = planner.options()
-        report = engine.load(state_dict, reader.source_of_load(), options, ranks, stateful=True)
-        planner.end_load(report, reader.path)
+        options = planner._options()
+        report = engine.load(state_dict, reader._source_of_load(), options, ranks, stateful=True)
+        planner._end_load(report, reader.path)
         return report
     protocol.load(ranks, state_dict, reader, planner, stateful=True)
     return reader.report or LoadReport()
@@ -444,7 +444,7 @@ def async_save(
         options.parent = options.parent.looked_up(state)
         # In a callback of a save, what it would wait for may come after it.
         may_wait = not background.saving.is_current
-        staging = (stager or HostStager()).begin(state, watched=async_staging, wait=may_wait)
+        staging = (stager or HostStager())._begin(state, watched=async_staging, wait=may_wait)
         if async_staging:
             copied = background.copying.submit(staging.finish)
             copied.add_done_callback(lambda _: future.staged.set_result(None))

@@ -60,7 +60,7 @@ class CheckpointNotFoundError(DcpRsError, FileNotFoundError):
 
 
 class CheckpointExistsError(DcpRsError, FileExistsError):
-    """There is a checkpoint already, and ``overwrite=False`` was given; or no folder, where one is to be made; or what came there meanwhile."""
+    """There is a checkpoint already, and ``overwrite=False`` was given; or no folder, where one is to be made; or what was created meanwhile."""
 
 
 class EntryNotFoundError(DcpRsError, KeyError):

@@ -352,9 +352,9 @@ def _load(
         with choice.counters_as_they_are():
             protocol.load(ranks, state, reader, planner, metadata=metadata)
         return
-    options = replace(planner.options(), keep_dtype=frozenset(choice.counters))
-    report = engine.load(state, reader.source_of_load(), options, ranks, index=index_of(metadata))
-    planner.end_load(report, reader.path)
+    options = replace(planner._options(), keep_dtype=frozenset(choice.counters))
+    report = engine.load(state, reader._source_of_load(), options, ranks, index=index_of(metadata))
+    planner._end_load(report, reader.path)
 
 
 def _modules(model: Models) -> tuple[torch.nn.Module, ...]:
@@ -421,12 +421,12 @@ def _saved_groups(reader: RsReader, metadata: Metadata, key: str) -> list[dict[s
     """The parameter groups in the checkpoint: one value, or, where they hold tensors, a list that was flattened."""
     name = join(key, "param_groups")
     if name in metadata.state_dict_metadata:
-        groups: list[dict[str, Any]] = reader.read_value(name)
+        groups: list[dict[str, Any]] = reader._read_value(name)
         return groups
     branch = branch_at(metadata, tuple(name.split(".")))
     if not branch.paths:
         return None
-    leaves = [(branch.positions[leaf], path, reader.read_value(leaf)) for leaf, path in branch.paths.items()]
+    leaves = [(branch.positions[leaf], path, reader._read_value(leaf)) for leaf, path in branch.paths.items()]
     groups = tree_of(leaves, branch.containers)
     if isinstance(groups, Mapping):
         # By parameter, as `flatten_optimizer_state_dict` has it.

@@ -129,7 +129,7 @@ def test_elements_that_share_bytes_stay_views(saved):
         with pytest.raises(PlanError, match="shape"):
             dcp_rs.load(into, saved)
     (saved / INDEX).write_bytes(rebuild(header, sections))
-    refused_at_once(saved, "no adopted tensor")
+    refused_at_once(saved, "not an adopted tensor")
 
 
 @pytest.mark.parametrize("shape", [(1 << 62, 1 << 62, 0), (0, 1 << 62, 1 << 62), (1 << 61, 0), (1 << 63, 0)])
@@ -164,8 +164,8 @@ def test_a_memory_format_without_a_meaning_is_refused(saved):
 @pytest.mark.parametrize(
     ("source", "kind", "stride", "match"),
     [
-        (0, 0, 1, "no adopted tensor"),
-        (1, 1, 1, "no adopted tensor"),
+        (0, 0, 1, "not an adopted tensor"),
+        (1, 1, 1, "not an adopted tensor"),
         (1, 0, 1 << 63, "stride is too large"),
         (1, 0, (1 << 63) - 1, None),
     ],
@@ -193,8 +193,8 @@ def test_strides_are_those_of_adopted_tensors(saved, source, kind, stride, match
         (2, 1, 15, 8, None),  # complex64, conjugate
         (2, 1, 15, 24, None),
         (1, 1, 12, 16, None),  # float32, negative
-        (0, 1, 15, 8, "no adopted tensor"),
-        (2, 0, 15, 8, "no adopted tensor of an index that says so"),
+        (0, 1, 15, 8, "not an adopted tensor"),
+        (2, 0, 15, 8, "not an adopted tensor"),
         (2, 1, 12, 8, "which have none"),
         (2, 1, 6, 16, "which have none"),
     ],

@@ -33,7 +33,7 @@ def holds(path):
 def test_a_save_that_came_while_a_lost_index_was_made_anew(ckpt):
     save_rs(state(1.0), ckpt)
     (ckpt / "index.dcprs").unlink()
-    with pytest.raises(CheckpointExistsError, match="came there meanwhile"):
+    with pytest.raises(CheckpointExistsError, match="was created meanwhile"):
         dcp_rs.index(ckpt, progress=once(lambda: save_rs(state(2.0), ckpt)))
     assert holds(ckpt) == [2.0]
     assert dcp_rs.verify(ckpt)

@@ -57,5 +57,5 @@ def test_files_that_do_not_make_one_checkpoint(tmp_path):
         dcp_rs.open(tmp_path / "hf")
     (tmp_path / "pth").mkdir()
     torch.save({}, tmp_path / "pth" / "checkpoint.pth")
-    with pytest.raises(CheckpointNotFoundError, match="each opens by itself"):
+    with pytest.raises(CheckpointNotFoundError, match="open one of them"):
         dcp_rs.open(tmp_path / "pth")

@@ -57,7 +57,10 @@ def test_a_script_completes_in_each_shell(shell, dcp_rs_cli, tmp_path):
 @pytest.mark.parametrize(
     ("said", "here"),
     [
-        ("keep_best= needs metric=, the name of the metric to compare", "--keep-best needs --metric, the name of the metric to compare"),
+        (
+            "keep_best= needs metric=, the name of the metric to compare",
+            "--keep-best needs --metric, the name of the metric to compare",
+        ),
         ("pass overwrite=True to replace it", "pass --overwrite to replace it"),
         ("dcp_rs.index(path, digests=True) adds them", "dcp-rs index --digests adds them"),
         ("dcp_rs.convert writes one", "dcp-rs convert writes one"),

@@ -49,7 +49,7 @@ def test_bad_sources(tmp_path: Path, monkeypatch) -> None:
     for name, why in [
         ("short.pt", "it was cut short"),
         ("empty.pt", "not a file of torch.save: it is empty"),
-        ("text.pt", "not a file of torch.save: it begins as none does"),
+        ("text.pt", "not a file of torch.save: it does not begin like one"),
     ]:
         with pytest.raises(CorruptDataError, match=f"{name}: .*{why}") as raised:
             dcp_rs.convert(name, "dst")

@@ -50,7 +50,7 @@ def test_what_came_meanwhile_stays(src: Path, to: str, name: str, is_file: bool)
             dst.mkdir()
             (dst / "notes").write_text("precious")
 
-    with pytest.raises(CheckpointExistsError, match="came there meanwhile") as raised:
+    with pytest.raises(CheckpointExistsError, match="was created meanwhile") as raised:
         dcp_rs.convert(src, dst, to=to, progress=once(come))
     assert raised.value.path == str(dst)
     assert contents(dst) == (b"precious" if is_file else {"notes": b"precious"})
@@ -68,7 +68,7 @@ def test_only_what_was_there_is_replaced(src: Path, to: str, name: str) -> None:
     def come() -> None:
         dcp_rs.convert(src.parent / "newer.pt", dst, to=to, overwrite=True)
 
-    with pytest.raises(CheckpointExistsError, match="came there meanwhile"):
+    with pytest.raises(CheckpointExistsError, match="was created meanwhile"):
         dcp_rs.convert(src, dst, to=to, overwrite=True, progress=once(come))
     with dcp_rs.open(dst) as found:
         assert torch.equal(found["w"], newer["w"])
@@ -85,7 +85,7 @@ def test_a_save_or_a_file_that_came_into_the_folder_stays(src: Path) -> None:
         lambda: dcp_rs.save({"w": torch.full((2,), 7.0)}, dst),
         lambda: (dst / "notes.txt").write_text("mine"),
     ):
-        with pytest.raises(CheckpointExistsError, match="came there meanwhile"):
+        with pytest.raises(CheckpointExistsError, match="was created meanwhile"):
             dcp_rs.convert(src, dst, overwrite=True, progress=once(come))
         judge("dcp-rs", dst, {"w": torch.full((2,), 7.0)})
     assert (dst / "notes.txt").read_text() == "mine"

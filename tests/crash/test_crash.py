@@ -317,7 +317,7 @@ def test_what_was_committed_is_not_discarded(ckpt):
     """The sync after the rename fails: the caller gets the error, and the new checkpoint is in place."""
     writer = dcp_rs.RsWriter(ckpt)
     dcp.save(rank_state(3, 0), storage_writer=writer, no_dist=True)
-    writer.discard()
+    writer._discard()
     assert found_number(ckpt, 1) == 3
 
 
@@ -330,7 +330,7 @@ def test_a_writer_that_moved_on_discards_where_it_wrote(tmp_path, monkeypatch):
     assert len(stray_files(first)) == 1
     writer.path = second
     monkeypatch.chdir("/")
-    writer.discard()
+    writer._discard()
     check_after_failure(first, 1)
     assert not second.exists()
 

@@ -198,7 +198,7 @@ def test_a_change_before_it_is_staged_is_an_error_and_no_checkpoint(ckpt):
 
 def test_who_waits_for_the_copy_is_told_of_no_change():
     state = {"w": torch.ones(10)}
-    staging = HostStager().begin(state)
+    staging = HostStager()._begin(state)
     state["w"].add_(0)  # another thread's, say
     staging.finish()
     assert staging.state_dict["w"].eq(1).all()
@@ -211,7 +211,7 @@ def test_an_interrupt_within_the_call_leaves_no_future_that_is_never_done(tmp_pa
 
     with CheckpointManager(tmp_path, no_dist=True) as manager:
         with monkeypatch.context() as patch:
-            patch.setattr(HostStager, "begin", interrupt)
+            patch.setattr(HostStager, "_begin", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 manager.async_save(1, {"w": torch.ones(3)})
         with pytest.raises(KeyboardInterrupt):

@@ -211,7 +211,7 @@ def test_what_was_committed_meanwhile_is_not_replaced_unless_that_is_asked_for(c
         else (lambda *args: run_ranks(2, save_unless_there, *args))
     )
     for refusal in run(ckpt, True):
-        assert "came there meanwhile" in refusal
+        assert "was created meanwhile" in refusal
     assert len(data_files(ckpt)) == 1
     assert dcp_rs.verify(ckpt)
     assert torch.equal(load_rs({"w": torch.zeros(1000)}, ckpt)["w"], torch.full((1000,), 7.0))

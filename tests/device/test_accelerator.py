@@ -229,7 +229,7 @@ def test_async_save(tmp_path, device, cache):
 
 def test_pinned_blocks(device):
     source = {f"w{i}": torch.full((100, 1000), float(i), device=device) for i in range(50)}
-    staging = HostStager().begin(source)
+    staging = HostStager()._begin(source)
     staging.finish()
     assert all((staging.state_dict[f"w{i}"] == i).all() for i in range(50))
     staging.release()

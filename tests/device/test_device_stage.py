@@ -101,7 +101,7 @@ def test_several_devices(sim, device, other_device):
 def test_not_a_byte_more_is_pinned(sim, device):
     """G3: one block for all, which torch rounds up to a power of two, and which was never given back."""
     source = {f"w{i}": torch.zeros(100, 1000, device=device) for i in range(50)}  # 20 MB: 32 MiB as a power of two
-    staging = HostStager().begin(source)
+    staging = HostStager()._begin(source)
     staging.finish()
     assert 20_000_000 <= sim.pinned_bytes <= 20_010_000
     assert dcp_rs.release_pinned_memory() == 0  # in use
@@ -112,7 +112,7 @@ def test_not_a_byte_more_is_pinned(sim, device):
 
 def staged_and_released(source):
     """Copy it as a save does. Return where the copy lay."""
-    staging = HostStager().begin(source)
+    staging = HostStager()._begin(source)
     staging.finish()
     place = staging.state_dict["w"].data_ptr()
     staging.release()
@@ -124,7 +124,7 @@ def test_pinned_memory_is_kept_for_the_next_staging(sim, device):
     places = {staged_and_released(source) for _ in range(4)}
     assert len(places) == 1
     assert sim.pinned_bytes <= 4_001_000
-    both = [HostStager().begin(source) for _ in range(2)]
+    both = [HostStager()._begin(source) for _ in range(2)]
     assert both[0].state_dict["w"].data_ptr() != both[1].state_dict["w"].data_ptr()
     for staging in both:
         staging.finish()
@@ -153,7 +153,7 @@ def test_where_torch_alone_can_pin_blocks_are_not_rounded_up_together(sim, devic
 def test_one_staged_state_dict_at_a_time(sim, device):
     stager = HostStager(cache=True)
     for seed in range(4):
-        staging = stager.begin(to(device, state(seed)))
+        staging = stager._begin(to(device, state(seed)))
         staging.finish()
         assert_state_equal(contiguous(staging.state_dict), contiguous(state(seed)))
         staging.release()
@@ -164,7 +164,7 @@ def test_one_staged_state_dict_at_a_time(sim, device):
 
 def test_a_fork_leaves_blocks_alone(sim, device):
     stager = HostStager(cache=True)
-    first = stager.begin(to(device, state()))
+    first = stager._begin(to(device, state()))
     first.finish()
     staged = HostStager().stage(to(device, state(1)))
     held = sim.pinned_bytes
@@ -182,7 +182,7 @@ def test_a_fork_leaves_blocks_alone(sim, device):
     assert os.waitpid(child, 0)[1] == 0
     assert_state_equal(contiguous(staged), contiguous(state(1)))
     first.release()
-    again = stager.begin(to(device, state(2)))
+    again = stager._begin(to(device, state(2)))
     again.finish()
     assert_state_equal(contiguous(again.state_dict), contiguous(state(2)))
     assert sim.pinned_bytes == held

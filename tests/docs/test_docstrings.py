@@ -46,6 +46,60 @@ FUNCTIONS = dict(public())
 CLASSES = {name: getattr(dcp_rs, name) for name in (*PLUGINS, "Checkpoint", "CheckpointManager")}
 
 
+#: What a user's completion shows of each class: its own members, not those of torch, ``dict`` or ``Future``.
+#: A member that only this package calls begins with an underscore.
+SHOWN = {
+    "Checkpoint": "chunks close get get_slice get_tensor get_tensors info metadata offset_keys path report save_id "
+    "source state_dict stream",
+    "CheckpointManager": "async_save best_step close delete latest_step load load_training_state path root save "
+    "should_save steps wait",
+    "CleanReport": "gb_per_second nbytes to_dict",
+    "ConvertReport": "bytes files gb_per_second seconds to_dict",
+    "HostStager": "release stage",
+    "Leftover": "why_kept",
+    "LoadReport": "bytes_direct bytes_mapped bytes_read bytes_wanted entries entries_loaded gb_per_second path "
+    "requests seconds to_dict",
+    "NumpyCheckpoint": "chunks close element_dtype get get_slice get_tensor get_tensors info metadata offset_keys "
+    "path report save_id source",
+    "ReadReport": "bytes_direct bytes_mapped bytes_read bytes_wanted gb_per_second path requests to_dict",
+    "RsLoadPlanner": "create_global_plan create_local_plan finish_plan load_bytes resolve_tensor set_up_planner",
+    "RsReader": "checkpoint_id prepare_global_plan prepare_local_plan read_data read_metadata reset "
+    "set_up_storage_reader source validate_checkpoint_id",
+    "RsSavePlanner": "create_global_plan create_local_plan set_up_planner transform_object",
+    "RsWriter": "checkpoint_id close finish prepare_global_plan prepare_local_plan reset set_up_storage_writer stage "
+    "storage_meta validate_checkpoint_id write_data",
+    "SaveFuture": "cancel",
+    "SaveReport": "bytes_reused bytes_written entries gb_per_second path requests seconds to_dict",
+    "SavedMetadata": "report",
+    "VerifyReport": "bytes_verified bytes_without_digest entries gb_per_second ok seconds to_dict",
+    "optim.PerRank": "load_state_dict state_dict",
+    "optim.RngState": "load_state_dict state_dict",
+}
+
+
+def shown(cls):
+    """The public members that this package gives a class, and where each is."""
+    for name in dir(cls):
+        holder = next((base for base in cls.__mro__ if name in vars(base)), object)
+        if not name.startswith("_") and holder.__module__.startswith("dcp_rs"):
+            yield name, holder
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_class_shows_what_users_call(name):
+    cls = getattr(dcp_rs.optim, name.removeprefix("optim.")) if "." in name else getattr(dcp_rs, name)
+    assert sorted(member for member, _ in shown(cls)) == SHOWN[name].split()
+    for member, holder in shown(cls):
+        attributes = inspect.getdoc(holder).partition("Attributes:")[2]
+        assert inspect.getdoc(getattr(cls, member)) or re.search(
+            rf"^    (\w+, )*{member}(, \w+)*:", attributes, re.MULTILINE
+        ), member
+
+
+def test_every_public_class_is_looked_at():
+    assert {name for name in SHOWN if "." not in name} == {*CLASSES, *MADE}
+
+
 def sections(value):
     return set(re.findall(r"^(Args|Returns|Raises|Example):$", inspect.getdoc(value) or "", re.MULTILINE))
 

@@ -102,7 +102,7 @@ def test_a_file_that_was_written_meanwhile_stays(checkpoint_io, old):
         if not written:
             written.append(torch.save({"state_dict": {"w": torch.full((3,), 7.0)}, "epoch": 2}, old))
 
-    with pytest.raises(CheckpointExistsError, match="came there meanwhile"):
+    with pytest.raises(CheckpointExistsError, match="was created meanwhile"):
         checkpoint_io(progress=write).save_checkpoint(NEW, old)
     assert torch.load(old)["epoch"] == 2
     assert not leftovers(old.parent)

@@ -76,7 +76,7 @@ def test_urls_with_credentials_are_refused_without_telling_them():
         f"ftp://host/x?sig={SECRETS[0]}",
         f"file://me:{SECRETS[0]}@host/x",
     ):
-        with pytest.raises(UnsupportedError, match="credentials go into") as caught:
+        with pytest.raises(UnsupportedError, match="pass credentials in") as caught:
             dcp_rs.open(url)
         assert not has_secret("".join(traceback.format_exception_only(caught.value)))
 

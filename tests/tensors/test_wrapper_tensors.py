@@ -164,7 +164,7 @@ def test_a_folder_of_torch_that_holds_a_wrapper_is_saved_anew(tmp_path):
 
     save_stock({"two": TwoTensor(W, W + 1), "w": W}, tmp_path / "stock")
     with pytest.raises(
-        UnsupportedError, match=r'"two".*\.distcp: stored with .*TwoTensor.*FileSystemReader.*saved anew'
+        UnsupportedError, match=r'"two".*\.distcp: stored with .*TwoTensor.*FileSystemReader.*save it again'
     ):
         dcp_rs.load(fresh(), tmp_path / "stock")
     state, got = fresh(), fresh()

@@ -38,16 +38,16 @@ def test_the_memory_of_a_copy_serves_the_next_once_it_is_released(cache):
     release_pinned_memory()
     stager = HostStager(cache=cache)
     weight = torch.nn.Parameter(torch.randn(10, 10))
-    first = stager.begin({"a": weight, "b": weight}, wait=False)
+    first = stager._begin({"a": weight, "b": weight}, wait=False)
     place = first.state_dict["a"].data_ptr()
     assert first.state_dict["b"].data_ptr() == place
     assert first.state_dict["a"].requires_grad
-    second = stager.begin({"a": torch.ones(5, 10), "b": torch.ones(3)}, wait=False)
+    second = stager._begin({"a": torch.ones(5, 10), "b": torch.ones(3)}, wait=False)
     second.finish()
     assert second.state_dict["a"].data_ptr() != place  # the first copy may still be read
     first.release()
     first.release()  # a second time it does nothing
-    third, fourth = (stager.begin({"a": torch.zeros(9, 10), "b": torch.ones(3)}, wait=False) for _ in range(2))
+    third, fourth = (stager._begin({"a": torch.zeros(9, 10), "b": torch.ones(3)}, wait=False) for _ in range(2))
     assert third.state_dict["a"].data_ptr() == place
     assert fourth.state_dict["a"].data_ptr() != place
     assert second.state_dict["a"].all()
@@ -55,10 +55,10 @@ def test_the_memory_of_a_copy_serves_the_next_once_it_is_released(cache):
 
 def test_a_stager_with_a_cache_waits_for_the_copy_before():
     stager = HostStager(cache=True)
-    first = stager.begin({"w": torch.ones(100)})
+    first = stager._begin({"w": torch.ones(100)})
     first.finish()
     threading.Timer(0.1, first.release).start()
-    assert not stager.begin({"w": torch.zeros(100)}).holds([first.state_dict.get("w")])
+    assert not stager._begin({"w": torch.zeros(100)}).holds([first.state_dict.get("w")])
     assert first.state_dict == {}  # it was released before
 
 

@@ -108,5 +108,5 @@ def open(
         how = {"device": device, "weights_only": weights_only}
     # Path.resolve would follow links.
     again = str(where) if isinstance(where, Url) else os.path.abspath(where)  # noqa: PTH100
-    checkpoint.open_again = partial(open, again, allow_external=allow_external, **how, **read_options)
+    checkpoint._open_again = partial(open, again, allow_external=allow_external, **how, **read_options)
     return checkpoint

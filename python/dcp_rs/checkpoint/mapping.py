@@ -64,7 +64,7 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
     """
 
     #: Opens it again, in whichever process; None where it was not :func:`dcp_rs.open` that did.
-    open_again: Callable[[], OpenCheckpoint[Any]] | None = None
+    _open_again: Callable[[], OpenCheckpoint[Any]] | None = None
 
     def __init__(self, index: _core.Index, options: ReadOptions) -> None:
         self._index = index
@@ -335,9 +335,9 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._check_open()
-        if self.open_again is None:
+        if self._open_again is None:
             raise TypeError("a checkpoint that dcp_rs.open did not open does not pickle")
-        return _reopen, (self.open_again, self._identity())
+        return _reopen, (self._open_again, self._identity())
 
     def _identity(self) -> str:
         """What tells this checkpoint from another one at its path: of others' the whole index, which names lengths and places."""

@@ -116,7 +116,7 @@ def convert(
 
     Raises:
         CheckpointNotFoundError, CorruptIndexError, CorruptDataError, UnsafePickleError: from the source.
-        CheckpointExistsError: ``out`` is there, and ``overwrite`` is not set; or it holds more than one checkpoint; or something came there meanwhile, which
+        CheckpointExistsError: ``out`` is there, and ``overwrite`` is not set; or it holds more than one checkpoint; or something was created meanwhile, which
             is not replaced; or it is a folder on a store, and not ``to="dcp-rs"``.
         UnsupportedError: ``out`` cannot hold something; it is named.
         StoragePreconditionError: something was stored at ``out`` meanwhile, and was not touched.

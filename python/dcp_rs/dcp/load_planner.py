@@ -104,7 +104,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
         given |= {"exclude": self._exclude, "allow_partial_load": self.allow_partial_load or None}
         return call(type(self).__name__, given)
 
-    def options(self) -> LoadOptions:
+    def _options(self) -> LoadOptions:
         """Return the options of a load that this planner stands for."""
         return LoadOptions(
             rename=self._rename,
@@ -202,15 +202,15 @@ class RsLoadPlanner(DefaultLoadPlanner):
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Put new tensors into the caller's state dict: by now every rank has checked its plan."""
         for fqn, tensor in self._new.new.items():
-            self.set_value(fqn, tensor)
+            self._set_value(fqn, tensor)
         finished: LoadPlan = super().finish_plan(new_plan)
         return finished
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Load a value as torch does, for keys that are no text, too."""
-        self.set_value(read_item.dest_index.fqn, torch.load(value, weights_only=False))
+        self._set_value(read_item.dest_index.fqn, torch.load(value, weights_only=False))
 
-    def set_value(self, fqn: str, value: Any) -> None:
+    def _set_value(self, fqn: str, value: Any) -> None:
         """Put a value, or a tensor in place of another, into the caller's state dict."""
         set_at(self.original_state_dict, self._flat.paths[fqn], value)
 
@@ -246,7 +246,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
             # Never a view of the file: the caller owns what it gets.
             return value.clone() if device.type == "cpu" else value
 
-    def end_load(self, report: LoadReport, path: os.PathLike[str]) -> None:
+    def _end_load(self, report: LoadReport, path: os.PathLike[str]) -> None:
         """Take the report of a load that this planner's options were for, and the checkpoint that :meth:`resolve_tensor` reads."""
         self.report, self._checkpoint_path = report, path
 

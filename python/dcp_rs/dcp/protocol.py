@@ -116,7 +116,7 @@ def save(ranks: Ranks, planner: SavePlanner, ask: Callable[[], SaveRequest]) -> 
 
     def plan_own() -> SavePlan:
         request = ask()
-        made.append(writer := RsWriter.of(request.path, request.options))
+        made.append(writer := RsWriter._of(request.path, request.options))
         planner.set_up_planner(request.state_dict, writer.storage_meta(), ranks.is_coordinator)
         writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
         return writer.prepare_local_plan(planner.create_local_plan())
@@ -143,12 +143,12 @@ def save(ranks: Ranks, planner: SavePlanner, ask: Callable[[], SaveRequest]) -> 
     except BaseException:
         if ranks.failures and not any(unclear(error, handled) for error in ranks.failures.values()):
             for writer in made:
-                writer.discard()  # all ranks know that it failed, so nobody commits
+                writer._discard()  # all ranks know that it failed, so nobody commits
         raise
     finally:
         for writer in made:
             writer.close()
-    return SavedMetadata.of(saved, made[0].report)
+    return SavedMetadata._of(saved, made[0].report)
 
 
 def _path(reader: StorageReader) -> Any:

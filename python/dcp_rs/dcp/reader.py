@@ -129,7 +129,7 @@ class RsReader(StorageReader):
         shown = {"path": os.fspath(self.path), **self.options.given(), "replicas": replicas}
         return call("RsReader", {**shown, "storage_options": self.storage_options})
 
-    def source_of_load(self) -> Source:
+    def _source_of_load(self) -> Source:
         """Return where this reader reads, and how."""
         return Source(
             path=self.path,
@@ -161,7 +161,7 @@ class RsReader(StorageReader):
         """
         self._clock = Phases()
         rank = kwargs.get("rank")
-        self._index = self.source_of_load().open() if rank is None else self._open_own(rank)
+        self._index = self._source_of_load().open() if rank is None else self._open_own(rank)
         metadata = make_metadata(
             self._index,
             rank=rank,
@@ -214,13 +214,13 @@ class RsReader(StorageReader):
         clock.end("read")
         self.report = planner.report if isinstance(planner, RsLoadPlanner) else LoadReport()
         self.report.path = os.fspath(self.path)
-        self.report.take(counts, io=self.options.io)
+        self.report._take(counts, io=self.options.io)
         clock.tell(self.report)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def read_value(self, fqn: str) -> Any:
+    def _read_value(self, fqn: str) -> Any:
         """The value or, in host memory, the tensor ``fqn``, read now and without a planner.
 
         Raises:
@@ -245,17 +245,17 @@ class RsReader(StorageReader):
     def _open_own(self, rank: int) -> _core.Index:
         """Open what a rank saved alone, where there is nothing of all ranks."""
         try:
-            self.source_of_load().open()
+            self._source_of_load().open()
         except CheckpointNotFoundError:
             if is_of_all_ranks(self.path):  # a link that leads nowhere is one all the same
                 raise
-            return self.source_of_load().open(rank)
+            return self._source_of_load().open(rank)
         msg = f"the checkpoint is one of all ranks, and none of rank {rank} alone: {self.path}"
         raise CheckpointNotFoundError(msg, path=self.path)
 
     def _opened(self) -> _core.Index:
         if self._index is None:
-            self._index = self.source_of_load().open()
+            self._index = self._source_of_load().open()
         return self._index
 
     def __getstate__(self) -> dict[str, Any]:

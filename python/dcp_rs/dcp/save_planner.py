@@ -83,7 +83,7 @@ class RsSavePlanner(DefaultSavePlanner):
     def __repr__(self) -> str:
         return call(type(self).__name__, self._given)
 
-    def options(self) -> PlanOptions:
+    def _options(self) -> PlanOptions:
         """Return its options, for a save that plans in Rust."""
         return PlanOptions(
             flatten=self.flatten_state_dict,
@@ -100,7 +100,7 @@ class RsSavePlanner(DefaultSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Flatten the state dict, and leave out what is not to be saved."""
-        self._selected = select(state_dict, self.options())
+        self._selected = select(state_dict, self._options())
         self.state_dict, self.mappings = self._selected.values, self._selected.paths
         self.is_coordinator = is_coordinator
 
@@ -123,16 +123,16 @@ class RsSavePlanner(DefaultSavePlanner):
         made = super().transform_object(write_item, object)
         if not isinstance(made, torch.Tensor) or write_item.index.fqn in self.spared:
             return made
-        return made.to(self.options().stored_dtype(made.dtype))
+        return made.to(self._options().stored_dtype(made.dtype))
 
-    def nesting(self, paths: Any) -> Nesting | None:
+    def _nesting(self, paths: Any) -> Nesting | None:
         """Return the nesting of the state dict, if ``paths`` are still those that this planner gave it."""
         return self._selected.nesting if self._selected is not None and paths == self.mappings else None
 
     def _with_dtype(self, plan: SavePlan) -> SavePlan:
         if self.dtype is None:
             return plan
-        options, items = self.options(), []
+        options, items = self._options(), []
         for item in plan.items:
             data = item.tensor_data
             if data is not None and item.type != WriteItemType.BYTE_IO and item.index.fqn not in self.spared:
@@ -156,4 +156,4 @@ def plan_options_of(planner: SavePlanner | None) -> PlanOptions | None:
         return PlanOptions()
     if not isinstance(planner, RsSavePlanner) or _METHODS.replaced(planner):
         return None
-    return planner.options()
+    return planner._options()

@@ -34,7 +34,7 @@ def writes_of(plan: SavePlan, planner: SavePlanner, *, strict: bool) -> Writes:
         PlanError: the planner resolved something else than it planned.
     """
     # Else somebody changed the plan's paths, or the planner does not know them.
-    nesting = planner.nesting(plan.planner_data) if isinstance(planner, RsSavePlanner) else None
+    nesting = planner._nesting(plan.planner_data) if isinstance(planner, RsSavePlanner) else None
     resolved = None if _resolves_for_good(planner) else Resolved(planner)
     writes = _collect(plan, planner, nesting, resolved, strict=strict)
     if nesting is not None:

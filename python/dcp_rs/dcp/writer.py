@@ -162,7 +162,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._guard = how.guard
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str], how: SaveOptions) -> RsWriter:
+    def _of(cls, path: str | os.PathLike[str], how: SaveOptions) -> RsWriter:
         """Return a writer with options that were checked before."""
         writer = cls(path)
         writer._use(how)
@@ -228,7 +228,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if not (dist.is_available() and dist.is_initialized() and dist.get_rank() != 0):
             self._look_at_folder()
         parent = self._parent.looked_up(state_dict)
-        staging = self._stager.begin(state_dict)
+        staging = self._stager._begin(state_dict)
         staging.finish()
         self._staging, self._staged_parent = staging, parent
         return staging.state_dict
@@ -399,7 +399,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         """The rank whose index it is, in a rank-local save."""
         return None if self._use_collectives else self._rank
 
-    def discard(self) -> None:
+    def _discard(self) -> None:
         """Removes what this rank wrote for a save that failed since, on this rank or another. Without such a save it does nothing."""
         written, self._written = self._written, None
         if written is not None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
 from typing import Any, Literal
 
-from torch.optim import Optimizer
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.optim import Optimizer
 
 from dcp_rs.checkpoint.names import nearest
 from dcp_rs.tensors.trees import is_stateful

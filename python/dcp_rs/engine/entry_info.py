@@ -20,7 +20,7 @@ class EntryInfo:
 
     Attributes:
         name: the stored name.
-        dtype: of a tensor; None for a value that is no tensor.
+        dtype: of a tensor; None for a value that is not a tensor.
         shape: of the whole tensor.
         index: its number in the index; -1 in metadata of others.
     """

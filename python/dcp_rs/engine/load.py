@@ -263,7 +263,7 @@ def _read(plan: Plan, source: Source, ranks: Ranks, answer: Answer | None) -> No
             watch(counts.expected, counts.expected)
     plan.clock.end("read")
     reads.report.path = os.fspath(source.path)
-    reads.report.take(counts, io=source.read.io)
+    reads.report._take(counts, io=source.read.io)
     plan.clock.tell(reads.report)
 
 

@@ -83,7 +83,7 @@ class LoadReport(_Timed):
     bytes_mapped: int = 0
     requests: int = 0
 
-    def take(self, counts: Counts, *, io: str) -> None:
+    def _take(self, counts: Counts, *, io: str) -> None:
         """Puts into it what was read, and how into the log."""
         self.bytes_wanted, self.bytes_read = counts.wanted, counts.read
         self.bytes_direct, self.bytes_mapped, self.requests = counts.direct, counts.mapped, counts.requests
@@ -148,7 +148,7 @@ class SavedMetadata(Metadata):
     report: SaveReport | None = None
 
     @classmethod
-    def of(cls, metadata: Metadata, report: SaveReport | None) -> SavedMetadata:
+    def _of(cls, metadata: Metadata, report: SaveReport | None) -> SavedMetadata:
         """The same, with the report."""
         return cls(**{known.name: getattr(metadata, known.name) for known in fields(metadata)}, report=report)
 

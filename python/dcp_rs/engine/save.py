@@ -191,4 +191,4 @@ def save(ranks: Ranks, plan: PlanOptions, ask: Callable[[], SaveRequest]) -> Sav
         if written is not None:
             written.save.let_go()
     clock.tell(report)
-    return SavedMetadata.of(metadata, report)
+    return SavedMetadata._of(metadata, report)

@@ -278,7 +278,7 @@ def save_pretrained(
         overwrite: replace such a folder at ``out``, of one model.
 
     Raises:
-        CheckpointExistsError: ``out`` is there, and ``overwrite`` is not set; or it holds more than such a folder; or something came there meanwhile.
+        CheckpointExistsError: ``out`` is there, and ``overwrite`` is not set; or it holds more than such a folder; or something was created meanwhile.
         FileNotFoundError: there is no configuration.
         ValueError: several files for peft; ``out`` is the checkpoint or the folder of the configuration, or holds a file of one, wherever links and an index lead.
         Exception: as :func:`dcp_rs.convert`.

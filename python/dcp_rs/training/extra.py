@@ -57,7 +57,7 @@ class PerRank:
         self.key = key
 
     @property
-    def saved_key(self) -> str:
+    def _saved_key(self) -> str:
         """Return the name of the value in the checkpoint."""
         if self.key is not None:
             return f"{_KEY}{self.key}"
@@ -107,7 +107,7 @@ class RngState(PerRank):
 def state_of(value: Any) -> Any:
     """What is saved for an entry of ``extra``."""
     if isinstance(value, PerRank):
-        return {value.saved_key: pack(plain_numbers(value.state_dict()))}
+        return {value._saved_key: pack(plain_numbers(value.state_dict()))}
     return pack(plain_numbers(value.state_dict() if is_stateful(value) else value))
 
 
@@ -162,7 +162,7 @@ def why_not_found(name: str, value: PerRank, saved: Iterable[str]) -> str | None
     keys = set(saved)
     ranks = [int(key.removeprefix(_RANK)) for key in keys if key.removeprefix(_RANK).isdecimal()]
     size = dist.get_world_size() if dist.is_initialized() else 1
-    if value.saved_key in keys and (value.key is not None or all(rank < size for rank in ranks)):
+    if value._saved_key in keys and (value.key is not None or all(rank < size for rank in ranks)):
         return None
     there = f"it was saved under {', '.join(sorted(keys)[:8])}" if keys else "the checkpoint has none"
     if value.key is not None:

@@ -41,7 +41,7 @@ class SavedExtra:
     def __init__(self, metadata: Metadata, name: str, value: Any, choice: Choice) -> None:
         self._name = name
         self.template: dict[str, Any] = {}
-        prefix = (EXTRA, name, value.saved_key) if isinstance(value, PerRank) else (EXTRA, name)
+        prefix = (EXTRA, name, value._saved_key) if isinstance(value, PerRank) else (EXTRA, name)
         whole = ".".join(prefix)
         # The names of its leaves in the checkpoint, and where in it they belong.
         branch = branch_at(metadata, prefix)
@@ -118,7 +118,7 @@ def _check_ranks(metadata: Metadata, name: str, value: PerRank, choice: Choice) 
         return
     if not isinstance(value, RngState):
         raise PlanError(why, tensor=f"{EXTRA}.{name}")
-    if value.saved_key not in saved:
+    if value._saved_key not in saved:
         warn_caller(
             f"{EXTRA}.{name}: this rank keeps the random number generators that it has: the checkpoint has none of it"
         )

@@ -61,11 +61,11 @@ class HostStager:
         Returns:
             The copy.
         """
-        staging = self._begin(state_dict, watched=False)
+        staging = self._start(state_dict, watched=False)
         staging.finish()
         return staging.state_dict
 
-    def begin(self, state_dict: Mapping[str, Any], *, watched: bool = False, wait: bool = True) -> Staging:
+    def _begin(self, state_dict: Mapping[str, Any], *, watched: bool = False, wait: bool = True) -> Staging:
         """Begin a copy: what is no tensor is copied, and of tensors what devices were asked for until now is what will be.
 
         Args:
@@ -78,12 +78,12 @@ class HostStager:
         """
         if self.cache and wait and self._last is not None:
             self._last.wait()
-        staging = self._begin(state_dict, watched=watched)
+        staging = self._start(state_dict, watched=watched)
         if self.cache:
             self._last = staging
         return staging
 
-    def _begin(self, state_dict: Mapping[str, Any], *, watched: bool) -> Staging:
+    def _start(self, state_dict: Mapping[str, Any], *, watched: bool) -> Staging:
         found = _Found()
         found.look_at(state_dict)
         devices = {source.device for _, source, _ in found.places.values() if source.device.type != "cpu"}

@@ -48,13 +48,13 @@ pub enum Error {
         path: PathBuf,
     },
     /// Something has come, since this work began, to the place where its result was to go. It stays as it is.
-    #[error("what is at {} came there meanwhile: it is not replaced", path.display())]
+    #[error("{} was created meanwhile, and is not replaced", path.display())]
     Exists {
         /// The place.
         path: PathBuf,
     },
     /// What made room for a result could not be put back when that failed. It is whole, and in another place.
-    #[error("what was at {} is at {} now, and is to be put back by hand: {source}", path.display(), at.display())]
+    #[error("could not put {} back: it is at {} now; move it back yourself: {source}", path.display(), at.display())]
     Displaced {
         /// Where it was.
         path: PathBuf,
@@ -64,7 +64,7 @@ pub enum Error {
         source: Box<Error>,
     },
     /// A pickle asks for something that is not on the list of what is taken from one. Nothing was executed.
-    #[error("unsafe pickle {}: it asks for {global}; only tensors and plain values are taken from one. If you trust it, load it with torch and save its state_dict() anew", path.display())]
+    #[error("unsafe pickle {}: it asks for {global}; only tensors and plain values are read. If you trust the file, load it with torch and save its state_dict() again", path.display())]
     UnsafePickle {
         /// The file the pickle is in.
         path: PathBuf,
@@ -72,7 +72,7 @@ pub enum Error {
         global: String,
     },
     /// Well-formed, but something this version cannot do.
-    #[error("unsupported: {0}")]
+    #[error("{0}")]
     Unsupported(String),
     /// A request that cannot be satisfied by this checkpoint.
     #[error("{0}")]
@@ -112,7 +112,7 @@ pub enum Error {
         reason: String,
     },
     /// Another process keeps a folder locked.
-    #[error("another process has held the lock {} for {seconds} s: it is stuck, or a file system that lost it has to be mounted anew", path.display())]
+    #[error("another process has held the lock {} for {seconds} s: it is stuck, or the file system has lost the lock and must be mounted again", path.display())]
     Busy {
         /// The file that is locked.
         path: PathBuf,

@@ -78,7 +78,7 @@ impl Batch {
     pub fn checked_wants(&self, numbers: &[usize]) -> PyResult<Vec<Want>> {
         let want = |&number: &usize| {
             let found = self.gather.want(number).cloned();
-            found.ok_or_else(|| PyIndexError::new_err(format!("{number} is nothing that goes through slabs")))
+            found.ok_or_else(|| PyIndexError::new_err(format!("{number} does not go through slabs")))
         };
         numbers.iter().map(want).collect()
     }

@@ -74,7 +74,7 @@ pub fn dtype(name: &str) -> PyResult<Dtype> {
 /// Planner data of a Python object: None, bool, int, float, str, bytes, and tuples, lists and dicts of such.
 pub fn to_value(object: &Bound<'_, PyAny>, depth: u32) -> PyResult<Value> {
     let unsupported =
-        |what: String| UnsupportedError::new_err(format!("planner data holds {what}, which the format cannot"));
+        |what: String| UnsupportedError::new_err(format!("planner data holds {what}, which the format cannot store"));
     if depth > 64 {
         return Err(unsupported("values nested more than 64 deep".into()));
     }

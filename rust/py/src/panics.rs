@@ -29,7 +29,7 @@ pub fn internal_error(what: &str, place: Option<&str>) -> PyErr {
     let version = env!("CARGO_PKG_VERSION");
     let place = place.map_or_else(String::new, |place| format!(" (at {place})"));
     InternalError::new_err(format!(
-        "a defect of dcp-rs {version}, please report it with this message: {what}{place}"
+        "this is a bug in dcp-rs {version}; please report it with this message: {what}{place}"
     ))
 }
 
@@ -47,7 +47,7 @@ pub fn remember_places() {
 fn text(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().copied();
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str))
-        .unwrap_or("a panic without words")
+        .unwrap_or("a panic without a message")
         .to_owned()
 }
 

@@ -79,7 +79,7 @@ impl SavePlan {
         let other_len = |list: Option<&Bound<'py, PyList>>| list.is_some_and(|list| list.len() != tensors.len());
         if other_len(Some(names)) || other_len(paths) || other_len(positions) || other_len(shapes) {
             return Err(PlanError::new_err(
-                "as many names, paths, positions and shapes as tensors",
+                "names, paths, positions and shapes must be as many as tensors",
             ));
         }
         // Without the lock: looking at a tensor may run Python, which may come back here, or wait for a thread that does.
@@ -190,7 +190,7 @@ impl SavePlan {
             planned.turns = vec![0; planned.count];
             planned.turns.extend(turns);
             if planned.turns.len() != items.len() {
-                return Err(PlanError::new_err("as many turns as lengths"));
+                return Err(PlanError::new_err("turns must be as many as lengths"));
             }
         }
         let info = dcp_rs_core::write::SaveInfo {
@@ -273,7 +273,7 @@ impl Keep {
     fn new(bits: Option<PyBackedBytes>, items: usize) -> PyResult<Self> {
         if bits.as_ref().is_some_and(|bits| bits.len() != items.div_ceil(8)) {
             return Err(PlanError::new_err(
-                "the coordinator answered another plan than this rank's",
+                "the coordinator answered with a plan that is not this rank's",
             ));
         }
         Ok(Self(bits))

@@ -312,7 +312,7 @@ impl Save {
     fn lock(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, State>> {
         if self.process != std::process::id() {
             return Err(PlanError::new_err(
-                "this save was begun by the process that this one is a fork of",
+                "this save was begun before a fork, in the parent process",
             ));
         }
         self.inner.lock_py_attached(py).map_err(|_| closed())
@@ -364,7 +364,7 @@ pub unsafe fn bytes_at<'a>(address: usize, length: usize) -> PyResult<&'a [u8]> 
     let is_memory = address != 0 && isize::try_from(length).is_ok() && address.checked_add(length).is_some();
     if !is_memory {
         return Err(PlanError::new_err(format!(
-            "{length} bytes at address {address:#x} are no memory"
+            "{length} bytes at address {address:#x} are not memory"
         )));
     }
     // SAFETY: as the caller vouches; the length is one that a slice may have.

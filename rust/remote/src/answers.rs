@@ -231,17 +231,17 @@ fn told(error: &object_store::Error, text: &str, status: Option<u16>) -> String 
     if let Some(status) = status {
         return match (code(text), status) {
             (_, 404) if !matches!(error, object_store::Error::NotFound { .. }) && !is_no_bucket(text) => {
-                "no credentials: what should give them answered 404".into()
+                "no credentials: the service that provides them answered 404".into()
             }
             (Some(code), _) if CREDENTIALS.contains(&code) => {
                 format!("the store answered {status} {code}: the credentials are wrong, or have expired")
             }
             (Some(code), _) => format!("the store answered {status} {code}{}", other_region(text)),
             (None, 401 | 403) => {
-                format!("the store answered {status}: the credentials are missing, or may not do this")
+                format!("the store answered {status}: the credentials are missing, or do not allow this")
             }
             (None, 404) => "there is no such object, or no such bucket".into(),
-            (None, 412) => "the store answered 412: the object is another one than was asked for".into(),
+            (None, 412) => "the store answered 412: the object is not the one that was asked for".into(),
             (None, _) => format!("the store answered {status}"),
         };
     }
@@ -253,7 +253,7 @@ fn told(error: &object_store::Error, text: &str, status: Option<u16>) -> String 
             HttpErrorKind::Connect => "no connection",
             HttpErrorKind::Timeout => "no answer in time",
             HttpErrorKind::Interrupted => "the connection was lost",
-            HttpErrorKind::Decode => "the answer was cut short, or is none of HTTP",
+            HttpErrorKind::Decode => "the answer was cut short, or is not HTTP",
             _ => "the request failed",
         };
         return format!("{what} ({})", innermost(error));
@@ -261,7 +261,7 @@ fn told(error: &object_store::Error, text: &str, status: Option<u16>) -> String 
     match error {
         object_store::Error::NotFound { .. } => "there is no such object, or no such bucket".into(),
         _ if text.contains("non-partial response") => {
-            "the server sends whole files only, and no ranges of them: they cannot be read in place".into()
+            "the server sends whole files only, no ranges: they cannot be read in place".into()
         }
         _ => innermost(error),
     }

@@ -137,7 +137,7 @@ impl Config {
         };
         if authority.contains('@') || rest.contains('?') || rest.contains('#') {
             return Err(unsupported(format!(
-                "a {scheme}:// URL with a user, a query or a fragment in it: credentials go into storage_options or the environment"
+                "a {scheme}:// URL with a user, a query or a fragment: pass credentials in storage_options or the environment"
             )));
         }
         if authority.is_empty() {
@@ -306,7 +306,7 @@ impl Config {
         match Certificate::from_pem_bundle(&bytes) {
             Ok(found) if !found.is_empty() => Ok(Some(found.into())),
             _ => Err(failed(
-                "there is no certificate in it, or one that cannot be read (PEM)".into(),
+                "it holds no certificate, or one that cannot be read (PEM)".into(),
             )),
         }
     }

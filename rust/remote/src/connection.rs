@@ -234,7 +234,7 @@ impl StoringConnection for Connected {
     fn check_copied(&self, from: &Path, size: u64) -> Result<()> {
         if self.config.kind == Kind::S3 && size > MOST_COPIED {
             return Err(Error::Unsupported(format!(
-                "{} is {size} bytes long, and stores copy {MOST_COPIED} in one go",
+                "{} is {size} bytes long, and stores copy at most {MOST_COPIED} at once",
                 from.display()
             )));
         }

@@ -84,7 +84,7 @@ impl Patience {
                 self.hold.tell(|| {
                     let (seconds, attempts) = (passed.as_secs(), self.attempts());
                     let reason = &failure.reason;
-                    format!("no progress for {seconds} s, in {attempts} attempts, the last of which failed: {reason}. It is tried again")
+                    format!("no progress for {seconds} s, in {attempts} attempts, the last of which failed: {reason}; trying again")
                 });
             }
             tokio::time::sleep(wait).await;

@@ -253,7 +253,10 @@ fn tag_of_parts(tags: &[String]) -> Option<String> {
 }
 
 fn there_is_one(shared: &Shared, path: &Path, attempts: u32) -> Error {
-    let failure = Failure::lasting(StorageFault::Precondition, "there is one by now; it was not touched");
+    let failure = Failure::lasting(
+        StorageFault::Precondition,
+        "another one is there now; nothing was changed",
+    );
     failure.into_error("write", path, attempts, &shared.config.secrets)
 }
 

@@ -144,7 +144,7 @@ impl Transport {
         let duration = |key: Key| {
             let parse = |value: String| humantime::parse_duration(&value);
             let parsed = text(key).map(parse).transpose();
-            parsed.map_err(|_| format!("{} is not a duration, as 5s", key.as_ref()))
+            parsed.map_err(|_| format!("{} is not a duration such as 5s", key.as_ref()))
         };
         let mut builder = reqwest::Client::builder()
             .referer(false)

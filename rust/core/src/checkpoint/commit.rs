@@ -186,7 +186,7 @@ fn check_written(dir: &Path, index: &Index, control: &Control) -> Result<()> {
         control.check()?;
         let path = dir.join(file.name);
         let found = match fs::symlink_metadata(&path) {
-            Ok(found) if !found.is_file() => return Err(unfit(&path, "it is no regular file")),
+            Ok(found) if !found.is_file() => return Err(unfit(&path, "it is not a regular file")),
             Ok(found) => Some(found.len()),
             Err(error) if error.kind() == ErrorKind::NotFound => None,
             Err(error) => return Err(Error::io("look at", &path, error)),
@@ -304,7 +304,7 @@ pub(super) fn generation_after(index: Option<Identity>, names: &[String]) -> Res
     let highest = all.max().unwrap_or(0);
     highest
         .checked_add(1)
-        .ok_or_else(|| Error::Unsupported(format!("a save after generation {highest}")))
+        .ok_or_else(|| Error::Unsupported(format!("no generation can follow {highest}")))
 }
 
 #[cfg(test)]

@@ -203,7 +203,7 @@ fn take_back(
 #[must_use]
 pub fn may_be_stored<T>(path: &Path, stored: &Result<T>) -> Option<Error> {
     let (path, attempts, reason) = match stored {
-        Ok(_) => (path.to_owned(), 1, "it was stored before that was stopped"),
+        Ok(_) => (path.to_owned(), 1, "it was stored before the interruption"),
         Err(Error::Storage {
             kind: StorageFault::Unclear,
             path,

@@ -41,10 +41,7 @@ pub fn copy_index(index: &Index, options: &CopyOptions, control: &Control) -> Re
         };
         let path = folder.join(file.name);
         let Some(name) = path.to_str() else {
-            return Err(Error::Unsupported(format!(
-                "{}: a path that is not UTF-8",
-                path.display()
-            )));
+            return Err(Error::Unsupported(format!("{}: the path is not UTF-8", path.display())));
         };
         Ok(FileEntry {
             name: name.to_owned(),

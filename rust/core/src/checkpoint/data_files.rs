@@ -25,7 +25,7 @@ pub fn file_ref(index: &Index, file: u32, allow_external: bool) -> Result<FileRe
     }
     if !allow_external && reach(view.name) == Reach::Outside {
         return Err(Error::Unsupported(format!(
-            "{} names {}, outside its folder; pass allow_external=True (--allow-external) to open it",
+            "{} names {}, outside its folder; pass allow_external=True to open it",
             index.path().display(),
             path.display()
         )));
@@ -160,7 +160,7 @@ pub fn map_data_file(index: &Index, file: u32, allow_external: bool) -> Result<P
     let file_ref = file_ref(index, file, allow_external)?;
     if file_ref.remote.is_some() {
         return Err(Error::Unsupported(format!(
-            "{}: what lies on a store cannot be mapped",
+            "{}: a file on a store cannot be mapped",
             file_ref.path.display()
         )));
     }

@@ -69,7 +69,7 @@ fn file(path: &Path) -> Result<Option<Foreign>> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     if path.to_str().is_none() {
         return Err(Error::Unsupported(format!(
-            "{}: a file name that is not UTF-8",
+            "{}: the file name is not UTF-8",
             path.display()
         )));
     }
@@ -229,7 +229,7 @@ pub(super) fn check_no_rank_names(dir: &Path, names: &[String]) -> Result<()> {
     match names.iter().filter(|name| parse_rank_index_name(name).is_some()).min() {
         None => Ok(()),
         Some(name) => Err(Error::Unsupported(format!(
-            "{}: an {INDEX_NAME} there would come before the indexes of a rank-local save, as {name}; remove those that are not needed",
+            "{}: an {INDEX_NAME} there would hide the indexes of a rank-local save, such as {name}; remove them if they are not needed",
             dir.display()
         ))),
     }
@@ -251,7 +251,7 @@ pub(super) fn names(dir: &Path) -> Result<Vec<String>> {
 fn why_not(names: &[String]) -> &'static str {
     let any = |part: &str| names.iter().any(|name| name.contains(part));
     if names.iter().any(|name| name == INDEX_NAME) {
-        "there is an index, but no data of others beside it"
+        "there is an index, but no data files beside it"
     } else if any(".metadata.tmp") || (any(".distcp") && !any(METADATA_NAME)) {
         "it has .distcp data but no .metadata: the save did not finish"
     } else if names
@@ -265,11 +265,11 @@ fn why_not(names: &[String]) -> &'static str {
     {
         "its index is rank-local (__<rank>.index.dcprs): it opens for one rank at a time"
     } else if names.iter().any(|name| DataFileName::parse(name).is_some()) {
-        "it has data files but no index.dcprs: the save did not finish, or dcp_rs.index(path) rebuilds it"
+        "it has data files but no index.dcprs: the save did not finish, or the index was lost (dcp_rs.index(path) rebuilds it)"
     } else if names.is_empty() {
         "the folder is empty"
     } else if names.iter().any(|name| torch_file::is_torch_file(name, &[])) {
-        "it holds files of torch.save, to judge by their names: each opens by itself"
+        "by their names, its files are of torch.save: open one of them"
     } else {
         "it holds no index.dcprs, no .metadata and no .safetensors file"
     }

@@ -202,7 +202,7 @@ fn name_fault(fault: Fault, path: &Path, entry: &TensorEntry, item: &StockItem) 
     let name = &entry.name;
     let unsupported = |what: &str| {
         Error::Unsupported(format!(
-            "tensor {name:?} in {}: {what}, which is not read in place; what torch's own FileSystemReader loads of it can be saved anew",
+            "tensor {name:?} in {}: {what}, which cannot be read in place; load it with torch's FileSystemReader and save it again",
             path.display()
         ))
     };
@@ -331,7 +331,7 @@ impl Embedded {
     fn read(window: &Window<'_>) -> FaultResult<Self> {
         let bad = |e: st::HeaderError| {
             let reason = format!(
-                "neither a torch.save archive nor a safetensors file begins here: {}",
+                "neither a torch.save archive nor a safetensors header is here: {}",
                 e.reason
             );
             Fault::corrupt(e.offset, reason)

@@ -194,7 +194,8 @@ impl<'a> Reader<'a> {
 
     fn spend(&mut self, bytes: usize, what: &str) -> FaultResult<()> {
         let left = self.budget.checked_sub(bytes as u64);
-        self.budget = left.ok_or_else(|| Fault::Unsupported(format!("{what} that repeats itself without measure")))?;
+        self.budget =
+            left.ok_or_else(|| Fault::Unsupported(format!("{what} that grows without bound as it repeats itself")))?;
         Ok(())
     }
 
@@ -445,7 +446,7 @@ impl<'a> Reader<'a> {
 }
 
 fn more_than_plain() -> Fault {
-    Fault::Unsupported("planner data that is more than plain values".into())
+    Fault::Unsupported("planner data with other than plain values".into())
 }
 
 fn bytes_entry(name: &str) -> TensorEntry {

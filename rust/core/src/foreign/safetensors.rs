@@ -250,7 +250,8 @@ fn add(builder: &mut IndexBuilder, dir: &Path, parts: &[Part], name: &str, known
     for chunk in chunks {
         builder.add_chunk(ChunkEntry {
             tensor,
-            file: u32::try_from(chunk.part).map_err(|_| Error::Unsupported("more than 4 billion files".into()))?,
+            file: u32::try_from(chunk.part)
+                .map_err(|_| Error::Unsupported("an index cannot hold more than 4 billion files".into()))?,
             offset: chunk.begin,
             length: chunk.length,
             offsets: chunk.offsets,

@@ -236,7 +236,7 @@ fn next_id(len: usize, what: &str) -> Result<u32> {
     u32::try_from(len)
         .ok()
         .filter(|&id| id < u32::MAX)
-        .ok_or_else(|| Error::Unsupported(format!("more than 4 billion {what}")))
+        .ok_or_else(|| Error::Unsupported(format!("an index cannot hold more than 4 billion {what}")))
 }
 
 fn describe(tensor: &TensorEntry) -> String {

@@ -10,7 +10,7 @@
 //! The payload is covered by the tensors exactly: no hole, no overlap, nothing left over.
 //!
 //! What is accepted is what the `safetensors` crate accepts, with two deliberate differences, both
-//! tested: a name (of a tensor, or of a text in `__metadata__`) that stands twice is refused here, where the crate keeps
+//! tested: a name (of a tensor, or of a text in `__metadata__`) that is there twice is refused here, where the crate keeps
 //! the last; and the value of a field that neither of us knows is skipped here and decoded there,
 //! so that a number out of range in it is refused there only.
 
@@ -301,7 +301,7 @@ impl<'de> Visitor<'de> for HeaderVisitor {
         let mut metadata = None;
         while let Some(name) = map.next_key::<String>()? {
             if !names.insert(name.clone()) {
-                return Err(de::Error::custom(format!("the name {name:?} stands twice")));
+                return Err(de::Error::custom(format!("the name {name:?} is there twice")));
             }
             if name == "__metadata__" {
                 metadata = map.next_value::<Option<Texts>>()?.map(|texts| texts.0);
@@ -320,7 +320,7 @@ impl<'de> Visitor<'de> for HeaderVisitor {
     }
 }
 
-/// A map of texts that refuses a key that stands twice.
+/// A map of texts that refuses a key that is there twice.
 struct Texts(BTreeMap<String, String>);
 
 impl<'de> Deserialize<'de> for Texts {
@@ -342,7 +342,7 @@ impl<'de> Visitor<'de> for TextsVisitor {
         let mut texts = BTreeMap::new();
         while let Some((key, text)) = map.next_entry::<String, String>()? {
             if texts.contains_key(&key) {
-                return Err(de::Error::custom(format!("the name {key:?} stands twice")));
+                return Err(de::Error::custom(format!("the name {key:?} is there twice")));
             }
             texts.insert(key, text);
         }

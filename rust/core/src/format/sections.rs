@@ -55,7 +55,8 @@ impl Sections {
     fn text(&mut self, text: &str) -> Result<(u64, u32)> {
         let at = self.strings.len() as u64;
         self.strings.extend(text.as_bytes());
-        let len = u32::try_from(text.len()).map_err(|_| Error::Unsupported("a name of over 4 GiB".into()))?;
+        let len =
+            u32::try_from(text.len()).map_err(|_| Error::Unsupported("a name cannot be over 4 GiB long".into()))?;
         Ok((at, len))
     }
 

@@ -166,7 +166,7 @@ impl Check<'_> {
         let begin = planner.len() - rest.len();
         match Value::decode_prefix(rest) {
             Ok((nesting, _)) if nesting.is_nesting() => Ok(()),
-            Ok(_) => self.bad(Section::Planner, begin, "nesting is no list of containers"),
+            Ok(_) => self.bad(Section::Planner, begin, "nesting is not a list of containers"),
             Err((at, reason)) => self.bad(Section::Planner, begin + at, format!("nesting: {reason}")),
         }
     }
@@ -473,7 +473,7 @@ impl Check<'_> {
         let ndim = usize::from(tensor.ndim);
         let strided = record.flags.get() & CHUNK_STRIDED != 0;
         if strided && (tensor.kind != 0 || self.index.source() == SourceKind::Native) {
-            return Err("it has strides, and is no adopted tensor");
+            return Err("it has strides, but is not an adopted tensor");
         }
         let signs = Signs {
             conjugate: record.flags.get() & CHUNK_CONJUGATE != 0,
@@ -531,11 +531,11 @@ impl Check<'_> {
     /// Checks a chunk whose bytes do not stand for themselves.
     fn signs(&self, tensor: &TensorRecord, signs: Signs) -> std::result::Result<(), &'static str> {
         if self.index.source() == SourceKind::Native || self.index.header().incompat.get() & INCOMPAT_SIGNS == 0 {
-            return Err("it has other signs than its bytes, and is no adopted tensor of an index that says so");
+            return Err("its sign bits differ from its bytes, and is not an adopted tensor");
         }
         match Dtype::from_code(tensor.dtype).and_then(|dtype| signs.bits(dtype)) {
             Some(_) => Ok(()),
-            None => Err("it has other signs than its bytes, which have none"),
+            None => Err("its sign bits differ from its bytes, which have none"),
         }
     }
 

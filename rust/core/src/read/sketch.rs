@@ -197,7 +197,7 @@ fn hashes(sketch: &[u8]) -> Result<Vec<u64>> {
         .collect();
     if !rest.is_empty() || hashes.len() > SAMPLES || !hashes.is_sorted_by(|a, b| a < b) {
         return Err(Error::Plan(
-            "what a rank says of the blocks that it wants is no sketch".into(),
+            "a rank sent an invalid sample of the blocks that it wants".into(),
         ));
     }
     Ok(hashes)

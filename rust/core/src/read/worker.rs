@@ -350,7 +350,7 @@ fn failed(file: &FileRef, open: Option<&File>, offset: u64, error: io::Error) ->
             "",
             offset,
             format!(
-                "the file ends at byte {length}, its length is not {} any more",
+                "the file ends at byte {length}, and its length was {} before",
                 file.size
             ),
         ),

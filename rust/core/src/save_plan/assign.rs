@@ -124,7 +124,7 @@ struct Gathered {
 }
 
 fn too_many() -> Error {
-    Error::Unsupported("a save of more than 4 billion chunks".into())
+    Error::Unsupported("a save cannot have more than 4 billion chunks".into())
 }
 
 impl Gathered {
@@ -322,7 +322,7 @@ fn fault(name: &str, reason: String) -> Error {
 fn describe(dtype: Option<Dtype>, shape: &[u64]) -> String {
     match dtype {
         Some(dtype) => format!("a tensor of {} {shape:?}", dtype.name()),
-        None => "a value that is no tensor".into(),
+        None => "a value that is not a tensor".into(),
     }
 }
 

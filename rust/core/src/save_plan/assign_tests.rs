@@ -97,7 +97,7 @@ fn a_bad_plan_names_tensor_and_chunk() {
         "it is a tensor of float32 [8, 4] on rank 0, and a tensor of float32 [4, 8] on rank 1"
     );
     let (_, reason) = message(&[vec![whole("w", &shape)], vec![item("w", None, &[], &[], &[])]]);
-    assert!(reason.ends_with("a value that is no tensor on rank 1"), "{reason}");
+    assert!(reason.ends_with("a value that is not a tensor on rank 1"), "{reason}");
 }
 
 #[test]

@@ -132,7 +132,7 @@ impl Session {
     pub fn next(&self, timeout: Duration) -> Result<Next> {
         if !self.is_own() {
             return Err(Error::Plan(
-                "this load was begun by the process that this one is a fork of, and its threads stayed there".into(),
+                "this load was begun before a fork, and its threads are in the parent process".into(),
             ));
         }
         let shared = &*self.shared;

@@ -59,7 +59,7 @@ pub(crate) fn put_and_look(
             action: "write",
             path: path.to_owned(),
             attempts: 1,
-            reason: "the store took it, and does not show it".into(),
+            reason: "the store accepted it, but does not list it".into(),
         }),
         // Refused, or done and replaced: nothing of it is on its way any more.
         (Ok(_), Ok(())) => Err(another(path)),
@@ -120,7 +120,7 @@ pub(crate) fn another(path: &Path) -> Error {
         path: path.to_owned(),
         attempts: 1,
         reason:
-            "another save to this place was done, or what was there removed, since this one began; it was not touched"
+            "another save to this place was committed, or the checkpoint removed, since this save began; nothing was changed"
                 .into(),
     }
 }
@@ -139,7 +139,7 @@ pub(crate) fn unclear(path: &Path, error: Error) -> Error {
             "write",
             path.to_owned(),
             1,
-            "it was stopped before it was answered".into(),
+            "it was interrupted before the store answered".into(),
         ),
         error => ("write", path.to_owned(), 1, error.to_string()),
     };

@@ -69,7 +69,7 @@ impl FileRef {
             Verdict::Follow => Ok(()),
             Verdict::Link => Err(self.corrupt("the file is a symbolic link, which is not followed here")),
             Verdict::Outside => Err(Error::Unsupported(format!(
-                "{} is a link to something outside its folder; pass allow_external=True (--allow-external) to open it",
+                "{} is a link to something outside its folder; pass allow_external=True to open it",
                 self.path.display()
             ))),
         }

@@ -77,7 +77,7 @@ impl FileLock {
             control.check()?;
             if let Some(seconds) = reminder.due() {
                 control.tell(format!(
-                    "{}: waiting for another process, which has held this lock for {seconds} s",
+                    "{}: still waiting: another process has held this lock for {seconds} s",
                     path.display()
                 ));
             }

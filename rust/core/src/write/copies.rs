@@ -85,9 +85,8 @@ impl Copies {
             return Ok(made);
         };
         let Some(connection) = parent.remote().map(|remote| remote.connect_to_store(0)) else {
-            made.problems.push(Error::Unsupported(
-                "a store cannot copy what is on a file system".into(),
-            ));
+            made.problems
+                .push(Error::Unsupported("a store cannot copy a file of a file system".into()));
             return Ok(made);
         };
         let connection = match connection {
@@ -185,7 +184,7 @@ fn copy(parent: &Index, file: u32, to: &Path, connection: &dyn StoringConnection
             return wrong(format!("it is {size} bytes long, expected {}", view.size));
         }
         Some((head, _)) if Some(block_digest(&head)) != view.head_digest => {
-            return wrong("its first bytes are others than the index says".into());
+            return wrong("its first bytes differ from the index".into());
         }
         Some(_) => {}
     }

@@ -110,7 +110,7 @@ impl Save {
             Ok(())
         } else {
             Err(Error::Plan(
-                "this save was begun by the process that this one is a fork of".into(),
+                "this save was begun before a fork, in the parent process".into(),
             ))
         }
     }

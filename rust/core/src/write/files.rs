@@ -62,7 +62,7 @@ impl DataFiles {
                 self.links.pop();
                 Ok(Err(Error::corrupt_file(
                     from,
-                    format!("it is not {size} bytes long any more"),
+                    format!("it is no longer {size} bytes long"),
                 )))
             }
             Err(error) => Err(Error::io("look at", to, error)),

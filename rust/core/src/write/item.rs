@@ -99,7 +99,7 @@ impl SaveItem {
     /// Chunks of one name are of one tensor.
     pub(super) fn agree_with(&self, first: &Self) -> Result<()> {
         if self.kind == Kind::Bytes {
-            return Err(self.refuse("a second value of this name"));
+            return Err(self.refuse("a second value has this name"));
         }
         if (first.kind, first.dtype, &first.shape) != (self.kind, self.dtype, &self.shape) {
             return Err(self.refuse("two chunks of it disagree in kind, dtype or shape"));

@@ -342,7 +342,7 @@ impl Files {
 fn check(parent: &Index, file: u32) -> Result<()> {
     let path = parent.file_path(file);
     match fs::symlink_metadata(&path) {
-        Ok(found) if !found.is_file() => Err(Error::corrupt_file(&path, "it is no regular file")),
+        Ok(found) if !found.is_file() => Err(Error::corrupt_file(&path, "it is not a regular file")),
         Ok(found) => check_length(&path, found.len(), parent.file(file).size),
         Err(error) => Err(Error::io("look at", &path, error)),
     }

@@ -103,7 +103,8 @@ fn claimed(claim: &Path) -> Error {
         action: "write",
         path: claim.to_owned(),
         attempts: 1,
-        reason: "it does not say any more that the folder is this conversion's: another one may be at work there, or it was removed".into(),
+        reason: "the folder no longer belongs to this conversion: another one may be at work there, or it was removed"
+            .into(),
     }
 }
 

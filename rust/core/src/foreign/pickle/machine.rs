@@ -154,7 +154,7 @@ impl Machine<'_, '_> {
                 let digits = self.line()?;
                 match self.pickle.str(digits).parse() {
                     Ok(n) => self.push(Item::Int(n)),
-                    Err(_) => return Err(self.fault("a number that is none")),
+                    Err(_) => return Err(self.fault("an invalid number")),
                 }
             }
             b'X' => {

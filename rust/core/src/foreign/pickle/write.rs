@@ -81,7 +81,9 @@ impl<'a> Writer<'a> {
                 Task::Filled(id, depth) => self.fill(id, depth),
             }
             if self.out.len() as u64 > self.longest {
-                return Err(Fault::Unsupported("a value that repeats itself without measure".into()));
+                return Err(Fault::Unsupported(
+                    "a value that grows without bound as it repeats itself".into(),
+                ));
             }
         }
         Ok(())

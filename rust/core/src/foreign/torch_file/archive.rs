@@ -152,7 +152,7 @@ pub(super) fn look_at_value(source: &Source<'_>) -> FaultResult<Parts> {
     };
     match kind_of(&window)? {
         Format::Zip => look_at_archive(&window, 1),
-        Format::Legacy => Err(Fault::Unsupported("it is no zip archive".into())),
+        Format::Legacy => Err(Fault::Unsupported("it is not a zip archive".into())),
     }
 }
 
@@ -302,7 +302,7 @@ fn kind_of(window: &Window<'_>) -> FaultResult<Format> {
     let why = if window.len == 0 {
         "it is empty"
     } else {
-        "it begins as none does"
+        "it does not begin like one"
     };
     Err(Fault::corrupt(0, format!("it is not a file of torch.save: {why}")))
 }

@@ -192,7 +192,7 @@ impl Cost<'_> {
             }
             "_codecs.encode" => match args {
                 [Item::Str(_), Item::Str(codec)] if self.pickle.str(*codec).starts_with("latin") => Ok(()),
-                _ => Err(Fault::Unsupported("it encodes other text than bytes".into())),
+                _ => Err(Fault::Unsupported("it encodes text other than bytes".into())),
             },
             "builtins.set" | "builtins.frozenset" | "collections.OrderedDict" | "collections.Counter" => {
                 self.plain(&name, args)?;
@@ -218,7 +218,9 @@ impl Cost<'_> {
                 [function, _, Item::Node(args), ..] => {
                     let called = self.pickle.as_global(*function).map(full_name);
                     if called.is_none_or(|called| called.starts_with("torch._tensor.")) {
-                        return Err(Fault::Unsupported("it rebuilds a tensor by what is no function".into()));
+                        return Err(Fault::Unsupported(
+                            "it rebuilds a tensor with something that is not a function".into(),
+                        ));
                     }
                     match self.pickle.node(*args) {
                         Node::Tuple { .. } => self.call(*function, self.pickle.as_plain_tuple(*args)),
@@ -229,7 +231,7 @@ impl Cost<'_> {
             },
             // No pickle of `torch.save` makes memory for a tensor: it has storages.
             _ if name.starts_with("torch.") && (name.ends_with("Tensor") || name.ends_with("Storage")) => {
-                Err(Fault::Unsupported(format!("it makes a {name} by itself")))
+                Err(Fault::Unsupported(format!("it makes a {name} on its own")))
             }
             _ => Ok(()),
         }
@@ -243,7 +245,7 @@ impl Cost<'_> {
                 && self.pickle.as_global(Item::Node(*callable)).map(full_name).as_deref() != Some("_codecs.encode")
             {
                 return Err(Fault::Unsupported(format!(
-                    "it calls {name} with what is no plain value"
+                    "it calls {name} with something other than plain values"
                 )));
             }
         }

@@ -31,7 +31,7 @@ pub(super) fn look_at(window: &Window<'_>) -> FaultResult<Parts> {
     let system = cursor.pickle()?;
     if system.get(system.top(), "little_endian") != Some(Item::Bool(true)) {
         return Err(Fault::Unsupported(
-            "stored in another byte order than \"little\"".into(),
+            "stored in a byte order other than \"little\"".into(),
         ));
     }
     let pickle_at = cursor.at;
@@ -45,14 +45,14 @@ pub(super) fn look_at(window: &Window<'_>) -> FaultResult<Parts> {
     let bad = |at, what: &str| Fault::corrupt(at, format!("the storages of a file of torch before 1.6: {what}"));
     for key in keys
         .as_list(keys.top())
-        .ok_or_else(|| bad(cursor.at, "their keys are no list"))?
+        .ok_or_else(|| bad(cursor.at, "their keys are not a list"))?
     {
         let key = keys
             .as_str(*key)
-            .ok_or_else(|| bad(cursor.at, "a key that is no text"))?;
+            .ok_or_else(|| bad(cursor.at, "a key that is not text"))?;
         let &size = lengths
             .get(key)
-            .ok_or_else(|| Fault::Unsupported(format!("storage {key:?} is of no type that can be read in place")))?;
+            .ok_or_else(|| Fault::Unsupported(format!("storage {key:?} has a type that cannot be read in place")))?;
         let at = cursor.at + 8;
         match at.checked_add(size) {
             Some(end) if end <= window.len => cursor.at = end,

@@ -76,7 +76,7 @@ impl Walk<'_> {
                 self.budget = left;
                 Ok(())
             }
-            None => Err(Fault::Unsupported("it repeats itself without measure".into())),
+            None => Err(Fault::Unsupported("it grows without bound as it repeats itself".into())),
         }
     }
 

@@ -152,10 +152,10 @@ fn agrees_on_lengths() {
 fn refuses_a_name_that_stands_twice_where_the_crate_keeps_the_last() {
     let info = r#"{"dtype":"U8","shape":[1],"data_offsets":[0,1]}"#;
     let bytes = file(&format!(r#"{{"a":{info},"a":{info}}}"#), 1);
-    assert!(ours(&bytes).unwrap_err().reason.contains("\"a\" stands twice"));
+    assert!(ours(&bytes).unwrap_err().reason.contains("\"a\" is there twice"));
     assert!(SafeTensors::read_metadata(&bytes).is_ok());
     let bytes = file(r#"{"__metadata__":{"k":"1","k":"2"}}"#, 0);
-    assert!(ours(&bytes).unwrap_err().reason.contains("\"k\" stands twice"));
+    assert!(ours(&bytes).unwrap_err().reason.contains("\"k\" is there twice"));
     assert!(SafeTensors::read_metadata(&bytes).is_ok());
 }
 
@@ -253,7 +253,7 @@ proptest! {
         if cut { bytes.truncate(at) } else { bytes[at] = byte }
         if let Err(difference) = compare(&bytes) {
             // Damage can make two names equal, which only we refuse.
-            prop_assert!(difference.contains("stands twice"), "{difference}: {json}");
+            prop_assert!(difference.contains("is there twice"), "{difference}: {json}");
         }
     }
 

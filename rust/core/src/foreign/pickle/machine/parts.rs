@@ -154,7 +154,7 @@ impl Machine<'_, '_> {
         // A list that is used again and again counts again and again.
         self.made += (2 * size_of::<Item>() + size_of::<Span>()) * lists.len();
         if self.made as u64 > most_bytes(self.pickle.input.len()) {
-            return Err(Fault::Unsupported("it repeats itself without measure".into()));
+            return Err(Fault::Unsupported("it grows without bound as it repeats itself".into()));
         }
         let (mut pairs, mut places) = (Vec::new(), Vec::new());
         for list in lists {
