@@ -26,7 +26,7 @@ from dcp_rs.checkpoint.renaming import Rename
 from dcp_rs.dcp import protocol
 from dcp_rs.dcp.load_planner import RsLoadPlanner, is_plain
 from dcp_rs.dcp.reader import RsReader
-from dcp_rs.dcp.save_planner import plan_options_of
+from dcp_rs.dcp.save_planner import is_plain as is_plain_save
 from dcp_rs.engine import background
 from dcp_rs.engine import load as engine
 from dcp_rs.engine.arguments import (
@@ -309,9 +309,10 @@ def save(
 
 def _save(ranks: Ranks, planner: SavePlanner | None, ask: Callable[[], SaveRequest]) -> SavedMetadata:
     """Save as the options of the planner say; or by torch's protocol, where the planner is the caller's own and has to be called."""
-    plan = plan_options_of(planner)
-    if planner is None or plan is not None:
-        return engine_save(ranks, plan or PlanOptions(), ask)
+    if planner is None:
+        return engine_save(ranks, PlanOptions(), ask)
+    if is_plain_save(planner):
+        return engine_save(ranks, planner._options(), ask)
     return protocol.save(ranks, planner, ask)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -13,21 +13,19 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from dcp_rs._shown import call
-from dcp_rs.dcp.hooks import Methods
 from dcp_rs.engine.local_plan import PlanOptions, Selected, select
 from dcp_rs.engine.writes import Nesting
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.dtypes import NAMES
 
-__all__ = ["RsSavePlanner", "plan_options_of"]
+__all__ = ["RsSavePlanner", "is_plain"]
 
 
 class RsSavePlanner(DefaultSavePlanner):
     """Torch's ``DefaultSavePlanner`` with options.
 
-    :func:`dcp_rs.save` and :func:`dcp_rs.async_save` take the options from it, and plan in Rust, unless a subclass, the object or a patch
-    of the class overrides a method of torch's planner. Then, and under torch's own ``dcp.save``, it plans with an object for every tensor,
-    as torch does.
+    :func:`dcp_rs.save` and :func:`dcp_rs.async_save` take the options from it, and plan in Rust, unless it is of a subclass, or a method is
+    set on the object. Then, and under torch's own ``dcp.save``, it plans with an object for every tensor, as torch does.
 
     Args:
         flatten_state_dict, flatten_sharded_tensors, dedup_replicated_tensors: as in torch's ``DefaultSavePlanner``.
@@ -147,13 +145,6 @@ class RsSavePlanner(DefaultSavePlanner):
         return {**self.__dict__, "_selected": None, "state_dict": {}, "plan": None, "global_plan": None}
 
 
-_METHODS = Methods(RsSavePlanner, DefaultSavePlanner)
-
-
-def plan_options_of(planner: SavePlanner | None) -> PlanOptions | None:
-    """Return how to plan in Rust; None where the planner is another, or a method of it is overridden: it has to be called."""
-    if planner is None:
-        return PlanOptions()
-    if not isinstance(planner, RsSavePlanner) or _METHODS.replaced(planner):
-        return None
-    return planner._options()
+def is_plain(planner: SavePlanner) -> TypeGuard[RsSavePlanner]:
+    """Return whether a planner is its options and nothing else: an ``RsSavePlanner`` of which nothing is overridden."""
+    return type(planner) is RsSavePlanner and vars(planner).keys().isdisjoint(dir(DefaultSavePlanner))

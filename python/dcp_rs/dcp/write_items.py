@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 
 from dcp_rs import _core, _torch
 from dcp_rs._torch import PLAIN_TYPES
-from dcp_rs.dcp.hooks import Methods
 from dcp_rs.dcp.resolved import Resolved
 from dcp_rs.dcp.save_planner import RsSavePlanner
 from dcp_rs.engine.metadata import tensor_flags
@@ -44,8 +43,7 @@ def writes_of(plan: SavePlan, planner: SavePlanner, *, strict: bool) -> Writes:
 
 def _resolves_for_good(planner: SavePlanner) -> bool:
     """Return whether what it resolves is the state dict's, or a copy that nobody else has, as with torch's planner and ours."""
-    methods = _OURS if isinstance(planner, RsSavePlanner) else _METHODS
-    return isinstance(planner, DefaultSavePlanner) and not methods.replaced(planner, _PER_ITEM)
+    return isinstance(planner, DefaultSavePlanner) and all(_is_own(planner, name) for name in _OWN)
 
 
 def _collect(
@@ -99,17 +97,22 @@ def _is_whole(data: TensorWriteData) -> bool:
     return data.chunk.sizes == data.size and not any(data.chunk.offsets)
 
 
-_METHODS = Methods(DefaultSavePlanner, DefaultSavePlanner)
-_OURS = Methods(RsSavePlanner, DefaultSavePlanner)
-#: What writers call for each item, and what that calls.
-_PER_ITEM = frozenset({"resolve_data", "lookup_object", "transform_object"})
+#: What writers call for each item, and what that calls, as torch and this package have them before anybody patches them.
+_OWN = {
+    name: (getattr(DefaultSavePlanner, name), getattr(RsSavePlanner, name))
+    for name in ("resolve_data", "lookup_object", "transform_object")
+}
+
+
+def _is_own(planner: SavePlanner, name: str) -> bool:
+    return getattr(getattr(planner, name), "__func__", None) in _OWN[name]
 
 
 def _judge(item: WriteItem, data: Any, planner: SavePlanner, *, strict: bool) -> None:
     """Warns of a value that will not load (``strict``: refuses it), where the planner is one that tells which value it was."""
     if item.type != WriteItemType.BYTE_IO or not isinstance(planner, DefaultSavePlanner):
         return
-    if not _METHODS.replaced(planner, ("lookup_object",)):
+    if _is_own(planner, "lookup_object"):
         objects.warn_unless_loadable(item.index.fqn, planner.lookup_object(item.index), data.getvalue(), strict=strict)
 
 
