@@ -1,11 +1,12 @@
 """Tensors cut to the parts that are read at once."""
 
+import time
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_rs.checkpoint.blocks import BLOCK_BYTES, Region, cut, rectangles
-from support.formats import item
+from dcp_rs.tensors.boxes import ALIGNMENT, cut, read_ahead, rectangles
 
 
 @given(
@@ -27,25 +28,34 @@ def test_rectangles_are_the_elements_in_order(sizes: list[int], data: st.DataObj
 
 @given(
     numels=st.lists(st.integers(0, 12 << 20), max_size=6),
-    dtypes=st.lists(
-        st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float8_e5m2]), min_size=6, max_size=6
-    ),
-    to=st.sampled_from([torch.float64, torch.bfloat16, torch.float8_e5m2]),
+    sizes=st.lists(st.sampled_from([1, 2, 4, 8]), min_size=6, max_size=6),
+    step=st.sampled_from([1, 512, 1 << 17]),
 )
-def test_parts_fill_slabs_and_keep_the_rules_of_a_save(numels, dtypes, to) -> None:
-    regions = [Region(item(str(i), n, d), None, to) for i, (n, d) in enumerate(zip(numels, dtypes, strict=False))]
+def test_cuts_fill_slabs_and_are_at_multiples_of_a_step(numels, sizes, step) -> None:
     slab = 16 << 20
-    reached = [0] * len(regions)
-    for parts in cut(regions, slab):
+    reached = [0] * len(numels)
+    for cuts in cut([(numel, size, step) for numel, size in zip(numels, sizes, strict=False)], slab):
         end = 0
-        for part in parts:
-            region = regions[part.region]
-            assert part.slab_at >= end
-            end = part.slab_at + part.count * region.source_dtype.itemsize
+        for part in cuts:
+            assert part.at >= end
+            assert part.at % ALIGNMENT == 0
+            end = part.at + part.count * sizes[part.number]
             assert end <= slab
-            assert part.begin == reached[part.region]
-            reached[part.region] += part.count
-            if reached[part.region] < region.numel:
-                assert part.count * region.dtype.itemsize % BLOCK_BYTES == 0
+            assert part.begin == reached[part.number]
+            reached[part.number] += part.count
+            assert reached[part.number] == numels[part.number] or part.count % step == 0
             assert part.count > 0
-    assert reached == [region.numel for region in regions]
+    assert reached == numels
+
+
+def test_the_next_piece_is_read_while_one_is_used() -> None:
+    buffers: list[int | None] = [None, None]
+
+    def read(piece: int, turn: int) -> int:
+        buffers[turn] = piece
+        return turn
+
+    for piece, turn in read_ahead(range(7), read):
+        time.sleep(0.02)  # the next one is there by now
+        assert buffers[turn] == piece
+        assert piece == 6 or buffers[1 - turn] == piece + 1

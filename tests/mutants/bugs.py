@@ -115,8 +115,8 @@ MUTANTS = [
     Mutant(
         "last-element-dropped",
         "python/dcp_rs/tensors/boxes.py",
-        "yield from ((slice(end, end + 1), *box) for box in runs(shape[1:], 0, last - end * row))",
-        "yield from ((slice(end, end + 1), *box) for box in runs(shape[1:], 0, last - end * row - 1))",
+        "for offsets, extent in rectangles(sizes[1:], 0, rest):",
+        "for offsets, extent in rectangles(sizes[1:], 0, rest - 1):",
         ("tests/dcp/test_save_casts.py",),
         "The last element of a run that ends within a row is not written.",
     ),

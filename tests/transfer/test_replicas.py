@@ -15,7 +15,7 @@ import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader
 from dcp_rs.errors import CorruptDataError, DcpRsError, PlanError, UnsafePickleError
 from dcp_rs.optim import load_training_state, save_training_state
-from dcp_rs.transfer.exchange import _cut, _Exchange
+from dcp_rs.transfer.exchange import _Exchange
 from support import assert_state_equal, rank_outcomes, run_ranks
 
 MIB = 1 << 20
@@ -361,16 +361,6 @@ def test_an_error_in_one_group_of_ranks_keeps_nobody_waiting_in_another(ckpt):
     for outcome in rank_outcomes(3, load_in_pairs, ckpt, timeout=60):
         assert isinstance(outcome.error, CorruptDataError), outcome
         assert "raised on rank" in outcome.error.__notes__[-1]
-
-
-@pytest.mark.parametrize(("sizes", "limit"), [((), 8), ((5, 7), 28), ((5, 7), 9), ((3, 4, 5), 100), ((10,), 4)])
-def test_pieces_cover_a_rectangle_once(sizes, limit):
-    seen = torch.zeros(sizes)
-    for offsets, part in _cut(sizes, 4, limit):
-        view = seen[tuple(slice(o, o + s) for o, s in zip(offsets, part, strict=True))]
-        assert view.numel() * 4 <= max(limit, 4)
-        view += 1
-    assert torch.equal(seen, torch.ones(sizes))
 
 
 def test_the_option_is_checked():

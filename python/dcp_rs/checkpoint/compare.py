@@ -13,12 +13,12 @@ import torch
 
 from dcp_rs._shown import Report
 from dcp_rs._url import StorageOptions, Url, location
-from dcp_rs.checkpoint.blocks import rectangles
 from dcp_rs.checkpoint.names import globs, selector, some
 from dcp_rs.checkpoint.source import Item, Request, Source, open_source
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
+from dcp_rs.tensors.boxes import rectangles
 from dcp_rs.tensors.nesting import TreePath, name_of, remaining, shown
 from dcp_rs.tensors.same import same
 

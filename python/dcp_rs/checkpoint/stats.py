@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dcp_rs import _core
 from dcp_rs.checkpoint.elements import ITEMSIZES
 from dcp_rs.options import ReadOptions
-from dcp_rs.tensors.boxes import runs
+from dcp_rs.tensors.boxes import ALIGNMENT, Cut, cut, read_ahead
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +33,8 @@ _COUNTED_AS = {
     "complex128": "float64",
     "float4_e2m1fn_x2": "uint8",
 }
+#: By the bytes of an element.
+_OF_SIZE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,35 +130,6 @@ def _sums(piece: torch.Tensor, dtype: str) -> _Sums:
     return sums
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Elements ``begin`` to ``end`` of the tensor at ``place`` in the list, and where in the slab they are read to."""
-
-    place: int
-    begin: int
-    end: int
-    slab_at: int
-
-
-def _slabs(sizes: Sequence[tuple[int, int]]) -> Iterator[list[_Part]]:
-    """(elements, bytes of one) of each tensor, cut into slabs."""
-    parts: list[_Part] = []
-    at = 0
-    for place, (elements, itemsize) in enumerate(sizes):
-        begin = 0
-        while begin < elements:
-            end = min(elements, begin + (_SLAB_BYTES - at) // itemsize)
-            if end <= begin:
-                yield parts
-                parts, at = [], 0
-                continue
-            parts.append(_Part(place, begin, end, at))
-            at += -(-(end - begin) * itemsize // 64) * 64
-            begin = end
-    if parts:
-        yield parts
-
-
 def stats(
     index: _core.Index,
     tensors: Sequence[int],
@@ -177,48 +149,42 @@ def stats(
     """
     import torch
 
+    from dcp_rs.transfer.target import fills
+
     options = ReadOptions(threads=threads, max_inflight_bytes=_SLAB_BYTES).engine()
     known = [index.tensor(tensor) for tensor in tensors]
     sizes = [(math.prod(entry.shape), ITEMSIZES[entry.dtype or ""]) for entry in known]
-    slabs = [torch.empty(_SLAB_BYTES + 64, dtype=torch.uint8, device="cpu") for _ in range(2)]
+    slabs = [torch.empty(_SLAB_BYTES + ALIGNMENT, dtype=torch.uint8, device="cpu") for _ in range(2)]
 
-    def read(parts: Sequence[_Part], slab: torch.Tensor) -> None:
-        fills = []
-        for part in parts:
-            shape, itemsize = known[part.place].shape, sizes[part.place][1]
-            address = slab.data_ptr() + part.slab_at
-            for box in runs(shape, part.begin, part.end):
-                extent = [piece.stop - piece.start for piece in box]
-                offsets = [piece.start for piece in box]
-                fills.append(_core.Fill(tensors[part.place], offsets, extent, address, _strides(extent)))
-                address += math.prod(extent) * itemsize
-        index.read_regions(fills, **options)
+    def memory_of(part: Cut, slab: torch.Tensor) -> torch.Tensor:
+        return slab[part.at : part.at + part.count * sizes[part.number][1]]
+
+    def read(cuts: list[Cut], turn: int) -> torch.Tensor:
+        slab = slabs[turn]
+        requests = []
+        for part in cuts:
+            # As other elements of the size: this torch may lack the dtype.
+            elements = memory_of(part, slab).view(getattr(torch, _OF_SIZE[sizes[part.number][1]]))
+            requests += fills(tensors[part.number], known[part.number].shape, part.begin, elements)
+        index.read_regions(requests, **options)
+        return slab
 
     total, done = sum(elements * itemsize for elements, itemsize in sizes), 0
     found = [_Sums() for _ in known]
     first = 0
-    with ThreadPoolExecutor(1, "dcp-rs-stats") as reader:
-        cuts = _slabs(sizes)
-        parts, turn = next(cuts, None), 0
-        ahead = None if parts is None else reader.submit(read, parts, slabs[turn])
-        while parts is not None and ahead is not None:
-            ahead.result()
-            ready, slab = parts, slabs[turn]
-            parts, turn = next(cuts, None), 1 - turn
-            if parts is not None:
-                ahead = reader.submit(read, parts, slabs[turn])
-            for part in ready:
-                end = part.slab_at + (part.end - part.begin) * sizes[part.place][1]
-                for at in range(part.slab_at, end, _COUNTED_BYTES):
-                    piece = slab[at : min(end, at + _COUNTED_BYTES)]
-                    found[part.place].add(_sums(piece, known[part.place].dtype or ""))
-            done += sum((part.end - part.begin) * sizes[part.place][1] for part in ready)
-            if progress is not None:
-                progress(done, total)
-            whole = ready[-1].place + (ready[-1].end == sizes[ready[-1].place][0])
-            for place in range(first, whole):
-                yield _finished(known[place], found[place])
-            first = max(first, whole)
+    for cuts, slab in read_ahead(cut(((*size, 1) for size in sizes), _SLAB_BYTES), read):
+        for part in cuts:
+            memory = memory_of(part, slab)
+            for at in range(0, memory.numel(), _COUNTED_BYTES):
+                found[part.number].add(_sums(memory[at : at + _COUNTED_BYTES], known[part.number].dtype or ""))
+            done += memory.numel()
+        if progress is not None:
+            progress(done, total)
+        last = cuts[-1]
+        whole = last.number + (last.begin + last.count == sizes[last.number][0])
+        for place in range(first, whole):
+            yield _finished(known[place], found[place])
+        first = max(first, whole)
     for place in range(first, len(known)):  # empty ones
         yield _finished(known[place], found[place])
 
@@ -240,10 +206,3 @@ def _finished(entry: _core.TensorEntry, sums: _Sums) -> TensorStats:
         sums.zeros,
         math.prod(entry.shape),
     )
-
-
-def _strides(sizes: Sequence[int]) -> list[int]:
-    strides = [1] * len(sizes)
-    for dim in range(len(sizes) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * sizes[dim + 1]
-    return strides

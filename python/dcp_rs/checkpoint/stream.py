@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +13,7 @@ from typing_extensions import override
 
 from dcp_rs import _core
 from dcp_rs.options import ReadOptions
+from dcp_rs.tensors.boxes import read_ahead
 from dcp_rs.tensors.memory import space_of
 from dcp_rs.transfer import lanes
 from dcp_rs.transfer.counts import Counts
@@ -85,35 +84,16 @@ def _read_ahead(
 ) -> Generator[torch.Tensor, None, None]:
     """To host memory: a group is read while another is used."""
 
-    def read(group: Sequence[_Entry]) -> list[torch.Tensor]:
+    def read(group: Sequence[_Entry], _: int) -> list[torch.Tensor]:
         made = [torch.empty(entry.shape, dtype=entry.dtype, device="cpu") for entry in group]
-        _fill(index, group, made, options, counts)
+        targets = [entry.target(tensor) for entry, tensor in zip(group, made, strict=True)]
+        fill(index, targets, options, counts)
         return made
 
     # What is used and what is being read are half of the bound each.
     limit = max(1, options.inflight_bytes(accelerator=False) // 2)
-    with ThreadPoolExecutor(1, "dcp-rs-stream") as reader:
-        ahead: deque[Future[list[torch.Tensor]]] = deque()
-        try:
-            for group in _groups(entries, limit):
-                ahead.append(reader.submit(read, group))
-                if len(ahead) > 1:
-                    yield from _emptied(ahead.popleft().result())
-            while ahead:
-                yield from _emptied(ahead.popleft().result())
-        finally:
-            for future in ahead:
-                future.cancel()
-
-
-def _fill(
-    index: _core.Index,
-    group: Sequence[_Entry],
-    tensors: Sequence[torch.Tensor],
-    options: ReadOptions,
-    counts: Counts,
-) -> None:
-    fill(index, [entry.target(tensor) for entry, tensor in zip(group, tensors, strict=True)], options, counts)
+    for _, tensors in read_ahead(_groups(entries, limit), read):
+        yield from _emptied(tensors)
 
 
 def _groups(entries: Sequence[_Entry], limit: int) -> Iterator[list[_Entry]]:

@@ -12,7 +12,6 @@ import torch
 
 from dcp_rs import _core, _torch
 from dcp_rs._torch import PLAIN_TYPES
-from dcp_rs.checkpoint.blocks import rectangles
 from dcp_rs.checkpoint.renaming import Rename
 from dcp_rs.engine.casts import CastRule
 from dcp_rs.engine.entry_info import EntryInfo, IndexEntries
@@ -28,7 +27,7 @@ from dcp_rs.tensors.nesting import TreePath
 from dcp_rs.tensors.shards import Layouts, local_pieces
 from dcp_rs.tensors.trees import flatten, is_plain_state_dict
 from dcp_rs.transfer.replicas import whole_targets
-from dcp_rs.transfer.target import Target, stored_dtype
+from dcp_rs.transfer.target import Target, fills, stored_dtype
 
 __all__ = ["LoadOptions", "Reads", "differing_ties", "plan_reads"]
 
@@ -248,12 +247,7 @@ def _same_head(index: _core.Index, one: str, other: str, options: ReadOptions) -
         number, name, shape = found
         dtype = stored_dtype(one, name)
         flat = torch.empty(min(math.prod(shape), _HEAD_BYTES // dtype.itemsize), dtype=dtype, device="cpu")
-        fills, at = [], 0
-        for offsets, sizes in rectangles(shape, 0, flat.numel()):
-            into = flat[at : at + math.prod(sizes)].view(sizes)
-            fills.append(_core.Fill(number, offsets, into.shape, into.data_ptr(), into.stride()))
-            at += into.numel()
-        index.read_regions(fills, **options.engine())
+        index.read_regions(fills(number, shape, 0, flat), **options.engine())
         heads.append(flat)
     a, b = heads
     return a.dtype != b.dtype or torch.equal(a.view(torch.uint8), b.view(torch.uint8))

@@ -1,14 +1,23 @@
-"""Rectangles of tensors: narrowing to one, cutting one out of a run of elements, and what an index expression selects."""
+"""Rectangles of tensors: narrowing to one, what an index expression selects, and tensors cut into pieces of bounded size."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["narrow", "runs", "selection"]
+__all__ = ["ALIGNMENT", "Cut", "cut", "narrow", "read_ahead", "rectangles", "selection"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+#: What shares a slab begins at multiples of this many bytes.
+ALIGNMENT = 64
 
 
 def narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
@@ -19,26 +28,78 @@ def narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -
     return tensor
 
 
-def runs(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[slice, ...]]:
-    """The rectangles, as few as can be, that hold elements ``first`` to ``last`` in row-major order, one after another in that order."""
-    if first >= last:
+def rectangles(sizes: Sequence[int], begin: int, count: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield ``count`` elements from element ``begin`` of a row-major array, as (offsets, sizes) in order: as few as can be."""
+    if count <= 0:
         return
-    if not shape:
-        yield ()
+    if not sizes:
+        yield (), ()
         return
-    row = 1
-    for size in shape[1:]:
-        row *= size
-    begin, end = -(-first // row), last // row  # whole rows
-    if begin > end:  # all within one
-        yield from ((slice(end, begin), *box) for box in runs(shape[1:], first - end * row, last - end * row))
-        return
-    if first < begin * row:
-        yield from ((slice(begin - 1, begin), *box) for box in runs(shape[1:], first - (begin - 1) * row, row))
-    if begin < end:
-        yield (slice(begin, end), *(slice(0, size) for size in shape[1:]))
-    if end * row < last:
-        yield from ((slice(end, end + 1), *box) for box in runs(shape[1:], 0, last - end * row))
+    inner = math.prod(sizes[1:])
+    row, at = divmod(begin, inner)
+    if at:
+        take = min(count, inner - at)
+        for offsets, extent in rectangles(sizes[1:], at, take):
+            yield (row, *offsets), (1, *extent)
+        row, count = row + 1, count - take
+    rows, rest = divmod(count, inner)
+    if rows:
+        yield (row, *[0] * (len(sizes) - 1)), (rows, *sizes[1:])
+    for offsets, extent in rectangles(sizes[1:], 0, rest):
+        yield (row + rows, *offsets), (1, *extent)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """``count`` elements from element ``begin`` of the row ``number``, and the byte of a slab that they begin at."""
+
+    number: int
+    begin: int
+    count: int
+    at: int
+
+
+def cut(rows: Iterable[tuple[int, int, int]], slab_bytes: int) -> Iterator[list[Cut]]:
+    """Cut rows of elements, in order, and pack them into slabs.
+
+    Args:
+        rows: for each its elements, the bytes of one, and the number of elements that it is cut at multiples of.
+        slab_bytes: the size of a slab, of which the elements between two cuts fill no more than one.
+    """
+    cuts: list[Cut] = []
+    at = 0
+    for number, (elements, itemsize, step) in enumerate(rows):
+        begin = 0
+        while begin < elements:
+            left, room = elements - begin, (slab_bytes - at) // itemsize
+            count = left if left <= room else room // step * step
+            if count <= 0:
+                yield cuts
+                cuts, at = [], 0
+                continue
+            cuts.append(Cut(number, begin, count, at))
+            begin += count
+            at += -(-count * itemsize // ALIGNMENT) * ALIGNMENT
+    if cuts:
+        yield cuts
+
+
+def read_ahead(pieces: Iterable[T], read: Callable[[T, int], R]) -> Iterator[tuple[T, R]]:
+    """Yield each piece and what ``read`` returns for it, which is called for the next one meanwhile, in a thread.
+
+    Args:
+        pieces: what to read, one after another.
+        read: is given a piece, and which of two buffers is free: 0 or 1.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="dcp-rs") as reader:
+        before: tuple[T, Future[R]] | None = None
+        for number, piece in enumerate(pieces):
+            following = piece, reader.submit(read, piece, number % 2)
+            if before is not None:
+                yield before[0], before[1].result()
+            before = following
+        if before is not None:
+            yield before[0], before[1].result()
 
 
 def selection(key: Any, shape: Sequence[int]) -> tuple[list[int], list[int], tuple[int | slice, ...]]:

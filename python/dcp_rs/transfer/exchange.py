@@ -17,17 +17,19 @@ import torch.distributed as dist
 
 from dcp_rs import _core
 from dcp_rs.options import ReadOptions
+from dcp_rs.tensors.boxes import Cut, cut, narrow, rectangles
 from dcp_rs.tensors.memory import check_made, is_plain
 from dcp_rs.transfer import slabs
 from dcp_rs.transfer.counts import Counts
 from dcp_rs.transfer.lanes import Transfer, is_accelerator, lane_for
-from dcp_rs.transfer.target import Target
+from dcp_rs.transfer.target import Target, fills
 
 __all__ = ["Peers", "SharedReads", "read_shared"]
 
 T = TypeVar("T")
 
-_ALIGNMENT = 64
+#: Large tensors are cut at multiples of it.
+_PAGE = 4096
 _MAX_PIECE_BYTES = 16 << 20
 _MIN_PIECE_BYTES = 64 << 10
 
@@ -170,12 +172,10 @@ class _Exchange:
 
     def _fill(self, piece: _Piece, buffer: torch.Tensor, stages: _Stages | None) -> None:
         memory = buffer if stages is None else stages.take()[: piece.nbytes]
-        fills = []
-        for target, offsets, sizes, at in piece.parts:
-            view = _part(memory, target, sizes, at)
-            first = [a + b for a, b in zip(target.offsets, offsets, strict=True)]
-            fills.append(_core.Fill(target.index, first, view.shape, view.data_ptr(), view.stride()))
-        self.counts.add(self._index.read_regions(fills, **self._options.engine()))
+        wanted = []
+        for target, part, elements in piece.elements(memory):
+            wanted += fills(target.index, target.tensor.shape, part.begin, elements, target.offsets)
+        self.counts.add(self._index.read_regions(wanted, **self._options.engine()))
         if stages is not None:
             stages.send(memory, buffer)
 
@@ -266,21 +266,31 @@ class _Stages:
 
 @dataclass(slots=True)
 class _Piece:
-    """Rectangles that are sent together: (target, offsets in it, sizes, first byte), and the bytes of all."""
+    """Elements of targets that are sent together."""
 
-    parts: list[tuple[Target, Sequence[int], Sequence[int], int]]
-    nbytes: int
+    targets: Sequence[Target]
+    parts: list[Cut]
+
+    @property
+    def nbytes(self) -> int:
+        last = self.parts[-1]
+        return last.at + last.count * self.targets[last.number].dtype.itemsize
+
+    def elements(self, buffer: torch.Tensor) -> Iterator[tuple[Target, Cut, torch.Tensor]]:
+        """Yield the elements of each part in memory that holds the piece, as a row."""
+        for part in self.parts:
+            target = self.targets[part.number]
+            yield target, part, buffer[part.at : part.at + part.count * target.dtype.itemsize].view(target.dtype)
 
     def memory(self) -> torch.Tensor | None:
         """The piece's own place, where it is one run of bytes of a tensor that holds what is stored."""
-        if len(self.parts) != 1:
-            return None
-        target, offsets, sizes, _ = self.parts[0]
-        view = _narrow(target.tensor, offsets, sizes)
-        if not is_plain(target.tensor, target.dtype) or not view.is_contiguous():
+        part, target = self.parts[0], self.targets[self.parts[0].number]
+        tensor = target.tensor
+        if len(self.parts) != 1 or not is_plain(tensor, target.dtype) or not tensor.is_contiguous():
             return None
         # Not view(-1): a tensor of one element may have any stride.
-        return view.detach().as_strided((view.numel(),), (1,)).view(torch.uint8)
+        flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+        return flat[part.begin : part.begin + part.count].view(torch.uint8)
 
     def unpack(self, buffer: torch.Tensor) -> None:
         """Copies what arrived to where it belongs."""
@@ -288,55 +298,16 @@ class _Piece:
         if own is not None and own.data_ptr() == buffer.data_ptr():
             return
         with torch.no_grad():
-            for target, offsets, sizes, at in self.parts:
-                _narrow(target.tensor, offsets, sizes).copy_(_part(buffer, target, sizes, at))
+            for target, part, elements in self.elements(buffer):
+                at = 0
+                for offsets, sizes in rectangles(target.tensor.shape, part.begin, part.count):
+                    view = narrow(target.tensor, offsets, sizes)
+                    view.copy_(elements[at : at + view.numel()].view(sizes))
+                    at += view.numel()
 
 
 def _pieces(targets: Sequence[Target], limit: int) -> Iterator[_Piece]:
     """Cuts and packs the targets into pieces of at most ``limit`` bytes, the same on every rank that has the same targets."""
-    parts: list[tuple[Target, Sequence[int], Sequence[int], int]] = []
-    end = 0
-    for target in targets:
-        for offsets, sizes in _cut(tuple(target.tensor.shape), target.dtype.itemsize, limit):
-            nbytes = target.dtype.itemsize
-            for size in sizes:
-                nbytes *= size
-            if parts and end + nbytes > limit:
-                yield _Piece(parts, end)
-                parts, end = [], 0
-            at = -(-end // _ALIGNMENT) * _ALIGNMENT
-            parts.append((target, offsets, sizes, at))
-            end = at + nbytes
-    if parts:
-        yield _Piece(parts, end)
-
-
-def _cut(sizes: tuple[int, ...], itemsize: int, limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cuts a rectangle into (offsets, sizes) of at most ``limit`` bytes and at least one element, in row-major order."""
-    inner = itemsize
-    for size in sizes[1:]:
-        inner *= size
-    if not sizes or inner * sizes[0] <= limit:
-        yield (0,) * len(sizes), sizes
-    elif inner <= limit:
-        step = limit // inner
-        for begin in range(0, sizes[0], step):
-            yield (begin, *(0,) * (len(sizes) - 1)), (min(step, sizes[0] - begin), *sizes[1:])
-    else:
-        for begin in range(sizes[0]):
-            for offsets, part in _cut(sizes[1:], itemsize, limit):
-                yield (begin, *offsets), (1, *part)
-
-
-def _narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, offset, size)
-    return tensor
-
-
-def _part(buffer: torch.Tensor, target: Target, sizes: Sequence[int], at: int) -> torch.Tensor:
-    count = 1
-    for size in sizes:
-        count *= size
-    return buffer[at : at + count * target.dtype.itemsize].view(target.dtype).view(tuple(sizes))
+    rows = ((target.tensor.numel(), target.dtype.itemsize, _PAGE // target.dtype.itemsize) for target in targets)
+    for parts in cut(rows, limit):
+        yield _Piece(targets, parts)

@@ -9,14 +9,12 @@ from typing import cast
 import torch
 
 from dcp_rs import _core
-from dcp_rs.tensors.boxes import runs
+from dcp_rs.tensors.boxes import ALIGNMENT, cut, narrow, rectangles
 from dcp_rs.tensors.dtypes import AS_INTEGERS
 from dcp_rs.transfer.entry import Entry
 
 __all__ = ["ALIGNMENT", "BLOCK_BYTES", "Part", "flat", "gathered", "pack"]
 
-#: Parts begin at multiples of this.
-ALIGNMENT = 64
 #: Digests cover blocks of this many bytes, so a tensor that is written in parts is cut at multiples of it.
 BLOCK_BYTES = 1 << 20
 
@@ -50,23 +48,8 @@ class Part:
 
 def pack(entries: Sequence[tuple[int, Entry]], max_bytes: int) -> Iterator[list[Part]]:
     """Cuts tensors at multiples of a block, and packs the parts: so many as ``max_bytes`` hold, which is a block at least."""
-    parts: list[Part] = []
-    at = 0
-    for item, entry in entries:
-        begin = 0
-        while begin < entry.nbytes:
-            room = max_bytes - at
-            left = entry.nbytes - begin
-            length = left if left <= room else room // BLOCK_BYTES * BLOCK_BYTES
-            if length <= 0:
-                yield parts
-                parts, at = [], 0
-                continue
-            parts.append(Part(item, entry, begin, begin + length, at))
-            begin += length
-            at += -(-length // ALIGNMENT) * ALIGNMENT
-    if parts:
-        yield parts
+    for cuts in cut(((entry.nbytes, 1, BLOCK_BYTES) for _, entry in entries), max_bytes):
+        yield [Part(*entries[part.number], part.begin, part.begin + part.count, part.at) for part in cuts]
 
 
 def flat(entry: Entry) -> torch.Tensor | None:
@@ -86,7 +69,8 @@ def gathered(part: Part, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, t
         dtype = AS_INTEGERS[dtype]
         tensor = tensor.view(dtype)
     elements, at = memory.view(dtype), 0
-    for box in runs(tensor.shape, part.begin // dtype.itemsize, part.end // dtype.itemsize):
-        source = tensor[box].resolve_conj().resolve_neg()
+    begin, end = part.begin // dtype.itemsize, part.end // dtype.itemsize
+    for offsets, sizes in rectangles(tensor.shape, begin, end - begin):
+        source = narrow(tensor, offsets, sizes).resolve_conj().resolve_neg()
         yield elements[at : at + source.numel()].view(source.shape), source
         at += source.numel()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from dcp_rs import _core
 from dcp_rs.errors import UnsupportedError
+from dcp_rs.tensors.boxes import rectangles
 from dcp_rs.tensors.dtypes import BY_NAME
 
-__all__ = ["Target", "stored_dtype"]
+__all__ = ["Target", "fills", "stored_dtype"]
 
 
 @dataclass(slots=True)
@@ -39,6 +42,27 @@ class Target:
     def nbytes(self) -> int:
         """Of the region, as it is stored."""
         return self.tensor.numel() * self.dtype.itemsize
+
+
+def fills(
+    index: int, shape: Sequence[int], begin: int, flat: torch.Tensor, offsets: Sequence[int] = ()
+) -> list[_core.Fill]:
+    """Return reads of the elements from ``begin`` on of a region, in row-major order.
+
+    Args:
+        index: which stored tensor, or which chunk.
+        shape: of the region.
+        begin: the first element.
+        flat: where they go: a row of host memory.
+        offsets: where the region begins in the stored tensor; default: at its first element.
+    """
+    found, at = [], 0
+    for first, sizes in rectangles(shape, begin, flat.numel()):
+        into = flat[at : at + math.prod(sizes)].view(sizes)
+        place = [a + b for a, b in zip(first, offsets, strict=True)] if offsets else first
+        found.append(_core.Fill(index, place, into.shape, into.data_ptr(), into.stride()))
+        at += into.numel()
+    return found
 
 
 def stored_dtype(name: str, dtype: str | None) -> torch.dtype:
