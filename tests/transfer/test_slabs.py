@@ -16,7 +16,7 @@ from support.slabs import batch_of, saved, state
 # --- the engine ------------------------------------------------------------------------------------
 
 
-def test_direct_reads_land_in_the_slab(ckpt):
+def test_what_is_not_in_the_page_cache_is_read_past_it(ckpt):
     want = state() | {"large": torch.randn(1500, 1000)}
     index = saved(ckpt, want)
     for path in index.file_paths():

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use dcp_rs_core::checkpoint;
 use dcp_rs_core::checkpoint::gather::{Gather, Memory, Source, Turns};
+use dcp_rs_core::checkpoint::verify::verify_chunks;
 use dcp_rs_core::format::{Kind, SourceKind};
 use dcp_rs_core::geometry::Dims;
 use dcp_rs_core::geometry::overlap::{self, Region};
@@ -221,11 +222,11 @@ impl Index {
         for &chunk in &chunks {
             self.check_chunk(chunk)?;
         }
-        let options = read_options(options)?;
+        let threads = read_options(options)?.threads;
         let index = Arc::clone(&self.inner);
         let allow_external = self.allow_external;
         interrupt::run(py, |control| {
-            checkpoint::verify_chunks(&index, &chunks, allow_external, &options, control)
+            verify_chunks(&index, &chunks, allow_external, threads, control)
         })
     }
 

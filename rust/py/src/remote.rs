@@ -205,7 +205,7 @@ impl Store {
             threads,
         };
         let bytes = interrupt::run_with(py, progress.as_ref(), 0, |control| {
-            checkpoint::recover_remote(&folder, &options, &*self.inner, control)
+            checkpoint::recover_remote(&folder, &options, &self.inner, control)
         })?;
         Ok(PyBytes::new(py, &bytes))
     }

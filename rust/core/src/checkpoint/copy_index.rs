@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::blocks::{each_block, open, push_blocks};
-use super::data_files::file_ref;
-use crate::format::{FileEntry, FileView, Index, IndexBuilder, block_count};
+use super::data_files::{explain, file_ref};
+use crate::format::{FileEntry, FileView, Index, IndexBuilder, block_count, block_digest};
 use crate::store::Files;
 use crate::{Control, Error, Result};
 
@@ -80,10 +80,12 @@ fn hash_all(index: &Index, threads: usize, control: &Control) -> Result<BTreeMap
         }
     }
     blocks.sort_unstable_by_key(|block| (block.file, block.offset));
-    each_block(index, &files, &blocks, threads, control, |block, digest| {
+    each_block(&files, &blocks, threads, control, |block, bytes| {
         let number = usize::try_from(block.number).expect("as many as fit memory");
-        digests[&block.chunk][number].store(digest, Ordering::Relaxed);
-    })?;
+        digests[&block.chunk][number].store(block_digest(bytes), Ordering::Relaxed);
+        Ok(())
+    })
+    .map_err(|error| explain(index, error, control))?;
     Ok(digests
         .into_iter()
         .map(|(chunk, digests)| (chunk, digests.into_iter().map(AtomicU64::into_inner).collect()))

@@ -13,11 +13,10 @@ pub mod gather;
 mod index_file;
 mod locate;
 mod open;
-mod payload;
 mod recover;
 pub mod verify;
 
-pub use check::{check_files, check_regions, verify_chunks};
+pub use check::{check_files, check_regions};
 pub use clean::{Cleaned, Kind as LeftoverKind, Leftover, Verdict, clean, leftovers};
 pub use clean_remote::{clean_remote, leftovers_remote};
 pub use commit::{Committed, commit, commit_index, discard, next_generation, replace_index};

@@ -3,17 +3,18 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::path::Path;
+use std::sync::Arc;
 
-use super::blocks::{Block, groups, length};
+use super::blocks::{Block, each_block};
 use super::data_header::DataHeader;
 use super::locate::{check_no_rank_names, names};
-use super::payload::PayloadReader;
 use crate::copy::Signs;
 use crate::format::{
     BLOCK_SIZE, BlockCell, BlockDigests, ChunkEntry, DataFileName, IndexBuilder, SourceKind, Value, block_count,
     content_digest,
 };
-use crate::store::{Files, Remote};
+use crate::paths::Links;
+use crate::store::{FileRef, Files, Remote};
 use crate::{Control, Error, Result, parallel};
 
 /// Which save to recover, and how.
@@ -23,7 +24,7 @@ pub struct RecoverOptions {
     pub generation: Option<u64>,
     /// Only this save. Needed where two saves of one generation are complete.
     pub save_id: Option<[u8; 16]>,
-    /// Threads, each with a read in flight. 0: 8, or as many as the cores that this process may use.
+    /// Threads that hash. 0: as many as the cores that this process may use.
     pub threads: usize,
 }
 
@@ -36,24 +37,37 @@ pub struct RecoverOptions {
 /// each one lacks; [`Error::Plan`] where there are two complete saves to choose from; [`Error::CorruptIndex`] where headers contradict
 /// each other.
 pub fn recover(dir: &Path, options: &RecoverOptions, control: &Control) -> Result<Vec<u8>> {
-    recover_from(Files::Local, dir, &names(dir)?, options, control)
+    recover_from(Files::Local, dir, &names(dir)?, None, options, control)
 }
 
 /// [`recover`] of the folder `dir` on a store.
 ///
 /// # Errors
 /// As there, [`Error::Unsupported`] of a store that cannot be listed, and those of a [`Connection`](crate::store::Connection).
-pub fn recover_remote(dir: &Path, options: &RecoverOptions, remote: &dyn Remote, control: &Control) -> Result<Vec<u8>> {
+pub fn recover_remote(
+    dir: &Path,
+    options: &RecoverOptions,
+    remote: &Arc<dyn Remote>,
+    control: &Control,
+) -> Result<Vec<u8>> {
     let connection = remote.connect(options.threads)?;
     let names = connection.names(dir, control)?;
     let names = names.ok_or_else(|| Error::Unsupported(format!("{} cannot be listed", dir.display())))?;
-    recover_from(Files::Remote(&*connection, control), dir, &names, options, control)
+    recover_from(
+        Files::Remote(&*connection, control),
+        dir,
+        &names,
+        Some(remote),
+        options,
+        control,
+    )
 }
 
 fn recover_from(
     files: Files<'_>,
     dir: &Path,
     names: &[String],
+    remote: Option<&Arc<dyn Remote>>,
     options: &RecoverOptions,
     control: &Control,
 ) -> Result<Vec<u8>> {
@@ -70,7 +84,7 @@ fn recover_from(
             .partition(|header| header.world_size == 0);
         let headers = complete_set(generation, headers)?;
         if !headers.is_empty() {
-            return build(files, generation, &headers, options, control);
+            return build(generation, &headers, remote, options, control);
         }
         write!(reasons, "; generation {generation} is not complete").expect("a String takes all");
         if let Some(DataHeader { name, .. }) = alone.first() {
@@ -194,13 +208,13 @@ fn is_complete(save: &[DataHeader]) -> bool {
 }
 
 fn build(
-    files: Files<'_>,
     generation: u64,
     headers: &[DataHeader],
+    remote: Option<&Arc<dyn Remote>>,
     options: &RecoverOptions,
     control: &Control,
 ) -> Result<Vec<u8>> {
-    let mut hashed = hash(files, headers, options.threads, control)?.into_iter();
+    let mut hashed = hash(headers, remote, options.threads, control)?.into_iter();
     let mut builder = IndexBuilder::new(SourceKind::Native);
     builder.save_id = headers[0].save_id;
     builder.generation = generation;
@@ -229,7 +243,12 @@ fn build(
 }
 
 /// The digests of all chunks, of their blocks and of their content, in the order of the headers.
-fn hash(files: Files<'_>, headers: &[DataHeader], threads: usize, control: &Control) -> Result<Vec<(Vec<u64>, u128)>> {
+fn hash(
+    headers: &[DataHeader],
+    remote: Option<&Arc<dyn Remote>>,
+    threads: usize,
+    control: &Control,
+) -> Result<Vec<(Vec<u64>, u128)>> {
     let chunks = || headers.iter().flat_map(|header| &header.chunks);
     let mut blocks = Vec::new();
     for (file, header) in (0..).zip(headers) {
@@ -247,25 +266,18 @@ fn hash(files: Files<'_>, headers: &[DataHeader], threads: usize, control: &Cont
     }
     let digests: Vec<BlockCell> = blocks.iter().map(|_| BlockCell::default()).collect();
     blocks.sort_unstable_by_key(|block| (block.file, block.offset));
-    let threads = if threads == 0 {
-        parallel::available().max(8)
-    } else {
-        threads
+    let file = |header: &DataHeader| FileRef {
+        path: header.path.clone(),
+        size: header.entry.size,
+        mtime_ns: 0,
+        mend: "",
+        links: Links::Any,
+        remote: remote.cloned(),
     };
-    let groups = groups(files, &blocks);
-    let reader = || PayloadReader::new(files);
-    parallel::for_each(groups.len(), files.threads(threads), reader, |reader, job| {
-        control.check()?;
-        let group = &blocks[groups[job].clone()];
-        let first = group[0].offset;
-        let bytes = reader.read(&headers[group[0].file as usize], first, length(group))?;
-        for block in group {
-            let at = usize::try_from(block.offset - first).expect("in memory");
-            let len = usize::try_from(block.len).expect("at most 1 MiB");
-            let number = usize::try_from(block.number).expect("their blocks are in memory");
-            digests[number].set(BlockDigests::of(&bytes[at..at + len]));
-            control.add(block.len);
-        }
+    let files = (0..).zip(headers.iter().map(file)).collect();
+    each_block(&files, &blocks, threads, control, |block, bytes| {
+        let number = usize::try_from(block.number).expect("their blocks are in memory");
+        digests[number].set(BlockDigests::of(bytes));
         Ok(())
     })?;
     let mut rest = digests.as_slice();

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::fmt;
 use std::path::PathBuf;
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 
 use super::blocks::{Block, blocks, each_block, open, push_blocks};
 use super::data_files::{explain, file_ref};
@@ -96,22 +96,14 @@ pub fn verify(index: &Index, allow_external: bool, threads: usize, control: &Con
     }
     let (blocks, without) = blocks(index, |file| files.contains_key(&file));
     verified.bytes_without_digest = without;
-    let problems = Mutex::new(Vec::new());
-    each_block(index, &files, &blocks, threads, control, |block, got| {
-        if let Some(problem) = compare(index, &files, block, got) {
-            problems
-                .lock()
-                .unwrap_or_else(std::sync::PoisonError::into_inner)
-                .push(problem);
-        }
-    })?;
+    let problems = compare_all(index, &files, &blocks, threads, control)?;
     verified.bytes = blocks.iter().map(|block| block.len).sum();
     if index.source() == SourceKind::Torch {
         verify_records(index, there, &files, threads, control, &mut verified)?;
     }
     verified
         .problems
-        .extend(problems.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner));
+        .extend(problems.into_iter().map(|(_, problem)| problem));
     verified
         .problems
         .sort_by(|a, b| (&a.path, a.offset).cmp(&(&b.path, b.offset)));
@@ -145,15 +137,67 @@ pub fn damaged_chunks(index: &Index, chunks: &[u64], threads: usize, control: &C
             problems.extend(inside.map(|&chunk| (chunk, problem.clone())));
         }
     }
-    let problems = Mutex::new(problems);
-    each_block(index, &files, &blocks, threads, control, |block, got| {
-        if let Some(problem) = compare(index, &files, block, got) {
-            let mut problems = problems.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-            problems.entry(block.chunk).or_insert(problem);
-        }
-    })?;
-    let problems = problems.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+    for (block, problem) in compare_all(index, &files, &blocks, threads, control)? {
+        problems.entry(block.chunk).or_insert(problem);
+    }
     Ok(problems.into_iter().collect())
+}
+
+/// Raises for a block of these chunks that does not match its digest.
+///
+/// # Errors
+/// [`Error::CorruptData`]; as [`damaged_chunks`].
+pub fn verify_chunks(
+    index: &Index,
+    chunks: &[u64],
+    allow_external: bool,
+    threads: usize,
+    control: &Control,
+) -> Result<()> {
+    let (mut files, mut blocks) = (BTreeMap::new(), Vec::new());
+    for &number in chunks {
+        let chunk = index.chunk(number);
+        if chunk.digests.is_some() {
+            files.insert(chunk.file, file_ref(index, chunk.file, allow_external)?);
+            push_blocks(&mut blocks, number, chunk.file, chunk.offset, chunk.length);
+        }
+    }
+    let check = |block: &Block, bytes: &[u8]| {
+        compare(index, &files, block, block_digest(bytes)).map_or(Ok(()), |problem| Err(problem.into()))
+    };
+    each_block(&files, &blocks, threads, control, check).map_err(|error| explain(index, error, control))
+}
+
+impl From<Problem> for Error {
+    fn from(problem: Problem) -> Self {
+        let Problem {
+            block, expected, got, ..
+        } = &problem;
+        let reason = format!("block {block} has digest {got}, expected {expected}");
+        Self::corrupt_data(&problem.path, &problem.tensor, problem.offset, reason)
+    }
+}
+
+/// Hashes blocks, and returns those that do not match their digests.
+fn compare_all(
+    index: &Index,
+    files: &BTreeMap<u32, FileRef>,
+    blocks: &[Block],
+    threads: usize,
+    control: &Control,
+) -> Result<Vec<(Block, Problem)>> {
+    let problems = Mutex::new(Vec::new());
+    each_block(files, blocks, threads, control, |block, bytes| {
+        if let Some(problem) = compare(index, files, block, block_digest(bytes)) {
+            problems
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .push((*block, problem));
+        }
+        Ok(())
+    })
+    .map_err(|error| explain(index, error, control))?;
+    Ok(problems.into_inner().unwrap_or_else(PoisonError::into_inner))
 }
 
 /// What is wrong with a block that hashes to `got`, if that is not what the index says.
@@ -185,7 +229,7 @@ fn verify_records(
         .collect();
     chunks.sort_unstable();
     for (&number, file_ref) in files {
-        let (records, pickle_is_checked) = match torch_file::check_records(there, &file_ref.path, threads, control) {
+        let (records, pickle_is_checked) = match torch_file::check_records(there, file_ref, threads, control) {
             Ok(checked) => checked,
             // It was indexed once.
             Err(Error::CorruptData { offset, reason, .. }) => {

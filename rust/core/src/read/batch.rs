@@ -5,15 +5,15 @@ use super::plan::Plan;
 use super::policy::{Access, Policy};
 use super::survey::{Kept, SharedMapping};
 use super::{Catalog, FileRef, ReadReq};
-use crate::Control;
 use crate::copy::Stores;
 use crate::store::Connection;
+use crate::{Control, Result};
 
 /// From here on a batch is streamed: what it writes would not stay in a cache anyway.
 const STREAM_BATCH: u64 = 1 << 20;
 
-/// Hears of the digests of blocks.
-pub type Found<'a> = &'a (dyn Fn(u32, u64) + Sync);
+/// Sees the bytes of each request, by its number.
+pub type Visitor<'a> = &'a (dyn Fn(u32, &[u8]) -> Result<()> + Sync);
 
 /// All that workers need to know of one call.
 pub struct Batch<'a> {
@@ -21,8 +21,8 @@ pub struct Batch<'a> {
     pub reqs: &'a [ReadReq],
     pub catalog: &'a dyn Catalog,
     pub verify: bool,
-    /// Hears of the digest of each block, by the number of its request, where nothing is delivered.
-    pub found: Option<Found<'a>>,
+    /// Where nothing is delivered.
+    pub visitor: Option<Visitor<'a>>,
     /// What is left of the look at each file.
     pub kept: &'a [Kept],
     pub mappings: &'a [SharedMapping],

@@ -4,13 +4,16 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use super::batch::{Batch, Found, change_signs, stores};
+use smallvec::smallvec;
+
+use super::batch::{Batch, Visitor, change_signs, stores};
 use super::plan::{Job, plan};
 use super::policy::{Access, MIN_JOB, Policy, SMALL_READ, SMALL_READ_DEPTH};
 use super::scatter;
 use super::survey::{self, Kept, connect, spans, survey};
 use super::worker::Worker;
-use super::{Catalog, FileRef, ReadOptions, ReadReq, ReadStats};
+use super::{Catalog, Destination, FileRef, ReadOptions, ReadReq, ReadStats};
+use crate::copy::SignBits;
 use crate::store::Buffer;
 use crate::{Control, Error, Result, parallel};
 
@@ -38,39 +41,77 @@ pub unsafe fn read(
     Ok(stats)
 }
 
-/// Hashes the blocks of chunks, and tells `found` the digest of each: requests are for whole chunks of at most one block. Nothing is written
-/// to their destinations.
+/// A part of a file, of at most one block, [`BLOCK_SIZE`](crate::format::BLOCK_SIZE) bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FileRange {
+    /// The file, as an index in the slice given to [`visit`].
+    pub file: u32,
+    /// First byte.
+    pub offset: u64,
+    /// Bytes.
+    pub length: u64,
+}
+
+/// Reads ranges of files in parallel, and shows `visitor` the bytes of each, by its number. Its first error stops the rest.
 ///
 /// # Errors
-/// Those of [`read`] for files.
-pub(crate) fn hash(
+/// Those of [`read`] for files, and the visitor's.
+pub(crate) fn visit(
     files: &[FileRef],
-    reqs: &[ReadReq],
-    catalog: &dyn Catalog,
+    ranges: &[FileRange],
     threads: usize,
-    found: Found<'_>,
+    visitor: Visitor<'_>,
     control: &Control,
 ) -> Result<()> {
     let options = ReadOptions {
         threads,
+        // Jobs are cut between blocks, and so between ranges.
         verify: true,
         ..ReadOptions::default()
     };
-    // SAFETY: with `found`, no destination is used.
-    unsafe { carry_out(files, reqs, catalog, &options, Some(found), control)? };
+    let request = |range: &FileRange| ReadReq {
+        file: range.file,
+        tensor: 0,
+        chunk_offset: range.offset,
+        chunk_length: range.length,
+        digests: Some(0),
+        itemsize: 1,
+        shape: smallvec![range.length],
+        src_offset: 0,
+        src_strides: smallvec![1],
+        dst: Destination(std::ptr::null_mut()),
+        dst_strides: smallvec![1],
+        signs: SignBits::default(),
+    };
+    let requests: Vec<ReadReq> = ranges.iter().map(request).collect();
+    // SAFETY: with a visitor, no destination is used.
+    unsafe { carry_out(files, &requests, &Nameless, &options, Some(visitor), control)? };
     Ok(())
 }
 
-/// Carries out [`read`], or [`hash`] where there is `found`.
+/// For reads that compare nothing, and so name nothing.
+struct Nameless;
+
+impl Catalog for Nameless {
+    fn tensor_name(&self, _: u32) -> String {
+        String::new()
+    }
+
+    fn digest(&self, _: u64) -> u64 {
+        0
+    }
+}
+
+/// Carries out [`read`], or [`visit`] where there is a visitor.
 ///
 /// # Safety
-/// That of [`read`], without `found`.
+/// That of [`read`], without a visitor.
 unsafe fn carry_out(
     files: &[FileRef],
     reqs: &[ReadReq],
     catalog: &dyn Catalog,
     options: &ReadOptions,
-    found: Option<Found<'_>>,
+    visitor: Option<Visitor<'_>>,
     control: &Control,
 ) -> Result<ReadStats> {
     control.check()?;
@@ -113,7 +154,7 @@ unsafe fn carry_out(
             reqs,
             catalog,
             verify: options.verify,
-            found,
+            visitor,
             kept: &kept,
             mappings: &mappings,
             access: &access,

@@ -13,7 +13,7 @@ const MIN_RUN: u64 = 512;
 /// Whether all of a job does: its runs are long enough, and blocks that are compared with digests are wanted whole, so that they can be hashed where
 /// they went.
 pub fn goes_straight(batch: &Batch, job: &Job) -> bool {
-    if batch.found.is_some() {
+    if batch.visitor.is_some() {
         return false;
     }
     batch.plan.pieces[job.pieces.0..job.pieces.1].iter().all(|piece| {

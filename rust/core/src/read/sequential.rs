@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use super::batch::{Batch, change_signs, stores};
-use super::plan::{Plan, plan};
+use super::plan::plan;
 use super::policy::{Access, Policy};
 use super::survey::{Found, Kept, SharedMapping, spans, survey};
 use super::worker::Worker;
@@ -46,43 +46,6 @@ impl Survey {
         let waiting = self.access.iter().filter(|access| access.waits());
         waiting.map(|access| access.depth()).fold(threads.max(1), usize::max)
     }
-
-    /// What offsets of direct reads of a file must be multiples of, if that is how it is read.
-    #[must_use]
-    pub fn direct_align(&self, file: u32) -> Option<u64> {
-        match self.access.get(file as usize) {
-            Some(Access::Direct { align }) => Some(*align),
-            _ => None,
-        }
-    }
-
-    /// A batch over the files that were looked at.
-    fn batch<'a>(
-        &'a self,
-        files: &'a [FileRef],
-        reqs: &'a [ReadReq],
-        catalog: &'a dyn Catalog,
-        control: &'a Control,
-        plan: Plan,
-        connection: Option<&'a dyn Connection>,
-    ) -> Batch<'a> {
-        let total = plan.jobs.iter().map(|job| job.wanted).sum();
-        Batch {
-            files,
-            reqs,
-            catalog,
-            verify: false,
-            found: None,
-            kept: &self.kept,
-            mappings: &self.mappings,
-            access: &self.access,
-            policies: &self.policies,
-            plan,
-            stores: stores(total),
-            connection,
-            control,
-        }
-    }
 }
 
 /// The state of one thread that reads: it keeps its file open, or mapped, from batch to batch, and the connection that others share.
@@ -120,8 +83,19 @@ impl Sequential {
         control.check()?;
         let plan = plan(files, reqs, &survey.policies, verify, catalog)?;
         let batch = Batch {
+            files,
+            reqs,
+            catalog,
             verify,
-            ..survey.batch(files, reqs, catalog, control, plan, self.connection.as_deref())
+            visitor: None,
+            kept: &survey.kept,
+            mappings: &survey.mappings,
+            access: &survey.access,
+            policies: &survey.policies,
+            stores: stores(plan.jobs.iter().map(|job| job.wanted).sum()),
+            plan,
+            connection: self.connection.as_deref(),
+            control,
         };
         for job in &batch.plan.jobs {
             control.check()?;
@@ -133,46 +107,9 @@ impl Sequential {
         Ok(())
     }
 
-    /// Reads bytes `start..end` of a file past the page cache, straight to where they are wanted: the first bytes of
-    /// `memory`. False, and nothing done, if the page cache has them or the file system refuses: [`read`](Self::read) them then.
-    ///
-    /// `start`, and `memory` with its length, are multiples of the survey's alignment for the file.
-    ///
-    /// # Errors
-    /// Those of [`read`](super::read) for files.
-    pub fn read_direct(
-        &mut self,
-        files: &[FileRef],
-        survey: &Survey,
-        (file, start, end): (u32, u64, u64),
-        memory: &mut [u8],
-        control: &Control,
-    ) -> Result<bool> {
-        control.check()?;
-        let batch = survey.batch(files, &[], &Nameless, control, Plan::default(), None);
-        let read = self.worker.read_direct(&batch, file, (start, end), memory)?;
-        if read {
-            control.add(end - start);
-        }
-        Ok(read)
-    }
-
     /// What this thread did so far.
     #[must_use]
     pub fn stats(&self) -> ReadStats {
         self.worker.stats
-    }
-}
-
-/// For reads that verify nothing, and so name nothing.
-struct Nameless;
-
-impl Catalog for Nameless {
-    fn tensor_name(&self, _: u32) -> String {
-        String::new()
-    }
-
-    fn digest(&self, _: u64) -> u64 {
-        0
     }
 }

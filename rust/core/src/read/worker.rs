@@ -14,7 +14,7 @@ use super::survey::Kept;
 use super::{FileRef, ReadStats, scatter, verify};
 use crate::copy::{copy_strided_unfenced, copy_with_digest_unfenced, fence};
 use crate::format::{BLOCK_SIZE, block_digest};
-use crate::store::{Buffer, Mapping, read_direct_at, resident_bytes};
+use crate::store::{Buffer, Mapping, resident_bytes};
 use crate::{Error, Result};
 
 /// The one file a worker has open, in the ways that its jobs needed so far. Jobs come sorted by file.
@@ -189,40 +189,6 @@ impl Worker {
         Ok(())
     }
 
-    /// Reads bytes `start..end` of a file past the page cache, to the first bytes of `memory`. False, and nothing done, where
-    /// the page cache has them all, or the file system refuses. `start` and `memory` are aligned as the file's access says.
-    pub fn read_direct(
-        &mut self,
-        batch: &Batch,
-        file: u32,
-        (start, end): (u64, u64),
-        memory: &mut [u8],
-    ) -> Result<bool> {
-        let Access::Direct { align } = batch.access[file as usize] else {
-            return Ok(false);
-        };
-        self.open.turn_to(file);
-        let plain = self.open.plain(batch, file)?;
-        if resident_bytes(plain, start, end) == Some(end - start) {
-            return Ok(false);
-        }
-        let number = file;
-        let file = &batch.files[file as usize];
-        match read_direct_at(self.open.direct(file)?, memory, start, index(end - start), index(align)) {
-            Ok(()) => {}
-            Err(e) if e.raw_os_error() == Some(libc::EINVAL) => return Ok(false),
-            Err(e) => {
-                let plain = self.open.plain(batch, number).ok();
-                return Err(failed(file, plain, start, e));
-            }
-        }
-        self.stats.bytes_wanted += end - start;
-        self.stats.bytes_read += end - start;
-        self.stats.bytes_direct += end - start;
-        self.stats.jobs += 1;
-        Ok(true)
-    }
-
     /// Reads the segments into the buffer.
     fn fill(&mut self, batch: &Batch, job: &Job) -> Result<()> {
         let (index, room) = (job.file, job.buffer);
@@ -277,16 +243,18 @@ impl Worker {
         };
         // The bytes that were hashed last, and what to: neighbours often share a block. Blocks of two chunks may begin at one byte and end apart.
         let mut hashed: Option<((u64, u64), u64)> = None;
-        let check = |number: u32, block, got| match batch.found {
-            Some(found) => {
-                found(number, got);
-                Ok(())
-            }
-            None => verify::compare(file, &batch.reqs[number as usize], block, got, batch.catalog),
-        };
+        let check =
+            |number: u32, block, got| verify::compare(file, &batch.reqs[number as usize], block, got, batch.catalog);
         for extent in extents.iter() {
             let piece = &batch.plan.pieces[extent.piece];
             let req = &batch.reqs[piece.req as usize];
+            if let Some(visitor) = batch.visitor {
+                // SAFETY: as of the blocks below.
+                let bytes =
+                    unsafe { std::slice::from_raw_parts(locate(extent.segment, extent.src), index(extent.len)) };
+                visitor(piece.req, bytes)?;
+                continue;
+            }
             let (_, loops) = batch.plan.loops_of(piece);
             let dst = req.dst.0.wrapping_add(index(extent.dst));
             let mut copied = false;
@@ -294,10 +262,7 @@ impl Worker {
                 let first = (extent.fetch.0 - req.chunk_offset) / BLOCK_SIZE;
                 let end = (extent.fetch.1 - req.chunk_offset).div_ceil(BLOCK_SIZE);
                 let is_known = |range| hashed.is_some_and(|(known, _)| known == range);
-                copied = batch.found.is_none()
-                    && loops.is_empty()
-                    && end - first == 1
-                    && !is_known(verify::block_range(req, first));
+                copied = loops.is_empty() && end - first == 1 && !is_known(verify::block_range(req, first));
                 for block in first..end {
                     let (from, to) = verify::block_range(req, block);
                     if let Some((_, got)) = hashed.filter(|(range, _)| *range == (from, to)) {
@@ -321,7 +286,7 @@ impl Worker {
                     hashed = Some(((from, to), got));
                 }
             }
-            if copied || batch.found.is_some() {
+            if copied {
                 continue;
             }
             // SAFETY: the source: all of the extent lies in its segment, as above. The destination: the planner only

@@ -11,6 +11,6 @@ mod plan;
 mod session;
 mod split;
 
-pub use pack::{Batch, Image, PAGE};
+pub use pack::{ALIGN, Batch};
 pub use plan::{Copy, Plan, To};
 pub use session::{Next, Session, Slab};

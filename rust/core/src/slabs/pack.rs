@@ -1,22 +1,11 @@
 //! Packs what is wanted into slabs: pure, so that tables and properties can test it.
-//!
-//! Bytes that lie together in a file lie the same way in a slab, page by page, so that a direct read can put them there. Such
-//! a stretch is an [`Image`]. What is too small for a read of its own, or strided, is packed densely.
-
-use std::ops::Range;
 
 use super::split::split;
 use crate::format::BLOCK_SIZE;
 use crate::geometry::Dims;
 
-/// Slabs begin at multiples of this, and images begin and end at pages of this many bytes that nothing else is on.
-pub const PAGE: u64 = 4096;
-/// What is packed densely begins at multiples of this.
-const ALIGN: u64 = 64;
-/// A gap in the file up to this is read with what lies around it.
-const GAP: u64 = 16 << 10;
-/// A stretch from here on is read straight into the slab.
-const MIN_IMAGE: u64 = 64 << 10;
+/// Slabs, and the pieces in them, begin at multiples of this.
+pub const ALIGN: u64 = 64;
 /// What is left of a slab is left empty rather than filled with the first bytes of something large, if it is less than this part.
 const LEFT_OVER: u64 = 16;
 
@@ -68,21 +57,6 @@ pub struct Piece {
     pub part: Part,
 }
 
-/// Bytes `start..end` of a file that lie in a slab from `at` on. `at` is `start` modulo the page.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Image {
-    /// The file.
-    pub file: u32,
-    /// First byte in the file.
-    pub start: u64,
-    /// The byte after the last.
-    pub end: u64,
-    /// First byte in the slab.
-    pub at: u64,
-    /// The pieces on it, as indices in [`Batch::pieces`].
-    pub pieces: Range<usize>,
-}
-
 /// What one slab is filled with.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Batch {
@@ -90,11 +64,9 @@ pub struct Batch {
     pub group: u32,
     /// In the order of their places.
     pub pieces: Vec<Piece>,
-    /// In the order of their places.
-    pub images: Vec<Image>,
 }
 
-/// Packs items, in their order, into slabs of `slab_bytes`, a multiple of [`PAGE`]. Batches of different groups take turns.
+/// Packs items, in their order, into slabs of `slab_bytes`, a multiple of [`ALIGN`]. Batches of different groups take turns.
 /// With `verify`, items are cut where blocks of their chunks end, if a slab holds a block.
 pub fn pack(items: &[Item], slab_bytes: u64, verify: bool) -> Vec<Batch> {
     let mut groups: Vec<u32> = items.iter().map(|item| item.group).collect();
@@ -104,13 +76,8 @@ pub fn pack(items: &[Item], slab_bytes: u64, verify: bool) -> Vec<Batch> {
         .into_iter()
         .map(|group| {
             let mut packer = Packer::new(group, slab_bytes, verify);
-            let mut members = items
-                .iter()
-                .enumerate()
-                .filter(|(_, item)| item.group == group)
-                .peekable();
-            while let Some((i, item)) = members.next() {
-                packer.add(i, item, members.peek().map(|(_, next)| *next));
+            for (i, item) in items.iter().enumerate().filter(|(_, item)| item.group == group) {
+                packer.add(i, item);
             }
             packer.finish()
         })
@@ -139,8 +106,6 @@ struct Packer {
     done: Vec<Batch>,
     batch: Batch,
     used: u64,
-    /// Whether the last image is the last thing in the slab.
-    open: bool,
 }
 
 impl Packer {
@@ -151,78 +116,45 @@ impl Packer {
             done: Vec::new(),
             batch: Batch {
                 group,
-                ..Batch::default()
+                pieces: Vec::new(),
             },
             used: 0,
-            open: false,
         }
     }
 
-    fn add(&mut self, i: usize, item: &Item, next: Option<&Item>) {
+    fn add(&mut self, i: usize, item: &Item) {
         if item.flat {
-            let end = item.offset + item.length();
-            let joined = next.is_some_and(|next| {
-                next.flat && next.file == item.file && next.offset >= end && next.offset - end <= GAP && aligned(next)
-            });
-            self.bytes(i, item, joined);
+            self.bytes(i, item);
         } else {
             split(&item.sizes, item.itemsize, self.slab, &mut |offsets, sizes| {
                 let length = sizes.iter().product::<u64>() * item.itemsize;
                 let part = Part::Rectangle(Dims::from_slice(offsets), Dims::from_slice(sizes));
-                if self.used.next_multiple_of(ALIGN) + length > self.slab {
+                if self.next() + length > self.slab {
                     self.flush();
                 }
-                self.dense(i, length, part);
+                self.push(i, length, part);
             });
         }
     }
 
-    fn bytes(&mut self, i: usize, item: &Item, joined: bool) {
+    fn bytes(&mut self, i: usize, item: &Item) {
         let length = item.length();
         let mut from = 0;
         while from < length {
             let left = length - from;
-            let begin = item.offset + from;
-            let continued = self.continued(item, begin);
-            let image =
-                continued.is_some() || aligned(item) && !self.verify && (left >= MIN_IMAGE || joined || from > 0);
-            let at = match continued {
-                Some(at) => at,
-                None if image => self.used.next_multiple_of(PAGE) + begin % PAGE,
-                None => self.used.next_multiple_of(ALIGN),
-            };
-            let room = self.slab.saturating_sub(at);
-            let n = if left <= room {
-                left
-            } else {
-                self.cut(item, from, room, image)
-            };
+            let room = self.slab.saturating_sub(self.next());
+            let n = if left <= room { left } else { self.cut(item, from, room) };
             if n == 0 || n < left && n < self.slab / LEFT_OVER && self.used > 0 {
                 self.flush();
                 continue;
             }
-            if image {
-                self.image(item.file, begin, at, n, continued.is_some());
-                self.push(i, at, n, Part::Bytes(from));
-            } else {
-                self.dense(i, n, Part::Bytes(from));
-            }
+            self.push(i, n, Part::Bytes(from));
             from += n;
         }
     }
 
-    /// Where byte `begin` of the file lies if the last image goes on to it.
-    fn continued(&self, item: &Item, begin: u64) -> Option<u64> {
-        let last = self.batch.images.last().filter(|_| self.open && aligned(item))?;
-        let near = last.file == item.file && begin >= last.end && begin - last.end <= GAP;
-        near.then(|| last.at + (begin - last.start))
-    }
-
     /// How much of the rest of an item goes into `room` bytes that cannot hold all of it.
-    fn cut(&self, item: &Item, from: u64, room: u64, image: bool) -> u64 {
-        if image {
-            return room; // ends with the slab, so at a page of the file
-        }
+    fn cut(&self, item: &Item, from: u64, room: u64) -> u64 {
         let room = room / ALIGN * ALIGN;
         let begin = item.chunk_begin + from;
         let block_end = (begin + room) / BLOCK_SIZE * BLOCK_SIZE;
@@ -237,57 +169,28 @@ impl Packer {
         }
     }
 
-    /// Makes bytes of a file at `at` a new image, or the next part of the last.
-    fn image(&mut self, file: u32, begin: u64, at: u64, n: u64, continues: bool) {
-        let place = self.batch.pieces.len();
-        match self.batch.images.last_mut().filter(|_| continues) {
-            Some(last) => {
-                last.end = begin + n;
-                last.pieces.end = place + 1;
-            }
-            None => self.batch.images.push(Image {
-                file,
-                start: begin,
-                end: begin + n,
-                at,
-                pieces: place..place + 1,
-            }),
-        }
-        self.open = true;
-        self.used = (at + n).next_multiple_of(PAGE);
+    /// Where the next piece begins.
+    fn next(&self) -> u64 {
+        self.used.next_multiple_of(ALIGN)
     }
 
-    fn dense(&mut self, item: usize, length: u64, part: Part) {
-        let at = self.used.next_multiple_of(ALIGN);
-        self.open = false;
+    fn push(&mut self, item: usize, length: u64, part: Part) {
+        let at = self.next();
         self.used = at + length;
-        self.push(item, at, length, part);
-    }
-
-    fn push(&mut self, item: usize, at: u64, length: u64, part: Part) {
         self.batch.pieces.push(Piece { item, at, length, part });
     }
 
     fn flush(&mut self) {
-        let fresh = Batch {
-            group: self.batch.group,
-            ..Batch::default()
-        };
-        let batch = std::mem::replace(&mut self.batch, fresh);
-        if !batch.pieces.is_empty() {
-            self.done.push(batch);
+        let group = self.batch.group;
+        let pieces = std::mem::take(&mut self.batch.pieces);
+        if !pieces.is_empty() {
+            self.done.push(Batch { group, pieces });
         }
         self.used = 0;
-        self.open = false;
     }
 
     fn finish(mut self) -> Vec<Batch> {
         self.flush();
         self.done
     }
-}
-
-/// Whether elements stay aligned in memory where the item lies as it does in its file.
-fn aligned(item: &Item) -> bool {
-    item.offset.is_multiple_of(item.itemsize)
 }

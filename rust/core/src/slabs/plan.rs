@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::pack::{Batch, Item, PAGE, Part, pack};
+use super::pack::{ALIGN, Batch, Item, Part, pack};
 use crate::checkpoint::explain;
 use crate::checkpoint::gather::{Gather, Memory, Names, Source, Want};
 use crate::copy::Signs;
@@ -29,7 +29,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Packs the rectangles, in their order or (`sort`) that of the files, into slabs of `slab_bytes`, a multiple of [`PAGE`]. Every file they need is opened
+    /// Packs the rectangles, in their order or (`sort`) that of the files, into slabs of `slab_bytes`, a multiple of [`ALIGN`]. Every file they need is opened
     /// and checked. `common` is what is known of what others want.
     ///
     /// # Errors
@@ -43,7 +43,7 @@ impl Plan {
         options: &ReadOptions,
         common: Option<&Common>,
     ) -> Result<Self> {
-        if slab_bytes == 0 || !slab_bytes.is_multiple_of(PAGE) {
+        if slab_bytes == 0 || !slab_bytes.is_multiple_of(ALIGN) {
             return Err(Error::Plan(format!("slabs of {slab_bytes} bytes")));
         }
         let items = wants

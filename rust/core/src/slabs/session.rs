@@ -7,14 +7,14 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::pack::{Image, PAGE};
+use super::pack::ALIGN;
 use super::plan::Plan;
 use crate::checkpoint::explain;
 use crate::checkpoint::gather::Names;
 use crate::read::{Destination, ReadReq, ReadStats, Sequential, connect};
 use crate::{Control, Error, Result, parallel};
 
-/// Memory for one batch: [`Plan::slab_bytes`] from an address that is a multiple of [`PAGE`].
+/// Memory for one batch: [`Plan::slab_bytes`] from an address that is a multiple of [`ALIGN`].
 #[derive(Clone, Copy, Debug)]
 pub struct Slab(pub Destination);
 
@@ -84,10 +84,10 @@ impl Session {
     /// dropped, and no two slabs overlap. A slab is neither read nor written by others but between [`next`](Self::next) and
     /// [`release`](Self::release). No data file is made shorter meanwhile.
     pub unsafe fn start(plan: Arc<Plan>, slabs: Vec<Slab>, workers: usize) -> Result<Self> {
-        let misplaced = |slab: &Slab| !(slab.0.0.addr() as u64).is_multiple_of(PAGE);
+        let misplaced = |slab: &Slab| !(slab.0.0.addr() as u64).is_multiple_of(ALIGN);
         if slabs.is_empty() || slabs.iter().any(misplaced) {
             return Err(Error::Plan(format!(
-                "slabs are at multiples of {PAGE}, and at least one"
+                "slabs are at multiples of {ALIGN}, and at least one"
             )));
         }
         let workers = parallel::affordable(workers.clamp(1, slabs.len()).min(plan.batches.len()));
@@ -285,31 +285,11 @@ fn fill(
     let plan = &*shared.plan;
     let base = shared.slabs[slab].0.0;
     let wanted = &plan.requests[plan.ranges[batch].clone()];
-    let mut rest = vec![true; wanted.len()];
-    for image in &plan.batches[batch].images {
-        // The images of a batch are of files in the index; the requests know them by their place in this load.
-        let file = wanted[image.pieces.start].file;
-        if plan.survey.direct_align(file).is_some_and(|align| align <= PAGE)
-            && !plan.verify
-            && read_image(shared, reader, file, image, base)?
-        {
-            rest[image.pieces.clone()].fill(false);
-        }
-    }
     requests.clear();
-    requests.extend(
-        wanted
-            .iter()
-            .zip(&rest)
-            .filter(|(_, rest)| **rest)
-            .map(|(request, _)| ReadReq {
-                dst: Destination(base.wrapping_add(request.dst.0.addr())),
-                ..request.clone()
-            }),
-    );
-    if requests.is_empty() {
-        return Ok(());
-    }
+    requests.extend(wanted.iter().map(|request| ReadReq {
+        dst: Destination(base.wrapping_add(request.dst.0.addr())),
+        ..request.clone()
+    }));
     let names = Names(&plan.index);
     // SAFETY: the pieces of a batch lie in its slab, apart from each other; the slab is this thread's until it is handed out,
     // and valid, as the caller of `start` promised.
@@ -323,25 +303,4 @@ fn fill(
             &shared.control,
         )
     }
-}
-
-/// Reads whole pages of the file to the pages of the slab that are the image's alone.
-fn read_image(shared: &Shared, reader: &mut Sequential, file: u32, image: &Image, base: *mut u8) -> Result<bool> {
-    let lead = image.start % PAGE;
-    let (start, at) = (image.start - lead, image.at - lead);
-    let length = (image.end - start).next_multiple_of(PAGE);
-    let (Ok(at), Ok(length)) = (usize::try_from(at), usize::try_from(length)) else {
-        return Ok(false);
-    };
-    // SAFETY: an image and all of its pages lie in the slab, and nothing else is on them; the slab is this thread's until it is
-    // handed out, and valid, as the caller of `start` promised. Bytes have no invalid values.
-    let memory = unsafe { std::slice::from_raw_parts_mut(base.wrapping_add(at), length) };
-    let plan = &*shared.plan;
-    reader.read_direct(
-        &plan.files,
-        &plan.survey,
-        (file, start, image.end),
-        memory,
-        &shared.control,
-    )
 }

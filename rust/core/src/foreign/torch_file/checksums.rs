@@ -1,18 +1,16 @@
 //! The checksums that a file of `torch.save` has of its records.
 
 use std::collections::HashMap;
-use std::path::Path;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::archive::{StorageRecord, TorchFile};
 use super::tree::Content;
 use crate::foreign::pickle::Item;
 use crate::foreign::tensor_pickle;
-use crate::store::{Files, Opened, read_at};
-use crate::{Control, Error, Result, parallel};
-
-const BUFFER: u64 = 1 << 20;
-/// Bytes of a request to a store.
-const REQUEST: u64 = 8 << 20;
+use crate::format::{BLOCK_SIZE, block_count};
+use crate::read::{self, FileRange};
+use crate::store::{FileRef, Files};
+use crate::{Control, Result};
 
 /// A record, and its checksum as it is and as it should be.
 #[derive(Clone, Debug)]
@@ -32,29 +30,50 @@ pub(crate) struct Checked {
 /// bytes.
 pub(crate) fn check_records(
     files: Files<'_>,
-    path: &Path,
+    file: &FileRef,
     threads: usize,
     control: &Control,
 ) -> Result<(Vec<Checked>, bool)> {
-    let torch = TorchFile::open(files, path, threads)?;
-    let file = files.open(path)?;
-    let threads = files.threads(threads);
+    let torch = TorchFile::open(files, &file.path, threads)?;
     let mut records: Vec<(&String, &StorageRecord)> = torch.parts.storages.iter().collect();
     records.sort_unstable_by_key(|(_, record)| record.at);
-    let mut checked = parallel::map(records.len(), threads, |i| {
-        let StorageRecord { at, size, crc } = *records[i].1;
-        let got = match crc {
-            Some(_) => Some(checksum(&file, &torch, (at, size), control)?),
-            None => None,
-        };
-        Ok(Checked {
-            at,
-            size,
-            expected: crc,
-            got,
-            values: Vec::new(),
-        })
-    })?;
+    // In the order of the records: the sum of one is that of its parts.
+    let mut parts = Vec::new();
+    for (_, record) in records.iter().filter(|(_, record)| record.crc.is_some()) {
+        parts.extend((0..block_count(record.size)).map(|i| FileRange {
+            file: 0,
+            offset: record.at + i * BLOCK_SIZE,
+            length: BLOCK_SIZE.min(record.size - i * BLOCK_SIZE),
+        }));
+    }
+    let sums: Vec<AtomicU32> = parts.iter().map(|_| AtomicU32::new(0)).collect();
+    let visitor = |number: u32, bytes: &[u8]| {
+        sums[number as usize].store(crc32fast::hash(bytes), Ordering::Relaxed);
+        Ok(())
+    };
+    read::visit(std::slice::from_ref(file), &parts, threads, &visitor, control)?;
+    let mut rest = parts.iter().zip(&sums);
+    let mut checksum = |size| {
+        let mut hasher = crc32fast::Hasher::new();
+        for (part, sum) in rest
+            .by_ref()
+            .take(usize::try_from(block_count(size)).expect("their sums are in memory"))
+        {
+            hasher.combine(&crc32fast::Hasher::new_with_initial_len(
+                sum.load(Ordering::Relaxed),
+                part.length,
+            ));
+        }
+        hasher.finalize()
+    };
+    let checked = |&(_, record): &(&String, &StorageRecord)| Checked {
+        at: record.at,
+        size: record.size,
+        expected: record.crc,
+        got: record.crc.map(|_| checksum(record.size)),
+        values: Vec::new(),
+    };
+    let mut checked: Vec<Checked> = records.iter().map(checked).collect();
     let keys = records.iter().map(|(key, _)| key.as_str());
     let damaged = keys
         .zip(0..)
@@ -78,27 +97,4 @@ fn name_values(torch: &TorchFile, damaged: &HashMap<&str, usize>, checked: &mut 
         }
     }
     Ok(())
-}
-
-fn checksum(file: &Opened<'_>, torch: &TorchFile, (at, size): (u64, u64), control: &Control) -> Result<u32> {
-    let mut hasher = crc32fast::Hasher::new();
-    let mut buffer = Vec::new();
-    let mut done = 0;
-    while done < size {
-        control.check()?;
-        let len = if let Opened::File(file) = file {
-            let len = BUFFER.min(size - done);
-            buffer.resize(usize::try_from(len).expect("1 MiB at most"), 0);
-            read_at(file, &mut buffer, at + done).map_err(|error| Error::io("read", &torch.path, error))?;
-            len
-        } else {
-            let len = REQUEST.min(size - done);
-            buffer = file.fetch(&torch.path, torch.stat.size, at + done, len)?;
-            len
-        };
-        hasher.update(&buffer);
-        control.add(len);
-        done += len;
-    }
-    Ok(hasher.finalize())
 }
