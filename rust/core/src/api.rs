@@ -15,7 +15,7 @@ use crate::checkpoint::verify::{Verified, verify};
 use crate::format::{Index, Kind};
 use crate::geometry::overlap::Region;
 use crate::geometry::{Dims, element_count, row_major};
-use crate::read::{Destination, ReadOptions};
+use crate::read::{Destination, ReadOptions, Verify};
 use crate::{Control, Dtype, Error, Result};
 
 /// An open checkpoint.
@@ -363,7 +363,11 @@ impl<'a> ReadBatch<'a> {
     pub fn read(self, control: &Control) -> Result<()> {
         let options = ReadOptions {
             threads: self.checkpoint.options.threads,
-            verify: self.checkpoint.options.check_digests,
+            verify: if self.checkpoint.options.check_digests {
+                Verify::All
+            } else {
+                Verify::Nothing
+            },
             ..ReadOptions::default()
         };
         // SAFETY: each request writes within one buffer, whose length was compared with what is written to it. The buffers are

@@ -10,7 +10,7 @@ use dcp_rs_core::checkpoint::verify::verify_chunks;
 use dcp_rs_core::format::{Kind, SourceKind};
 use dcp_rs_core::geometry::Dims;
 use dcp_rs_core::geometry::overlap::{self, Region};
-use dcp_rs_core::read::{Destination, IoMode, ReadOptions, ReadStats, Sharing};
+use dcp_rs_core::read::{Destination, IoMode, ReadOptions, ReadStats, Sharing, Verify};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
@@ -30,8 +30,9 @@ type Hole<'py> = (usize, Bound<'py, PyTuple>, Bound<'py, PyTuple>);
 pub struct Options {
     io: String,
     threads: usize,
+    /// `None`: what costs nothing.
     #[pyo3(default)]
-    verify: bool,
+    verify: Option<bool>,
     #[pyo3(default)]
     shared: bool,
     #[pyo3(default)]
@@ -57,7 +58,11 @@ pub fn read_options(options: Option<Options>) -> PyResult<ReadOptions> {
     Ok(ReadOptions {
         io,
         threads: options.threads,
-        verify: options.verify,
+        verify: match options.verify {
+            None => Verify::Auto,
+            Some(true) => Verify::All,
+            Some(false) => Verify::Nothing,
+        },
         shared: if options.shared {
             Sharing::Guess
         } else {

@@ -165,6 +165,7 @@ pub struct ReadStats {
     read: u64,
     direct: u64,
     mapped: u64,
+    verified: u64,
     requests: u64,
 }
 
@@ -175,6 +176,7 @@ impl From<read::ReadStats> for ReadStats {
             read: stats.bytes_read,
             direct: stats.bytes_direct,
             mapped: stats.bytes_mapped,
+            verified: stats.bytes_verified,
             requests: stats.jobs,
         }
     }

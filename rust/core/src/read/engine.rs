@@ -12,7 +12,7 @@ use super::policy::{Access, MIN_JOB, Policy, SMALL_READ, SMALL_READ_DEPTH};
 use super::scatter;
 use super::survey::{self, Kept, connect, spans, survey};
 use super::worker::Worker;
-use super::{Catalog, Destination, FileRef, ReadOptions, ReadReq, ReadStats};
+use super::{Catalog, Destination, FileRef, ReadOptions, ReadReq, ReadStats, Verify, verify};
 use crate::copy::SignBits;
 use crate::store::Buffer;
 use crate::{Control, Error, Result, parallel};
@@ -66,7 +66,7 @@ pub(crate) fn visit(
     let options = ReadOptions {
         threads,
         // Jobs are cut between blocks, and so between ranges.
-        verify: true,
+        verify: Verify::All,
         ..ReadOptions::default()
     };
     let request = |range: &FileRange| ReadReq {
@@ -147,13 +147,14 @@ unsafe fn carry_out(
         })
         .collect();
     let connection = connect(files, threads)?;
-    let plan = plan(files, reqs, &policies, options.verify, catalog)?;
+    let (verify, reqs) = verify::chosen(reqs, options.verify, &access);
+    let (plan, reqs) = (plan(files, &reqs, &policies, verify, catalog)?, &*reqs);
     let mut call = Call {
         batch: Batch {
             files,
             reqs,
             catalog,
-            verify: options.verify,
+            verify,
             visitor,
             kept: &kept,
             mappings: &mappings,

@@ -57,6 +57,18 @@ pub enum Sharing {
     Known(Arc<[bool]>),
 }
 
+/// Which blocks are compared with their digests, in the pass that copies them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Verify {
+    /// None.
+    #[default]
+    Nothing,
+    /// Those that come from a disk or a store and not from the page cache, where what is wanted is made of whole blocks.
+    Auto,
+    /// All. Blocks of which a part is wanted are read whole.
+    All,
+}
+
 /// How to read.
 #[derive(Clone, Debug)]
 pub struct ReadOptions {
@@ -65,8 +77,8 @@ pub struct ReadOptions {
     /// Threads that copy; 0 (the default): as many as the cores this process may use. Reads that wait for a disk use more,
     /// to keep it busy.
     pub threads: usize,
-    /// Whether blocks that have digests are checked against them in the same pass. Default: no.
-    pub verify: bool,
+    /// Which blocks that have digests are compared with them. Default: [`Verify::Nothing`].
+    pub verify: Verify,
     /// What other processes of this machine read too. Default: [`Sharing::Nothing`].
     pub shared: Sharing,
     /// Bytes of buffers that one call may hold, page cache and mappings aside. Default: 64 MiB. At least one buffer for a
@@ -79,7 +91,7 @@ impl Default for ReadOptions {
         Self {
             io: IoMode::Auto,
             threads: 0,
-            verify: false,
+            verify: Verify::Nothing,
             shared: Sharing::Nothing,
             max_inflight_bytes: 64 << 20,
         }

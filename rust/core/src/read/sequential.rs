@@ -1,6 +1,7 @@
 //! Reads batch after batch on one thread, for callers with threads of their own.
 #![allow(unsafe_code)] // `read` is unsafe to call: it writes to addresses that it is given.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use super::batch::{Batch, change_signs, stores};
@@ -8,7 +9,7 @@ use super::plan::plan;
 use super::policy::{Access, Policy};
 use super::survey::{Found, Kept, SharedMapping, spans, survey};
 use super::worker::Worker;
-use super::{Catalog, FileRef, ReadOptions, ReadReq, ReadStats};
+use super::{Catalog, FileRef, ReadOptions, ReadReq, ReadStats, Verify, verify};
 use crate::store::Connection;
 use crate::{Control, Result};
 
@@ -38,6 +39,15 @@ impl Survey {
             mappings,
             policies,
         })
+    }
+
+    /// Whether any blocks are compared with their digests; takes those of all others out of the requests.
+    pub(crate) fn choose(&self, requests: &mut Vec<ReadReq>, verify: Verify) -> bool {
+        let (any, Cow::Owned(chosen)) = verify::chosen(requests, verify, &self.access) else {
+            return verify == Verify::All;
+        };
+        *requests = chosen;
+        any
     }
 
     /// How many threads keep busy what is slowest: the cores, or the disk.

@@ -81,7 +81,7 @@ pub fn span(req: &ReadReq) -> (u64, u64) {
     (start, start.saturating_add(reach))
 }
 
-fn bytes_of(req: &ReadReq) -> u64 {
+pub fn bytes_of(req: &ReadReq) -> u64 {
     req.shape.iter().fold(req.itemsize, |n, &s| n.saturating_mul(s))
 }
 

@@ -9,7 +9,7 @@ use crate::checkpoint::gather::{Gather, Memory, Names, Source, Want};
 use crate::copy::Signs;
 use crate::format::{Index, Kind};
 use crate::geometry::{Dims, Region, is_run, row_major};
-use crate::read::{Common, Destination, FileRef, ReadOptions, ReadReq, Survey};
+use crate::read::{Common, Destination, FileRef, ReadOptions, ReadReq, Survey, Verify};
 use crate::{Control, Error, Result};
 
 /// All batches of a load, and what it takes to fill them.
@@ -51,9 +51,9 @@ impl Plan {
             .map(|want| item(&index, want))
             .collect::<Result<Vec<_>>>()?;
         let batches = if sort {
-            pack_sorted(&items, slab_bytes, options.verify)
+            pack_sorted(&items, slab_bytes, options.verify != Verify::Nothing)
         } else {
-            pack(&items, slab_bytes, options.verify)
+            pack(&items, slab_bytes, options.verify != Verify::Nothing)
         };
         let mut gather = Gather::new(Arc::clone(&index), allow_external);
         let mut ranges = Vec::with_capacity(batches.len());
@@ -87,9 +87,10 @@ impl Plan {
             gather.divide(common);
         }
         let options = gather.options(options).into_owned();
-        let (files, requests) = gather.into_parts();
+        let (files, mut requests) = gather.into_parts();
         let survey = Survey::new(&files, &requests, &options, &Names(&index))
             .map_err(|error| explain(&index, error, &Control::new()))?;
+        let verify = survey.choose(&mut requests, options.verify);
         let threads = match options.threads {
             0 => crate::parallel::available(),
             n => n,
@@ -102,7 +103,7 @@ impl Plan {
             batches,
             ranges,
             survey,
-            verify: options.verify,
+            verify,
             slab_bytes,
             threads,
         })

@@ -8,7 +8,9 @@ use std::path::Path;
 
 use dcp_rs_core::copy::SignBits;
 use dcp_rs_core::paths::Links;
-use dcp_rs_core::read::{Catalog, Destination, FileRef, IoMode, ReadOptions, ReadReq, ReadStats, Sharing, read};
+use dcp_rs_core::read::{
+    Catalog, Destination, FileRef, IoMode, ReadOptions, ReadReq, ReadStats, Sharing, Verify, read,
+};
 use dcp_rs_core::{Control, Error};
 use smallvec::smallvec;
 
@@ -337,7 +339,7 @@ fn verify_names_the_block_that_differs() {
     let catalog = Digests([vec![1, 2, 3], digests].concat());
     let verified = |io, reqs: &[ReadReq]| {
         let options = ReadOptions {
-            verify: true,
+            verify: Verify::All,
             ..options(io)
         };
         // SAFETY: the destinations are exclusive and outlive the call.
@@ -437,7 +439,7 @@ fn work_under_way_is_cancelled() {
         let control = Control::new();
         let catalog = Canceller(&control, twox_hash::XxHash3_64::oneshot(&vec![7; MIB]));
         let options = ReadOptions {
-            verify: true,
+            verify: Verify::All,
             ..options(io)
         };
         // SAFETY: the destination is exclusive and outlives the call.
