@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import dcp_rs
 from dcp_rs import RsSavePlanner, RsWriter
 from dcp_rs._url import StorageOptions, Url
-from dcp_rs.engine.destination import Destination
-from dcp_rs.engine.unclear import unclear
+from dcp_rs.engine.destination import Destination, unclear
 from dcp_rs.errors import CheckpointExistsError, CorruptDataError, StoragePreconditionError, StorageUnclearError
 from support import assert_state_equal, rank_outcomes
 from support.object_server import Fault

@@ -18,10 +18,17 @@ from dcp_rs.checkpoint.frameworks import open as open_checkpoint
 from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.checkpoint.renaming import Rename
 from dcp_rs.dcp.read_items import items_of, missing_elements
-from dcp_rs.engine.casts import CastRule, check_cast
-from dcp_rs.engine.entry_info import Entries, EntryInfo, IndexEntries
-from dcp_rs.engine.load_names import LoadNames
-from dcp_rs.engine.matching import Matching, add_hollow, why_nothing
+from dcp_rs.engine.matching import (
+    CastRule,
+    Entries,
+    EntryInfo,
+    IndexEntries,
+    LoadNames,
+    Matching,
+    add_hollow,
+    check_cast,
+    why_nothing,
+)
 from dcp_rs.engine.metadata import index_of
 from dcp_rs.engine.reads import LoadOptions
 from dcp_rs.engine.reports import LoadReport

@@ -14,13 +14,12 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from dcp_rs.checkpoint.locate import is_rank_local
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.writer import RsWriter
-from dcp_rs.engine.load import MIXED, again_where_replaced
+from dcp_rs.engine.destination import unclear
+from dcp_rs.engine.load import MIXED, again_where_replaced, hand_back, take_states
 from dcp_rs.engine.ranks import Ranks
 from dcp_rs.engine.reports import SavedMetadata
 from dcp_rs.engine.save import MIXED as MIXED_SAVE
 from dcp_rs.engine.save import SaveRequest
-from dcp_rs.engine.stateful import hand_back, take_states
-from dcp_rs.engine.unclear import unclear
 from dcp_rs.errors import CheckpointNotFoundError, PlanError
 
 __all__ = ["load", "save"]

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from dcp_rs.engine.entry_info import EntryInfo
+from dcp_rs.engine.matching import EntryInfo
 from dcp_rs.tensors.shards import Layouts, Piece, local_pieces
 
 __all__ = ["items_of", "missing_elements"]

@@ -24,7 +24,7 @@ from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.stock_arguments import one_of, say_ignored
 from dcp_rs.engine.load import Source
 from dcp_rs.engine.metadata import index_of, make_metadata
-from dcp_rs.engine.optimizer_state import warn_of_left_out_state
+from dcp_rs.engine.reads import warn_of_left_out_state
 from dcp_rs.engine.reports import LoadReport, Phases
 from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError, UnsupportedError
 from dcp_rs.options import ReadOptions, checks_pickles

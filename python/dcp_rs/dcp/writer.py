@@ -32,8 +32,7 @@ from dcp_rs.engine.metadata import describe_saved, plain_data
 from dcp_rs.engine.reports import Phases, SaveReport
 from dcp_rs.engine.reuse import Frozen, Parent
 from dcp_rs.engine.save import SaveOptions
-from dcp_rs.engine.writes import Writes
-from dcp_rs.engine.written import Place, Written, packed, unpacked, write_files
+from dcp_rs.engine.writes import Place, Writes, Written, packed, unpacked, write_files
 from dcp_rs.errors import PlanError, SaveInProgressError
 from dcp_rs.transfer.stage import HostStager, Staging
 

@@ -13,10 +13,28 @@ from dcp_rs._url import StorageOptions, Url, options_for
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.folders import make_folder
 from dcp_rs.checkpoint.locate import INDEX_NAME, rank_index_name
-from dcp_rs.engine.unclear import unclear
-from dcp_rs.errors import CheckpointExistsError, DcpRsError, SaveInProgressError
+from dcp_rs.errors import CheckpointExistsError, DcpRsError, SaveInProgressError, StorageUnclearError
 
-__all__ = ["Destination"]
+__all__ = ["Destination", "unclear"]
+
+
+def unclear(error: BaseException | None, handled: BaseException | None = None) -> StorageUnclearError | None:
+    """Return the ``StorageUnclearError`` in the chain of an error, if there is one.
+
+    Args:
+        error: what was raised. A second Ctrl-C, say, comes while the first error is dealt with, and is what the caller sees.
+        handled: what the caller was handling when the save began (``sys.exception()``): Python puts it into the chain, and it is of another save.
+    """
+    waiting, seen = [error], {id(handled)}
+    while waiting:
+        error = waiting.pop()
+        if error is None or id(error) in seen:
+            continue
+        if isinstance(error, StorageUnclearError):
+            return error
+        seen.add(id(error))
+        waiting += [error.__context__, error.__cause__]
+    return None
 
 
 class Destination:

@@ -13,22 +13,56 @@ from dcp_rs._url import StorageOptions
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.locate import is_of_all_ranks, is_rank_local, open_index
 from dcp_rs.engine.cache_sharing import Answer, Demand, answers_to, demand_of, in_common, sample_of
-from dcp_rs.engine.optimizer_state import warn_of_left_out_state
 from dcp_rs.engine.ranks import Ranks
-from dcp_rs.engine.reads import LoadOptions, Reads, differing_ties, plan_reads
+from dcp_rs.engine.reads import LoadOptions, Reads, differing_ties, plan_reads, warn_of_left_out_state
 from dcp_rs.engine.reports import LoadReport, Phases
-from dcp_rs.engine.stateful import hand_back, take_states
 from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError, PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.memory import changing, is_opaque
-from dcp_rs.tensors.trees import set_at
+from dcp_rs.tensors.nesting import unwrap_in
+from dcp_rs.tensors.trees import set_at, stateful_values
 from dcp_rs.transfer.counts import Counts
 from dcp_rs.transfer.exchange import read_shared
 from dcp_rs.transfer.load import Load
 from dcp_rs.transfer.replicas import Offer, is_shared, offer, share
 
-__all__ = ["MIXED", "TRIES", "Plan", "Source", "again_where_replaced", "compare", "load", "plan_rank"]
+__all__ = [
+    "MIXED",
+    "TRIES",
+    "Plan",
+    "Source",
+    "again_where_replaced",
+    "compare",
+    "hand_back",
+    "load",
+    "plan_rank",
+    "take_states",
+]
+
+
+def take_states(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the entries of a state dict with the states of ``Stateful`` objects in their place, and those objects."""
+    # In one order on all ranks: what is stateful may talk to the others.
+    values = {key: state_dict[key] for key in sorted(state_dict, key=str)}
+    holders = stateful_values(values)
+    values.update({key: holder.state_dict() for key, holder in holders.items()})
+    return values, holders
+
+
+def hand_back(state_dict: dict[str, Any], values: dict[str, Any], holders: dict[str, Any], *, source: str) -> None:
+    """Load the objects from what was read, and put all other entries into the state dict.
+
+    Args:
+        state_dict: the caller's.
+        values, holders: what :func:`take_states` returned, ``values`` filled.
+        source: of the index. This package marks mappings that it saved whole.
+    """
+    loaded = unwrap_in(values) if source == "dcp-rs" else values
+    for key, holder in holders.items():
+        holder.load_state_dict(loaded.pop(key))
+    state_dict.update(loaded)
+
 
 T = TypeVar("T")
 

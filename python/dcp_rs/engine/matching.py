@@ -2,25 +2,250 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 
-from dcp_rs import _torch
-from dcp_rs.checkpoint.names import some
-from dcp_rs.engine.casts import CastRule
-from dcp_rs.engine.entry_info import Entries, EntryInfo
-from dcp_rs.engine.load_names import LoadNames
+from dcp_rs import _core, _torch
+from dcp_rs._warnings import warn_caller
+from dcp_rs.checkpoint.names import explain_missing, selector, some
+from dcp_rs.checkpoint.open import Checkpoint
+from dcp_rs.checkpoint.renaming import Rename, Renamed
 from dcp_rs.engine.reports import LoadReport, Mismatch
-from dcp_rs.errors import PlanError
+from dcp_rs.errors import EntryNotFoundError, PlanError
 from dcp_rs.tensors.materialize import NewTensors
 from dcp_rs.tensors.memory import twins
 from dcp_rs.tensors.nesting import name_of
 from dcp_rs.tensors.shards import global_shape
 from dcp_rs.tensors.trees import Flat, get_at, is_hollow
+from dcp_rs.transfer.target import stored_dtype
 
-__all__ = ["Matching", "add_hollow", "why_nothing"]
+__all__ = [
+    "CastRule",
+    "Entries",
+    "EntryInfo",
+    "IndexEntries",
+    "LoadNames",
+    "Matching",
+    "add_hollow",
+    "can_copy",
+    "check_cast",
+    "why_nothing",
+]
+
+
+@dataclass(slots=True)
+class EntryInfo:
+    """An entry of a checkpoint.
+
+    Attributes:
+        name: the stored name.
+        dtype: of a tensor; None for a value that is not a tensor.
+        shape: of the whole tensor.
+        index: its number in the index; -1 in metadata of others.
+    """
+
+    name: str
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    index: int = -1
+
+    @property
+    def is_bytes(self) -> bool:
+        """Return whether it is a value and no tensor."""
+        return self.dtype is None
+
+
+class Entries(Collection[str], Protocol):
+    """The stored names of a checkpoint, and what stands under each."""
+
+    def describe(self, names: Sequence[str]) -> list[EntryInfo | None]:
+        """Return the entry under each name, or None.
+
+        Raises:
+            UnsupportedError: a tensor has a dtype that this torch lacks.
+        """
+
+
+class IndexEntries(Collection[str]):
+    """The entries of an index."""
+
+    def __init__(self, index: _core.Index) -> None:
+        self._index = index
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._index.find(name) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index.names())
+
+    def __len__(self) -> int:
+        return self._index.tensor_count
+
+    def describe(self, names: Sequence[str]) -> list[EntryInfo | None]:
+        """Return the entry under each name, or None.
+
+        Raises:
+            UnsupportedError: a tensor has a dtype that this torch lacks.
+        """
+        found = zip(names, self._index.describe(names), strict=True)
+        return [None if row is None else _entry(name, *row) for name, row in found]
+
+
+def _entry(name: str, index: int, dtype: str | None, shape: tuple[int, ...]) -> EntryInfo:
+    return EntryInfo(name, None if dtype is None else stored_dtype(name, dtype), shape, index)
+
+
+class LoadNames:
+    """The names of a load.
+
+    Args:
+        rename: from stored names to those of the state dict.
+        include, exclude: globs over names of the state dict.
+    """
+
+    def __init__(
+        self, rename: Rename, include: str | Iterable[str] | None, exclude: str | Iterable[str] | None
+    ) -> None:
+        self._rename = rename
+        self._passes = selector(include, exclude)
+        self._renamed: Renamed | None = None
+
+    def forget(self) -> None:
+        """Another load begins: of another checkpoint, or into another state dict."""
+        self._renamed = None
+
+    @property
+    def is_selective(self) -> bool:
+        """Whether there is an ``include`` or an ``exclude``."""
+        return self._passes is not None
+
+    def wants(self, fqn: str) -> bool:
+        """Whether an entry of the state dict is to be loaded."""
+        return self._passes is None or self._passes(fqn)
+
+    def choose(self, names: Iterable[str], stored: Collection[str] | None) -> tuple[dict[str, str], list[str]]:
+        """Of the names of a state dict those that are to be loaded, with what the checkpoint calls them; and the others.
+
+        Those that no stored name is renamed to are in neither: see :meth:`unnamed`.
+        """
+        wanted, excluded = list(names), []
+        if self._passes is not None:
+            excluded = [fqn for fqn in wanted if not self._passes(fqn)]
+            wanted = list(filter(self._passes, wanted))
+        if self._rename is None or stored is None:
+            return dict(zip(wanted, wanted, strict=True)), excluded
+        if self._renamed is None:
+            self._renamed = Renamed(self._rename, stored)
+        return self.named(wanted), excluded
+
+    def stored_name(self, fqn: str) -> str | None:
+        """What the checkpoint calls an entry of the state dict; None where nothing is renamed to that."""
+        return fqn if self._renamed is None else self._renamed.stored_name(fqn)
+
+    def stored_in(self, checkpoint: Checkpoint, fqn: str) -> str:
+        """The same, before or after a load.
+
+        Raises:
+            EntryNotFoundError: nothing is renamed to that.
+        """
+        renamed = self._renamed
+        if renamed is None and self._rename is not None:
+            renamed = Renamed(self._rename, checkpoint)
+        name = fqn if renamed is None else renamed.stored_name(fqn)
+        if name is None:
+            msg = f"there is no entry {fqn!r} in {checkpoint.path}{'' if renamed is None else renamed.explain(fqn)}"
+            raise EntryNotFoundError(msg, path=checkpoint.path, tensor=fqn)
+        return name
+
+    def named(self, names: Iterable[str]) -> dict[str, str]:
+        """What the checkpoint calls names of the state dict, without those that nothing is renamed to."""
+        return {fqn: name for fqn in names if (name := self.stored_name(fqn)) is not None}
+
+    def unnamed(self, names: Iterable[str]) -> list[str]:
+        """Those of the names that are to be loaded, and that nothing is renamed to."""
+        if self._renamed is None:
+            return []
+        return [fqn for fqn in names if self.wants(fqn) and self.stored_name(fqn) is None]
+
+    def explain(self, missing: list[str], wanted: Collection[str], stored: Collection[str]) -> str:
+        """Why names may be missing, for the end of a message."""
+        return explain_missing(missing, wanted, stored) if self._renamed is None else self._renamed.explain(missing[0])
+
+
+_COPIES: dict[tuple[torch.dtype, torch.dtype], bool] = {}
+
+
+def can_copy(source: torch.dtype, destination: torch.dtype) -> bool:
+    """Whether torch converts the one into the other without losing what kind of number it is."""
+    known = _COPIES.get((source, destination))
+    if known is None:
+        known = not (source.is_complex and not destination.is_complex)  # torch drops the imaginary part
+        try:
+            if known:
+                torch.zeros(1, dtype=torch.uint8, device="cpu").expand(16).clone().view(source)[:1].to(destination)
+        except (RuntimeError, NotImplementedError, TypeError):
+            known = False
+        _COPIES[source, destination] = known
+    return known
+
+
+def check_cast(fqn: str, wanted: torch.dtype, stored: torch.dtype | None) -> None:
+    """Raises unless a tensor can be cast.
+
+    Raises:
+        PlanError: it cannot be.
+    """
+    if stored is None or not can_copy(stored, wanted):
+        msg = f"tensor {fqn!r} is stored as {stored}, which cannot be cast to {wanted}"
+        raise PlanError(msg, tensor=fqn)
+
+
+class CastRule:
+    """What it means that state dict and checkpoint differ in dtype.
+
+    Args:
+        wish: what floating-point tensors are to become: such a cast needs no word.
+        policy: of all others: ``"warn"`` casts and says so, ``"error"`` refuses, ``"cast"`` casts.
+
+    Raises:
+        ValueError: another policy.
+    """
+
+    def __init__(self, wish: torch.dtype | None, policy: Literal["warn", "error", "cast"]) -> None:
+        if policy not in ("warn", "error", "cast"):
+            msg = f"dtype_policy={policy!r}: must be one of 'warn', 'error', 'cast'"
+            raise ValueError(msg)
+        self._wish = wish
+        self._policy = policy
+
+    def check(self, fqn: str, wanted: torch.dtype, stored: torch.dtype | None, report: LoadReport) -> None:
+        """Notes in the report that a tensor is cast.
+
+        Raises:
+            PlanError: it cannot be, or the policy refuses it.
+        """
+        check_cast(fqn, wanted, stored)
+        is_wish = self._wish is not None and wanted == self._wish
+        if self._policy == "error" and not is_wish:
+            msg = f"tensor {fqn!r} is {wanted} in the state dict, and {stored} in the checkpoint (dtype_policy='error')"
+            raise PlanError(msg, tensor=fqn)
+        if not is_wish:
+            report.dtype_mismatched.append(Mismatch(fqn, wanted, stored))
+
+    def warn(self, report: LoadReport) -> None:
+        """Says what is cast without having been wished for."""
+        cast = report.dtype_mismatched
+        if cast and self._policy == "warn":
+            first = cast[0]
+            others = f" and {len(cast) - 1} other tensors" if cast[1:] else ""
+            warn_caller(
+                f"{first.name!r}{others} are cast on loading ({first.got} in the checkpoint, {first.expected} in the state dict); "
+                "say dtype_policy='cast', or dtype=..., if that is meant"
+            )
+
 
 #: A message names so many entries that do not fit.
 _NAMED = 10

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dcp_rs import _torch
 from dcp_rs._tracebacks import shorten
-from dcp_rs.engine.unclear import unclear
+from dcp_rs.engine.destination import unclear
 from dcp_rs.errors import DcpRsError, PlanError, RankLostError, UnsupportedError
 
 __all__ = ["Ranks", "failures_among", "has_group"]

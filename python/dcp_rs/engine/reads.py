@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -12,11 +13,9 @@ import torch
 
 from dcp_rs import _core, _torch
 from dcp_rs._torch import PLAIN_TYPES
+from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.renaming import Rename
-from dcp_rs.engine.casts import CastRule
-from dcp_rs.engine.entry_info import EntryInfo, IndexEntries
-from dcp_rs.engine.load_names import LoadNames
-from dcp_rs.engine.matching import Matching, add_hollow, why_nothing
+from dcp_rs.engine.matching import CastRule, EntryInfo, IndexEntries, LoadNames, Matching, add_hollow, why_nothing
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.boxes import narrow
@@ -29,7 +28,34 @@ from dcp_rs.tensors.trees import flatten, is_plain_state_dict
 from dcp_rs.transfer.replicas import whole_targets
 from dcp_rs.transfer.target import Target, fills, stored_dtype
 
-__all__ = ["LoadOptions", "Reads", "differing_ties", "plan_reads"]
+__all__ = ["LoadOptions", "Reads", "differing_ties", "plan_reads", "warn_of_left_out_state"]
+
+_GROUPS = re.compile(r"(?:^|(?<=\.))param_groups(?:\.|$)")
+
+
+def warn_of_left_out_state(index: _core.Index, values: Iterable[str], tensors: Iterable[str]) -> None:
+    """Warns where ``param_groups`` are loaded without the ``state`` beside them that the checkpoint has.
+
+    Args:
+        values, tensors: stored names of what is loaded.
+    """
+    found = {name[: group.start()] for name in values if (group := _GROUPS.search(name))}
+    missed = {f"{prefix}state." for prefix in found}
+    if not missed:
+        return
+    for names in (values, tensors):
+        for name in names:
+            missed -= {prefix for prefix in missed if name.startswith(prefix)}
+            if not missed:
+                return
+    for prefix in sorted(missed):
+        if any(name.startswith(prefix) for name in index.names()):
+            warn_caller(
+                f"the checkpoint has the state of an optimizer, {prefix}*, and the state dict has no place for it, as an optimizer has none before its"
+                " first step: it goes on from nothing. torch.distributed.checkpoint.state_dict.get_state_dict and set_state_dict make room, as does"
+                " dcp_rs.optim.load_training_state"
+            )
+
 
 #: Entries that are one tensor in the state dict are compared by so many bytes.
 _HEAD_BYTES = 1 << 20

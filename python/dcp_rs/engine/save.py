@@ -16,15 +16,14 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from dcp_rs._progress import Progress
 from dcp_rs._url import StorageOptions
-from dcp_rs.engine.destination import Destination
+from dcp_rs.engine.destination import Destination, unclear
 from dcp_rs.engine.local_plan import LocalPlan, PlanOptions, plan_locally
 from dcp_rs.engine.metadata import make_metadata
 from dcp_rs.engine.plan_memory import Offer, PlanMemory, assign, memory_of, offer
 from dcp_rs.engine.ranks import Ranks
 from dcp_rs.engine.reports import Phases, SavedMetadata, SaveReport
 from dcp_rs.engine.reuse import Frozen, Parent
-from dcp_rs.engine.unclear import unclear
-from dcp_rs.engine.written import Place, Written, packed, unpacked, write_files
+from dcp_rs.engine.writes import Place, Written, packed, unpacked, write_files
 from dcp_rs.errors import PlanError
 from dcp_rs.options import WriteOptions, uuid_of
 
