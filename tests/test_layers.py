@@ -28,7 +28,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
             {"tensors"},
             {"options", "_torch", "_tracebacks", "_warnings"},
             {"_progress"},
-            {"_log", "_shown"},
+            {"_arguments", "_log", "_shown"},
             {"_url"},
             {"errors"},
             {"_core"},

@@ -9,6 +9,7 @@ from functools import wraps
 from types import FrameType, TracebackType
 from typing import ParamSpec, TypeVar
 
+from dcp_rs._arguments import explain_arguments
 from dcp_rs.errors import DcpRsError, InternalError
 
 __all__ = ["short_traceback", "shorten"]
@@ -22,13 +23,19 @@ _HIDDEN = {_OWN, "torch"} | sys.stdlib_module_names
 
 
 def short_traceback(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function: errors that are the caller's leave it without the frames of this package."""
+    """Decorate a public function: errors that are the caller's leave it without the frames of this package.
+
+    For an option that the function does not have, the message names the one that is meant.
+    """
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except Exception as error:
+            if isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
+                msg = explain_arguments(function, kwargs)  # the call itself failed: its arguments do not fit
+                error.args = (msg or str(error),)
             shorten(error)
             raise  # DCP_RS_DEBUG=1 shows where
 

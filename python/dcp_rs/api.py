@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_rs import _torch
+from dcp_rs._arguments import check_arguments
 from dcp_rs._log import log as _log
 from dcp_rs._progress import Progress
 from dcp_rs._tracebacks import short_traceback, shorten
@@ -34,7 +35,6 @@ from dcp_rs.engine.arguments import (
     check_reader,
     check_stager,
     check_state_dict,
-    check_unknown,
 )
 from dcp_rs.engine.background import SaveFuture
 from dcp_rs.engine.local_plan import PlanOptions
@@ -156,7 +156,7 @@ def load(
     Raises:
         Exception: as :func:`load_state_dict`.
         CheckpointReplacedError: another save replaced the checkpoint while a partial load was reading it.
-        TypeError: an unknown option; the message names the one that is meant.
+        TypeError: an unknown option, even on one rank only; the message names the one that is meant.
 
     Example:
         ```python
@@ -169,7 +169,7 @@ def load(
     ranks = Ranks(process_group, no_dist=no_dist)
     with _failing_on_all(ranks):
         check_state_dict(state_dict, path)
-        check_unknown("load", unknown, load)
+        check_arguments(load, unknown)
         check_planner("load", planner)
         given = LoadOptions(
             rename=rename,
@@ -282,7 +282,7 @@ def save(
     def ask() -> SaveRequest:
         check_state_dict(state_dict, path)
         background.check_free(path)
-        check_unknown("save", unknown, save)
+        check_arguments(save, unknown)
         check_planner("save", planner)
         options = SaveOptions(
             overwrite=overwrite,
@@ -420,7 +420,7 @@ def async_save(
         check_state_dict(state_dict, path)
         background.enter(path, future)
         give_room = background.take_room()
-        check_unknown("async_save", unknown, async_save)
+        check_arguments(async_save, unknown)
         check_planner("save", planner)
         check_stager(stager)
         options = SaveOptions(

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "OpenArguments",
     "ReadArguments",
     "ReadOptions",
-    "ReaderArguments",
     "WriteArguments",
     "WriteOptions",
     "WriterArguments",
@@ -92,22 +90,6 @@ class ReadArguments(TypedDict, total=False):
     verify: bool
     shared: bool | None
     max_inflight_bytes: int | None
-
-
-class OpenArguments(ReadArguments, total=False):
-    """Those of what takes a URL as well."""
-
-    storage_options: Mapping[str, Any] | Any | None
-
-
-class ReaderArguments(OpenArguments, total=False):
-    """The keyword arguments of ``RsReader``, but for ``process_group``."""
-
-    weights_only: bool | None
-    allow_external: bool
-    replicas: Literal["each", "node", "all"]
-    progress: Progress
-    thread_count: int | None
 
 
 class WriteArguments(TypedDict, total=False):

@@ -124,6 +124,13 @@ def test_a_docstring_has_what_a_caller_needs(name):
     assert not re.search(r"^(Raises|Args|Returns) \(", text, re.MULTILINE)
 
 
+@pytest.mark.parametrize("name", [*(name for name in FUNCTIONS if "." not in name), "CheckpointManager"])
+def test_help_and_completion_show_each_option(name):
+    signature = inspect.signature(getattr(dcp_rs, name))
+    others = [one for one in signature.parameters.values() if one.kind is one.VAR_KEYWORD]
+    assert all(one.annotation == "Never" for one in others)  # it collects what is refused on all ranks
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """What examples read."""

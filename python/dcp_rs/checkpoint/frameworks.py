@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from dcp_rs._tracebacks import short_traceback
 from dcp_rs._url import StorageOptions, Url, location
 from dcp_rs.checkpoint.locate import open_index
-from dcp_rs.checkpoint.names import nearest
-from dcp_rs.options import OpenArguments, ReadOptions, checks_pickles
+from dcp_rs.options import ReadOptions, checks_pickles
 
 if TYPE_CHECKING:
-    from typing import Unpack
-
     import torch
 
     from dcp_rs.checkpoint.arrays import NumpyCheckpoint
@@ -31,7 +29,12 @@ def open(
     *,
     weights_only: bool | None = True,
     allow_external: bool = False,
-    **read_options: Unpack[OpenArguments],
+    io: Literal["auto", "mmap", "direct", "buffered"] = "auto",
+    threads: int | None = None,
+    verify: bool = False,
+    shared: bool | None = None,
+    max_inflight_bytes: int | None = None,
+    storage_options: Mapping[str, Any] | Any | None = None,
 ) -> Checkpoint: ...
 @overload
 def open(
@@ -39,7 +42,12 @@ def open(
     framework: Literal["np"],
     *,
     allow_external: bool = False,
-    **read_options: Unpack[OpenArguments],
+    io: Literal["auto", "mmap", "direct", "buffered"] = "auto",
+    threads: int | None = None,
+    verify: bool = False,
+    shared: bool | None = None,
+    max_inflight_bytes: int | None = None,
+    storage_options: Mapping[str, Any] | Any | None = None,
 ) -> NumpyCheckpoint: ...
 @short_traceback
 def open(
@@ -49,7 +57,12 @@ def open(
     *,
     weights_only: bool | None = True,
     allow_external: bool = False,
-    **read_options: Any,
+    io: Literal["auto", "mmap", "direct", "buffered"] = "auto",
+    threads: int | None = None,
+    verify: bool = False,
+    shared: bool | None = None,
+    max_inflight_bytes: int | None = None,
+    storage_options: Mapping[str, Any] | Any | None = None,
 ) -> Checkpoint | NumpyCheckpoint:
     """Opens a checkpoint for reading by name: a mapping of FQN to tensor or value.
 
@@ -62,7 +75,8 @@ def open(
         device: where tensors go. On ``"meta"`` they are a skeleton: shapes, dtypes and ``requires_grad`` as they were saved, and no tensor is read.
         weights_only: refuse values that need more than ``torch.load(weights_only=True)`` allows, as ``None`` does.
         allow_external: open data files outside the folder, if the index names any.
-        read_options: see :class:`dcp_rs.options.ReadOptions`; and ``storage_options``, see :class:`dcp_rs.RsReader`.
+        io, threads, verify, shared, max_inflight_bytes: see :class:`dcp_rs.options.ReadOptions`.
+        storage_options: for a URL, see :class:`dcp_rs.RsReader`.
 
     Returns:
         A :class:`Checkpoint`, or with ``framework="np"`` a :class:`NumpyCheckpoint`.
@@ -78,15 +92,8 @@ def open(
         ```
     """
     weights_only = checks_pickles(weights_only)
-    for name in read_options:
-        if name not in OpenArguments.__annotations__:
-            near = nearest(
-                name, [*OpenArguments.__annotations__, "framework", "device", "weights_only", "allow_external"]
-            )
-            msg = f"dcp_rs.open() has no option {name!r}" + (f": did you mean {near!r}?" if near else "")
-            raise TypeError(msg)
-    stores = read_options["storage_options"] = StorageOptions.of(read_options.get("storage_options"))
-    options = ReadOptions(**{name: value for name, value in read_options.items() if name != "storage_options"})
+    stores = StorageOptions.of(storage_options)
+    options = ReadOptions(io=io, threads=threads, verify=verify, shared=shared, max_inflight_bytes=max_inflight_bytes)
     if framework not in ("pt", "np"):
         msg = f"framework={framework!r}: must be one of 'pt', 'np'"
         raise ValueError(msg)
@@ -108,5 +115,7 @@ def open(
         how = {"device": device, "weights_only": weights_only}
     # Path.resolve would follow links.
     again = str(where) if isinstance(where, Url) else os.path.abspath(where)  # noqa: PTH100
-    checkpoint._open_again = partial(open, again, allow_external=allow_external, **how, **read_options)
+    checkpoint._open_again = partial(
+        open, again, allow_external=allow_external, storage_options=stores, **how, **options.given()
+    )
     return checkpoint

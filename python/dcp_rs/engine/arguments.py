@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from inspect import Parameter, signature
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 
-from dcp_rs.checkpoint.names import nearest
 from dcp_rs.tensors.trees import is_stateful
 from dcp_rs.transfer.stage import HostStager
 
-__all__ = ["check_options", "check_planner", "check_reader", "check_stager", "check_state_dict", "check_unknown"]
-
-#: Options of others, and the options of a load that do the same.
-_MEANT = {
-    "strict": "allow_partial_load=True does what strict=False does elsewhere",
-    "map_location": "use device=",
-    "thread_count": "use threads=",
-    "checkpoint_id": "pass the path as path=",
-    "storage_reader": "pass the path as path=; dcp_rs.load_state_dict() takes a reader",
-}
+__all__ = ["check_planner", "check_reader", "check_stager", "check_state_dict"]
 
 
 def check_state_dict(state_dict: Any, path: Any = None) -> None:
@@ -44,38 +33,6 @@ def check_state_dict(state_dict: Any, path: Any = None) -> None:
             "or to objects with state_dict() and load_state_dict()"
         )
     raise TypeError(msg)
-
-
-def check_options(called: str, options: Mapping[str, Any], takes: Callable[..., Any]) -> None:
-    """Check the names of options against the keyword arguments that ``takes`` has.
-
-    Raises:
-        TypeError: it has no such option. The message names the one that is meant.
-    """
-    known = _keywords(takes)
-    check_unknown(called, {name: value for name, value in options.items() if name not in known}, takes)
-
-
-def check_unknown(called: str, unknown: Mapping[str, Any], takes: Callable[..., Any]) -> None:
-    """Refuse options that ``takes`` does not have.
-
-    Raises:
-        TypeError: there are some. The message names the option that is meant.
-    """
-    for name in unknown:
-        if called == "load" and name in _MEANT:
-            hint = f": {_MEANT[name]}"
-        else:
-            near = nearest(name, _keywords(takes))
-            hint = f": did you mean {near!r}?" if near else ""
-        msg = f"dcp_rs.{called}() has no option {name!r}{hint}"
-        raise TypeError(msg)
-
-
-def _keywords(takes: Callable[..., Any]) -> list[str]:
-    kinds = (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = signature(takes).parameters.items()
-    return [name for name, parameter in parameters if parameter.kind in kinds and not name.startswith("_")]
 
 
 def check_planner(called: Literal["load", "save"], planner: Any) -> None:

@@ -13,11 +13,11 @@ from typing import Any, Unpack
 import torch
 
 from dcp_rs import _core
+from dcp_rs._arguments import check_arguments
 from dcp_rs.api import async_save, save
 from dcp_rs.checkpoint.frameworks import open as open_checkpoint
 from dcp_rs.checkpoint.locate import local_path
 from dcp_rs.conversion.place import new_place
-from dcp_rs.engine.arguments import check_options
 from dcp_rs.integrations._needs import framework
 from dcp_rs.integrations.install import installed
 from dcp_rs.options import WriterArguments
@@ -58,7 +58,7 @@ class DcpRsCheckpointIO(_bases(_FABRIC, "plugins", "CheckpointIO")):  # type: ig
 
     def __init__(self, *, asynchronous: bool = False, **write_options: Unpack[WriterArguments]) -> None:
         super().__init__()
-        check_options("DcpRsCheckpointIO", write_options, save)
+        check_arguments(save, write_options)
         self._asynchronous = asynchronous
         self._options = write_options
         self._saving: Future[Any] | None = None

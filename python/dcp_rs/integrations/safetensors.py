@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 import torch
 
@@ -18,7 +18,7 @@ from dcp_rs.checkpoint.whole import read_whole
 from dcp_rs.conversion.place import new_place
 from dcp_rs.conversion.safetensors import header, why_not_of
 from dcp_rs.errors import PlanError, UnsupportedError
-from dcp_rs.options import ReadArguments, ReadOptions, WriteOptions
+from dcp_rs.options import ReadOptions, WriteOptions
 from dcp_rs.transfer.entry import Entry
 from dcp_rs.transfer.save import refuse_meta, why_not_raw, write_entries
 
@@ -33,7 +33,11 @@ def load_file(
     device: torch.device | str | int = "cpu",
     *,
     backend: Literal["mmap", "pread"] | None = None,
-    **read_options: Unpack[ReadArguments],
+    io: Literal["auto", "mmap", "direct", "buffered"] | None = None,
+    threads: int | None = None,
+    verify: bool = False,
+    shared: bool | None = None,
+    max_inflight_bytes: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """All tensors of a file: ``safetensors.torch.load_file``, for checkpoints of any kind.
 
@@ -42,8 +46,8 @@ def load_file(
     Args:
         filename: a ``.safetensors`` file, or another checkpoint that holds nothing but tensors.
         device: where the tensors go.
-        backend: how safetensors would read; ``io`` takes its place here: ``"mmap"`` means what it does there, ``"pread"`` is ``io="buffered"``.
-        read_options: see :class:`dcp_rs.options.ReadOptions`.
+        backend: safetensors' name for ``io``: ``"mmap"`` is ``io="mmap"``, ``"pread"`` is ``io="buffered"``.
+        io, threads, verify, shared, max_inflight_bytes: see :class:`dcp_rs.options.ReadOptions`.
 
     Returns:
         The tensors by name.
@@ -62,8 +66,10 @@ def load_file(
         if backend not in _BACKENDS:
             msg = f"backend is one of {', '.join(map(repr, _BACKENDS))}, not {backend!r}"
             raise ValueError(msg)
-        read_options.setdefault("io", _BACKENDS[backend])
-    options = ReadOptions(**read_options)
+        io = io or _BACKENDS[backend]
+    options = ReadOptions(
+        io=io or "auto", threads=threads, verify=verify, shared=shared, max_inflight_bytes=max_inflight_bytes
+    )
     index = open_index(filename, rank=None, allow_external=False, verify=options.verify)
     if torch.device(device).type == "meta":
         return dict(Checkpoint(index, device=device, options=options))
@@ -80,7 +86,11 @@ def save_file(
     tensors: Mapping[str, torch.Tensor],
     filename: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
-    **write_options: Any,
+    *,
+    io: Literal["auto", "direct", "buffered"] = "auto",
+    threads: int | None = None,
+    fsync: bool = True,
+    max_inflight_bytes: int | None = None,
 ) -> None:
     """Writes tensors, on any device, to one file: ``safetensors.torch.save_file``.
 
@@ -90,7 +100,7 @@ def save_file(
         tensors: contiguous, and none shares memory with another.
         filename: the file; its folder is made where it is not there.
         metadata: what the header says under ``__metadata__``; ``{"format": "pt"}`` is what transformers asks for.
-        write_options: see :class:`dcp_rs.options.WriteOptions`.
+        io, threads, fsync, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
 
     Raises:
         TypeError: a name, or something in ``metadata``, is no text; or ``tensors`` is no mapping.
@@ -103,7 +113,7 @@ def save_file(
         dcp_rs.save_file(model.state_dict(), "model.safetensors", metadata={"format": "pt"})
         ```
     """
-    options = WriteOptions(**write_options)
+    options = WriteOptions(io=io, threads=threads, fsync=fsync, max_inflight_bytes=max_inflight_bytes)
     target = Path(os.path.abspath(local_path(filename)))  # noqa: PTH100  # Path.resolve would follow the last link
     if target.is_dir() and not target.is_symlink():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(filename))

@@ -7,10 +7,9 @@ import signal
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -20,12 +19,11 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from dcp_rs import api, optim
 from dcp_rs._tracebacks import short_traceback
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.names import nearest
 from dcp_rs.engine.background import SaveFuture
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.engine.reuse import Frozen
 from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, CorruptIndexError, DcpRsError
-from dcp_rs.options import WriteArguments, WriteOptions
+from dcp_rs.options import WriteOptions
 from dcp_rs.steps.keeper import ExtraFiles, Keeper, Prepared
 from dcp_rs.steps.policies import Policies, check_positive
 from dcp_rs.steps.preemption import Preemption
@@ -37,13 +35,6 @@ __all__ = ["CheckpointManager"]
 
 #: A load of the latest step that fails with one of these goes on with the step before.
 _DAMAGED = (CorruptDataError, CorruptIndexError, CheckpointNotFoundError)
-#: Options of one save, and what takes their place in a run.
-_OF_ONE_SAVE = {
-    "overwrite": "save(step, state_dict, force=True) replaces a step",
-    "save_id": "each step gets a new one",
-    "guard": "the manager guards each commit itself",
-    "parent": "reuse= takes unchanged tensors from the step before",
-}
 
 
 class CheckpointManager:
@@ -79,7 +70,7 @@ class CheckpointManager:
         step_name: the name of a step's folder, with ``{}`` for its number. Only such folders are steps.
         no_dist: this process saves and loads by itself.
         storage_options: for a URL, see :class:`dcp_rs.RsReader`.
-        write_options: see :class:`dcp_rs.options.WriteOptions`. Whether a step replaces one that is there is for each save to say (``force=True``).
+        io, threads, fsync, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
 
     Attributes:
         passed_over: what the last :meth:`load` passed over, newer than what it loaded, and why.
@@ -104,6 +95,7 @@ class CheckpointManager:
         ```
     """
 
+    @short_traceback
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -124,7 +116,10 @@ class CheckpointManager:
         no_dist: bool = False,
         step_name: str = "step-{}",
         storage_options: Mapping[str, Any] | Any | None = None,
-        **write_options: Unpack[WriteArguments],
+        io: Literal["auto", "direct", "buffered"] = "auto",
+        threads: int | None = None,
+        fsync: bool = True,
+        max_inflight_bytes: int | None = None,
     ) -> None:
         check_positive("save_every", save_every)
         self._root = root_at(root, storage_options, StepNames(step_name))
@@ -138,8 +133,7 @@ class CheckpointManager:
             mode=mode,
         )
         self._keeper = Keeper(self._root, self._policies, verify=verify_before_prune)
-        _check_write_options(write_options)
-        self._write_options = write_options
+        self._write = WriteOptions(io=io, threads=threads, fsync=fsync, max_inflight_bytes=max_inflight_bytes)
         self._reuse, self._verify_reuse = reuse is not False, verify_reuse
         self._frozen = None if isinstance(reuse, bool) else reuse
         Frozen(self._frozen)  # what it cannot take is an error here, and not at the first save
@@ -593,7 +587,7 @@ class CheckpointManager:
             one["parent"] = None if parent is None else parent.path
             one |= {"reuse": Frozen(self._frozen, trusted=trusted), "verify_reuse": self._verify_reuse}
         self._saved_here.add(prepared.save_id)
-        return {**self._write_options, **self._root.access, **self._team.options, **one}
+        return {**self._write.given(), **self._root.access, **self._team.options, **one}
 
     def _settle(self) -> None:
         """Waits for the save in the background, and raises on every rank where it failed on one."""
@@ -609,23 +603,3 @@ class CheckpointManager:
     def _warn(self) -> None:
         for problem in self._keeper.take_problems():
             warn_caller(f"{self.root}: {problem}")
-
-
-def _check_write_options(options: Mapping[str, Any]) -> None:
-    """Find a bad option of a manager before the first save does.
-
-    Raises:
-        ValueError: a value that does not make sense, or an option that a run does not take.
-        TypeError: no option of that name.
-    """
-    for name, instead in _OF_ONE_SAVE.items():
-        if name in options:
-            msg = f"CheckpointManager takes no {name}=: {instead}"
-            raise ValueError(msg)
-    known = WriteArguments.__annotations__
-    for name in options:
-        if name not in known:
-            near = nearest(name, [*signature(CheckpointManager).parameters, *known])
-            msg = f"CheckpointManager has no option {name!r}" + (f": did you mean {near!r}?" if near else "")
-            raise TypeError(msg)
-    WriteOptions(**options)
