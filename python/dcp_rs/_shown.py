@@ -28,7 +28,17 @@ class Report:
         return nbytes / seconds / 1e9 if seconds and nbytes else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain types, for ``json.dumps``."""
+        """Convert the report to plain types, for ``json.dumps``.
+
+        Returns:
+            The fields by name, and ``gb_per_second`` where time was measured.
+
+        Example:
+            ```python
+            report = dcp_rs.verify("ckpt")
+            assert report.to_dict()["entries"] == report.entries
+            ```
+        """
         found: dict[str, Any] = _plain(self)
         speed = self.gb_per_second
         return found if speed is None else found | {"gb_per_second": speed}

@@ -44,14 +44,14 @@ class NumpyCheckpoint(OpenCheckpoint["ArraySlice"]):
         return objects.load(name, data, weights_only=True)
 
     def _tensor(self, tensor: int, entry: _core.TensorEntry) -> np.ndarray[Any, Any]:
-        dtype, shape = self.element_dtype(entry.name, entry.dtype), entry.shape
+        dtype, shape = self._element_dtype(entry.name, entry.dtype), entry.shape
         view = self._view(tensor, dtype, shape) if entry.chunk_count == 1 and self._is_in_place else None
         return self._read(tensor, entry.name, dtype, [0] * len(shape), shape) if view is None else view
 
     def _slice(self, tensor: int) -> ArraySlice:
         return ArraySlice(self, tensor)
 
-    def element_dtype(self, name: str, dtype: str | None) -> np.dtype[Any]:
+    def _element_dtype(self, name: str, dtype: str | None) -> np.dtype[Any]:
         """Elements of the tensor ``name``, which is stored as ``dtype``. Warns where they are only bits."""
         found = numpy_dtype(dtype or "")
         if found is not None:
@@ -110,7 +110,7 @@ class ArraySlice(StoredSlice[Any]):
 
     def __init__(self, checkpoint: NumpyCheckpoint, tensor: int) -> None:
         super().__init__(checkpoint, tensor)
-        self.dtype = checkpoint.element_dtype(self._name, self._stored)
+        self.dtype = checkpoint._element_dtype(self._name, self._stored)
 
     def __repr__(self) -> str:
         return f"ArraySlice({self._name!r}, {self.dtype.name}, shape={list(self.shape)})"

@@ -49,7 +49,11 @@ class SaveFuture(Future[Metadata]):
         self.report: SaveReport | None = None
 
     def cancel(self) -> bool:
-        """False: a save that was begun goes on."""
+        """Do nothing: a save that has begun goes on, as the other ranks take part in it.
+
+        Returns:
+            False.
+        """
         return False
 
 

@@ -64,12 +64,20 @@ class PerRank:
         return f"{_RANK}{dist.get_rank() if dist.is_initialized() else 0}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this rank's value."""
+        """Return the state of this rank's value.
+
+        Returns:
+            What its ``state_dict()`` returns.
+        """
         state: dict[str, Any] = self.value.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Hands the state to this rank's value."""
+        """Pass the state to this rank's value.
+
+        Args:
+            state: what :meth:`state_dict` returned on a rank with the same key.
+        """
         self.value.load_state_dict(state)
 
 
@@ -77,13 +85,23 @@ class RngState(PerRank):
     """The random number generators of this rank: Python's, torch's on the CPU and on the current accelerator, and NumPy's if it was imported.
 
     A rank that finds none in the checkpoint keeps its own, with a warning.
+
+    Example:
+        ```python
+        extra = {"rng": dcp_rs.optim.RngState(), "step": 7}
+        dcp_rs.optim.save_training_state("training", model, optimizer, extra)
+        ```
     """
 
     def __init__(self) -> None:
         super().__init__(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """All states. They load under ``weights_only=True``."""
+        """Return the states of all generators.
+
+        Returns:
+            The states by the name of the library. They load under ``weights_only=True``.
+        """
         state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
         if torch.accelerator.is_available():
             state["accelerator"] = torch.get_device_module().get_rng_state()
@@ -93,7 +111,11 @@ class RngState(PerRank):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Sets every generator that ``state`` has a state of."""
+        """Set every generator that ``state`` has a state of.
+
+        Args:
+            state: what :meth:`state_dict` returned.
+        """
         random.setstate(state["python"])
         torch.set_rng_state(state["torch"].cpu())
         if "accelerator" in state and torch.accelerator.is_available():

@@ -53,12 +53,18 @@ class HostStager:
         self._last: Staging | None = None
 
     def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Copy a state dict: dicts, lists and tuples anew, and all tensors to host memory.
+        """Copy a state dict to host memory. The original may change once this returns.
 
-        Once it returns the original may change.
+        Args:
+            state_dict: what to copy. Dicts, lists and tuples are copied too; other values are the same objects.
 
         Returns:
             The copy.
+
+        Example:
+            ```python
+            copy = dcp_rs.HostStager().stage({"model": model.state_dict()})
+            ```
         """
         staging = self._start(state_dict, watched=False)
         staging.finish()
@@ -100,7 +106,15 @@ class HostStager:
         return Staging(_Staged(staged, taken), taken, self._pool, pairs, versions)
 
     def release(self) -> None:
-        """Lets go of the memory that is kept and not in use."""
+        """Free the memory that ``cache=True`` keeps and no save uses.
+
+        Example:
+            ```python
+            stager = dcp_rs.HostStager(cache=True)
+            dcp_rs.async_save({"model": model}, "ckpt", stager=stager).result()
+            stager.release()
+            ```
+        """
         if self.cache:
             self._pool.clear()
 
