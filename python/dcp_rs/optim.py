@@ -24,14 +24,13 @@ from dcp_rs.engine.metadata import index_of
 from dcp_rs.engine.ranks import Ranks
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import PlanError, UnsupportedError
-from dcp_rs.training.choice import Choice
-from dcp_rs.training.counters import counters_as_they_are
+from dcp_rs.training.choice import Choice, counters_as_they_are
 from dcp_rs.training.extra import PerRank, RngState, check_values, state_of, with_buffers_copied
-from dcp_rs.training.fsdp1 import is_fsdp1
 from dcp_rs.training.optimizers import optimizer_state
+from dcp_rs.training.parameters import is_fsdp1
 from dcp_rs.training.saved import SavedOptimizers
 from dcp_rs.training.saved_extra import EXTRA, SavedExtra
-from dcp_rs.training.stored import branch_at, join, tree_of
+from dcp_rs.training.saved_state import branch_at, join, tree_of
 
 __all__ = [
     "PerRank",

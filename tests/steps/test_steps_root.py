@@ -15,8 +15,7 @@ from dcp_rs import RsWriter, _core
 from dcp_rs.errors import UnsupportedError
 from dcp_rs.steps import folder_root
 from dcp_rs.steps.folder_root import FolderRoot
-from dcp_rs.steps.policies import Policies
-from dcp_rs.steps.pruning import prune
+from dcp_rs.steps.policies import Policies, prune
 from dcp_rs.steps.root import PassedOver, Step
 
 

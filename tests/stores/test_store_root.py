@@ -10,8 +10,7 @@ import torch.distributed.checkpoint as dcp
 import dcp_rs
 from dcp_rs import RsWriter
 from dcp_rs.errors import CheckpointNotFoundError, StorageError, StoragePermissionError, StoragePreconditionError
-from dcp_rs.steps.policies import Policies
-from dcp_rs.steps.pruning import prune
+from dcp_rs.steps.policies import Policies, prune
 from dcp_rs.steps.root import PassedOver, Step
 from dcp_rs.steps.roots import root_at
 from support.object_server import Fault

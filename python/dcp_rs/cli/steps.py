@@ -10,9 +10,8 @@ from typing import Any
 from dcp_rs.checkpoint.names import some
 from dcp_rs.cli.output import count, for_command_line, line, print_json, printable, size, table
 from dcp_rs.errors import CheckpointNotFoundError, PlanError
-from dcp_rs.steps.policies import Policies, used
-from dcp_rs.steps.pruning import Pruned, unneeded
-from dcp_rs.steps.pruning import prune as remove
+from dcp_rs.steps.policies import Policies, Pruned, unneeded, used
+from dcp_rs.steps.policies import prune as remove
 from dcp_rs.steps.root import Listing, PassedOver, Root, Step, StepNames
 from dcp_rs.steps.roots import root_at
 

@@ -23,9 +23,8 @@ from dcp_rs.tensors.memory import changing, is_opaque
 from dcp_rs.tensors.nesting import unwrap_in
 from dcp_rs.tensors.trees import set_at, stateful_values
 from dcp_rs.transfer.counts import Counts
-from dcp_rs.transfer.exchange import read_shared
+from dcp_rs.transfer.exchange import Offer, is_shared, offer, read_shared, share
 from dcp_rs.transfer.load import Load
-from dcp_rs.transfer.replicas import Offer, is_shared, offer, share
 
 __all__ = [
     "MIXED",

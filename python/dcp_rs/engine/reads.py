@@ -25,7 +25,7 @@ from dcp_rs.tensors.memory import twins
 from dcp_rs.tensors.nesting import TreePath
 from dcp_rs.tensors.shards import Layouts, local_pieces
 from dcp_rs.tensors.trees import flatten, is_plain_state_dict
-from dcp_rs.transfer.replicas import whole_targets
+from dcp_rs.transfer.exchange import whole_targets
 from dcp_rs.transfer.target import Target, fills, stored_dtype
 
 __all__ = ["LoadOptions", "Reads", "differing_ties", "plan_reads", "warn_of_left_out_state"]

@@ -21,8 +21,7 @@ from dcp_rs.errors import (
     UnsupportedError,
 )
 from dcp_rs.steps.objects import is_own
-from dcp_rs.steps.policies import Policies
-from dcp_rs.steps.pruning import expendable, prune
+from dcp_rs.steps.policies import Policies, expendable, prune
 from dcp_rs.steps.root import PassedOver, Root, Step
 
 __all__ = ["ExtraFiles", "Keeper", "Prepared"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import sys
 from collections import OrderedDict
 from typing import Any
 
@@ -15,7 +16,16 @@ from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._warnings import warn_caller
 from dcp_rs.errors import CorruptDataError, UnsafePickleError, UnsupportedError
 
-__all__ = ["check_loadable", "dump", "dump_named", "load", "reason", "warn_unless_loadable", "why_not_loadable"]
+__all__ = [
+    "check_loadable",
+    "dump",
+    "dump_named",
+    "load",
+    "plain_numbers",
+    "reason",
+    "warn_unless_loadable",
+    "why_not_loadable",
+]
 
 # torch allows bytearray, but not bytes, which is how pickle writes b"", nor io.BytesIO, which torch's own examples save. Neither can run anything.
 torch.serialization.add_safe_globals([bytes, io.BytesIO])
@@ -155,3 +165,25 @@ def reason(error: pickle.UnpicklingError) -> str:
     """The one part of torch's message that says what is wrong."""
     found = re.search(r"(?:WeightsUnpickler error:\s*|(?=Trying to load ))(.*?)(\. Please use|\.?\n|\.?$)", str(error))
     return found[1] if found else str(error).split("\n", 1)[0]
+
+
+def plain_numbers(tree: Any) -> Any:
+    """The tree with Python's numbers in place of NumPy's, where it has any in dicts, lists and tuples; itself otherwise."""
+    numpy = sys.modules.get("numpy")
+    return tree if numpy is None else _plain(tree, numpy.generic)
+
+
+def _plain(tree: Any, number: type) -> Any:
+    kind = type(tree)
+    if issubclass(kind, number):
+        return tree.item()
+    if kind in (dict, OrderedDict):
+        values: Any = tree.values()
+    elif kind in (list, tuple):
+        values = tree
+    else:
+        return tree
+    plain = [_plain(value, number) for value in values]
+    if all(one is other for one, other in zip(plain, values, strict=True)):
+        return tree
+    return kind(zip(tree, plain, strict=True)) if isinstance(tree, dict) else kind(plain)

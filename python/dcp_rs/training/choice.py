@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
-from dcp_rs.dcp.load_planner import RsLoadPlanner
-from dcp_rs.dcp.read_items import missing_elements
+from dcp_rs.dcp.load_planner import RsLoadPlanner, missing_elements
+from dcp_rs.dcp.save_planner import RsSavePlanner
 from dcp_rs.engine.arguments import check_planner
 from dcp_rs.engine.reports import LoadReport, Mismatch
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.shards import Piece
+from dcp_rs.tensors.trees import flatten
 
-__all__ = ["Choice"]
+__all__ = ["Choice", "counters_as_they_are", "is_counter"]
+
+
+def is_counter(value: Any) -> bool:
+    """Whether an entry of an optimizer's state is a tensor without dimensions."""
+    return isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+@contextmanager
+def counters_as_they_are(planner: SavePlanner | None, state: Mapping[str, Any]) -> Iterator[None]:
+    """A save within it stores the counters in ``state``, the optimizers' part of its state dict, in their own dtype."""
+    if not isinstance(planner, RsSavePlanner) or planner.dtype is None:
+        yield
+        return
+    before = planner.spared
+    planner.spared = before | {name for name, value in flatten(state).values.items() if is_counter(value)}
+    try:
+        yield
+    finally:
+        planner.spared = before
 
 
 class Choice:

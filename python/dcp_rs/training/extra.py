@@ -14,8 +14,8 @@ from dcp_rs import _torch
 from dcp_rs.errors import PlanError, UnsafePickleError
 from dcp_rs.tensors import objects
 from dcp_rs.tensors.nesting import WHOLE, is_plain, unwrap
+from dcp_rs.tensors.objects import plain_numbers
 from dcp_rs.tensors.trees import flatten, is_stateful
-from dcp_rs.training.numbers import plain_numbers
 
 __all__ = [
     "PerRank",

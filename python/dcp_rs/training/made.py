@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import warnings
 from collections import defaultdict
@@ -14,12 +15,57 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dcp_rs import _torch
-from dcp_rs.tensors.nesting import TreePath
+from dcp_rs.tensors.nesting import TreePath, text_path
 from dcp_rs.tensors.shards import global_shape
 from dcp_rs.tensors.trees import flatten
-from dcp_rs.training.keys import keys_of
 
-__all__ = ["Made", "MadeState"]
+__all__ = ["Made", "MadeState", "keys_of", "unclear_in", "with_keys"]
+
+
+def keys_of(tree: Any) -> dict[TreePath, Any]:
+    """The last part of the path to whatever is in a tree, by the path as text."""
+    found: dict[TreePath, Any] = {}
+    _collect(tree, (), found)
+    return found
+
+
+def with_keys(path: TreePath, keys: Mapping[TreePath, Any]) -> TreePath:
+    """The path with the keys that are known in place of the text that stands for them."""
+    text = text_path(path)
+    return tuple(keys.get(text[:end], part) if type(part) is str else part for end, part in enumerate(path, 1))
+
+
+def unclear_in(path: TreePath, keys: Mapping[TreePath, Any]) -> str | None:
+    """The first part of a path of text that is not among the known keys, and reads as if it was a number, a tuple or None; None if no part does."""
+    text = text_path(path)
+    for end, part in enumerate(path, 1):
+        if type(part) is str and text[:end] not in keys and _reads_as_no_text(part):
+            return part
+    return None
+
+
+def _collect(tree: Any, path: TreePath, found: dict[TreePath, Any]) -> None:
+    if isinstance(tree, Mapping):
+        for key, child in tree.items():
+            here = (*path, str(key))
+            if type(key) is str:
+                found[here] = key
+            else:
+                found.setdefault(here, (key,))
+            _collect(child, here, found)
+    elif isinstance(tree, list):
+        for place, child in enumerate(tree):
+            _collect(child, (*path, place), found)
+
+
+def _reads_as_no_text(text: str) -> bool:
+    if text.isidentifier() and text not in ("None", "True", "False"):
+        return False
+    try:
+        return not isinstance(ast.literal_eval(text), str)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return False
+
 
 #: Kinds of attributes that another optimizer of the class may have as well: nothing that leads to the parameters.
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)

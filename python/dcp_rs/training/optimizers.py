@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 
 from dcp_rs.engine.ranks import Ranks
 from dcp_rs.errors import PlanError
-from dcp_rs.training.fsdp1 import fsdp1_group, is_fsdp1, sharded_state_dicts
-from dcp_rs.training.numbers import plain_numbers
-from dcp_rs.training.parameters import names_by_key, without_compiler
+from dcp_rs.tensors.objects import plain_numbers
+from dcp_rs.training.parameters import fsdp1_group, is_fsdp1, names_by_key, sharded_state_dicts, without_compiler
 
 __all__ = ["WHO", "fsdp1_state", "optimizer_state", "text_of"]
 

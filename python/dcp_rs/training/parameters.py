@@ -3,16 +3,60 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from torch.distributed.fsdp.api import ShardingStrategy
 from torch.optim import Optimizer
 
 from dcp_rs import _torch
 from dcp_rs.errors import PlanError
 
-__all__ = ["compiler_names", "is_named", "names_by_key", "parameter_names", "without_compiler"]
+__all__ = [
+    "compiler_names",
+    "fsdp1_group",
+    "is_fsdp1",
+    "is_named",
+    "names_by_key",
+    "parameter_names",
+    "sharded_state_dicts",
+    "without_compiler",
+]
+
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)  # noqa: SLF001  # as torch names it
+
+
+def is_fsdp1(model: torch.nn.Module) -> bool:
+    """Whether any module of the model is one of FSDP1."""
+    return bool(FullyShardedDataParallel.fsdp_modules(model))
+
+
+def fsdp1_group(model: torch.nn.Module) -> dist.ProcessGroup | None:
+    """The group that the optimizer state is sharded over, as torch's ``get_state_dict`` chooses it."""
+    module = FullyShardedDataParallel.fsdp_modules(model)[0]
+    group = None if module.sharding_strategy in _HYBRID else module.process_group
+    return None if isinstance(group, tuple) else group
+
+
+@contextmanager
+def sharded_state_dicts(model: torch.nn.Module) -> Iterator[None]:
+    """State dicts of FSDP1 modules hold shards, whatever the caller has set."""
+    with (
+        _torch.without_fsdp1_warnings(),
+        FullyShardedDataParallel.state_dict_type(
+            model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+        ),
+    ):
+        yield
 
 
 def parameter_names(

@@ -20,14 +20,19 @@ from dcp_rs.errors import PlanError
 from dcp_rs.tensors.nesting import TreePath
 from dcp_rs.tensors.shards import global_shape
 from dcp_rs.tensors.trees import get_at
-from dcp_rs.training.choice import Choice
-from dcp_rs.training.counters import is_counter
-from dcp_rs.training.fsdp1 import fsdp1_group, is_fsdp1, sharded_state_dicts
+from dcp_rs.training.choice import Choice, is_counter
 from dcp_rs.training.made import Made, MadeState
 from dcp_rs.training.optimizers import WHO, fsdp1_state, text_of
-from dcp_rs.training.parameters import compiler_names, is_named, names_by_key, parameter_names
-from dcp_rs.training.saved_state import SavedState
-from dcp_rs.training.stored import join
+from dcp_rs.training.parameters import (
+    compiler_names,
+    fsdp1_group,
+    is_fsdp1,
+    is_named,
+    names_by_key,
+    parameter_names,
+    sharded_state_dicts,
+)
+from dcp_rs.training.saved_state import SavedState, join
 
 __all__ = ["SavedOptimizers"]
 

@@ -14,7 +14,7 @@ from dcp_rs.tensors.nesting import TreePath, remaining, text_path
 from dcp_rs.tensors.trees import flatten, is_stateful
 from dcp_rs.training.choice import Choice
 from dcp_rs.training.extra import PerRank, RngState, merge, pack, state_of, unpack, why_not_found
-from dcp_rs.training.stored import branch_at, join, tree_of
+from dcp_rs.training.saved_state import branch_at, join, tree_of
 
 __all__ = ["EXTRA", "SavedExtra"]
 
