@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from dcp_rs.engine.metadata import index_of
 from dcp_rs.engine.ranks import Ranks
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import PlanError, UnsupportedError
-from dcp_rs.training.choice import Choice, counters_as_they_are
+from dcp_rs.training.choice import Choice
 from dcp_rs.training.extra import PerRank, RngState, check_values, state_of, with_buffers_copied
 from dcp_rs.training.optimizers import optimizer_state
 from dcp_rs.training.parameters import is_fsdp1
@@ -136,7 +135,7 @@ def save_training_state(
             schedulers, gradient scalers, data loaders, EMA models), tensors and plain values. What differs from rank to rank goes into
             :class:`PerRank`; :class:`RngState` is for random numbers. NumPy's numbers, as schedulers make them, are saved as Python's: those load under ``weights_only=True``.
         process_group, no_dist: as in ``dcp.save``.
-        planner: default: that of :func:`dcp_rs.save`. Its ``dtype`` is not for the optimizers' state without dimensions (``step``).
+        planner: default: that of :func:`dcp_rs.save`.
         write_options: arguments of :class:`dcp_rs.RsWriter`. ``strict_values`` is true here for what is in ``extra``, unless it is given.
 
     Returns:
@@ -157,8 +156,7 @@ def save_training_state(
     """
     strict = write_options.get("strict_values", True)
     state = _training_state(_modules(model), optimizers, extra, Ranks(process_group, no_dist=no_dist), strict=strict)
-    with counters_as_they_are(planner, {OPTIM: state.get(OPTIM, {})}):
-        return save(state, path, planner=planner, process_group=process_group, no_dist=no_dist, **write_options)
+    return save(state, path, planner=planner, process_group=process_group, no_dist=no_dist, **write_options)
 
 
 @short_traceback
@@ -187,7 +185,7 @@ def load_training_state(
             which it has in another shape, or not wholly. Otherwise that is an error. That of a planner says the same.
         process_group, no_dist: as in ``dcp.load``.
         planner: default: :class:`dcp_rs.RsLoadPlanner`, with the same ``allow_partial_load``. What one of that class does not include
-            stays as it is; its ``dtype`` is not for the optimizers' state without dimensions (``step``).
+            stays as it is.
         read_options: arguments of :class:`dcp_rs.RsReader`.
 
     Returns:
@@ -260,7 +258,7 @@ def _load_training_state(
             one.put(extra, state)
 
     choice, saved = ranks.together(begin)
-    _load(ranks, state, reader, metadata, planner, choice)
+    _load(ranks, state, reader, metadata, planner)
     ranks.together(end)
     beside = [f"{OPTIM}.param_groups"] if saved is not None else []
     choice.tell(beside + [f"{EXTRA}.{name}" for name, value in extra.items() if isinstance(value, PerRank)])
@@ -326,7 +324,7 @@ def load_optim_state_dict(
                 saved.apply(models)
 
         choice, saved, state = ranks.together(begin)
-        _load(ranks, state, reader, metadata, own_planner, choice)
+        _load(ranks, state, reader, metadata, own_planner)
         ranks.together(end)
         choice.tell([join(key, "param_groups")])
 
@@ -344,15 +342,12 @@ def _load(
     reader: RsReader,
     metadata: Metadata,
     planner: LoadPlanner,
-    choice: Choice,
 ) -> None:
     """Load from the save that was opened before: what was read of it then goes with what is read now."""
     if not is_plain(planner):
-        with choice.counters_as_they_are():
-            protocol.load(ranks, state, reader, planner, metadata=metadata)
+        protocol.load(ranks, state, reader, planner, metadata=metadata)
         return
-    options = replace(planner._options(), keep_dtype=frozenset(choice.counters))
-    report = engine.load(state, reader._source_of_load(), options, ranks, index=index_of(metadata))
+    report = engine.load(state, reader._source_of_load(), planner._options(), ranks, index=index_of(metadata))
     planner._end_load(report, reader.path)
 
 

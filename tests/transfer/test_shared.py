@@ -269,7 +269,7 @@ def test_machines_are_compared_apart(tmp_path):
     assert (first, second, third) == (2, 1, 2)
     assert bits == same == bytes([128]) + b"\xff" * 16
     assert alone == bytes([128]) + bytes(16)
-    with pytest.raises(dcp_rs.errors.PlanError, match="no sketch"):
+    with pytest.raises(dcp_rs.errors.PlanError, match="invalid sample"):
         _core.compare_wanted([(here, b"abc")])
 
 

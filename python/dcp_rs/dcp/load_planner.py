@@ -137,7 +137,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
 
     Args:
         checkpoint: for :meth:`resolve_tensor` by name before a load has set the planner up.
-        dtype: what floating-point tensors become; those of another dtype are replaced in the state dict.
+        dtype: what floating-point tensors become, but for the ``step`` of an optimizer's state; those of another dtype are replaced in the state dict.
         device: where tensors go; those elsewhere (on ``meta`` above all) are replaced in the same way.
         dtype_policy: what to do where state dict and checkpoint differ in dtype and ``dtype`` was not given: ``"warn"`` casts and says so,
             ``"error"`` refuses, ``"cast"`` casts.
@@ -178,7 +178,6 @@ class RsLoadPlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
         self.device = None if device is None else torch.device(device)
         self.dtype, self.dtype_policy = dtype, dtype_policy
-        self.spared: set[int] = set()  # the `id` of tensors that `dtype` is not for
         self.report = LoadReport()
         self.metadata: Metadata | None = None
         self._rename, self._include, self._exclude = rename, include, exclude
@@ -209,7 +208,6 @@ class RsLoadPlanner(DefaultLoadPlanner):
             dtype=self.dtype,
             device=self.device,
             dtype_policy=self.dtype_policy,
-            keep_dtype=frozenset(self.spared),
         )
 
     # --- the protocol ---------------------------------------------------------------------------------
@@ -239,7 +237,7 @@ class RsLoadPlanner(DefaultLoadPlanner):
             raise PlanError("the planner was not set up with metadata")
         self.report = report = LoadReport()
         entries = _entries(self.metadata)
-        self._new = new = NewTensors(self.dtype, self.device, self.spared)
+        self._new = new = NewTensors(self.dtype, self.device)
         wanted, report.excluded = self.names.choose(self.state_dict, entries)
         casts = CastRule(self.dtype, self.dtype_policy)
         flat = Flat(self.state_dict, self._flat.paths, self._flat.containers, self._flat.is_text)

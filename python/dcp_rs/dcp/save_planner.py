@@ -16,7 +16,7 @@ from dcp_rs._shown import call
 from dcp_rs.engine.local_plan import PlanOptions, Selected, select
 from dcp_rs.engine.writes import Nesting
 from dcp_rs.tensors import objects
-from dcp_rs.tensors.dtypes import NAMES
+from dcp_rs.tensors.dtypes import NAMES, is_counter
 
 __all__ = ["RsSavePlanner", "is_plain"]
 
@@ -34,7 +34,7 @@ class RsSavePlanner(DefaultSavePlanner):
             same process group sends only a digest of it. In torch's own ``dcp.save`` it changes nothing: torch remembers plans by the planner's
             class, also from one process group to another.
         dtype: what floating-point tensors of 16 bits and more are stored as. With :func:`dcp_rs.save` they are cast while they are written, in memory of bounded size. Those of
-            8 bits and fewer stay as they are: their scales are elsewhere.
+            8 bits and fewer stay as they are: their scales are elsewhere. So does the ``step`` of an optimizer's state.
         include, exclude: globs over names; what is not included, or excluded, is not saved.
 
     Raises:
@@ -72,7 +72,6 @@ class RsSavePlanner(DefaultSavePlanner):
             "enable_plan_caching": enable_plan_caching or None,
         }
         self.dtype = dtype
-        self.spared: frozenset[str] = frozenset()  # names that `dtype` is not for
         self.include = include
         self.exclude = exclude
         self._remember = enable_plan_caching
@@ -89,7 +88,6 @@ class RsSavePlanner(DefaultSavePlanner):
             lowest_rank=self.dedup_save_to_lowest_rank,
             remember=self._remember,
             dtype=self.dtype,
-            keep_dtype=self.spared,
             include=self.include,
             exclude=self.exclude,
         )
@@ -119,7 +117,7 @@ class RsSavePlanner(DefaultSavePlanner):
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(objects.dump_named(write_item.index.fqn, object))
         made = super().transform_object(write_item, object)
-        if not isinstance(made, torch.Tensor) or write_item.index.fqn in self.spared:
+        if not isinstance(made, torch.Tensor) or is_counter(write_item.index.fqn, made.shape):
             return made
         return made.to(self._options().stored_dtype(made.dtype))
 
@@ -133,7 +131,7 @@ class RsSavePlanner(DefaultSavePlanner):
         options, items = self._options(), []
         for item in plan.items:
             data = item.tensor_data
-            if data is not None and item.type != WriteItemType.BYTE_IO and item.index.fqn not in self.spared:
+            if data is not None and not is_counter(item.index.fqn, data.size):
                 dtype = options.stored_dtype(data.properties.dtype)
                 properties = dataclasses.replace(data.properties, dtype=dtype)
                 item = dataclasses.replace(item, tensor_data=dataclasses.replace(data, properties=properties))  # noqa: PLW2901

@@ -14,7 +14,7 @@ from dcp_rs import _core, _torch
 from dcp_rs.checkpoint.names import selector, some
 from dcp_rs.engine.writes import Nesting, Writes
 from dcp_rs.errors import PlanError, UnsupportedError
-from dcp_rs.tensors.dtypes import NAMES, can_require_grad, cast_to
+from dcp_rs.tensors.dtypes import NAMES, can_require_grad, cast_to, is_counter
 from dcp_rs.tensors.nesting import TreePath
 from dcp_rs.tensors.shards import Layouts, global_shape, local_pieces
 from dcp_rs.tensors.trees import flatten
@@ -115,7 +115,6 @@ class PlanOptions:
         flatten, flatten_sharded, lowest_rank: as in torch's ``DefaultSavePlanner``.
         remember: send a digest of a rank's plan where the coordinator has that plan from the save before.
         dtype: what floating-point tensors of 16 bits and more are stored as; None: as they are.
-        keep_dtype: names of tensors that keep their dtype all the same.
         include, exclude: globs over names.
     """
 
@@ -124,7 +123,6 @@ class PlanOptions:
     lowest_rank: bool = False
     remember: bool = False
     dtype: torch.dtype | None = None
-    keep_dtype: frozenset[str] = frozenset()
     include: Any = None
     exclude: Any = None
 
@@ -224,7 +222,10 @@ def plan_locally(state_dict: Mapping[Any, Any], options: PlanOptions) -> LocalPl
     """
     selected = select(state_dict, options)
     names = list(selected.values)
-    uncast = options.keep_dtype if options.dtype is not None else frozenset()
+    uncast: set[str] = set()
+    if options.dtype is not None:
+        entries = selected.values.items()
+        uncast = {name for name, value in entries if isinstance(value, torch.Tensor) and is_counter(name, value.shape)}
     if uncast:
         names.sort(key=uncast.__contains__)  # they come last: Rust casts the others in one call
     values = list(map(selected.values.__getitem__, names))

@@ -408,7 +408,7 @@ class Matching:
         if shape != entry.shape:
             msg = f"tensor {fqn!r} has shape {tuple(shape)} in the state dict, and {entry.shape} in the checkpoint"
             return self._misfit(Mismatch(fqn, tuple(shape), entry.shape), msg)
-        dtype = self._new.dtype_of(value)
+        dtype = self._new.dtype_of(fqn, value)
         if dtype != entry.dtype:
             self._casts.check(fqn, dtype, entry.dtype, self._report)
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
@@ -63,11 +63,7 @@ _HEAD_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Which entries a load fills, and what tensors become. :func:`dcp_rs.load` says what each means.
-
-    Attributes:
-        keep_dtype: the ``id`` of tensors that ``dtype`` does not apply to.
-    """
+    """Which entries a load fills, and what tensors become. :func:`dcp_rs.load` says what each means."""
 
     rename: Rename = None
     include: str | Iterable[str] | None = None
@@ -76,7 +72,6 @@ class LoadOptions:
     dtype: torch.dtype | None = None
     device: torch.device | str | None = None
     dtype_policy: Literal["warn", "error", "cast"] = "warn"
-    keep_dtype: Container[int] = ()
 
 
 @dataclass
@@ -152,7 +147,7 @@ def plan_reads(state_dict: dict[str, Any], index: _core.Index, options: LoadOpti
     casts = CastRule(options.dtype, options.dtype_policy)
     names = LoadNames(options.rename, options.include, options.exclude)
     device = None if options.device is None else torch.device(options.device)
-    new = NewTensors(options.dtype, device, options.keep_dtype)
+    new = NewTensors(options.dtype, device)
     flat = flatten(state_dict if is_plain_state_dict(state_dict) else _torch.flatten_sharded_tensors(state_dict))
     if flat.containers:
         add_hollow(state_dict, flat, entries, names)
@@ -164,7 +159,7 @@ def plan_reads(state_dict: dict[str, Any], index: _core.Index, options: LoadOpti
     found: dict[str, EntryInfo] | None = None
     stored, tensors = list(wanted.values()), [flat.values[fqn] for fqn in wanted]
     batch, others = index.plan_plain(stored, tensors, PLAIN_TYPES, DTYPE_NAMES)
-    if new.apply_to_any(tensors if new.reaches_plain else [tensors[place] for place in others]):
+    if new.apply_to_any(wanted, tensors if new.reaches_plain else [tensors[place] for place in others]):
         found = matching.match(wanted)
         flat = matching.flat
         filled = [fqn for fqn, entry in found.items() if not entry.is_bytes]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 import torch
 
 _NAMES = [
@@ -55,6 +58,18 @@ AS_INTEGERS: dict[torch.dtype, torch.dtype] = {
     for name in _YOUNG
     if name in BY_NAME
 }
+
+
+#: What is below the state of an optimizer.
+_OPTIMIZER_STATE = re.compile(r"(?:^|\.)state\.")
+
+
+def is_counter(name: str, shape: Sequence[int]) -> bool:
+    """Return whether an entry counts the steps of an optimizer: a tensor without dimensions in its state.
+
+    No option casts it: in bfloat16, a ``step`` stands still at 256.
+    """
+    return len(shape) == 0 and _OPTIMIZER_STATE.search(name) is not None
 
 
 def cast_to(stored: torch.dtype, wish: torch.dtype | None) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_rs import _torch
 from dcp_rs.errors import PlanError
+from dcp_rs.tensors.dtypes import is_counter
 from dcp_rs.tensors.memory import identity
 from dcp_rs.tensors.nesting import TreePath
 from dcp_rs.tensors.shards import Layouts, local_pieces
@@ -27,30 +28,28 @@ class NewTensors:
     Args:
         dtype: the dtype that floating-point tensors get; None: they keep theirs.
         device: where tensors go. None: they stay, and those on ``meta`` go to the default device.
-        keep_dtype: the ``id`` of tensors that keep their dtype.
 
     Attributes:
         old: the tensors that are replaced.
         new: the tensors that replace them.
     """
 
-    def __init__(self, dtype: torch.dtype | None, device: torch.device | None, keep_dtype: Container[int] = ()) -> None:
+    def __init__(self, dtype: torch.dtype | None, device: torch.device | None) -> None:
         self._dtype = dtype
         self._device = device
-        self._keep_dtype = keep_dtype
         self.old: dict[str, torch.Tensor] = {}
         self.new: dict[str, torch.Tensor] = {}
         self._names: dict[int, list[str]] = {}  # by storage of the old ones
 
-    def dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
+    def dtype_of(self, name: str, tensor: torch.Tensor) -> torch.dtype:
         """Return the dtype that the tensor gets."""
-        if self._dtype is None or not tensor.is_floating_point() or id(tensor) in self._keep_dtype:
+        if self._dtype is None or not tensor.is_floating_point() or is_counter(name, tensor.shape):
             return tensor.dtype
         return self._dtype
 
-    def applies_to(self, tensor: torch.Tensor) -> bool:
+    def applies_to(self, name: str, tensor: torch.Tensor) -> bool:
         """Return whether the tensor cannot stay as it is."""
-        if self.dtype_of(tensor) != tensor.dtype:
+        if self.dtype_of(name, tensor) != tensor.dtype:
             return True
         is_at, device = tensor.device, self._device_of(tensor)
         return is_at is not device and not (is_at.type == device.type and device.index in (None, is_at.index))
@@ -60,11 +59,11 @@ class NewTensors:
         """Return whether tensors in host memory may have to go. Otherwise only those on ``meta`` do."""
         return self._dtype is not None or self._device is not None
 
-    def apply_to_any(self, values: Iterable[Any]) -> bool:
+    def apply_to_any(self, names: Iterable[str], values: Sequence[Any]) -> bool:
         """Return whether a tensor among the values cannot stay as it is."""
         if self.reaches_plain:
-            return any(isinstance(value, torch.Tensor) and self.applies_to(value) for value in values)
-        values = list(values)
+            named = zip(names, values, strict=True)
+            return any(isinstance(value, torch.Tensor) and self.applies_to(name, value) for name, value in named)
         kinds = set(map(type, values))
         if not all(issubclass(kind, torch.Tensor) for kind in kinds):
             values = [value for value in values if isinstance(value, torch.Tensor)]
@@ -84,7 +83,7 @@ class NewTensors:
         others.append(name)
         if twin is None:
             with torch.inference_mode(False):
-                new = _torch.empty_like(old, dtype=self.dtype_of(old), device=self._device_of(old))
+                new = _torch.empty_like(old, dtype=self.dtype_of(name, old), device=self._device_of(old))
         else:
             new = self.new[twin]
         self.old[name], self.new[name] = old, new
@@ -110,7 +109,7 @@ class NewTensors:
         """
         for name in names:
             value = values[name]
-            if self.applies_to(value):
+            if self.applies_to(name, value):
                 if get_at(state_dict, paths[name]) is not value:
                     msg = f"tensor {name!r} cannot be replaced (it is {value.dtype} on {value.device}): it is not under its name in the state dict"
                     raise PlanError(msg, tensor=name)

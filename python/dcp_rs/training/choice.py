@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dcp_rs.dcp.load_planner import RsLoadPlanner, missing_elements
-from dcp_rs.dcp.save_planner import RsSavePlanner
 from dcp_rs.engine.arguments import check_planner
 from dcp_rs.engine.reports import LoadReport, Mismatch
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.shards import Piece
-from dcp_rs.tensors.trees import flatten
 
-__all__ = ["Choice", "counters_as_they_are", "is_counter"]
-
-
-def is_counter(value: Any) -> bool:
-    """Whether an entry of an optimizer's state is a tensor without dimensions."""
-    return isinstance(value, torch.Tensor) and value.dim() == 0
-
-
-@contextmanager
-def counters_as_they_are(planner: SavePlanner | None, state: Mapping[str, Any]) -> Iterator[None]:
-    """A save within it stores the counters in ``state``, the optimizers' part of its state dict, in their own dtype."""
-    if not isinstance(planner, RsSavePlanner) or planner.dtype is None:
-        yield
-        return
-    before = planner.spared
-    planner.spared = before | {name for name, value in flatten(state).values.items() if is_counter(value)}
-    try:
-        yield
-    finally:
-        planner.spared = before
+__all__ = ["Choice"]
 
 
 class Choice:
@@ -52,7 +29,6 @@ class Choice:
         is_partial: as given.
         is_lenient: what the checkpoint does not wholly hold, or has in another shape, is left alone. Otherwise that is an error.
         report: what is left alone.
-        counters: tensors that the planner's ``dtype`` is not for, by ``id``.
     """
 
     def __init__(self, metadata: Metadata, planner: LoadPlanner, *, partial: bool) -> None:
@@ -62,7 +38,6 @@ class Choice:
         self.is_partial = partial
         self.is_lenient = partial or bool(getattr(planner, "allow_partial_load", False))
         self.report = LoadReport()
-        self.counters: set[int] = set()
         self._metadata = metadata
         self._planner = own
         self._names = names if names is not None and names.is_selective else None
@@ -118,18 +93,6 @@ class Choice:
             msg = f"tensor {name!r} has shape {tuple(expected)} in the optimizer, and {tuple(got)} in the checkpoint"
             raise PlanError(msg, tensor=name)
         self.report.shape_mismatched.append(Mismatch(name, tuple(expected), tuple(got)))
-
-    @contextmanager
-    def counters_as_they_are(self) -> Iterator[None]:
-        """A load within it leaves ``counters`` in their dtype."""
-        if self._planner is None:
-            yield
-            return
-        self._planner.spared |= self.counters
-        try:
-            yield
-        finally:
-            self._planner.spared -= self.counters
 
     def tell(self, beside: Iterable[str]) -> None:
         """Puts what was left alone into the planner's report, if it has one.

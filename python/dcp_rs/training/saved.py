@@ -20,7 +20,7 @@ from dcp_rs.errors import PlanError
 from dcp_rs.tensors.nesting import TreePath
 from dcp_rs.tensors.shards import global_shape
 from dcp_rs.tensors.trees import get_at
-from dcp_rs.training.choice import Choice, is_counter
+from dcp_rs.training.choice import Choice
 from dcp_rs.training.made import Made, MadeState
 from dcp_rs.training.optimizers import WHO, fsdp1_state, text_of
 from dcp_rs.training.parameters import (
@@ -125,7 +125,6 @@ class SavedOptimizers:
                     rooms[fqn] = None if entries is None else self._room(entries, fqn, shards, param, part, makes)
                 self._take(rooms, kept)
         self._state.warn()
-        self._choice.counters |= {id(value) for value in self._values.values() if is_counter(value)}
         return self._values
 
     def fill(self, values: Mapping[str, Any]) -> None:
