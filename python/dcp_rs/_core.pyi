@@ -18,11 +18,11 @@ _Size = TypeVar("_Size", bound=_Extent)
 _Made = TypeVar("_Made")
 
 class _ReadOptions(TypedDict, total=False):
-    """The keyword arguments of whatever reads; ``io`` and ``threads`` are always given."""
+    """The keyword arguments of whatever reads; ``io`` and ``threads`` are always given. ``verify=None``: "auto"."""
 
     io: str
     threads: int
-    verify: bool
+    verify: bool | None
     shared: bool
     max_inflight_bytes: int
 
@@ -143,6 +143,9 @@ class ReadStats:
     @property
     def mapped(self) -> int:
         """Of those read, from mappings."""
+    @property
+    def verified(self) -> int:
+        """Hashed and compared with digests."""
     @property
     def requests(self) -> int: ...
 

@@ -87,7 +87,7 @@ class ReadArguments(TypedDict, total=False):
 
     io: Literal["auto", "mmap", "direct", "buffered"]
     threads: int | None
-    verify: bool
+    verify: Literal["auto"] | bool
     shared: bool | None
     max_inflight_bytes: int | None
 
@@ -123,8 +123,9 @@ class ReadOptions:
         io: ``"mmap"`` copies from a mapping, ``"direct"`` reads around the page cache, ``"buffered"`` reads through it;
             ``"auto"`` decides for each file by what is in the page cache and by the file system.
         threads: default: the cores of this process (its affinity, and its cgroup's CPU quota), divided by ``LOCAL_WORLD_SIZE``.
-        verify: check the digest of every block that is read. Blocks are hashed as they are copied, so a destination may hold a damaged one
-            when the error is raised; no planner is told that it is filled.
+        verify: True checks the digest of every block that is read; ``"auto"`` of those that come from a disk or a
+            store and are wanted whole (1 MiB), and of none in the page cache. Blocks are hashed as they are copied, so a
+            destination may hold a damaged one when the error is raised; no planner is told that it is filled.
         shared: whether other processes of this machine load the same checkpoint at the same time. ``"auto"`` then reads what they
             want too through the page cache, so that the disk delivers it once. By default there are others where ``LOCAL_WORLD_SIZE`` is
             more than 1, or, where it is not set, the process group has more than one rank. In a load of all of these, ranks tell each other
@@ -135,13 +136,13 @@ class ReadOptions:
 
     io: Literal["auto", "mmap", "direct", "buffered"] = "auto"
     threads: int | None = None
-    verify: bool = False
+    verify: Literal["auto"] | bool = False
     shared: bool | None = None
     max_inflight_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _check("io", self.io, ("auto", "mmap", "direct", "buffered"))
-        _check("verify", self.verify, (True, False))
+        _check("verify", self.verify, ("auto", True, False))
         _check("shared", self.shared, (True, False, None))
         _check_positive("threads", self.threads)
         _check_positive("max_inflight_bytes", self.max_inflight_bytes)
@@ -171,7 +172,7 @@ class ReadOptions:
         return {
             "io": self.io,
             "threads": self.threads or default_threads(),
-            "verify": self.verify,
+            "verify": None if self.verify == "auto" else self.verify,
             "shared": default_shared() if self.shared is None else self.shared,
         }
 

@@ -1,6 +1,7 @@
 """Damage says which file is what, and which tensors are lost; warnings are of the caller's line."""
 
 import json
+import os
 import warnings
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 import dcp_rs
 from dcp_rs.cli import main
-from dcp_rs.errors import CorruptIndexError
+from dcp_rs.errors import CorruptDataError, CorruptIndexError
 from support.both import save_rs, save_stock
 
 STATE = {"large": torch.arange(1 << 19), "small": torch.ones(3), "step": 4}
@@ -36,6 +37,31 @@ def test_a_damaged_block_loses_its_tensor(ckpt, capfd, monkeypatch):
     with pytest.raises(SystemExit):
         main(["verify", str(ckpt), "--json"])
     assert json.loads(capfd.readouterr().out)["lost"] == ["large"]
+
+
+def test_auto_verifies_what_does_not_come_from_the_page_cache(ckpt):
+    save_rs(STATE, ckpt)
+    into = {"large": torch.zeros(1 << 19, dtype=torch.int64), "small": torch.zeros(3), "step": 0}
+    mapped = dcp_rs.load(into, ckpt, io="mmap", verify="auto", no_dist=True)
+    assert mapped.bytes_mapped >= 4 << 20
+    assert mapped.bytes_verified == 0
+    whole = dcp_rs.load(into, ckpt, io="mmap", verify=True, no_dist=True)
+    assert whole.bytes_verified == (4 << 20) + 12
+    (file,) = ckpt.glob("*.safetensors")
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    read = dcp_rs.load(into, ckpt, io="direct", verify="auto", no_dist=True)
+    if not read.bytes_direct:
+        pytest.skip("the file system has no direct I/O")
+    assert read.bytes_verified == (4 << 20) + 12
+    place = dcp_rs.open(ckpt).chunks("large")[0]
+    flip(file, place.offset + (1 << 20) + 5)
+    assert dcp_rs.load(into, ckpt, io="mmap", verify="auto", no_dist=True).bytes_verified == 0
+    with pytest.raises(CorruptDataError, match="large"):
+        dcp_rs.load(into, ckpt, io="direct", verify="auto", no_dist=True)
+    with pytest.raises(ValueError, match="verify='never'"):
+        dcp_rs.load(into, ckpt, verify="never", no_dist=True)
 
 
 def test_a_file_that_is_gone_loses_all_that_is_in_it(ckpt):

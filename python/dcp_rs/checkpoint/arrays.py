@@ -80,7 +80,7 @@ class NumpyCheckpoint(OpenCheckpoint["ArraySlice"]):
         is_whole = stored.sizes == tuple(shape) and stored.length > 0
         if not is_whole or stored.offset % dtype.itemsize or any(self._index.chunk_signs(chunk)):
             return None
-        if self._options.verify:
+        if self._options.verify is True:
             self._index.verify_chunks([chunk], **self._options.engine())
         strides = self._index.chunk_strides(chunk)
         in_bytes = None if strides is None else [stride * dtype.itemsize for stride in strides]

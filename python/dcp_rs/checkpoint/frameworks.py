@@ -31,7 +31,7 @@ def open(
     allow_external: bool = False,
     io: Literal["auto", "mmap", "direct", "buffered"] = "auto",
     threads: int | None = None,
-    verify: bool = False,
+    verify: Literal["auto"] | bool = False,
     shared: bool | None = None,
     max_inflight_bytes: int | None = None,
     storage_options: Mapping[str, Any] | Any | None = None,
@@ -44,7 +44,7 @@ def open(
     allow_external: bool = False,
     io: Literal["auto", "mmap", "direct", "buffered"] = "auto",
     threads: int | None = None,
-    verify: bool = False,
+    verify: Literal["auto"] | bool = False,
     shared: bool | None = None,
     max_inflight_bytes: int | None = None,
     storage_options: Mapping[str, Any] | Any | None = None,
@@ -59,7 +59,7 @@ def open(
     allow_external: bool = False,
     io: Literal["auto", "mmap", "direct", "buffered"] = "auto",
     threads: int | None = None,
-    verify: bool = False,
+    verify: Literal["auto"] | bool = False,
     shared: bool | None = None,
     max_inflight_bytes: int | None = None,
     storage_options: Mapping[str, Any] | Any | None = None,
@@ -101,7 +101,9 @@ def open(
         msg = "framework='np' has neither devices nor other pickles than those of plain types: leave device= and weights_only= out"
         raise ValueError(msg)
     where = location(path)
-    index = open_index(where, rank=None, allow_external=allow_external, verify=options.verify, storage_options=stores)
+    index = open_index(
+        where, rank=None, allow_external=allow_external, verify=options.verify is True, storage_options=stores
+    )
     checkpoint: Checkpoint | NumpyCheckpoint
     if framework == "np":
         from dcp_rs.checkpoint.arrays import NumpyCheckpoint

@@ -147,7 +147,7 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
         chunk, number = self._index.chunks(tensor)[0], self._index.first_chunk(tensor)
         if chunk.sizes != tuple(shape) or chunk.length == 0 or any(self._index.chunk_signs(number)):
             return self._read(tensor, self._index.name(tensor), dtype, [0] * len(shape), shape)
-        if self._options.verify:
+        if self._options.verify is True:
             self._index.verify_chunks([number], **self._options.engine())
         flat = self._map(chunk)
         strides = self._index.chunk_strides(number)

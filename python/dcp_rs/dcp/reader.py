@@ -88,7 +88,7 @@ class RsReader(StorageReader):
         *,
         io: Literal["auto", "mmap", "direct", "buffered"] = "auto",
         threads: int | None = None,
-        verify: bool = False,
+        verify: Literal["auto"] | bool = False,
         shared: bool | None = None,
         max_inflight_bytes: int | None = None,
         weights_only: bool | None = True,

@@ -91,7 +91,7 @@ class Source:
             self.path,
             rank=rank,
             allow_external=self.allow_external,
-            verify=self.read.verify,
+            verify=self.read.verify is True,
             storage_options=self.storage_options,
         )
 

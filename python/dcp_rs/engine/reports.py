@@ -61,6 +61,7 @@ class LoadReport(_Timed):
             copied from.
         bytes_direct: of those, past the page cache.
         bytes_mapped: of those, from mappings, which ``io="auto"`` takes for files whose pages are in memory. The others came through the page cache, or from a store.
+        bytes_verified: of tensors, hashed and compared with digests.
         requests: pieces of files that were read, each in one go; from a store, a request for each.
         seconds: from the opening of the index to the last byte.
         phases: seconds by name, in their order: ``metadata``, ``plan`` (with the ranks' agreement), ``read``.
@@ -81,12 +82,14 @@ class LoadReport(_Timed):
     bytes_read: int = 0
     bytes_direct: int = 0
     bytes_mapped: int = 0
+    bytes_verified: int = 0
     requests: int = 0
 
     def _take(self, counts: Counts, *, io: str) -> None:
         """Puts into it what was read, and how into the log."""
         self.bytes_wanted, self.bytes_read = counts.wanted, counts.read
         self.bytes_direct, self.bytes_mapped, self.requests = counts.direct, counts.mapped, counts.requests
+        self.bytes_verified = counts.verified
         _log.debug(
             "io=%r: of %s, %s from mappings, %s past the page cache, in %d requests",
             *(io, size(counts.read), size(counts.mapped), size(counts.direct), counts.requests),

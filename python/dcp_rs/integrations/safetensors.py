@@ -35,7 +35,7 @@ def load_file(
     backend: Literal["mmap", "pread"] | None = None,
     io: Literal["auto", "mmap", "direct", "buffered"] | None = None,
     threads: int | None = None,
-    verify: bool = False,
+    verify: Literal["auto"] | bool = False,
     shared: bool | None = None,
     max_inflight_bytes: int | None = None,
 ) -> dict[str, torch.Tensor]:
@@ -70,7 +70,7 @@ def load_file(
     options = ReadOptions(
         io=io or "auto", threads=threads, verify=verify, shared=shared, max_inflight_bytes=max_inflight_bytes
     )
-    index = open_index(filename, rank=None, allow_external=False, verify=options.verify)
+    index = open_index(filename, rank=None, allow_external=False, verify=options.verify is True)
     if torch.device(device).type == "meta":
         return dict(Checkpoint(index, device=device, options=options))
     for number in range(index.tensor_count):

@@ -7,7 +7,7 @@ import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -53,7 +53,7 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
         fsync: bool = True
         """Whether a step is made durable before it counts as saved."""
 
-        verify: bool = False
+        verify: Literal["auto"] | bool = False
         """Whether what is loaded is checked against its digests."""
 
     def __init__(self, config: Config, **parts: Any) -> None:

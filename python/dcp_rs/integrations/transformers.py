@@ -118,7 +118,7 @@ def from_pretrained(
     """
     framework("transformers", "transformers")
     options = ReadOptions(**(read_options or {}))
-    index = open_index(path, rank=None, allow_external=False, verify=options.verify)
+    index = open_index(path, rank=None, allow_external=False, verify=options.verify is True)
     hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
     where = _where_configured(config, Path(path))
     config, kwargs = _config(cls, config, where, hub, kwargs)

@@ -23,6 +23,7 @@ class Counts:
     read: int = 0
     direct: int = 0
     mapped: int = 0
+    verified: int = 0
     requests: int = 0
     expected: int = 0
     watch: Watch | None = None
@@ -33,6 +34,7 @@ class Counts:
         self.read += part.read
         self.direct += part.direct
         self.mapped += part.mapped
+        self.verified += part.verified
         self.requests += part.requests
         self.tell(0)
 
