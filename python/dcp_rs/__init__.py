@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dcp_rs.checkpoint.read_report import ReadReport
     from dcp_rs.checkpoint.verify import VerifyReport, index, verify
     from dcp_rs.conversion import ConvertReport, convert
+    from dcp_rs.conversion.merging import MergeReport, merge
     from dcp_rs.dcp.load_planner import RsLoadPlanner
     from dcp_rs.dcp.reader import RsReader
     from dcp_rs.dcp.save_planner import RsSavePlanner
@@ -38,6 +39,7 @@ __all__ = [
     "HostStager",
     "Leftover",
     "LoadReport",
+    "MergeReport",
     "NumpyCheckpoint",
     "ReadReport",
     "RsLoadPlanner",
@@ -58,6 +60,7 @@ __all__ = [
     "load",
     "load_file",
     "load_state_dict",
+    "merge",
     "release_pinned_memory",
     "save",
     "save_file",
@@ -74,6 +77,7 @@ _MODULES = {
     "checkpoint.open": ("Checkpoint",),
     "checkpoint.read_report": ("ReadReport",),
     "conversion": ("ConvertReport", "convert"),
+    "conversion.merging": ("MergeReport", "merge"),
     "integrations.install": ("install", "installed", "uninstall"),
     "integrations.safetensors": ("load_file", "save_file"),
     "engine.background": ("SaveFuture",),

@@ -20,6 +20,7 @@ MADE = (
     "ConvertReport",
     "Leftover",
     "LoadReport",
+    "MergeReport",
     "ReadReport",
     "SaveFuture",
     "SaveReport",

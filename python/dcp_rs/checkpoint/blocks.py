@@ -29,10 +29,11 @@ class Region:
 
     @property
     def source_dtype(self) -> torch.dtype:
-        """As it is stored."""
-        if self.item.dtype is None:
+        """The type that elements are read as."""
+        dtype = self.item.read_as or self.item.dtype
+        if dtype is None:
             raise TypeError(self.item.name)
-        return self.item.dtype
+        return dtype
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from dcp_rs.tensors.boxes import rectangles
 from dcp_rs.tensors.nesting import TreePath, name_of, remaining, shown
 from dcp_rs.tensors.same import same
 
-__all__ = ["Comparison", "Difference", "compare"]
+__all__ = ["Comparison", "Difference", "compare", "difference"]
 
 #: Bytes of each checkpoint that are in memory at a time.
 _PIECE_BYTES = 16 << 20
@@ -131,7 +131,7 @@ def compare(
     right.check([item for _, item in pairs])
     total, done = sum(item.nbytes for item, _ in pairs), 0
     for one, other in pairs:
-        found = _differ(left, one, right, other, tolerance)
+        found = difference(left, one, right, other, tolerance)
         if found is not None:
             differences.append(found)
         done += one.nbytes
@@ -189,7 +189,8 @@ def _dtype(item: Item) -> str:
     return str(item.dtype).removeprefix("torch.")
 
 
-def _differ(left: Source, one: Item, right: Source, other: Item, tolerance: float) -> Difference | None:
+def difference(left: Source, one: Item, right: Source, other: Item, tolerance: float = 0.0) -> Difference | None:
+    """Return what differs between an entry of one checkpoint and an entry of another, if anything does."""
     if (one.dtype is None) != (other.dtype is None):
         return Difference(one.name, "kind", _what(one), _what(other))
     if one.dtype is None or other.dtype is None:

@@ -49,6 +49,7 @@ class Item:
         nbytes: of the tensor, or of the value as ``torch.save`` writes it.
         flags: section 3.3 of the format.
         path, position: in the state dict, where they are known.
+        read_as: the type of the elements that the source delivers; None: ``dtype``.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Item:
     flags: int = 0
     path: TreePath | None = None
     position: int | None = None
+    read_as: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,20 @@ class IndexSource:
             self.index.read_chunks(chunks, **self._options.engine())
         if regions:
             self.index.read_regions(regions, **self._options.engine())
+
+    def add(self, sums: Sequence[Request], weight: float) -> None:
+        """Add rectangles of floating-point tensors, times ``weight``, to what the destinations hold.
+
+        Args:
+            sums: rectangles of whole tensors. The destinations are all of float32, or all of float64.
+            weight: the factor.
+        """
+        double = sums[0].into.dtype == torch.float64
+        fills = [
+            _core.Fill(sum_.item.number, sum_.offsets, sum_.into.shape, sum_.into.data_ptr(), sum_.into.stride())
+            for sum_ in sums
+        ]
+        self.index.add_regions(fills, weight, double=double, **self._options.engine())
 
     def value(self, item: Item) -> bytes:
         """The stored bytes, as they are; of a file of ``torch.save``, what that writes for the value alone."""

@@ -11,6 +11,7 @@ from typing import Any
 from dcp_rs._url import location
 from dcp_rs.checkpoint.elements import ITEMSIZES
 from dcp_rs.checkpoint.locate import open_index
+from dcp_rs.checkpoint.merged_from import merged_from
 from dcp_rs.cli.output import for_command_line, printable
 from dcp_rs.errors import DcpRsError, UnsupportedError
 
@@ -62,6 +63,7 @@ class Contents:
         format: ``dcp-rs``, ``dcp``, ``safetensors`` or ``torch``.
         facts: more about it, by name.
         files: (name, size in bytes).
+        merged_from: the inputs of :func:`dcp_rs.merge`, if it wrote this.
         entries: sorted by name.
     """
 
@@ -80,6 +82,7 @@ class Contents:
                 "generation": index.generation,
                 "save_id": index.save_id,
             }
+        self.merged_from = merged_from(index)
         self.chunk_count = index.chunk_count
         self.entries = [self._entry(number) for number in range(index.tensor_count)]
 

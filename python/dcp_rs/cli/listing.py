@@ -120,6 +120,7 @@ def inspect(path: Path, *, show_all: bool, as_json: bool, rank: int | None = Non
                     for (name, nbytes), chunks in zip(contents.files, per_file, strict=True)
                 ],
                 "dtypes": [{"dtype": d, "tensors": n, "bytes": b} for d, n, b in dtypes],
+                "merged_from": contents.merged_from,
                 "leftovers": [asdict(leftover) for leftover in left],
                 "biggest": [entry.to_json() for entry in biggest[: None if show_all else _SOME]],
             }
@@ -170,6 +171,9 @@ def _overview(contents: Contents) -> None:
         rows.append(("save", f"{facts['save_id']}, generation {facts['generation']}"))
     if facts.get("writer"):
         rows.append(("written", f"by {printable(facts['writer'])}"))
+    for one in contents.merged_from:
+        save = f", save {printable(str(one['save_id']))}" if one["save_id"] else ""
+        rows.append(("merged", f"{one['weight']:g} * {printable(str(one['path']))}{save}"))
     for key, value in rows:
         line((f"  {key:<8}", "dim"), value)
 

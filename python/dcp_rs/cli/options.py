@@ -28,6 +28,7 @@ __all__ = [
     "include",
     "json",
     "location_argument",
+    "location_arguments",
     "path_argument",
     "rank",
     "show_all",
@@ -49,6 +50,11 @@ def path_argument(name: str) -> Callable[[Command], Command]:
 def location_argument(name: str) -> Callable[[Command], Command]:
     """An argument that is a path, or a URL of an object store."""
     return click.argument(name, type=location, shell_complete=_files)
+
+
+def location_arguments(name: str) -> Callable[[Command], Command]:
+    """One or more arguments that are paths, or URLs of object stores."""
+    return click.argument(name, type=location, nargs=-1, required=True, shell_complete=_files)
 
 
 def _files(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:

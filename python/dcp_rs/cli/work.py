@@ -1,4 +1,4 @@
-"""``verify``, ``index`` and ``convert``: carried out, and what is said of it."""
+"""``verify``, ``index``, ``convert`` and ``merge``: carried out, and what is said of it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dcp_rs.cli.cleaning import mention
 from dcp_rs.cli.output import count, entries, for_command_line, line, print_json, printable, rate, size
 from dcp_rs.errors import PlanError
 
-__all__ = ["convert", "index", "verify"]
+if TYPE_CHECKING:
+    from dcp_rs.conversion import ConvertReport
+
+__all__ = ["convert", "index", "merge", "verify"]
 
 #: Names of a list that is only an overview.
 _SOME = 10
@@ -129,6 +132,36 @@ def convert(path: Path, out: Path, *, renames: Sequence[str], as_json: bool, **o
     if as_json:
         print_json({"path": str(path), "out": str(out), "to": options["to"], **asdict(report)})
         return
+    _show_written(report, out)
+
+
+def merge(
+    paths: Sequence[Path],
+    out: Path,
+    *,
+    weights: Sequence[float] | None,
+    renames: Sequence[str],
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Merge, and print what came of it."""
+    import dcp_rs
+
+    report = dcp_rs.merge(paths, out, weights=weights, rename=_renames(renames), progress=True, **options)
+    if as_json:
+        print_json({"paths": [str(path) for path in paths], "out": str(out), "to": options["to"], **asdict(report)})
+        return
+    if report.left_out:
+        line(("left out  ", "yellow"), f"{entries(len(report.left_out))} of optimizer state (--include takes it in)")
+    what = {"first": "taken from the first input", "last": "taken from the last input", "drop": "dropped"}
+    for name in report.conflicts:
+        line(("differs   ", "yellow"), f"{printable(name)}: {what[options['conflicts']]}")
+    for path, weight in zip(paths, report.weights, strict=True):
+        line(("summed    ", "dim"), f"{weight:g} * {printable(str(path))}")
+    _show_written(report, out)
+
+
+def _show_written(report: ConvertReport, out: Path) -> None:
     for name, reason in report.skipped.items():
         line(("left out  ", "yellow"), f"{printable(name)}: {reason}")
     for name, kept in report.tied.items():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from dcp_rs._progress import Progress, watching
 from dcp_rs._tracebacks import short_traceback
 from dcp_rs._url import StorageOptions, Url, location, options_for
 from dcp_rs.checkpoint.renaming import Rename
-from dcp_rs.checkpoint.source import open_source
+from dcp_rs.checkpoint.source import Source, open_source
 from dcp_rs.conversion import native, safetensors, stock, torch_file
 from dcp_rs.conversion.job import (
     ConvertReport,
@@ -33,7 +34,7 @@ from dcp_rs.conversion.replacing import check_apart, check_place
 from dcp_rs.options import ReadOptions, WriteOptions, checks_pickles
 from dcp_rs.tensors import objects
 
-__all__ = ["ConvertReport", "convert"]
+__all__ = ["ConvertReport", "Target", "Wish", "convert", "stores_of", "write_result"]
 
 Target = Literal["dcp-rs", "dcp", "safetensors", "torch"]
 
@@ -133,73 +134,160 @@ def convert(
         ```
     """
     begin = time.perf_counter()
-    weights_only = checks_pickles(weights_only)
-    source_path, target = location(path), location(out)
-    to = _ENDINGS.get(target.suffix, "dcp-rs") if to is None else to
-    _check(to, shards, name)
-    if not isinstance(target, Url):
-        target = Path(os.path.abspath(target))  # noqa: PTH100  # Path.resolve would follow the last link
-    as_file = to == "torch" or (to == "safetensors" and target.suffix == ".safetensors")
-    if as_file and (shards or 1) > 1:
-        msg = f"shards={shards}: {out} is one file"
-        raise ValueError(msg)
-    cast_to = parse_dtype(dtype)
-    # What is sent to a store from a temporary folder need not outlive the power.
-    fsync = fsync and not isinstance(target, Url)
-    write_options = WriteOptions(threads=threads, fsync=fsync, max_inflight_bytes=max_inflight_bytes)
-    inflight = write_options.inflight_bytes(accelerator=False)
-    read_options = ReadOptions(threads=threads, verify=verify, max_inflight_bytes=max(1 << 20, inflight // 4))
-    of_source, of_out = _stores(source_path, target, storage_options, out_storage_options)
+    source_path = location(path)
+    of_source, of_out = stores_of(source_path, location(out), storage_options, out_storage_options)
+    wish = Wish(
+        out=location(out),
+        to=to,
+        dtype=parse_dtype(dtype),
+        shards=shards,
+        include=include,
+        exclude=exclude,
+        rename=rename,
+        name=name,
+        skip_unsupported=skip_unsupported,
+        overwrite=overwrite,
+        progress=progress,
+        threads=threads,
+        verify=verify,
+        fsync=fsync,
+        max_inflight_bytes=max_inflight_bytes,
+        weights_only=checks_pickles(weights_only),
+        storage_options=of_out,
+    )
     source = open_source(
         source_path,
-        options=read_options,
+        options=wish.read_options,
         allow_external=allow_external,
         storage_options=of_source,
     )
-    paths = [source_path, source.path, *source.files]
+    report = ConvertReport()
+    write_result(source, wish, report, paths=[source_path, source.path, *source.files], verb="converting")
+    report.seconds = time.perf_counter() - begin
+    return report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """The result that a caller wants. The fields are arguments of :func:`convert`.
+
+    Attributes:
+        storage_options: those of the store of ``out``, if it is on one.
+    """
+
+    out: Path
+    to: Target | None
+    dtype: torch.dtype | None
+    shards: int | None
+    include: str | Iterable[str] | None
+    exclude: str | Iterable[str] | None
+    rename: Rename
+    name: str
+    skip_unsupported: bool
+    overwrite: bool
+    progress: Progress
+    threads: int | None
+    verify: bool
+    fsync: bool
+    max_inflight_bytes: int | None
+    weights_only: bool
+    storage_options: StorageOptions | None
+
+    def __post_init__(self) -> None:
+        _check(self.target, self.shards, self.name)
+        if self.as_file and (self.shards or 1) > 1:
+            msg = f"shards={self.shards}: {self.out} is one file"
+            raise ValueError(msg)
+
+    @property
+    def target(self) -> Target:
+        """The format, by the ending of ``out`` where it is not said."""
+        return _ENDINGS.get(self.out.suffix, "dcp-rs") if self.to is None else self.to
+
+    @property
+    def as_file(self) -> bool:
+        """Whether ``out`` is a file, and no folder."""
+        return self.target == "torch" or (self.target == "safetensors" and self.out.suffix == ".safetensors")
+
+    @property
+    def write_options(self) -> WriteOptions:
+        """How the result is written."""
+        # What is sent to a store from a temporary folder need not outlive the power.
+        fsync = self.fsync and not isinstance(self.out, Url)
+        return WriteOptions(threads=self.threads, fsync=fsync, max_inflight_bytes=self.max_inflight_bytes)
+
+    @property
+    def read_options(self) -> ReadOptions:
+        """How a source is read: in a part of the memory that all may take."""
+        inflight = self.write_options.inflight_bytes(accelerator=False)
+        return ReadOptions(threads=self.threads, verify=self.verify, max_inflight_bytes=max(1 << 20, inflight // 4))
+
+
+def write_result(
+    source: Source,
+    wish: Wish,
+    report: ConvertReport,
+    *,
+    paths: Sequence[Path],
+    verb: str,
+    merged_from: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """Write what is wanted of a source.
+
+    Args:
+        source: where the entries come from.
+        wish: what becomes of them.
+        report: to be filled in, but for the seconds.
+        paths: all that the source is made of, which the result must not replace.
+        verb: for the progress bar.
+        merged_from: the inputs of a merge, to be kept with the result.
+    """
+    target, to, shards = wish.out, wish.target, wish.shards
+    if not isinstance(target, Url):
+        target = Path(os.path.abspath(target))  # noqa: PTH100  # Path.resolve would follow the last link
     if isinstance(target, Url):
         check_apart(paths, target)
         before = None
     else:
-        before = check_place(paths, target, overwrite=overwrite)
-    tasks = select(source, dtype=cast_to, include=include, exclude=exclude, rename=rename)
-    containers = select_containers(source, tasks, include=include, exclude=exclude, rename=rename)
+        before = check_place(paths, target, overwrite=wish.overwrite)
+    tasks = select(source, dtype=wish.dtype, include=wish.include, exclude=wish.exclude, rename=wish.rename)
+    containers = select_containers(source, tasks, include=wish.include, exclude=wish.exclude, rename=wish.rename)
     if to != "safetensors":
         check_renamed(source, tasks, containers)
-    if source.kind == "torch" and weights_only:
+    if source.kind == "torch" and wish.weights_only:
         for task in tasks:
             if task.dtype is None:
                 objects.check_loadable(task.item.name, source.value(task.item))
-    report = ConvertReport()
     if to == "safetensors":
-        tasks = refuse_unsupported(tasks, safetensors.why_not, to, report if skip_unsupported else None)
+        tasks = refuse_unsupported(tasks, safetensors.why_not, to, report if wish.skip_unsupported else None)
         tasks = _without_tied(source.tied([task.item for task in tasks]), tasks, report)
-        if as_file:
+        if wish.as_file:
             shards = 1
     if to == "dcp":
-        stock.check_nesting(tasks, containers, report if skip_unsupported else None)
+        stock.check_nesting(tasks, containers, report if wish.skip_unsupported else None)
     source.check([task.item for task in tasks])
     job = Job(
         source,
         tasks,
         shards,
-        write_options,
+        wish.write_options,
         report,
         containers,
-        name=name,
-        weights_only=weights_only,
+        name=wish.name,
+        weights_only=wish.weights_only,
         renamed=any(task.name != task.item.name for task in tasks),
         filtered=len(tasks) < len(source.items),
+        merged_from=list(merged_from),
     )
     with (
-        _place(job, target, of_out, before, to=to, as_file=as_file, overwrite=overwrite) as place,
-        watching(progress, "converting") as job.progress,
+        _place(
+            job, target, wish.storage_options, before, to=to, as_file=wish.as_file, overwrite=wish.overwrite
+        ) as place,
+        watching(wish.progress, verb) as job.progress,
     ):
         _WRITERS[to](job, place)
     report.written = [task.name for task in tasks]
     report.bytes = job.total
-    report.seconds = time.perf_counter() - begin
-    return report
 
 
 def _check(to: str, shards: int | None, name: str) -> None:
@@ -214,7 +302,7 @@ def _check(to: str, shards: int | None, name: str) -> None:
         raise ValueError(msg)
 
 
-def _stores(
+def stores_of(
     path: Path, target: Path, given: Any, for_target: Any
 ) -> tuple[StorageOptions | None, StorageOptions | None]:
     """Options of the store of the source, and of that of the result, where they are on one."""

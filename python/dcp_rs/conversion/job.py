@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -85,7 +85,11 @@ class Task:
 
 @dataclass
 class Job:
-    """A conversion under way."""
+    """A conversion under way.
+
+    Attributes:
+        merged_from: the inputs of a merge; empty for a conversion.
+    """
 
     source: Source
     tasks: list[Task]
@@ -98,6 +102,7 @@ class Job:
     weights_only: bool = True
     renamed: bool = False
     filtered: bool = False
+    merged_from: list[Mapping[str, Any]] = field(default_factory=list)
     done: int = 0
 
     @cached_property

@@ -10,6 +10,7 @@ import torch
 
 from dcp_rs import _core
 from dcp_rs.checkpoint.blocks import Region
+from dcp_rs.checkpoint.merged_from import KEY
 from dcp_rs.conversion.job import Job, Task, split
 from dcp_rs.conversion.place import Place
 from dcp_rs.tensors.dtypes import NAMES
@@ -23,6 +24,8 @@ def write(job: Job, place: Place) -> None:
     root = job.source.root
     if isinstance(root, dict) and (job.renamed or job.filtered):
         root = {}
+    if job.merged_from and (root is None or isinstance(root, dict)):  # a planner's own data is left as it is
+        root = {**(root or {}), KEY: [dict(one) for one in job.merged_from]}
     nesting = None if job.containers is None else [(c.position, c.path, c.kind) for c in job.containers]
     save_id = uuid.uuid4().bytes
     indexes: list[bytes] = []

@@ -11,6 +11,7 @@ import torch
 
 from dcp_rs import _core
 from dcp_rs.checkpoint.elements import safetensors_name, safetensors_shape, why_not_safetensors
+from dcp_rs.checkpoint.merged_from import KEY
 from dcp_rs.conversion.job import Job, Task, split
 from dcp_rs.conversion.place import Place
 from dcp_rs.errors import PlanError
@@ -25,7 +26,7 @@ _ALIGNMENT = 4096
 #: What a header says of the pieces in its own file: they are whole tensors in another.
 _OF_PIECES = frozenset({"DCP_SHARDING_INFO", "DCP_VERSION", "DCPRS"})
 #: What of a header's metadata has a meaning, so that no tensor that is left out may be noted under it.
-RESERVED = _OF_PIECES | {"format"}
+RESERVED = _OF_PIECES | {"format", KEY}
 
 
 def why_not_of(dtype: torch.dtype, shape: Sequence[int]) -> str | None:
@@ -56,6 +57,8 @@ def write(job: Job, place: Place) -> None:
     values: list[_core.PlacedValue] = []
     order: list[Task] = []
     said = {key: text for key, text in job.source.metadata().items() if key not in _OF_PIECES}
+    if job.merged_from:
+        said[KEY] = json.dumps(job.merged_from)
     for number, (name, run) in enumerate(zip(names, runs, strict=True)):
         # Large elements first, so that every tensor is aligned.
         tasks = sorted(run, key=lambda task: -task.dtype.itemsize if task.dtype else 0)

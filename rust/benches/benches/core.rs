@@ -12,7 +12,7 @@ use dcp_rs_core::format::{
 use dcp_rs_core::geometry::Dims;
 use dcp_rs_core::geometry::overlap::{Region, cover};
 use dcp_rs_core::paths::Links;
-use dcp_rs_core::read::{Catalog, Destination, FileRef, IoMode, ReadOptions, ReadReq, read};
+use dcp_rs_core::read::{Catalog, Destination, FileRef, IoMode, Operation, ReadOptions, ReadReq, read};
 use dcp_rs_core::save_plan::{Rules, assign, encode};
 use dcp_rs_core::write::SaveItem;
 use dcp_rs_core::{Control, Dtype};
@@ -252,6 +252,7 @@ fn reading(c: &mut Criterion) {
                 dst: Destination(to[at..].as_mut_ptr()),
                 dst_strides: Dims::from_slice(&[1]),
                 signs: SignBits::default(),
+                operation: Operation::Copy,
             })
             .collect();
         for io in [IoMode::Mmap, IoMode::Buffered] {

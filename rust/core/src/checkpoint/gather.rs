@@ -19,7 +19,7 @@ use crate::format::{ChunkView, Index};
 use crate::geometry::memory::Footprint;
 use crate::geometry::overlap::{self, Overlap, Region};
 use crate::geometry::{Dims, row_major};
-use crate::read::{self, Catalog, Destination, FileRef, ReadOptions, ReadReq, ReadStats, Sharing};
+use crate::read::{self, Catalog, Destination, FileRef, Operation, ReadOptions, ReadReq, ReadStats, Sharing};
 use crate::{Control, Dtype, Error, Result};
 
 /// What a region is of.
@@ -84,9 +84,15 @@ impl Gather {
 
     /// Adds a region, to be read to memory.
     pub fn add(&mut self, source: Source, region: &Region, to: &Memory) -> Result<()> {
+        self.add_with(source, region, to, Operation::Copy)
+    }
+
+    /// [`add`](Self::add), with an operation that suits the elements.
+    pub fn add_with(&mut self, source: Source, region: &Region, to: &Memory, operation: Operation) -> Result<()> {
         let index = Arc::clone(&self.index);
         let (tensor, dtype) = self.check(source, region)?;
-        self.check_memory(index.name(tensor), dtype.size(), &region.sizes, to)?;
+        let size = operation.element_size(dtype.size());
+        self.check_memory(index.name(tensor), size, &region.sizes, to)?;
         for part in parts(&index, source, region)? {
             let memory = Memory {
                 address: step_by(to.address, &part.region_offsets, &to.strides)?,
@@ -98,6 +104,7 @@ impl Gather {
                 &part.chunk_offsets,
                 &part.sizes,
                 memory,
+                operation,
             )?;
         }
         Ok(())
@@ -130,10 +137,26 @@ impl Gather {
     }
 
     /// Adds a rectangle that was checked.
-    fn add_part(&mut self, view: &ChunkView, dtype: Dtype, offsets: &[u64], sizes: &[u64], to: Memory) -> Result<()> {
+    fn add_part(
+        &mut self,
+        view: &ChunkView,
+        dtype: Dtype,
+        offsets: &[u64],
+        sizes: &[u64],
+        to: Memory,
+        operation: Operation,
+    ) -> Result<()> {
         if sizes.contains(&0) {
             return Ok(());
         }
+        let signs = view.signs.bits(dtype).expect("checked at open");
+        let (signs, operation) = match operation {
+            // The only sign of a real number: its own. Signs are changed at the destination, where there is a sum now.
+            Operation::Accumulate(sink) if !signs.is_empty() => {
+                (SignBits::default(), Operation::Accumulate(sink.negated()))
+            }
+            operation => (signs, operation),
+        };
         let itemsize = dtype.size();
         let (src_offset, src_strides) = bytes_of(view, itemsize, offsets);
         let file = self.place(view.file)?;
@@ -149,7 +172,8 @@ impl Gather {
             src_strides,
             dst: to.address,
             dst_strides: to.strides,
-            signs: view.signs.bits(dtype).expect("checked at open"),
+            signs,
+            operation,
         });
         Ok(())
     }
@@ -175,6 +199,7 @@ impl Gather {
                 dst: to,
                 dst_strides: Dims::from_slice(&[1]),
                 signs: SignBits::default(),
+                operation: Operation::Copy,
             });
         }
         Ok(())

@@ -1,6 +1,8 @@
 //! Strided copies between memory and memory: what to copy ([`Strided`]) and how (`run`, `stream`).
 
+mod accumulate;
 mod digest;
+mod float8;
 mod run;
 mod signs;
 mod stream;
@@ -12,6 +14,8 @@ pub(crate) use digest::copy_with_digest_unfenced;
 pub(crate) use run::copy_strided_unfenced;
 pub(crate) use stream::fence;
 
+pub use accumulate::Accumulate;
+pub use float8::float8;
 pub use run::copy_strided;
 pub use signs::{SignBits, Signs};
 pub use stream::copy_streaming;

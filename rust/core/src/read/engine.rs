@@ -12,7 +12,7 @@ use super::policy::{Access, MIN_JOB, Policy, SMALL_READ, SMALL_READ_DEPTH};
 use super::scatter;
 use super::survey::{self, Kept, connect, spans, survey};
 use super::worker::Worker;
-use super::{Catalog, Destination, FileRef, ReadOptions, ReadReq, ReadStats, Verify, verify};
+use super::{Catalog, Destination, FileRef, Operation, ReadOptions, ReadReq, ReadStats, Verify, verify};
 use crate::copy::SignBits;
 use crate::store::Buffer;
 use crate::{Control, Error, Result, parallel};
@@ -82,6 +82,7 @@ pub(crate) fn visit(
         dst: Destination(std::ptr::null_mut()),
         dst_strides: smallvec![1],
         signs: SignBits::default(),
+        operation: Operation::Copy,
     };
     let requests: Vec<ReadReq> = ranges.iter().map(request).collect();
     // SAFETY: with a visitor, no destination is used.

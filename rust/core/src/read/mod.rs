@@ -19,7 +19,7 @@ mod worker;
 
 use std::sync::Arc;
 
-use crate::copy::SignBits;
+use crate::copy::{Accumulate, SignBits};
 use crate::geometry::Dims;
 pub use crate::store::{Destination, FileRef};
 pub use engine::read;
@@ -98,6 +98,28 @@ impl Default for ReadOptions {
     }
 }
 
+/// What happens to elements on their way to the destination.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum Operation {
+    /// They are copied as they are stored.
+    #[default]
+    Copy,
+    /// They are added, with a weight, to the sums that are there. Requests for the same sums are for calls one after
+    /// another: the order of the jobs of one call is not defined.
+    Accumulate(Accumulate),
+}
+
+impl Operation {
+    /// Bytes of an element at the destination, where a stored one has `itemsize`.
+    #[must_use]
+    pub fn element_size(self, itemsize: u64) -> u64 {
+        match self {
+            Self::Copy => itemsize,
+            Self::Accumulate(sink) => sink.size(),
+        }
+    }
+}
+
 /// A rectangle of one stored chunk, and the memory it goes to.
 #[derive(Clone, Debug)]
 pub struct ReadReq {
@@ -125,6 +147,8 @@ pub struct ReadReq {
     pub dst_strides: Dims,
     /// What is changed of the elements once they are there.
     pub signs: SignBits,
+    /// What is done with them on the way.
+    pub operation: Operation,
 }
 
 /// What the engine asks about the chunks it reads, and only when it needs it.

@@ -5,9 +5,10 @@
 //! fetch for it: the pieces' own, joined where the gap between them is cheaper to read than to skip.
 
 use super::policy::{Policy, ROWS_OVER_READ};
-use super::{Catalog, ReadReq};
+use super::{Catalog, Operation, ReadReq};
 use crate::copy::{Loop, Strided};
 use crate::format::BLOCK_SIZE;
+use crate::geometry::Dims;
 use crate::store::FileRef;
 use crate::{Error, Result, parallel};
 use smallvec::SmallVec;
@@ -31,7 +32,7 @@ pub struct Piece {
     pub loops: u32,
     /// First byte in the file.
     pub src: u64,
-    /// First byte, counted from the request's destination.
+    /// First byte, counted from the request's destination, in bytes of stored elements.
     pub dst: u64,
     /// Bytes of a run.
     pub run: u64,
@@ -171,7 +172,8 @@ fn check(files: &[FileRef], req: &ReadReq) -> std::result::Result<Strided, Strin
     {
         return Err(format!("its chunk ends after the end of {}", file.path.display()));
     }
-    let copy = Strided::new(req.itemsize, &req.shape, &req.src_strides, &req.dst_strides)
+    let copy = stored_strides(req)
+        .and_then(|dst| Strided::new(req.itemsize, &req.shape, &req.src_strides, &dst))
         .ok_or("shape and strides do not fit together")?;
     if req
         .src_offset
@@ -182,6 +184,42 @@ fn check(files: &[FileRef], req: &ReadReq) -> std::result::Result<Strided, Strin
         return Err("the rectangle reaches out of its chunk".into());
     }
     Ok(copy)
+}
+
+/// Where runs are cut.
+#[derive(Clone, Copy)]
+struct Cuts {
+    /// The byte of the file that cuts are multiples from.
+    origin: u64,
+    /// Whether blocks are fetched whole, so that their digests can be checked.
+    keep_blocks: bool,
+}
+
+impl Cuts {
+    fn of(req: &ReadReq, verify: bool) -> Self {
+        let keep_blocks = verify && req.digests.is_some();
+        // Multiples in the file, so that neighbours do not fetch the same pages twice. There an element may lie on both
+        // sides of a cut, which only a copy may do to it.
+        let in_file = !keep_blocks && req.operation == Operation::Copy;
+        Self {
+            origin: if in_file { 0 } else { req.chunk_offset },
+            keep_blocks,
+        }
+    }
+}
+
+/// The strides of the destination, in bytes of stored elements. A plan counts both sides in these, whatever size the
+/// elements have in the destination: [`Piece::dst`] as well.
+fn stored_strides(req: &ReadReq) -> Option<Dims> {
+    let size = req.operation.element_size(req.itemsize);
+    if size == req.itemsize {
+        return Some(req.dst_strides.clone());
+    }
+    let stored = |stride: &u64| {
+        let elements = stride.is_multiple_of(size).then_some(stride / size)?;
+        elements.checked_mul(req.itemsize)
+    };
+    req.dst_strides.iter().map(stored).collect()
 }
 
 impl Plan {
@@ -202,7 +240,7 @@ impl Plan {
             let req = &reqs[number as usize];
             let copy = checked(files, req, catalog)?;
             if copy.run > 0 {
-                let blocks = (verify && req.digests.is_some()).then_some(req.chunk_offset);
+                let cuts = Cuts::of(req, verify);
                 let base = Piece {
                     req: number,
                     loops: RUN,
@@ -210,7 +248,7 @@ impl Plan {
                     dst: 0,
                     run: 0,
                 };
-                plan.split(base, copy, policies[req.file as usize], blocks)?;
+                plan.split(base, copy, policies[req.file as usize], cuts)?;
             }
         }
         let order = |piece: &Piece| (reqs[piece.req as usize].file, piece.src);
@@ -241,14 +279,13 @@ impl Plan {
         Ok(all)
     }
 
-    /// Cuts a copy that begins at `base` into pieces whose fetch is near the policy's target. `blocks` is where the chunk
-    /// begins if its blocks are to be fetched whole.
-    fn split(&mut self, base: Piece, mut copy: Strided, policy: Policy, blocks: Option<u64>) -> Result<()> {
+    /// Cuts a copy that begins at `base` into pieces whose fetch is near the policy's target.
+    fn split(&mut self, base: Piece, mut copy: Strided, policy: Policy, cuts: Cuts) -> Result<()> {
         if copy.is_contiguous() {
-            self.split_run(Piece { run: copy.run, ..base }, policy, blocks);
+            self.split_run(Piece { run: copy.run, ..base }, policy, cuts);
             return Ok(());
         }
-        let sparse = if blocks.is_some() {
+        let sparse = if cuts.keep_blocks {
             0
         } else {
             sparse_loops(&copy, policy)
@@ -272,7 +309,7 @@ impl Plan {
             };
             let mut part = copy.clone();
             if n == 1 {
-                self.split(base, part, policy, blocks)?;
+                self.split(base, part, policy, cuts)?;
             } else {
                 part.loops.insert(0, Loop { n, ..outer });
                 self.push(base, part, sparse)?;
@@ -296,13 +333,12 @@ impl Plan {
         Ok(())
     }
 
-    /// Cuts a run at multiples of the target in the file, or of the block in its chunk, so that neighbours do not fetch
-    /// the same bytes twice.
-    fn split_run(&mut self, run: Piece, policy: Policy, blocks: Option<u64>) {
-        let (origin, unit) = blocks.map_or((0, policy.target), |chunk| (chunk, BLOCK_SIZE));
+    /// Cuts a run at multiples of the target, or of the block.
+    fn split_run(&mut self, run: Piece, policy: Policy, cuts: Cuts) {
+        let unit = if cuts.keep_blocks { BLOCK_SIZE } else { policy.target };
         let (mut at, end) = (run.src, run.src + run.run);
         while at < end {
-            let cut = origin + ((at - origin) / unit + 1) * unit;
+            let cut = cuts.origin + ((at - cuts.origin) / unit + 1) * unit;
             let to = cut.min(end);
             self.pieces.push(Piece {
                 src: at,

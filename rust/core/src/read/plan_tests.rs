@@ -7,8 +7,9 @@ use smallvec::smallvec;
 
 use super::plan::*;
 use super::policy::{MAX_GAP, Policy};
-use super::{Catalog, Destination, FileRef, ReadReq};
-use crate::copy::SignBits;
+use super::{Catalog, Destination, FileRef, Operation, ReadReq};
+use crate::Dtype;
+use crate::copy::{Accumulate, SignBits};
 use crate::geometry::Dims;
 use crate::paths::Links;
 
@@ -66,6 +67,7 @@ fn rect(chunk_offset: u64, chunk_length: u64, src_offset: u64, dims: &[(u64, u64
         dst: Destination(std::ptr::null_mut()),
         dst_strides: dims.iter().map(|d| d.2).collect(),
         signs: SignBits::default(),
+        operation: Operation::Copy,
     }
 }
 
@@ -314,6 +316,7 @@ fn a_store_reads_through_what_a_request_would_cost() {
         dst: Destination(std::ptr::null_mut()),
         dst_strides: smallvec![1024, 1],
         signs: SignBits::default(),
+        operation: Operation::Copy,
     };
     for (pitch, requests) in [(4096, 1), (512 << 10, 1), (4 * MIB, 16)] {
         let reqs = [columns(pitch)];
@@ -424,4 +427,33 @@ proptest! {
         got.sort_unstable();
         prop_assert_eq!(got, pairs(&reqs));
     }
+}
+
+#[test]
+fn elements_that_are_added_are_not_cut_apart() {
+    // A chunk at an odd byte of the file: multiples of the target in the file lie within elements.
+    let sink = Accumulate::new(Dtype::from_name("bfloat16").unwrap(), 0.5, false).unwrap();
+    let reqs = [ReadReq {
+        operation: Operation::Accumulate(sink),
+        ..rect(3 * MIB + 13, 5 * MIB, 0, &[(5 * MIB / 2, 2, 4)], 2)
+    }];
+    for (policy, verify) in [(DISK, false), (DISK, true)] {
+        let (plan, _) = made(&reqs, policy, verify);
+        assert!(plan.pieces.len() > 1);
+        for piece in &plan.pieces {
+            assert_eq!(piece.run % 2, 0);
+            assert_eq!(
+                piece.dst,
+                piece.src - reqs[0].chunk_offset,
+                "in bytes of stored elements"
+            );
+        }
+    }
+    let bad = ReadReq {
+        dst_strides: smallvec![3],
+        ..reqs[0].clone()
+    };
+    let files = [file(1 << 40)];
+    let refused = plan(&files, &[bad], &[DISK], false, &NoNames).unwrap_err();
+    assert!(refused.to_string().contains("do not fit together"), "{refused}");
 }

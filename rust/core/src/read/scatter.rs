@@ -1,9 +1,9 @@
 //! What of a job goes straight to its destinations as it comes from a store, and where: pure, as the plan is.
 
-use super::ReadReq;
 use super::batch::Batch;
 use super::plan::{Job, Piece, RUN};
 use super::segments::{Extent, Segment, each_step};
+use super::{Operation, ReadReq};
 use crate::format::BLOCK_SIZE;
 use crate::store::{Destination, Part, Run};
 
@@ -19,6 +19,9 @@ pub fn goes_straight(batch: &Batch, job: &Job) -> bool {
     batch.plan.pieces[job.pieces.0..job.pieces.1].iter().all(|piece| {
         let req = &batch.reqs[piece.req as usize];
         let is_run = piece.loops == RUN;
+        if req.operation != Operation::Copy {
+            return false;
+        }
         if batch.verify && req.digests.is_some() {
             return is_run && is_of_whole_blocks(req, piece);
         }

@@ -14,7 +14,7 @@ pub struct Extent {
     pub src: u64,
     /// Bytes, gaps of a dense rectangle included.
     pub len: u64,
-    /// First byte, counted from the request's destination.
+    /// First byte, counted from the request's destination, in bytes of stored elements.
     pub dst: u64,
     /// What is fetched: the extent, or with `verify` the blocks it touches.
     pub fetch: (u64, u64),

@@ -234,6 +234,7 @@ mod tests {
     use smallvec::smallvec;
 
     use super::super::Destination;
+    use super::super::Operation;
     use super::*;
     use crate::copy::SignBits;
     use crate::paths::Links;
@@ -267,6 +268,7 @@ mod tests {
             dst: Destination(std::ptr::null_mut()),
             dst_strides: smallvec![width, 1],
             signs: SignBits::default(),
+            operation: Operation::Copy,
         }
     }
 

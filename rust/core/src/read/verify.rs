@@ -81,7 +81,7 @@ pub fn compare(file: &FileRef, req: &ReadReq, block: u64, got: u64, catalog: &dy
 mod tests {
     use smallvec::smallvec;
 
-    use super::super::Destination;
+    use super::super::{Destination, Operation};
     use super::*;
     use crate::copy::SignBits;
 
@@ -100,6 +100,7 @@ mod tests {
             dst: Destination(std::ptr::null_mut()),
             dst_strides: smallvec![1],
             signs: SignBits::default(),
+            operation: Operation::Copy,
         }
     }
 

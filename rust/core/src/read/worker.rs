@@ -11,11 +11,12 @@ use super::plan::Job;
 use super::policy::Access;
 use super::segments::{Extent, Segment};
 use super::survey::Kept;
-use super::{FileRef, ReadStats, scatter, verify};
-use crate::copy::{copy_strided_unfenced, copy_with_digest_unfenced, fence};
+use super::{FileRef, Operation, ReadReq, ReadStats, scatter, verify};
+use crate::copy::{Loop, copy_strided_unfenced, copy_with_digest_unfenced, fence};
 use crate::format::{BLOCK_SIZE, block_digest};
 use crate::store::{Buffer, Mapping, resident_bytes};
 use crate::{Error, Result};
+use smallvec::SmallVec;
 
 /// The one file a worker has open, in the ways that its jobs needed so far. Jobs come sorted by file.
 #[derive(Default)]
@@ -256,13 +257,16 @@ impl Worker {
                 continue;
             }
             let (_, loops) = batch.plan.loops_of(piece);
-            let dst = req.dst.0.wrapping_add(index(extent.dst));
+            let dst = req.dst.0.wrapping_add(index(at_destination(req, extent.dst)));
             let mut copied = false;
             if batch.verify && req.digests.is_some() {
                 let first = (extent.fetch.0 - req.chunk_offset) / BLOCK_SIZE;
                 let end = (extent.fetch.1 - req.chunk_offset).div_ceil(BLOCK_SIZE);
                 let is_known = |range| hashed.is_some_and(|(known, _)| known == range);
-                copied = loops.is_empty() && end - first == 1 && !is_known(verify::block_range(req, first));
+                copied = req.operation == Operation::Copy
+                    && loops.is_empty()
+                    && end - first == 1
+                    && !is_known(verify::block_range(req, first));
                 for block in first..end {
                     let (from, to) = verify::block_range(req, block);
                     if let Some((_, got)) = hashed.filter(|(range, _)| *range == (from, to)) {
@@ -294,11 +298,26 @@ impl Worker {
             // piece holds these bytes. A fence follows in `job`.
             unsafe {
                 let src = locate(extent.segment, extent.src);
-                copy_strided_unfenced(dst, src, loops, piece.run, batch.stores);
+                match req.operation {
+                    Operation::Copy => copy_strided_unfenced(dst, src, loops, piece.run, batch.stores),
+                    Operation::Accumulate(sink) => {
+                        let there = |l: &Loop| Loop {
+                            dst: at_destination(req, l.dst),
+                            ..*l
+                        };
+                        let loops: SmallVec<[Loop; 4]> = loops.iter().map(there).collect();
+                        sink.run(dst, src, &loops, piece.run);
+                    }
+                }
             }
         }
         Ok(())
     }
+}
+
+/// Bytes of the destination for so many bytes of stored elements.
+fn at_destination(req: &ReadReq, stored: u64) -> u64 {
+    stored / req.itemsize * req.operation.element_size(req.itemsize)
 }
 
 /// Offsets in files and destinations that are in memory fit in it.

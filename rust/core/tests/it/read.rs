@@ -6,12 +6,12 @@ use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use dcp_rs_core::copy::SignBits;
+use dcp_rs_core::copy::{Accumulate, SignBits};
 use dcp_rs_core::paths::Links;
 use dcp_rs_core::read::{
-    Catalog, Destination, FileRef, IoMode, ReadOptions, ReadReq, ReadStats, Sharing, Verify, read,
+    Catalog, Destination, FileRef, IoMode, Operation, ReadOptions, ReadReq, ReadStats, Sharing, Verify, read,
 };
-use dcp_rs_core::{Control, Error};
+use dcp_rs_core::{Control, Dtype, Error};
 use smallvec::smallvec;
 
 const MIB: usize = 1 << 20;
@@ -86,6 +86,7 @@ fn run(file: u32, offset: usize, length: usize, src_offset: usize, dst: &mut [u8
         dst: Destination(dst.as_mut_ptr()),
         dst_strides: smallvec![1],
         signs: SignBits::default(),
+        operation: Operation::Copy,
     }
 }
 
@@ -489,5 +490,71 @@ fn one_thread_and_little_memory_suffice() {
         };
         go(std::slice::from_ref(&file), &[req], &options).unwrap();
         assert!(dst == data[1..], "{io:?}");
+    }
+}
+
+#[test]
+fn elements_are_added_to_sums_in_every_mode() {
+    let dir = folder();
+    let data = noise(6 * MIB, 5);
+    // Rows 1.. of columns 16..80 of a matrix of bfloat16 with 128 columns, after an odd number of bytes.
+    let (offset, rows, columns, width) = (77_usize, 20_000_usize, 128_usize, 64_usize);
+    let file = written(dir.path(), "a", &data);
+    let digests: Vec<u64> = data[offset..offset + 2 * rows * columns]
+        .chunks(MIB)
+        .map(dcp_rs_core::format::block_digest)
+        .collect();
+    let stored = |row: usize, column: usize| {
+        let at = offset + 2 * (row * columns + column);
+        f32::from_bits(u32::from(u16::from_le_bytes([data[at], data[at + 1]])) << 16)
+    };
+    let sink = Accumulate::new(Dtype::from_name("bfloat16").unwrap(), -0.75, false).unwrap();
+    for (io, verify) in MODES.into_iter().flat_map(|io| [(io, false), (io, true)]) {
+        drop_cache(&file);
+        let mut sums = vec![1.0_f32; (rows - 1) * width];
+        let mut all = vec![2.0_f32; rows * columns];
+        let req = |sums: &mut [f32], row: usize, column: usize, shape: [u64; 2]| ReadReq {
+            digests: Some(0),
+            itemsize: 2,
+            shape: smallvec![shape[0], shape[1]],
+            src_strides: smallvec![2 * columns as u64, 2],
+            dst: Destination(sums.as_mut_ptr().cast()),
+            dst_strides: smallvec![4 * shape[1], 4],
+            operation: Operation::Accumulate(sink),
+            ..run(0, offset, 2 * rows * columns, 2 * (row * columns + column), &mut [])
+        };
+        let reqs = [
+            req(&mut sums, 1, 16, [rows as u64 - 1, width as u64]),
+            req(&mut all, 0, 0, [rows as u64, columns as u64]),
+        ];
+        let options = ReadOptions { verify, ..options(io) };
+        // SAFETY: the requests are of exclusive vectors with an element for each of theirs.
+        let stats = unsafe {
+            read(
+                std::slice::from_ref(&file),
+                &reqs,
+                &Digests(digests.clone()),
+                &options,
+                &Control::new(),
+            )
+        };
+        assert!((stats.unwrap().bytes_verified > 0) == verify, "{io:?}");
+        let same = |got: f32, row, column, before: f32| {
+            let expected = stored(row, column).mul_add(-0.75, before);
+            assert!(
+                got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan(),
+                "{io:?} {verify} {row} {column}: {got}, not {expected}"
+            );
+        };
+        for row in 1..rows {
+            for column in 0..width {
+                same(sums[(row - 1) * width + column], row, column + 16, 1.0);
+            }
+        }
+        for row in 0..rows {
+            for column in 0..columns {
+                same(all[row * columns + column], row, column, 2.0);
+            }
+        }
     }
 }

@@ -317,7 +317,8 @@ impl Gather {
     fn footprint(&self, i: usize) -> Footprint {
         let request = &self.requests[i];
         let start = request.dst.0.addr() as u64;
-        Footprint::new(0, start, request.itemsize, &request.shape, &request.dst_strides)
+        let size = request.operation.element_size(request.itemsize);
+        Footprint::new(0, start, size, &request.shape, &request.dst_strides)
             .expect("memory that is there ends within it")
     }
 

@@ -1,0 +1,306 @@
+"""Several checkpoints as one source: the weighted sums of their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from dcp_rs.checkpoint.compare import Difference, difference
+from dcp_rs.checkpoint.names import globs
+from dcp_rs.checkpoint.source import IndexSource, Item, Request
+from dcp_rs.errors import PlanError, UnsupportedError
+from dcp_rs.tensors.dtypes import BY_NAME
+from dcp_rs.tensors.nesting import Container
+
+__all__ = ["Conflicts", "Input", "MergedSource"]
+
+Conflicts = Literal["error", "first", "last", "drop"]
+
+#: The types that are summed. Complex numbers and two numbers in a byte are not: they have to be equal.
+_SUMMED = frozenset(
+    BY_NAME[name]
+    for name in (
+        *("float16", "bfloat16", "float32", "float64"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    )
+    if name in BY_NAME
+)
+#: What the state of optimizers is called in a state dict.
+_OPTIMIZERS = frozenset({"optim", "optimizer", "optimizers", "optimizer_states"})
+#: What the names of quantized tensors end in, and those of their scales.
+_PACKED = ("", "_packed", "_blocks")
+_SCALES = ("_scale_inv", "_scale", "_scales", "_global_scale", "_scale_2")
+#: Names that a message lists.
+_SOME = 5
+
+
+@dataclass(frozen=True)
+class Input:
+    """A checkpoint to be merged: its path as the caller gave it, its entries and its weight."""
+
+    path: Path
+    source: IndexSource
+    weight: float
+
+    def describe(self) -> dict[str, Any]:
+        """Return what is kept of it with the result."""
+        return {"path": str(self.path), "save_id": self.source.index.save_id, "weight": self.weight}
+
+
+@dataclass
+class _Entries:
+    """The entries of a merge, by name.
+
+    Attributes:
+        summed: for each sum, the entries of all inputs.
+        copied: the others, and the input that they come from.
+        conflicts: names of entries that are not the same in all inputs.
+    """
+
+    summed: dict[str, tuple[Item, ...]] = field(default_factory=dict)
+    copied: dict[str, tuple[Item, IndexSource]] = field(default_factory=dict)
+    conflicts: list[str] = field(default_factory=list)
+
+
+class MergedSource:
+    """The weighted sums of floating-point tensors, and what else the inputs have in common.
+
+    Order and nesting of the entries, and the pieces of their tensors, are those of the first input.
+
+    Args:
+        inputs: at least one.
+        include, exclude: globs over names.
+        conflicts: what becomes of entries that are not summed and differ.
+
+    Raises:
+        PlanError: the inputs do not fit together; the message names the entry and both inputs.
+        UnsupportedError: tensors are quantized, so that a sum of what is stored means nothing.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[Input],
+        *,
+        include: str | Iterable[str] | None,
+        exclude: str | Iterable[str] | None,
+        conflicts: Conflicts,
+    ) -> None:
+        self.inputs = inputs
+        first = inputs[0].source
+        names = [_chosen(one.source, include, exclude) for one in inputs]
+        self.left_out = [item.name for item in first.items if include is None and _is_of_optimizer(item)]
+        _check_names(inputs, names)
+        self._entries = _sort(inputs, names, conflicts)
+        self.kind = first.kind
+        self.root = first.root
+        self.containers: list[Container] | None = first.containers
+        self.path = first.path
+        self.files = [path for one in inputs for path in one.source.files]
+        self.items = [item for name in names[0] for item in self._items(name)]
+        if first.items and not self.items:
+            msg = (
+                f"nothing is left of the {len(first.items)} entries of {inputs[0].path} by include={include!r}, "
+                f"exclude={exclude!r}, conflicts={conflicts!r}"
+            )
+            raise PlanError(msg)
+
+    def _items(self, name: str) -> list[Item]:
+        """What the result has under a name of the first input: nothing where it was dropped."""
+        if name in self._entries.summed:
+            items = self._entries.summed[name]
+            is_double = any(item.dtype == torch.float64 for item in items)
+            return [replace(items[0], read_as=torch.float64 if is_double else torch.float32)]
+        return [self._entries.copied[name][0]] if name in self._entries.copied else []
+
+    @property
+    def summed(self) -> list[str]:
+        """The names of tensors that are sums."""
+        return list(self._entries.summed)
+
+    @property
+    def conflicts(self) -> list[str]:
+        """The names of entries that are not summed and differ."""
+        return self._entries.conflicts
+
+    def check(self, items: Sequence[Item]) -> None:
+        """Raise unless all of the items is there, in every input that it comes from."""
+        for number, one in enumerate(self.inputs):
+            summed = [self._entries.summed[item.name][number] for item in items if item.name in self._entries.summed]
+            copied = [item for item in items if self._origin(item) is one.source]
+            one.source.check(summed + copied)
+
+    def _origin(self, item: Item) -> IndexSource | None:
+        """The input that an entry is copied from."""
+        found = self._entries.copied.get(item.name)
+        return None if found is None else found[1]
+
+    def check_again(self) -> None:
+        """Look at every file of every input."""
+        for one in self.inputs:
+            one.source.check_again()
+
+    def read(self, requests: Sequence[Request]) -> None:
+        """Sum up, or copy, in the order of the inputs."""
+        sums = [request for request in requests if request.item.name in self._entries.summed]
+        for dtype in (torch.float32, torch.float64):
+            self._add([request for request in sums if request.into.dtype == dtype])
+        for one in {id(one.source): one.source for one in self.inputs}.values():
+            copies = [request for request in requests if self._origin(request.item) is one]
+            if copies:
+                one.read(copies)
+
+    def _add(self, requests: Sequence[Request]) -> None:
+        if not requests:
+            return
+        for request in requests:
+            request.into.zero_()
+        for number, one in enumerate(self.inputs):
+            one.source.add(
+                [
+                    Request(self._entries.summed[request.item.name][number], None, _offsets(request), request.into)
+                    for request in requests
+                ],
+                one.weight,
+            )
+
+    def value(self, item: Item) -> bytes:
+        """A value, as the input has it that it comes from."""
+        return self._entries.copied[item.name][1].value(item)
+
+    def metadata(self) -> dict[str, str]:
+        """What the files of the first input say of themselves."""
+        return self.inputs[0].source.metadata()
+
+    def tied(self, items: Sequence[Item]) -> dict[str, str]:
+        """Names that are another tensor under a second name, in every input."""
+        in_each = []
+        for number, one in enumerate(self.inputs):
+            of_input = [self._entries.summed[item.name][number] for item in items if item.name in self._entries.summed]
+            in_each.append(one.source.tied(of_input))
+        return {
+            name: kept for name, kept in in_each[0].items() if all(other.get(name) == kept for other in in_each[1:])
+        }
+
+
+def _offsets(request: Request) -> list[int]:
+    """Where a rectangle begins in the whole tensor."""
+    if request.chunk is None:
+        return list(request.offsets)
+    chunk = request.item.chunks[request.chunk]
+    return [begin + offset for begin, offset in zip(chunk.offsets, request.offsets, strict=True)]
+
+
+def _is_of_optimizer(item: Item) -> bool:
+    top = item.path[0] if item.path else item.name.partition(".")[0]
+    return top in _OPTIMIZERS
+
+
+def _chosen(
+    source: IndexSource, include: str | Iterable[str] | None, exclude: str | Iterable[str] | None
+) -> dict[str, Item]:
+    wanted, unwanted = globs(include), globs(exclude)
+    return {
+        item.name: item
+        for item in source.items
+        if (not _is_of_optimizer(item) if wanted is None else wanted.match(item.name))
+        and not (unwanted is not None and unwanted.match(item.name))
+    }
+
+
+def _check_names(inputs: Sequence[Input], names: Sequence[dict[str, Item]]) -> None:
+    """Raise unless all inputs have the same names."""
+    for one, own in zip(inputs[1:], names[1:], strict=True):
+        for has, lacks, path, without in (
+            (names[0], own, inputs[0].path, one.path),
+            (own, names[0], one.path, inputs[0].path),
+        ):
+            missing = [name for name in has if name not in lacks]
+            if missing:
+                msg = (
+                    f"{_listed(missing)}: in {path}, but not in {without}; a merge needs every entry in all inputs: "
+                    "leave it out with exclude=, or say with include= what is to be merged"
+                )
+                raise PlanError(msg, tensor=missing[0])
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SOME} more" if len(names) > _SOME else ""
+    return ", ".join(map(repr, names[:_SOME])) + more
+
+
+def _sort(inputs: Sequence[Input], names: Sequence[dict[str, Item]], conflicts: Conflicts) -> _Entries:
+    """Say of each entry whether it is summed, or which input it comes from."""
+    entries = _Entries()
+    found: list[tuple[Difference, Path]] = []
+    for name in names[0]:
+        items = tuple(of_input[name] for of_input in names)
+        if all(item.dtype in _SUMMED for item in items):
+            _check_shapes(inputs, items)
+            _check_not_quantized(name, items[0], names[0])
+            entries.summed[name] = items
+            continue
+        for one, item in zip(inputs[1:], items[1:], strict=True):
+            unlike = difference(inputs[0].source, items[0], one.source, item)
+            if unlike is not None:
+                entries.conflicts.append(name)
+                found.append((unlike, one.path))
+                break
+        else:
+            entries.copied[name] = (items[0], inputs[0].source)
+            continue
+        if conflicts in ("first", "last"):
+            number = 0 if conflicts == "first" else -1
+            entries.copied[name] = (items[number], inputs[number].source)
+    if found and conflicts == "error":
+        raise _conflict(inputs[0].path, found)
+    return entries
+
+
+def _conflict(first: Path, found: Sequence[tuple[Difference, Path]]) -> PlanError:
+    unlike, path = found[0]
+    what = f": {unlike.a} and {unlike.b}" if unlike.a and unlike.b else ""
+    more = f" The same goes for {_listed([other.name for other, _ in found[1:]])}." if len(found) > 1 else ""
+    msg = (
+        f"{unlike.name!r} is not the same in {first} and in {path}{what}. Only floating-point tensors are summed.{more} "
+        "conflicts='first' or 'last' takes what that input has, conflicts='drop' leaves such entries out, "
+        "and exclude= leaves out what it names"
+    )
+    return PlanError(msg, tensor=unlike.name)
+
+
+def _check_shapes(inputs: Sequence[Input], items: Sequence[Item]) -> None:
+    for one, item in zip(inputs[1:], items[1:], strict=True):
+        if item.shape != items[0].shape:
+            msg = (
+                f"{item.name!r} has shape {list(items[0].shape)} in {inputs[0].path}, and {list(item.shape)} in {one.path}: "
+                "leave it out with exclude=, or merge checkpoints of one model"
+            )
+            raise PlanError(msg, tensor=item.name)
+
+
+def _check_not_quantized(name: str, item: Item, names: dict[str, Item]) -> None:
+    """Raise for a scale and for weights that have one: the sum of products is not the product of sums."""
+    if item.dtype is not None and item.dtype.itemsize == 1:
+        scale = next((name + end for end in _SCALES if name + end in names), None)
+        if scale is not None:
+            raise _quantized(name, scale)
+    for end in _SCALES:
+        base = name.removesuffix(end)
+        if base == name:
+            continue
+        for packed in _PACKED:
+            weights = names.get(base + packed)
+            if weights is not None and weights.dtype is not None and weights.dtype not in _SUMMED:
+                raise _quantized(weights.name, name)
+
+
+def _quantized(name: str, scale: str) -> UnsupportedError:
+    msg = (
+        f"{name!r} is quantized, with its scales in {scale!r}: weights and scales cannot be summed apart; "
+        "merge the checkpoints that it was quantized from"
+    )
+    return UnsupportedError(msg, tensor=name)

@@ -1,0 +1,203 @@
+"""``dcp_rs.merge``: the weighted sum of several checkpoints."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from dcp_rs._progress import Progress
+from dcp_rs._tracebacks import short_traceback
+from dcp_rs._url import StorageOptions, Url, location
+from dcp_rs.checkpoint.locate import open_index
+from dcp_rs.checkpoint.renaming import Rename
+from dcp_rs.checkpoint.source import IndexSource
+from dcp_rs.conversion import ConvertReport, Target, Wish, stores_of, write_result
+from dcp_rs.conversion.job import parse_dtype
+from dcp_rs.conversion.merged_source import Conflicts, Input, MergedSource
+from dcp_rs.options import checks_pickles
+
+__all__ = ["MergeReport", "merge"]
+
+
+@dataclass(repr=False)
+class MergeReport(ConvertReport):
+    """Report of :func:`dcp_rs.merge`.
+
+    Attributes:
+        summed: the names of tensors that are weighted sums.
+        conflicts: the names of other entries that differ between inputs, with ``conflicts=`` other than ``"error"``.
+        left_out: the names of the optimizer state that was left out.
+        weights: the weight of each input.
+    """
+
+    summed: list[str] = field(default_factory=list)
+    conflicts: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+
+
+@short_traceback
+def merge(
+    inputs: Iterable[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    weights: Iterable[float] | None = None,
+    include: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] | None = None,
+    conflicts: Conflicts = "error",
+    dtype: torch.dtype | str | None = None,
+    to: Target | None = None,
+    shards: int | None = None,
+    rename: Rename = None,
+    name: str = "model",
+    skip_unsupported: bool = False,
+    overwrite: bool = False,
+    progress: Progress = None,
+    threads: int | None = None,
+    verify: bool = True,
+    fsync: bool = True,
+    max_inflight_bytes: int | None = None,
+    weights_only: bool | None = True,
+    allow_external: bool = False,
+    storage_options: Mapping[str, Any] | Any | None = None,
+    out_storage_options: Mapping[str, Any] | Any | None = None,
+) -> MergeReport:
+    """Write the weighted sum of checkpoints: by default their mean. Memory stays bounded, whatever their size.
+
+    The result appears at ``out`` in one step, when it is complete. After an error or Ctrl-C there is nothing.
+
+    Floating-point tensors are summed in float32, and in float64 where an input stores float64. The sum begins with
+    zero and takes one input after another, in the order of ``inputs``: ``sum = weight * element + sum`` by a fused
+    multiply-add. At the end it is rounded once to the type of the result. That is bit for bit what
+    ``sum.add_(tensor.float(), alpha=weight)`` gives, on a CPU with that instruction.
+
+    Integers, booleans, complex numbers and non-tensor values have to be the same in all inputs.
+
+    The state of optimizers (``optim``, ``optimizer``, ``optimizers`` and ``optimizer_states`` at the top) is left out,
+    unless ``include`` is given and names it.
+
+    The inputs (path, save id and weight) are noted in results of ``"dcp-rs"`` and ``"safetensors"``;
+    ``dcp-rs inspect`` shows them.
+
+    Args:
+        inputs: checkpoints of any format, by paths or URLs. They may be sharded differently.
+        out: as for :func:`dcp_rs.convert`.
+        weights: a finite number for each input, used as given: they may be negative, and need not sum to 1.
+            Default: ``1 / len(inputs)`` for each.
+        include, exclude: one glob or several, over names in the inputs.
+        conflicts: what to do with an entry that is not summed and differs between inputs: ``"error"``, take it from
+            the ``"first"`` or the ``"last"`` input, or ``"drop"`` it.
+        dtype: the type of floating-point tensors of 16 bits and more in the result. Default: that of the first input.
+        to, shards, rename, name, skip_unsupported, overwrite, threads, fsync, max_inflight_bytes: as for
+            :func:`dcp_rs.convert`.
+        progress: called now and then with the bytes written, and all that are to be written; ``True`` draws a bar.
+        verify: check the digests of the inputs while reading, where they have some.
+        weights_only: as for :func:`dcp_rs.convert`.
+        allow_external: read data files outside the folders of the inputs, if their indexes name any.
+        storage_options: for inputs that are URLs, see :class:`dcp_rs.RsReader`.
+        out_storage_options: for that of ``out``; default: those of the inputs.
+
+    Returns:
+        A :class:`MergeReport`.
+
+    Raises:
+        PlanError: an input lacks an entry, or has it in another shape; an entry that is not summed differs; or as for
+            :func:`dcp_rs.convert`.
+        UnsupportedError: the inputs are quantized; or ``out`` cannot hold something.
+        ValueError: ``inputs``, ``weights``, or as for :func:`dcp_rs.convert`.
+        DcpRsError, OSError: as for :func:`dcp_rs.convert`.
+
+    Example:
+        ```python
+        dcp_rs.merge(["run/step-1", "run/step-2"], "averaged", include="model.*")
+        dcp_rs.merge(["run/step-1", "run/step-2"], "moved", weights=[-0.5, 1.5], include="model.*")
+        ```
+    """
+    begin = time.perf_counter()
+    paths = _check_inputs(inputs)
+    factors = _check_weights(weights, len(paths))
+    if conflicts not in get_args(Conflicts):
+        msg = f"conflicts={conflicts!r}: one of {', '.join(map(repr, get_args(Conflicts)))}"
+        raise ValueError(msg)
+    remote = next((path for path in paths if isinstance(path, Url)), paths[0])
+    of_inputs, of_out = stores_of(remote, location(out), storage_options, out_storage_options)
+    wish = Wish(
+        out=location(out),
+        to=to,
+        dtype=parse_dtype(dtype),
+        shards=shards,
+        include=None,  # the source has only what is wanted
+        exclude=None,
+        rename=rename,
+        name=name,
+        skip_unsupported=skip_unsupported,
+        overwrite=overwrite,
+        progress=progress,
+        threads=threads,
+        verify=verify,
+        fsync=fsync,
+        max_inflight_bytes=max_inflight_bytes,
+        weights_only=checks_pickles(weights_only),
+        storage_options=of_out,
+    )
+    opened = [_open(path, factor, wish, allow_external, of_inputs) for path, factor in zip(paths, factors, strict=True)]
+    source = MergedSource(opened, include=include, exclude=exclude, conflicts=conflicts)
+    report = MergeReport(
+        summed=source.summed, conflicts=source.conflicts, left_out=source.left_out, weights=list(factors)
+    )
+    write_result(
+        source,
+        wish,
+        report,
+        paths=[*paths, *(one.source.path for one in opened), *source.files],
+        verb="merging",
+        merged_from=[one.describe() for one in opened],
+    )
+    report.seconds = time.perf_counter() - begin
+    return report
+
+
+def _check_inputs(inputs: Iterable[str | os.PathLike[str]]) -> list[Path]:
+    if isinstance(inputs, (str, os.PathLike)):
+        msg = f"inputs={os.fspath(inputs)!r}: a list of checkpoints, as in merge(['a', 'b'], 'out')"
+        raise ValueError(msg)  # noqa: TRY004  # as for all arguments
+    paths = [location(path) for path in inputs]
+    if not paths:
+        msg = "inputs=[]: at least one checkpoint"
+        raise ValueError(msg)
+    return paths
+
+
+def _check_weights(weights: Iterable[float] | None, count: int) -> list[float]:
+    if weights is None:
+        return [1 / count] * count
+    factors = list(weights)
+    if len(factors) != count:
+        msg = f"weights={factors!r}: {count} inputs need {count} weights, one for each"
+        raise ValueError(msg)
+    for factor in factors:
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not _is_finite(factor):
+            msg = f"weights={factors!r}: finite numbers, within the range of float32"
+            raise ValueError(msg)
+    return [float(factor) for factor in factors]
+
+
+def _is_finite(factor: float) -> bool:
+    try:
+        return math.isfinite(struct.unpack("f", struct.pack("f", factor))[0])
+    except OverflowError:
+        return False
+
+
+def _open(path: Path, weight: float, wish: Wish, allow_external: bool, storage_options: StorageOptions | None) -> Input:
+    options = storage_options if isinstance(path, Url) else None
+    index = open_index(path, rank=None, allow_external=allow_external, storage_options=options)
+    return Input(path, IndexSource(index, wish.read_options), weight)
