@@ -69,6 +69,7 @@ SHOWN = {
     "Leftover": "why_kept",
     "LoadReport": "bytes_direct bytes_mapped bytes_read bytes_wanted entries entries_loaded gb_per_second path "
     "requests seconds to_dict",
+    "MergeReport": "bytes files gb_per_second seconds to_dict",
     "NumpyCheckpoint": "chunks close get get_slice get_tensor get_tensors info metadata offset_keys "
     "path report save_id source",
     "ReadReport": "bytes_direct bytes_mapped bytes_read bytes_wanted gb_per_second path requests to_dict",

@@ -103,7 +103,7 @@ def _parse_weights(_context: click.Context, _parameter: click.Parameter, text: s
     "dcp-rs merge a/ b/ c/ -o merged/ --weights 0.5,0.3,0.2 --to safetensors --dtype bf16",
 )
 @options.location_arguments("paths")
-@click.option("-o", "--out", required=True, type=location, help="The result: as OUT of dcp-rs convert.")
+@click.option("-o", "--out", metavar="OUT", required=True, type=location, help="The result, as OUT of dcp-rs convert.")
 @click.option(
     "--weights",
     metavar="W,W,...",
