@@ -527,7 +527,10 @@ fn elements_are_added_to_sums_in_every_mode() {
             req(&mut sums, 1, 16, [rows as u64 - 1, width as u64]),
             req(&mut all, 0, 0, [rows as u64, columns as u64]),
         ];
-        let options = ReadOptions { verify, ..options(io) };
+        let options = ReadOptions {
+            verify: if verify { Verify::All } else { Verify::Nothing },
+            ..options(io)
+        };
         // SAFETY: the requests are of exclusive vectors with an element for each of theirs.
         let stats = unsafe {
             read(
