@@ -75,6 +75,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in gone]
 
 
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # a collection in a test looks at what tests made, and not at all of torch
+
+
 def pytest_sessionfinish() -> None:
     close_shared_pool()
 
