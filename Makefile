@@ -82,7 +82,19 @@ build: $(VENV)/.built  ## Build the extension into the virtual environment
 demo: $(VENV)/.built  ## Save and restore a real model's state with stock DCP and dcp-rs, and compare
 	$(PY) examples/demo.py $(ARGS)
 
-test: test-python test-rust  ## All tests but the slow ones: minutes
+# Rust compiles while Python's packages are installed: neither keeps two cores busy alone.
+test:  ## All tests but the slow ones: minutes
+	@$(MAKE) --no-print-directory --jobs=2 rust-tests $(VENV)/.simulated
+	@$(MAKE) --no-print-directory --keep-going test-python test-rust
+
+.PHONY: rust-tests
+rust-tests:
+	cargo test --quiet --profile fast --no-run --package dcp-rs-core --package dcp-rs-remote --tests
+
+# Where it cannot be built, each test that needs it says why.
+$(VENV)/.simulated: $(VENV)/.deps tests/support/simulated/device.cpp
+	-@PYTHONPATH=tests $(PY) -c 'from support.simulated import install; install()'
+	@touch $@
 
 test-all: test-rust $(VENV)/.fast  ## The slow Python tests as well
 	$(PY) $(PYTEST) --slow $(ARGS)

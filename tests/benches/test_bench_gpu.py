@@ -24,6 +24,7 @@ def bench(monkeypatch):
             del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_it_measures_and_checks(bench, tmp_path, capsys):
     out = tmp_path / "out"
     arguments = f"--device cpu --sizes 0.002 --layouts large --rounds 1 --folder {tmp_path / 'data'} --out {out}"

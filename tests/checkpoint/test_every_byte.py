@@ -62,6 +62,7 @@ def test_every_forged_byte_of_an_index_is_refused_or_harmless(saved):
     }
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_of_a_data_file_is_found(saved):
     """Header, payload and what lies between; by `verify`, which says where, and by a load, before anything is handed over."""
     (file,) = saved.glob("g*.safetensors")

@@ -55,6 +55,7 @@ def bytes_past_the_cache(folder):
     return int(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_warm_file_on_an_overlay_is_read_from_memory(tmp_path):
     dcp_rs.save(STATE, tmp_path / "lower" / "ckpt")
     assert bytes_past_the_cache(tmp_path) == 0
@@ -94,7 +95,7 @@ assert all(torch.equal(got[f"w{i}"], torch.arange(float(elements)) + i) for i in
 """
 
 
-@pytest.mark.parametrize("elements", [1 << 14, 1 << 9], ids=["mapped", "read"])
+@pytest.mark.parametrize("elements", [1 << 14, pytest.param(1 << 9, marks=pytest.mark.slow)], ids=["mapped", "read"])
 @pytest.mark.parametrize("late", ["2000", pytest.param("0", marks=pytest.mark.slow)])
 def test_many_files_that_open_late(tmp_path, late, elements):
     """More than are kept open where none is late; of these, fewer than there are."""

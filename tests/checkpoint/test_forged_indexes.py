@@ -282,6 +282,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_forged_lengths_allocate_nothing(saved, tmp_path):
     """96 MiB of address space have to be enough to refuse whatever the numbers of a small file claim."""
     good = (saved / INDEX).read_bytes()

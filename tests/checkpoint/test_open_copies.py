@@ -26,6 +26,7 @@ class Rows(torch.utils.data.Dataset):
         return self.checkpoint.get_slice("w")[row], os.getpid()
 
 
+@pytest.mark.slow
 def test_workers_of_a_data_loader_open_it_again(saved_whole, monkeypatch):
     monkeypatch.chdir(saved_whole.parent)
     with dcp_rs.open(saved_whole.name) as checkpoint:

@@ -68,6 +68,7 @@ def test_an_index_tells_of_its_end(world, tmp_path):
 @pytest.mark.parametrize("source", ["ours", "stock"])
 @pytest.mark.parametrize("planner", [RsLoadPlanner, DefaultLoadPlanner])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.each
 def test_a_load_tells_of_its_end(world, source, planner, dtype):
     """In place, and by way of slabs, where it is cast."""
     seen = Seen()
@@ -147,6 +148,7 @@ dcp_rs.save(state, sys.argv[2], progress=True)
 """
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_bar_and_a_log_nothing(world, tmp_path):
     command = [sys.executable, "-c", WORK, str(world / "ours"), str(tmp_path / "new")]
     done = programs.run(command, capture_output=True, text=True, check=True, timeout=120)

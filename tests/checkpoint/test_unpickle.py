@@ -324,6 +324,7 @@ def test_planner_data_is_plain_and_bounded(planner_data: bytes, error: type[DcpR
     refused(metadata_with(planner_data), error, match)
 
 
+@pytest.mark.slow
 def test_planner_data_cannot_multiply() -> None:
     """Ten of ten of ten …, thirty deep, in under a kilobyte."""
     laughs = short("ha") + b"\x94"

@@ -118,6 +118,7 @@ def test_every_command_says_the_same_everywhere(world, expected, encoding, tmp_p
     assert "层.0" in page.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_commands_that_write_take_such_paths_and_names(world, tmp_path):
     new, file, back, exported = (str(tmp_path / name) for name in ("新", "新.pt", "回", "新-hf"))
     said = run(

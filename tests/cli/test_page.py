@@ -96,6 +96,7 @@ def test_a_browser_shows_it(tmp_path: Path) -> None:
     assert "<svg" in document  # the only entry found is shown open
 
 
+@pytest.mark.slow
 def test_statistics_and_values_are_shown_with_their_entry(tmp_path: Path) -> None:
     save_rs({"m.2.w": torch.tensor([1.0, 3.0, float("nan")]), "m.10.w": torch.ones(2), "lr": 0.125}, tmp_path / "ckpt")
     index = open_index(tmp_path / "ckpt", rank=None, allow_external=False)
@@ -110,6 +111,7 @@ def test_statistics_and_values_are_shown_with_their_entry(tmp_path: Path) -> Non
     assert '<div class="mono">0.125</div>' in in_a_browser(tmp_path / "page.html", "#q=lr")
 
 
+@pytest.mark.slow
 def test_colours_are_the_same_on_every_page(tmp_path: Path) -> None:
     """A module, and a type, keep theirs where there are others beside them."""
     save_rs({"model.w": torch.ones(2), "optim.m": torch.ones(3)}, tmp_path / "one")
@@ -173,6 +175,7 @@ def diff(*arguments: Any) -> int:
     return code
 
 
+@pytest.mark.slow
 def test_two_are_beside_each_other(two: tuple[Path, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "page.html"
     assert diff(*two, "--html", file, "--stats") == 1
@@ -218,6 +221,7 @@ def test_two_that_are_the_same(two: tuple[Path, Path], tmp_path: Path, capfd: py
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize(("width", "columns"), [(400, 1), (900, 2), (1500, 2)])
+@pytest.mark.slow
 def test_it_fits_the_window(two: tuple[Path, Path], tmp_path: Path, width: int, columns: int, *, dark: bool) -> None:
     """At three sizes, light and dark: nothing is wider than the window, also with an entry open, and the maps have colours."""
     file = tmp_path / "page.html"
@@ -243,6 +247,7 @@ def test_it_fits_the_window(two: tuple[Path, Path], tmp_path: Path, width: int, 
     assert seen["back"] == ("rgb(20, 23, 27)" if dark else "rgb(255, 255, 255)")
 
 
+@pytest.mark.slow
 def test_two_of_a_hundred_thousand_tensors(tmp_path: Path) -> None:
     names = sorted(f"model.layers.{i // 100}.experts.{i % 100}.weight" for i in range(100_000))
     entries = [Entry(name, i, "bfloat16", (64, 64), 1, 8192) for i, name in enumerate(names)]

@@ -114,7 +114,9 @@ for to in ("dcp-rs", "dcp", "torch", "safetensors"):
 """
 
 
-@pytest.mark.parametrize("source", ["dcp-rs", "dcp", "torch"])
+@pytest.mark.parametrize(
+    "source", ["dcp-rs", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dcp", "torch"))]
+)
 def test_a_source_that_is_cut_short_meanwhile(source: str, tmp_path: Path) -> None:
     """It used to end the process with a bus error, or to leave zeros in the result."""
     state = {f"w{i}": random_tensor((1 << 20,), torch.uint8, seed=i) for i in range(8)}

@@ -56,6 +56,7 @@ def large(tmp_path_factory):
 
 
 @pytest.mark.parametrize("dtype", ["", "bf16"])
+@pytest.mark.slow
 def test_memory_is_bounded(dtype: str, large: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", GROWTH, str(large), str(tmp_path / "dst"), dtype]
     done = programs.run(command, check=True, capture_output=True, text=True, timeout=250)

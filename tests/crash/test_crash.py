@@ -381,13 +381,6 @@ def check_over_another(tally):
 
 
 @needs_compiler
-def test_a_loss_of_power_in_a_save_leaves_the_old_checkpoint_or_the_new():
-    (tally,) = power.run("8", "1", "a save over another, 1")
-    assert tally["states"] == tally["old"] + tally["new"] >= tally["moments"]
-    check_over_another(tally)
-
-
-@needs_compiler
 @pytest.mark.slow
 def test_a_loss_of_power_leaves_the_old_checkpoint_or_the_new():
     tallies = power.run("16")

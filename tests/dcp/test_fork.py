@@ -58,6 +58,7 @@ def test_a_fork_after_an_open(ckpt):
     assert bytes(mapping) == before
 
 
+@pytest.mark.slow
 def test_forks_during_loads_of_other_threads(ckpt):
     save(ckpt, 3)
     index = _core.Index.open(str(ckpt), None, False)

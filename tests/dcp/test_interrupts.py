@@ -71,7 +71,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("what", ["load", "save"])
+@pytest.mark.parametrize("what", [pytest.param("load", marks=pytest.mark.slow), "save"])
 def test_ctrl_c_leaves_no_thread_and_no_lock(tmp_path, what):
     path = tmp_path / "ckpt"
     dcp_rs.save(

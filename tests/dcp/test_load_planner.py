@@ -417,7 +417,10 @@ def load_and_die(path, where, replicas):
     return None
 
 
-@pytest.mark.parametrize(("where", "replicas"), [("plan", "each"), ("read", "each"), ("read", "all")])
+@pytest.mark.parametrize(
+    ("where", "replicas"),
+    [("read", "each"), *(pytest.param(*at, marks=pytest.mark.slow) for at in (("plan", "each"), ("read", "all")))],
+)
 def test_a_rank_that_dies_ends_the_load_of_all(saved, where, replicas):
     outcomes = rank_outcomes(3, load_and_die, saved, where, replicas, timeout=40, fresh=True)
     assert isinstance(outcomes[1].error, RankDiedError)

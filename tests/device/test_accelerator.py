@@ -42,6 +42,7 @@ def host(tensors):
 
 @pytest.mark.parametrize("io", ["auto", "mmap", "direct", "buffered"])
 @pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.each
 def test_load(ckpt, device, io, verify):
     want = state()
     dcp_rs.save(want, ckpt)
@@ -132,6 +133,7 @@ def test_all_devices_in_one_load(ckpt, device):
     assert_state_equal(host(got), want)
 
 
+@pytest.mark.slow
 def test_memory_is_bounded(ckpt, device):
     module = (
         torch.accelerator if hasattr(torch.accelerator, "max_memory_allocated") else torch.get_device_module(device)

@@ -42,6 +42,7 @@ def test_it_restores_bit_for_bit_and_cleans_up(demo, folder):
     assert list(folder.glob(DEMOS)) == []
 
 
+@pytest.mark.slow
 def test_it_keeps_the_checkpoints_when_asked(demo, folder):
     well, text = run(demo, keep=True)
     assert well
@@ -50,6 +51,7 @@ def test_it_keeps_the_checkpoints_when_asked(demo, folder):
     assert {path.name for path in kept.iterdir()} == {"stock", "dcp-rs"}
 
 
+@pytest.mark.slow
 def test_a_difference_fails_it(demo, folder, monkeypatch):
     def spoiled(*paths):
         how, path, restore = restores(*paths)[-1]

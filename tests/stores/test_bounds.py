@@ -1,5 +1,6 @@
 """What a load from a store takes: requests at a time, memory, time for a listing, threads, and only as long as it lasts."""
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
@@ -35,6 +36,7 @@ def many(value):
     return {f"layers.{i}.weight": torch.full((1024,), value(i)) for i in range(8000)}
 
 
+@pytest.mark.slow
 def test_many_small_tensors_are_few_requests(server):
     """One for each MiB that they lie in at most, and a few for the index, however many of them are wanted, and however far apart they are."""
     state = many(float)
@@ -57,6 +59,7 @@ def test_many_small_tensors_are_few_requests(server):
     assert sum(server.counts().values()) <= most
 
 
+@pytest.mark.slow
 def test_each_page_of_a_listing_has_a_time_of_its_own(tmp_path, server):
     for i in range(12):
         save_file({f"t{i}": torch.full((3,), float(i))}, tmp_path / f"model-{i + 1:05}-of-00012.safetensors")

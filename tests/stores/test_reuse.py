@@ -143,6 +143,7 @@ def test_a_step_that_is_downloaded_is_as_one_of_a_disk(server, tmp_path):
     st.randoms(use_true_random=False),
     st.sampled_from([None, "[ab]"]),
 )
+@pytest.mark.slow
 def test_any_history(tmp_path_factory, changes, rng, reuse):
     """Tensors change or stay, any earlier step is the parent, any step goes, and its index is lost."""
     root = tmp_path_factory.mktemp("history")
@@ -383,6 +384,7 @@ def test_a_store_with_weak_tags(server, swapped):
     assert_holds(server, 2)
 
 
+@pytest.mark.slow
 def test_damage_is_found_where_it_is_looked_for(server):
     save(server, 1)
     replace(server, data_file(server, "step-1"), flip)
@@ -424,13 +426,13 @@ def test_another_bucket_or_store(server, parent):
     "fault",
     [
         {"status": 503},
-        {"status": 500, "code": "InternalError"},
-        {"status": 500, "code": "InternalError", "done": True},
         {"status": 503, "done": True},
         {"status": 200, "code": "InternalError"},
         {"lose": True},
-        {"reset": True},
-        {"delay": 8.0},
+        pytest.param({"reset": True}, marks=pytest.mark.slow),
+        pytest.param({"delay": 8.0}, marks=pytest.mark.slow),
+        pytest.param({"status": 500, "code": "InternalError"}, marks=pytest.mark.slow),
+        pytest.param({"status": 500, "code": "InternalError", "done": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -454,10 +456,10 @@ def test_what_passes_is_tried_again_or_looked_at(server, fault):
     ("status", "code", "said"),
     [
         (403, "AccessDenied", "403 AccessDenied"),
-        (501, "NotImplemented", "501 NotImplemented"),
-        (400, "InvalidRequest", "400 InvalidRequest"),
-        (404, "NoSuchKey", "404 NoSuchKey"),
-        (412, "PreconditionFailed", "412 PreconditionFailed"),
+        pytest.param(501, "NotImplemented", "501 NotImplemented", marks=pytest.mark.slow),
+        pytest.param(400, "InvalidRequest", "400 InvalidRequest", marks=pytest.mark.slow),
+        pytest.param(404, "NoSuchKey", "404 NoSuchKey", marks=pytest.mark.slow),
+        pytest.param(412, "PreconditionFailed", "412 PreconditionFailed", marks=pytest.mark.slow),
         (200, "AccessDenied", "it is missing"),  # S3 answers before it has copied
         (503, "SlowDown", "503 SlowDown"),
     ],
@@ -545,6 +547,7 @@ def test_ctrl_c_ends_a_copy(server):
     assert names(server, "step-2") == []
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_what_clean_removes(server):
     save(server, 1)
     server.faults.append(Fault(delay=30.0, times=None, matches=is_data))

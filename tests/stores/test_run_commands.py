@@ -49,6 +49,7 @@ def test_the_steps_of_a_run(does, run):
     assert does("ls", f"{run}/step-100").splitlines()[-1] != out[-1]  # a checkpoint is one
 
 
+@pytest.mark.slow
 def test_the_steps_of_a_run_for_programs(does, run, server):
     found = json.loads(does("steps", run, "--json"))
     assert found["path"] == run
@@ -58,6 +59,7 @@ def test_the_steps_of_a_run_for_programs(does, run, server):
     assert [(passed["step"], passed["kind"]) for passed in found["passed_over"]] == [(400, "unknown")]
 
 
+@pytest.mark.slow
 def test_what_is_not_kept_is_removed_when_that_is_asked_for(does, run, server):
     before = server.keys()
     out = does("prune", run, "--keep-last", 1, "--keep-best", 1, "--metric", "loss")
@@ -73,6 +75,7 @@ def test_what_is_not_kept_is_removed_when_that_is_asked_for(does, run, server):
     assert "step 100 could not be removed" in out
 
 
+@pytest.mark.slow
 def test_where_there_is_no_run(does, server, run):
     assert "has no folder step-N" in does("steps", server.url("nowhere"), status=2)
     assert "has no folder step-N" in does("prune", f"{run}/step-100", "--yes", status=2)

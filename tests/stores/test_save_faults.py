@@ -86,6 +86,7 @@ def test_what_passes_is_tried_again(server, kind, fault):
     "fault", [{"lose": True}, {"status": 503, "done": True}, {"broken": 100}, {"reset": True}], ids=str
 )
 @pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.each
 def test_lost_answers_of_the_commit(server, fault, existing):
     """Twice: what is tried again meets its own index, and knows it."""
     if existing:
@@ -112,6 +113,7 @@ def test_a_completion_that_says_200_and_failed(server):
     assert_state_equal(loaded(server, state), state)
 
 
+@pytest.mark.slow
 def test_one_request_in_ten_fails(server):
     kinds = [
         {"status": 503},
@@ -133,6 +135,7 @@ def test_one_request_in_ten_fails(server):
     ("status", "code", "kind_of"),
     [(403, "AccessDenied", StoragePermissionError), (507, "XMinioStorageFull", StorageError)],
 )
+@pytest.mark.each
 def test_what_stays_is_an_error_and_leaves_nothing(server, kind, status, code, kind_of):
     first = large_state(1)
     save(server, first)
@@ -227,7 +230,9 @@ def test_ctrl_c_ends_a_save(server):
     assert server.open_uploads() == []
 
 
-@pytest.mark.parametrize("kind", ["create", "part", "complete", "look", "index"])
+@pytest.mark.parametrize(
+    "kind", ["part", "index", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("create", "complete", "look"))]
+)
 def test_a_kill_leaves_the_one_before_whole(server, kind):
     first = large_state(1)
     save(server, first)

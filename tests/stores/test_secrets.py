@@ -131,6 +131,7 @@ def test_what_lends_its_options_keeps_them_secret():
     assert not has_secret(repr(options))
 
 
+@pytest.mark.slow
 def test_the_command_line(saved, server, options):
     arguments = []
     for key, value in options.items():

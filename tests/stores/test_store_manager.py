@@ -165,6 +165,7 @@ def test_a_damaged_step_is_passed_over(make, server):
 
 @pytest.mark.parametrize("reuse", [True, "frozen"])
 @pytest.mark.parametrize("background", [False, True])
+@pytest.mark.each
 def test_what_stays_the_same_is_not_sent_again(make, server, reuse, background):
     frozen = torch.randn(500_000)
     with make(keep_last=2, reuse=reuse) as manager:
@@ -216,6 +217,7 @@ def test_no_secret_is_shown(make, server):
 # --- requests that fail ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_request_in_ten_fails(server):
     kinds = [{"status": 503}, {"status": 500}, {"lose": True}, {"reset": True}, {"status": 503, "done": True}]
     server.faults.extend(Fault(**kind, times=None, chance=0.1 / len(kinds)) for kind in kinds)

@@ -34,6 +34,7 @@ def test_a_comparison_has_options_for_each(saved, server, other):
     assert compare(folder, right, b_storage_options=theirs).differences == []
 
 
+@pytest.mark.slow
 def test_the_command_line_tells_them_apart_by_their_urls(saved, server, other):
     def given(prefix, options):
         for key, value in options.items():

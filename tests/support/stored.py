@@ -27,7 +27,7 @@ def large_state(seed=0):
     """More than a part: a tensor of several parts, some that share one, strided ones, values."""
     torch.manual_seed(seed)
     return {
-        "big": torch.randn(5 << 20),
+        "big": torch.randn(3 << 20),
         "strided": torch.randn(700, 1100).t(),
         "half": torch.randn(1000, 333).to(torch.bfloat16),
         "many": {f"t{i}": torch.full((37, i % 5), float(i)) for i in range(300)},
