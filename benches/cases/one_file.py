@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import dcp_rs
 
-LOAD, THEIR_LOAD = "dcp_rs.load_file", "safetensors load_file"
+LOAD, VIEW, THEIR_LOAD = "dcp_rs.load_file", 'dcp_rs.load_file(backend="mmap")', "safetensors load_file"
 SAVE, DURABLE, THEIR_SAVE = "dcp_rs.save_file, fsync=False", "dcp_rs.save_file", "safetensors save_file"
 
 
@@ -34,6 +34,10 @@ def run(context: Context) -> list[Row]:
         loaded.update(dcp_rs.load_file(single))
         touch()
 
+    def views() -> None:
+        loaded.update(dcp_rs.load_file(single, backend="mmap"))
+        touch()
+
     def theirs() -> None:
         loaded.update(load_file(single))
         touch()
@@ -50,7 +54,8 @@ def run(context: Context) -> list[Row]:
         written.unlink(missing_ok=True)
 
     def loads(before: Callable[[], None]) -> dict[str, Times]:
-        contenders = [Contender(name, run, before, verify=check) for name, run in ((LOAD, ours), (THEIR_LOAD, theirs))]
+        ways = ((LOAD, ours), (VIEW, views), (THEIR_LOAD, theirs))
+        contenders = [Contender(name, run, before, verify=check) for name, run in ways]
         return measure(contenders, **context.pairs)
 
     warm, cold = loads(nothing), loads(lambda: page_cache.drop(single))
@@ -66,7 +71,9 @@ def run(context: Context) -> list[Row]:
     case = f"one file, {size_of(pattern.nbytes)}"
     return [
         versus(f"{case}: load and touch, warm", warm, LOAD, THEIR_LOAD, reach=1),
+        versus(f"{case}: view and touch, warm", warm, VIEW, THEIR_LOAD, reach=1),
         versus(f"{case}: load and touch, cold", cold, LOAD, THEIR_LOAD, reach=1),
+        versus(f"{case}: view and touch, cold", cold, VIEW, THEIR_LOAD, reach=1),
         versus(f"{case}: save", save_times, SAVE, THEIR_SAVE, reach=1),
         versus(f"{case}: save, durable", save_times, DURABLE, THEIR_SAVE, reach=1),
     ]

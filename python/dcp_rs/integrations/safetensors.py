@@ -39,14 +39,17 @@ def load_file(
     shared: bool | None = None,
     max_inflight_bytes: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """All tensors of a file: ``safetensors.torch.load_file``, for checkpoints of any kind.
+    """Load all tensors of a file: ``safetensors.torch.load_file``, for checkpoints of any kind.
 
-    They are read into memory of their own, all at once; those that :func:`dcp_rs.open` gives are views of the file, and are read when they are touched.
+    The tensors have memory of their own: what happens to the file later does not change them. ``backend="mmap"`` returns
+    private views of the mapped file instead, as safetensors does. That copies nothing, and what is not touched is not read. Use
+    it for files that are replaced by a rename, as :func:`save_file` does. If a program writes to the file in place, the parts of
+    a view that were not touched yet change with it; if the file is cut short, touching them ends the process.
 
     Args:
         filename: a ``.safetensors`` file, or another checkpoint that holds nothing but tensors.
         device: where the tensors go.
-        backend: safetensors' name for ``io``: ``"mmap"`` is ``io="mmap"``, ``"pread"`` is ``io="buffered"``.
+        backend: ``"mmap"`` returns views of the file for tensors on the CPU that are stored in one piece; ``"pread"`` is ``io="buffered"``.
         io, threads, verify, shared, max_inflight_bytes: see :class:`dcp_rs.options.ReadOptions`.
 
     Returns:
@@ -71,13 +74,14 @@ def load_file(
         io=io or "auto", threads=threads, verify=verify, shared=shared, max_inflight_bytes=max_inflight_bytes
     )
     index = open_index(filename, rank=None, allow_external=False, verify=options.verify is True)
-    if torch.device(device).type == "meta":
-        return dict(Checkpoint(index, device=device, options=options))
+    in_place = backend == "mmap" and torch.device(device).type == "cpu"
     for number in range(index.tensor_count):
         entry = index.tensor(number)
         if entry.is_bytes:
             msg = f"{entry.name!r} in {os.fspath(filename)} is not a tensor: dcp_rs.open reads it"
             raise UnsupportedError(msg, path=index.path, tensor=entry.name)
+    if in_place or torch.device(device).type == "meta":
+        return dict(Checkpoint(index, device=device, options=options))
     return read_whole(index, range(index.tensor_count), device, options)
 
 
