@@ -199,6 +199,27 @@ def test_the_newest_step_that_is_whole_is_found(make, tmp_path, caplog):
     assert fresh._find_load_step(str(tmp_path / "none")) == -1
 
 
+@pytest.mark.parametrize("name", ["model.gguf", "index.dcprs"])
+def test_a_newer_step_that_may_be_whole_is_an_error(make, tmp_path, name):
+    """It was passed over with a line in the log: the job went on from an older step, and lost hours."""
+    manager, _ = make(seed=1)
+    for step in (1, 2):
+        manager.save(step)
+    newest = tmp_path / "checkpoint" / "step-2"
+    if name == "index.dcprs":
+        (newest / name).unlink()
+    else:
+        newest = tmp_path / "checkpoint" / "step-3"
+        newest.mkdir()
+        (newest / name).write_text("of something else")
+    with pytest.raises(UnsupportedError, match=rf"cannot be resumed: {newest.name}: .*set checkpoint.load_step"):
+        manager._find_load_step()
+    assert manager._find_load_step(max_step=1) == 1
+    (newest / "__0_0.distcp").write_text("")  # torch's own save was killed: it is known not to be whole
+    if name != "index.dcprs":
+        assert manager._find_load_step() == 2
+
+
 def wait_for_purge(manager):
     manager.purge_queue.put(None)
     manager.purge_thread.join(60)

@@ -15,9 +15,10 @@ from dcp_rs._log import log as _log
 from dcp_rs.api import async_save, load, save
 from dcp_rs.conversion import convert
 from dcp_rs.engine.ranks import Ranks
+from dcp_rs.errors import UnsupportedError
 from dcp_rs.integrations._needs import framework
 from dcp_rs.steps.folder_root import FolderRoot
-from dcp_rs.steps.root import Step
+from dcp_rs.steps.root import NOT_KNOWN, Step
 from dcp_rs.transfer.stage import HostStager
 
 __all__ = ["DcpRsCheckpointManager"]
@@ -35,7 +36,7 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
     """torchtitan's ``CheckpointManager``, whose checkpoints are of this package: ``config.checkpoint = DcpRsCheckpointManager.Config(enable=True)``.
 
     Steps that torchtitan's own manager saved before load too, and so do Hugging Face folders, without torchtitan's reader. A step counts once it is
-    committed and whole; of others the log ``dcp_rs`` says why they are passed over. What is committed stays when a save fails. A step that is
+    committed and whole; of others the log ``dcp_rs`` says why they are passed over. Where nothing tells whether a newer one is whole, that is an error. What is committed stays when a save fails. A step that is
     removed is renamed before, so that a kill leaves no half of one.
 
     Modes: ``"async"`` copies the state to host memory before it returns, and writes in a thread. ``"async_with_pinned_mem"`` writes in a thread too, from
@@ -148,13 +149,27 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
     # What has a default in the two that follow is given by torchtitan after 0.3.0.
 
     def _find_load_step(self, folder: str = "", max_step: int | None = None) -> int:
-        """The newest step that can be loaded, of this package or of torchtitan's own manager; -1 where there is none."""
+        """Find the newest step that can be loaded, of this package or of torchtitan's own manager.
+
+        Returns:
+            Its number; -1 if there is none.
+
+        Raises:
+            UnsupportedError: nothing tells whether a newer step is whole, so no older one takes its place.
+            OSError: a newer step cannot be looked at, and may be whole.
+        """
         root = FolderRoot(folder) if folder else self._root
         for found in root.newest():
             if max_step is not None and found.number > max_step:
                 continue
             if isinstance(found, Step) or _is_of_others(found.path):
                 return found.number
+            if found.kind in NOT_KNOWN and not _is_unfinished_of_others(found.path):
+                msg = (
+                    f"{root.path} cannot be resumed: {found}. Nothing tells whether {found.path.name} is whole. "
+                    "To resume from another step, set checkpoint.load_step, or remove that folder"
+                )
+                raise UnsupportedError(msg, path=found.path)
             _log.warning("passed over %s", found)
         return -1
 
@@ -184,6 +199,11 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
         super()._close()
         if stager is not None:
             stager.release()
+
+
+def _is_unfinished_of_others(path: Path) -> bool:
+    """Return whether torch's own save to the folder did not finish: it stores ``.metadata`` last."""
+    return any(path.glob("*.distcp"))
 
 
 def _is_of_others(path: Path) -> bool:

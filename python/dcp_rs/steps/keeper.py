@@ -22,7 +22,7 @@ from dcp_rs.errors import (
 )
 from dcp_rs.steps.objects import is_own
 from dcp_rs.steps.policies import Policies, expendable, prune
-from dcp_rs.steps.root import PassedOver, Root, Step
+from dcp_rs.steps.root import NOT_KNOWN, PassedOver, Root, Step
 
 __all__ = ["ExtraFiles", "Keeper", "Prepared"]
 
@@ -31,8 +31,6 @@ ExtraFiles = Mapping[str, bytes | str | os.PathLike[str]]
 
 #: What is passed over without further ado: there never was a checkpoint.
 _NEVER_WHOLE = ("unfinished", "in use", "unknown")
-#: What may be whole, and cannot be loaded.
-_NOT_KNOWN = ("no index", "foreign")
 #: Of what is passed over, what is known to be of no use.
 _OF_NO_USE = ("unfinished", "damaged")
 
@@ -233,7 +231,7 @@ class Keeper:
             if isinstance(found, PassedOver) and found.kind == "no index":
                 found = self._with_its_index(found)  # noqa: PLW2901
             if isinstance(found, PassedOver):
-                if found.kind in _NOT_KNOWN:
+                if found.kind in NOT_KNOWN:
                     raise self._not_known(found)
                 passed.append(found)
             elif found.number in damaged:

@@ -16,12 +16,14 @@ from dcp_rs.checkpoint.verify import VerifyReport
 from dcp_rs.errors import RunTakenOverError, SaveInProgressError
 from dcp_rs.steps import notes
 
-__all__ = ["Listing", "PassedOver", "Root", "Step", "StepNames"]
+__all__ = ["NOT_KNOWN", "Listing", "PassedOver", "Root", "Step", "StepNames"]
 
 #: Digits of a number at most: more would be another thing's name.
 _DIGITS = 18
 
 Why = Literal["unfinished", "in use", "unknown", "no index", "foreign", "unreadable", "damaged"]
+#: What may be a whole step, for all that is known: no older one takes its place.
+NOT_KNOWN: tuple[Why, ...] = ("no index", "foreign")
 
 
 @dataclass(frozen=True, kw_only=True)
