@@ -412,7 +412,9 @@ def test_what_did_not_change_is_looked_at_once(root, monkeypatch):
     """Each save opened every index: with 1,500 steps, and nothing to remove, that took more than a second."""
     looked = []
     look = FolderRoot._look_at_one
-    monkeypatch.setattr(FolderRoot, "_look_at_one", lambda root, number: looked.append(number) or look(root, number))
+    monkeypatch.setattr(
+        FolderRoot, "_look_at_one", lambda root, number, **how: looked.append(number) or look(root, number, **how)
+    )
     for number in (1, 2, 3):
         save(root, number)
     for number in (4, 5):
@@ -508,3 +510,40 @@ def test_what_cannot_be_removed_is_said(root, monkeypatch):
 def test_a_root_with_a_scheme_is_refused():
     with pytest.raises(UnsupportedError, match="s3://"):
         FolderRoot("s3://bucket/run")
+
+
+def test_the_best_step_stays_where_its_note_cannot_be_read(root, monkeypatch):
+    """One passing error at its note: it counted as a step without metrics, was not the best any more, and was removed."""
+    for number, loss in ((10, 0.1), (20, 0.5), (30, 0.4)):
+        save(root, number, {"loss": loss})
+    note, read = root.folder(10) / f"saved-{10:032x}.json", folder_root._read_note
+
+    def fail_once(path):
+        if path == note:
+            monkeypatch.undo()
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return read(path)
+
+    monkeypatch.setattr(folder_root, "_read_note", fail_once)
+    policies = Policies(keep_best=1, keep_last=1, metric="loss")
+    assert [step.number for step in prune(root, policies).removed] == [20]
+    assert numbers(root) == [10, 30]
+    assert prune(root, policies).removed == []
+    assert root.look().steps[0].metrics == {"loss": 0.1}
+
+
+def test_a_step_that_is_saved_again_while_it_is_looked_at_is_whole(root, monkeypatch):
+    """Its index was read before, and its data looked for afterwards: the newest step counted as damaged, and was passed over."""
+    save(root, 10)
+    folder, look = save(root, 20), folder_root._data_files
+
+    def save_again(index):
+        if folder == index.path.parent:
+            monkeypatch.undo()
+            dcp_rs.save({"w": torch.zeros(1000)}, folder, save_id=f"{21:032x}", no_dist=True)
+        return look(index)
+
+    monkeypatch.setattr(folder_root, "_data_files", save_again)
+    found = root.look_at(20)
+    assert isinstance(found, Step)
+    assert found.save_id == f"{21:032x}"

@@ -38,6 +38,8 @@ T = TypeVar("T")
 #: What is being removed is renamed first, so that no half of it has the name of a step.
 _REMOVING = ".removing-"
 _ASIDE = re.compile(r"\.removing-step-\d+(\.[0-9a-f]{16})?")
+#: How often a step is looked at that seems damaged, and whose index changes meanwhile.
+_LOOKS = 5
 #: Seconds to wait before each retry of a look that failed.
 _AGAIN = (0.1, 0.4, 1.5, 3.0)
 _TEMPORARY = re.compile(r"(.+)\.[0-9a-f]{16}\.tmp")
@@ -82,7 +84,7 @@ class FolderRoot(Root):
             OSError: it cannot be looked at, and was asked for several times. It may be whole.
         """
         try:
-            return _again(lambda: self._look_at_one(number))
+            return _again(lambda: self._look_at_one(number, needs_note=False))
         except OSError as error:
             path = self.folder(number)
             error.add_note(f"{path} may be whole, so no other step takes its place. Remove it if it is not wanted.")
@@ -113,19 +115,36 @@ class FolderRoot(Root):
             self._known[number] = key, found
         return found
 
-    def _look_at_one(self, number: int) -> Step | PassedOver | None:
+    def _look_at_one(self, number: int, *, needs_note: bool = True) -> Step | PassedOver | None:
+        """Return the state of a step; None if there is nothing.
+
+        Args:
+            number: of the step.
+            needs_note: fail where its note cannot be read. A step without its metrics could be removed though it is the best;
+                to resume from it they are not needed.
+        """
+        for _ in range(_LOOKS):
+            index = self.folder(number) / INDEX_NAME
+            before = _identity(index)
+            found = self._look_at_files(number, needs_note=needs_note)
+            # The index was read first, and its files looked for afterwards: a save that came in between removed those of the old one.
+            if not (isinstance(found, PassedOver) and found.kind == "damaged") or _identity(index) == before:
+                break
+        return found
+
+    def _look_at_files(self, number: int, *, needs_note: bool) -> Step | PassedOver | None:
         path = self.folder(number)
         try:
             changed = (path / INDEX_NAME).stat().st_mtime
         except (FileNotFoundError, NotADirectoryError):
-            return self._without_index(number, path) if path.is_dir() else None
+            return self._without_index(number, path) if _is_folder(path) else None
         try:
             index = _core.Index.open(os.fspath(path), None, False)
             data = _data_files(index)
             files = dict(data)
             nbytes = index.path.stat().st_size + sum(files.values())
         except (CheckpointNotFoundError, FileNotFoundError) as error:
-            if not path.exists():  # removed meanwhile
+            if not _is_folder(path):  # removed meanwhile
                 return None
             return _damaged(number, path, error)
         except UnsupportedError as error:
@@ -135,7 +154,12 @@ class FolderRoot(Root):
         uses = index.use_of_files()
         shared = {file for (file, _), (_, linked) in zip(data, uses, strict=True) if linked}
         save_id = (index.save_id or "").replace("-", "")  # of others there may be none
-        noted = _noted(path, save_id)
+        try:
+            noted = _noted(path, save_id)
+        except OSError:
+            if needs_note:
+                raise
+            noted = {}
         return Step(
             number=number,
             path=path,
@@ -345,12 +369,36 @@ def _data_files(index: _core.Index) -> list[tuple[tuple[int, int], int]]:
 
 
 def _noted(path: Path, save_id: str) -> dict[str, Any]:
-    """What was noted of a save."""
+    """Return what was noted of a save.
+
+    Raises:
+        OSError: a note is there and cannot be read.
+    """
     for name in (saved_name(save_id), saving_name(save_id)):
-        with suppress(OSError):
-            if (data := _read_note(path / name)) is not None:
-                return notes.of(path / name, data)
+        if (data := _read_note(path / name)) is not None:
+            return notes.of(path / name, data)
     return {}
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    """Return what changes where another file gets this name; None if there is none."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _is_folder(path: Path) -> bool:
+    """Return whether there is a folder. From Python 3.13 on, ``Path.is_dir()`` also says no where nobody can tell.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _owners(path: Path, names: Sequence[str]) -> list[Owner]:
