@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader, RsWriter
+from dcp_rs.engine.broadcast_read import _Exchange
 from dcp_rs.errors import (
     CheckpointNotFoundError,
     CorruptDataError,
@@ -22,7 +23,6 @@ from dcp_rs.errors import (
 )
 from dcp_rs.optim import load_training_state, save_training_state
 from dcp_rs.testing.disk import SmallDisk
-from dcp_rs.transfer.exchange import _Exchange
 from support import RankDiedError, rank_outcomes, run_ranks
 from support.faults import Breaks, LoadBreaks, MishapError, SaveBreaks, die_in, watched
 

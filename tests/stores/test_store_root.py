@@ -12,7 +12,7 @@ from dcp_rs import RsWriter
 from dcp_rs.errors import CheckpointNotFoundError, StorageError, StoragePermissionError, StoragePreconditionError
 from dcp_rs.steps.policies import Policies, prune
 from dcp_rs.steps.root import PassedOver, Step
-from dcp_rs.steps.roots import root_at
+from dcp_rs.steps.store_root import root_at
 from support.object_server import Fault
 
 DAY = 24 * 60 * 60

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader
+from dcp_rs.engine.broadcast_read import _Exchange
 from dcp_rs.errors import CorruptDataError, DcpRsError, PlanError, UnsafePickleError
 from dcp_rs.optim import load_training_state, save_training_state
-from dcp_rs.transfer.exchange import _Exchange
 from support import assert_state_equal, rank_outcomes, run_ranks
 
 MIB = 1 << 20

@@ -13,7 +13,7 @@ from dcp_rs.errors import CheckpointNotFoundError, PlanError
 from dcp_rs.steps.policies import Policies, Pruned, unneeded, used
 from dcp_rs.steps.policies import prune as remove
 from dcp_rs.steps.root import Listing, PassedOver, Root, Step, StepNames
-from dcp_rs.steps.roots import root_at
+from dcp_rs.steps.store_root import root_at
 
 __all__ = ["prune", "steps"]
 

@@ -12,6 +12,7 @@ from dcp_rs._progress import Progress, watching
 from dcp_rs._url import StorageOptions
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.locate import is_of_all_ranks, is_rank_local, open_index
+from dcp_rs.engine.broadcast_read import Offer, is_shared, offer, read_shared, share
 from dcp_rs.engine.cache_sharing import Answer, Demand, answers_to, demand_of, in_common, sample_of
 from dcp_rs.engine.ranks import Ranks
 from dcp_rs.engine.reads import LoadOptions, Reads, differing_ties, plan_reads, warn_of_left_out_state
@@ -23,7 +24,6 @@ from dcp_rs.tensors.memory import changing, is_opaque
 from dcp_rs.tensors.nesting import unwrap_in
 from dcp_rs.tensors.trees import set_at, stateful_values
 from dcp_rs.transfer.counts import Counts
-from dcp_rs.transfer.exchange import Offer, is_shared, offer, read_shared, share
 from dcp_rs.transfer.load import Load
 
 __all__ = [

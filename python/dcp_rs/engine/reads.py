@@ -25,7 +25,6 @@ from dcp_rs.tensors.memory import twins
 from dcp_rs.tensors.nesting import TreePath
 from dcp_rs.tensors.shards import Layouts, local_pieces
 from dcp_rs.tensors.trees import flatten, is_plain_state_dict
-from dcp_rs.transfer.exchange import whole_targets
 from dcp_rs.transfer.target import Target, fills, stored_dtype
 
 __all__ = ["LoadOptions", "Reads", "differing_ties", "plan_reads", "warn_of_left_out_state"]
@@ -127,7 +126,14 @@ class Reads:
 
     def whole_targets(self, index: _core.Index) -> list[Target]:
         """Return all that is filled, as targets."""
-        return [*self.targets, *whole_targets(index, self.stored, self.tensors, self.not_plain)]
+        places = self.plain_places()
+        described = index.describe([self.stored[place] for place in places])
+        whole = []
+        for place, found in zip(places, described, strict=True):
+            assert found is not None  # noqa: S101  # it was planned
+            name, tensor = self.stored[place], self.tensors[place].detach()
+            whole.append(Target(found[0], (0,) * tensor.dim(), tensor, name, stored_dtype(name, found[1]), place))
+        return [*self.targets, *whole]
 
     def stored_names(self, index: _core.Index) -> tuple[list[str], Iterable[str]]:
         """Return the stored names of values, and those of tensors."""

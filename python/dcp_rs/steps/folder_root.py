@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 from dcp_rs import _core
 from dcp_rs.checkpoint.clean import leftovers
 from dcp_rs.checkpoint.folders import make_folder
-from dcp_rs.checkpoint.locate import INDEX_NAME, holds_index, is_data_file, local_path
-from dcp_rs.checkpoint.verify import VerifyReport, verify
+from dcp_rs.checkpoint.locate import INDEX_NAME, holds_index, local_path
 from dcp_rs.errors import (
     CheckpointNotFoundError,
     CorruptDataError,
@@ -186,7 +185,7 @@ class FolderRoot(Root):
             return _damaged(number, path, error)
         # Only that lock claims an index that did not get its name.
         left = {leftover.verdict for leftover in found if leftover.kind == "data" or not locked}
-        strange = [name for name in names if not _is_own(name)]
+        strange = [name for name in names if name != _core.LOCK_NAME and not notes.is_own(_without_token(name))]
         if strange:
             noted = _files_noted(path, names)
             strange = [name for name in strange if _without_token(name) not in noted]
@@ -250,12 +249,8 @@ class FolderRoot(Root):
             if notes.is_note(name) and save_id not in name:
                 (path / name).unlink(missing_ok=True)
 
-    def verify(self, step: Step) -> VerifyReport:
-        """Reads all of a step, and notes it where it is as its digests say."""
-        report = verify(step.path)
-        if report.ok and not report.bytes_without_digest:
-            _core.publish(os.fspath(step.path), verified_name(step.save_id), b"", True)
-        return report
+    def _note_verified(self, step: Step) -> None:
+        _core.publish(os.fspath(step.path), verified_name(step.save_id), b"", True)
 
     # --- removal ---------------------------------------------------------------------------------------
 
@@ -334,12 +329,6 @@ def _names_in(folder: Path) -> list[str]:
 
 def _damaged(number: int, path: Path, error: Exception) -> PassedOver:
     return PassedOver(number=number, path=path, why=str(error), kind="damaged")
-
-
-def _is_own(name: str) -> bool:
-    """Whether a file in the folder of a step is of a save of this package."""
-    name = _without_token(name)
-    return name in (INDEX_NAME, _core.LOCK_NAME) or is_data_file(name) or notes.is_note(name)
 
 
 def _without_token(name: str) -> str:

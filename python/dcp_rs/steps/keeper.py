@@ -20,7 +20,7 @@ from dcp_rs.errors import (
     SaveInProgressError,
     UnsupportedError,
 )
-from dcp_rs.steps.objects import is_own
+from dcp_rs.steps.notes import is_own
 from dcp_rs.steps.policies import Policies, expendable, prune
 from dcp_rs.steps.root import NOT_KNOWN, PassedOver, Root, Step
 

@@ -28,7 +28,7 @@ from dcp_rs.steps.keeper import ExtraFiles, Keeper, Prepared
 from dcp_rs.steps.policies import Policies, check_positive
 from dcp_rs.steps.preemption import Preemption
 from dcp_rs.steps.root import PassedOver, Step, StepNames
-from dcp_rs.steps.roots import root_at
+from dcp_rs.steps.store_root import root_at
 from dcp_rs.steps.team import Team
 
 __all__ = ["CheckpointManager"]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp_rs._warnings import warn_caller
+from dcp_rs.checkpoint.locate import INDEX_NAME, is_data_file
 
 __all__ = [
     "MOST",
@@ -25,6 +26,7 @@ __all__ = [
     "files_of",
     "id_of",
     "is_note",
+    "is_own",
     "of",
     "of_run",
     "of_save",
@@ -81,6 +83,11 @@ def verified_name(save_id: str) -> str:
 def is_note(name: str) -> bool:
     """Whether a file has the name of a note."""
     return _NOTE.fullmatch(name) is not None
+
+
+def is_own(name: str) -> bool:
+    """Return whether a file in the folder of a step is of a save of this package."""
+    return name == INDEX_NAME or is_data_file(name) or is_note(name)
 
 
 def id_of(name: str) -> str | None:

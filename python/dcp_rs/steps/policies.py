@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from dcp_rs._shown import Report
 from dcp_rs.errors import DcpRsError, RunTakenOverError, StorageError, StoragePreconditionError
@@ -34,35 +34,12 @@ __all__ = [
 _CLOCKS_DIFFER = 60.0
 
 
-class Saved(Protocol):
-    """What a policy looks at.
-
-    Attributes:
-        number: of the step.
-        saved: when its save began, in seconds since 1970.
-        nbytes: on the disk.
-        files: of those, what may be shared with other steps: bytes, by what is the same in all of them.
-        metrics: by name.
-    """
-
-    @property
-    def number(self) -> int: ...
-    @property
-    def saved(self) -> float: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def files(self) -> Mapping[Any, int]: ...
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
-
-
-def keep_last(steps: Iterable[Saved], count: int) -> set[int]:
+def keep_last(steps: Iterable[Step], count: int) -> set[int]:
     """The ``count`` newest."""
     return set(sorted(step.number for step in steps)[-count:])
 
 
-def keep_every(steps: Iterable[Saved], interval: int) -> set[int]:
+def keep_every(steps: Iterable[Step], interval: int) -> set[int]:
     """The first at or after each multiple of ``interval``, from ``interval`` on: the multiples, where those are saved."""
     firsts: dict[int, int] = {}
     for number in sorted(step.number for step in steps):
@@ -70,7 +47,7 @@ def keep_every(steps: Iterable[Saved], interval: int) -> set[int]:
     return {number for multiple, number in firsts.items() if multiple > 0}
 
 
-def keep_within(steps: Iterable[Saved], seconds: float, now: float = math.inf) -> set[int]:
+def keep_within(steps: Iterable[Step], seconds: float, now: float = math.inf) -> set[int]:
     """Those saved within ``seconds`` of the newest: a run that rested for a week has them all when it goes on.
 
     A clock was wrong where a step is stamped later than ``now``. It stays, and no other step is compared with it.
@@ -80,23 +57,23 @@ def keep_within(steps: Iterable[Saved], seconds: float, now: float = math.inf) -
     return {step.number for step in steps if not past or step.saved >= past[-1] - seconds}
 
 
-def keep_best(steps: Iterable[Saved], count: int, metric: str, mode: Literal["min", "max"]) -> set[int]:
+def keep_best(steps: Iterable[Step], count: int, metric: str, mode: Literal["min", "max"]) -> set[int]:
     """The ``count`` best by a metric; of equal ones the newer. Those that lack it, or have NaN, are not among them."""
     sign = 1 if mode == "min" else -1
     rated = [(sign * step.metrics[metric], -step.number) for step in steps if _has(step, metric)]
     return {-number for _, number in sorted(rated)[:count]}
 
 
-def best(steps: Iterable[Saved], metric: str, mode: Literal["min", "max"]) -> int | None:
+def best(steps: Iterable[Step], metric: str, mode: Literal["min", "max"]) -> int | None:
     """The best of all by a metric, if any step has it."""
     return next(iter(keep_best(steps, 1, metric, mode)), None)
 
 
-def _has(step: Saved, metric: str) -> bool:
+def _has(step: Step, metric: str) -> bool:
     return not math.isnan(step.metrics.get(metric, math.nan))
 
 
-def beyond(steps: Iterable[Saved], max_bytes: int, protected: Collection[int]) -> set[int]:
+def beyond(steps: Iterable[Step], max_bytes: int, protected: Collection[int]) -> set[int]:
     """What has to go, the oldest first, until the rest has no more than ``max_bytes``, or is protected."""
     steps = sorted(steps, key=lambda step: step.number)
     rest, holders = used(steps), Counter(file for step in steps for file in step.files)
@@ -111,7 +88,7 @@ def beyond(steps: Iterable[Saved], max_bytes: int, protected: Collection[int]) -
     return gone
 
 
-def used(steps: Iterable[Saved]) -> int:
+def used(steps: Iterable[Step]) -> int:
     """Bytes that steps take together: what several share counts once."""
     steps = list(steps)
     shared: dict[Any, int] = {}
@@ -170,7 +147,7 @@ class Policies:
         within = self.keep_within
         return within.total_seconds() if isinstance(within, timedelta) else float(within or 0)
 
-    def kept(self, steps: Sequence[Saved]) -> set[int]:
+    def kept(self, steps: Sequence[Step]) -> set[int]:
         """What the ``keep_*`` keep of ``steps``."""
         if not any((self.keep_last, self.keep_every, self.keep_within, self.keep_best)):
             return {step.number for step in steps}
@@ -185,16 +162,16 @@ class Policies:
             kept |= keep_best(steps, self.keep_best, self.metric, self.mode)
         return kept
 
-    def best(self, steps: Iterable[Saved]) -> int | None:
+    def best(self, steps: Iterable[Step]) -> int | None:
         """The best of ``steps``, if there is a metric to tell by."""
         return None if self.metric is None else best(steps, self.metric, self.mode)
 
-    def unneeded(self, steps: Sequence[Saved], protected: Collection[int]) -> set[int]:
+    def unneeded(self, steps: Sequence[Step], protected: Collection[int]) -> set[int]:
         """What may go: all that is neither kept nor protected, and what is beyond ``max_bytes`` of the rest."""
         gone = {step.number for step in steps} - self.kept(steps) - set(protected)
         return gone | self.too_much([step for step in steps if step.number not in gone], protected, room=0)
 
-    def too_much(self, steps: Sequence[Saved], protected: Collection[int], *, room: int) -> set[int]:
+    def too_much(self, steps: Sequence[Step], protected: Collection[int], *, room: int) -> set[int]:
         """What has to go so that there are ``room`` bytes left of ``max_bytes``."""
         return set() if self.max_bytes is None else beyond(steps, self.max_bytes - room, protected)
 

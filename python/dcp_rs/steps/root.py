@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from dcp_rs.checkpoint.verify import VerifyReport
+from dcp_rs.checkpoint.verify import VerifyReport, verify
 from dcp_rs.errors import RunTakenOverError, SaveInProgressError
 from dcp_rs.steps import notes
 
@@ -289,9 +289,15 @@ class Root(ABC):
     def settle(self, number: int, save_id: str) -> None:
         """Notes that a save is committed, and forgets what was noted of others that it replaced."""
 
-    @abstractmethod
     def verify(self, step: Step) -> VerifyReport:
         """Reads all of a step, and notes it where it is as its digests say."""
+        report = verify(step.path, **self.access)
+        if report.ok and not report.bytes_without_digest:
+            self._note_verified(step)
+        return report
+
+    @abstractmethod
+    def _note_verified(self, step: Step) -> None: ...
 
     # --- removal ---------------------------------------------------------------------------------------
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from dcp_rs import _core
-from dcp_rs._url import StorageOptions, Url, options_for
-from dcp_rs.checkpoint.locate import INDEX_NAME, STOCK_NAME
-from dcp_rs.checkpoint.verify import VerifyReport, verify
+from dcp_rs._url import StorageOptions, Url, location, options_for
+from dcp_rs.checkpoint.locate import INDEX_NAME, STOCK_NAME, is_data_file
 from dcp_rs.errors import (
     CorruptDataError,
     CorruptIndexError,
@@ -22,11 +21,76 @@ from dcp_rs.errors import (
     UnsupportedError,
 )
 from dcp_rs.steps import notes
+from dcp_rs.steps.folder_root import FolderRoot
 from dcp_rs.steps.notes import saved_name, saving_name, verified_name
-from dcp_rs.steps.objects import Objects, is_own, walk
 from dcp_rs.steps.root import Listing, PassedOver, Root, Step, StepNames, Why
 
-__all__ = ["StoreRoot"]
+__all__ = ["Object", "Objects", "StoreRoot", "root_at", "walk"]
+
+#: Seconds. Nothing tells on a store who is at work: what was stored since may be of a save that goes on, as for ``clean``.
+_DAY = 24 * 60 * 60
+
+
+@dataclass(frozen=True)
+class Object:
+    """An object, as a store lists it: its bytes, the seconds since it was stored, and its tag, if it has one."""
+
+    nbytes: int
+    age: float
+    tag: str | None
+
+    @property
+    def is_young(self) -> bool:
+        """Whether it may be of a save that goes on."""
+        return self.age < _DAY
+
+
+@dataclass(frozen=True)
+class Objects:
+    """What lies in a folder: objects by name, and the names of the folders in it."""
+
+    files: dict[str, Object] = field(default_factory=dict)
+    folders: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, files: Collection[tuple[str, int, float, str | None]], folders: Collection[str]) -> Objects:
+        """From what the engine lists."""
+        return cls({name: Object(nbytes, age, tag) for name, nbytes, age, tag in files}, tuple(folders))
+
+    @property
+    def key(self) -> frozenset[object]:
+        """The same for two listings between which nothing was stored or removed."""
+        return frozenset((name, file.nbytes, file.tag) for name, file in self.files.items()) | frozenset(self.folders)
+
+    @property
+    def unsettled(self) -> set[str]:
+        """The ids of the saves that are noted to be under way, and not to be committed."""
+        ids = {name: notes.id_of(name) for name in self.files}
+        saved = {save_id for name, save_id in ids.items() if name.startswith("saved-")}
+        return {save_id for name, save_id in ids.items() if save_id and name.startswith("saving-")} - saved
+
+    def of_others(self, own: Collection[str], save_id: str) -> set[str]:
+        """What other saves than the committed one, of which the data files are ``own``, have here: data, and notes."""
+        return {
+            name
+            for name in self.files
+            if (is_data_file(name) and name not in own) or notes.id_of(name) not in (None, save_id)
+        }
+
+
+def walk(store: _core.Store, folder: Path) -> Objects:
+    """All that lies below a folder, by its name from there."""
+    found: dict[str, Object] = {}
+    below = [""]
+    while below:
+        listed = store.list([folder / prefix for prefix in below])
+        deeper = []
+        for prefix, (files, folders) in zip(below, listed, strict=True):
+            found |= {prefix + name: file for name, file in Objects.of(files, ()).files.items()}
+            deeper += [f"{prefix}{name}/" for name in folders]
+        below = deeper
+    return Objects(found)
+
 
 #: Steps that are looked at together: so many indexes are in memory.
 _AT_ONCE = 16
@@ -176,7 +240,7 @@ class StoreRoot(Root):
         """Return the state of a prefix without an index. Nothing tells a killed save or removal from one that goes on but age."""
         if not objects.files and not objects.folders:
             return None
-        strange = {name for name in (*objects.files, *objects.folders) if not is_own(name)}
+        strange = {name for name in (*objects.files, *objects.folders) if not notes.is_own(name)}
         if strange:
             noted = [(self.folder(number), name, objects) for name in objects.files if notes.is_note(name)]
             strange.difference_update(*map(notes.files_of, _read_notes(store, noted)))
@@ -225,12 +289,8 @@ class StoreRoot(Root):
         replaced = {name for name in objects.files if notes.id_of(name) not in (None, save_id)} - going_on
         store.remove([path / name for name in sorted({*replaced, saving_name(save_id)} & set(objects.files))])
 
-    def verify(self, step: Step) -> VerifyReport:
-        """Reads all of a step, and notes it where it is as its digests say."""
-        report = verify(step.path, **self.access)
-        if report.ok and not report.bytes_without_digest:
-            self._store().put(step.path / verified_name(step.save_id), b"{}")
-        return report
+    def _note_verified(self, step: Step) -> None:
+        self._store().put(step.path / verified_name(step.save_id), b"{}")
 
     # --- removal ---------------------------------------------------------------------------------------
 
@@ -325,3 +385,21 @@ def _delete(store: _core.Store, folder: Path, names: set[str] | frozenset[str]) 
     for some in (names - noted, noted):
         if some:
             store.remove([folder / name for name in sorted(some)])
+
+
+def root_at(
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | Any | None = None,
+    names: StepNames | None = None,
+) -> Root:
+    """The root at a path, or at a URL. Nothing is looked at yet.
+
+    Raises:
+        UnsupportedError: a scheme that is not known, or options for a path of the file system.
+    """
+    where = location(path)
+    # What is secret gets no name here: tools show the variables of a traceback.
+    if isinstance(where, Url):
+        return StoreRoot(where, StorageOptions.of(storage_options), names)
+    options_for(where, StorageOptions.of(storage_options))
+    return FolderRoot(where, names)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from typing_extensions import override
 
-__all__ = ["HostLane", "Lane", "StreamLane", "Transfer", "is_accelerator", "lane_for", "synchronize"]
+__all__ = ["Lane", "StreamLane", "Transfer", "is_accelerator", "lane_for", "synchronize"]
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -66,29 +65,42 @@ class Transfer:
     single: list[Pair] = field(default_factory=list)
 
 
-class Lane(Protocol):
-    """The way of slabs to one device, or back. :meth:`scratch` and the transfer that uses it take turns.
+class Lane:
+    """The way of slabs to one device, or back. This one is to host memory, where a copy is done when it returns.
 
-    The *caller's stream* is the one that was current when the lane was made.
+    :meth:`scratch` and the transfer that uses it take turns. The *caller's stream* is the one that was current when the lane was made.
     """
+
+    def __init__(self, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008  # it never changes
+        self._device = device
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """New memory of the device, which goes back to the caller's stream. The copies that fill it come after :meth:`order_after_caller`.
 
         It is no tensor of inference, be that the mode: copies into it may come in another one.
         """
+        with torch.inference_mode(False):
+            return torch.empty(shape, dtype=dtype, device=self._device)
 
     def scratch(self, slab: torch.Tensor) -> torch.Tensor:
         """Memory of the device as large as ``slab``, for the next transfer. Of the host: the slab itself."""
+        return slab
 
     def upload(self, slab: torch.Tensor, transfer: Transfer) -> Any:
         """Starts the copies out of ``slab``. What it returns is done when ``slab`` may be overwritten."""
+        with torch.no_grad():
+            for destination, source in (*transfer.direct, *transfer.single):
+                destination.copy_(source)
+            for destinations, sources in transfer.grouped:
+                torch._foreach_copy_(destinations, sources)
 
     def download(self, slab: torch.Tensor, transfer: Transfer) -> Any:
         """Starts the copies into ``slab``. What it returns is done when ``slab`` may be read."""
+        self.upload(slab, transfer)
 
     def done(self, token: Any) -> bool:
         """Whether the copies behind ``token`` are done. Once they are, nobody asks again."""
+        return True
 
     def wait(self, token: Any) -> None:
         """Blocks until they are. Nobody asks again."""
@@ -102,60 +114,8 @@ class Lane(Protocol):
     def order_before_caller(self) -> None:
         """Makes what follows on the caller's stream wait for all copies so far."""
 
-    def callers_stream(self) -> AbstractContextManager[Any]:
-        """Makes the caller's stream the current one."""
-
     def hand_over(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, whose memory is of the caller's stream and whose copies have begun, safe on the stream that is current now."""
-
-
-class HostLane(Lane):
-    """To host memory: a copy is done when it returns."""
-
-    def __init__(self, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008  # it never changes
-        self._device = device
-
-    @override
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        with torch.inference_mode(False):
-            return torch.empty(shape, dtype=dtype, device=self._device)
-
-    @override
-    def scratch(self, slab: torch.Tensor) -> torch.Tensor:
-        return slab
-
-    @override
-    def upload(self, slab: torch.Tensor, transfer: Transfer) -> None:
-        with torch.no_grad():
-            for destination, source in (*transfer.direct, *transfer.single):
-                destination.copy_(source)
-            for destinations, sources in transfer.grouped:
-                torch._foreach_copy_(destinations, sources)
-
-    download = upload
-
-    @override
-    def done(self, token: None) -> bool:
-        return True
-
-    @override
-    def wait(self, token: None) -> None: ...
-
-    @override
-    def drain(self) -> None: ...
-
-    @override
-    def order_after_caller(self) -> None: ...
-
-    @override
-    def order_before_caller(self) -> None: ...
-
-    @override
-    def callers_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    @override
-    def hand_over(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
 
@@ -260,10 +220,6 @@ class StreamLane(Lane):
         self._order_before(self._caller)
 
     @override
-    def callers_stream(self) -> AbstractContextManager[Any]:
-        return self._caller
-
-    @override
     def hand_over(self, tensor: torch.Tensor) -> torch.Tensor:
         taker = torch.accelerator.current_stream(self._device)
         if self._ordered.get(taker) != self._asked:
@@ -294,7 +250,7 @@ class StreamLane(Lane):
             destination.copy_(source, non_blocking=True)
 
 
-class BlockingLane(HostLane):
+class BlockingLane(Lane):
     """To a device that has one stream: every copy waits. Scratch memory would save nothing."""
 
     @override
@@ -305,7 +261,7 @@ class BlockingLane(HostLane):
 def lane_for(device: torch.device) -> Lane:
     """The lane to a device. The current stream is its caller's."""
     if not is_accelerator(device):
-        return HostLane()
+        return Lane()
     if _is_current(device):
         try:
             return StreamLane(device)

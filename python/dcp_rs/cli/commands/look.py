@@ -20,7 +20,7 @@ def _is_run(path: Path) -> bool:
     where = location(path)
     if not isinstance(where, Url) and (where.is_file() or holds_index(where)):
         return False  # and most are: they need not wait for the import of what knows runs
-    from dcp_rs.steps.roots import root_at
+    from dcp_rs.steps.store_root import root_at
 
     return root_at(path).is_run()
 

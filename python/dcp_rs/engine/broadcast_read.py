@@ -10,50 +10,29 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from dcp_rs import _core, _torch
+from dcp_rs.engine.ranks import Ranks
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.boxes import Cut, cut, narrow, rectangles
 from dcp_rs.tensors.memory import check_made, is_plain
 from dcp_rs.transfer import slabs
 from dcp_rs.transfer.counts import Counts
 from dcp_rs.transfer.lanes import Transfer, is_accelerator, lane_for
-from dcp_rs.transfer.target import Target, fills, stored_dtype
+from dcp_rs.transfer.target import Target, fills
 
-__all__ = ["Offer", "Peers", "SharedReads", "is_shared", "offer", "read_shared", "share", "whole_targets"]
-
-T = TypeVar("T")
+__all__ = ["Offer", "SharedReads", "is_shared", "offer", "read_shared", "share"]
 
 #: Large tensors are cut at multiples of it.
 _PAGE = 4096
 _MAX_PIECE_BYTES = 16 << 20
 _MIN_PIECE_BYTES = 64 << 10
-
-
-class Peers(Protocol):
-    """The ranks of a load, in step: :class:`dcp_rs.engine.ranks.Ranks`."""
-
-    process_group: dist.ProcessGroup | None
-    rank: int
-
-    def global_rank(self, rank: int) -> int:
-        """What a rank of the group is called among all."""
-
-    def all(self, work: Callable[[], T]) -> list[T]:
-        """Every rank does its part. Returns what all of them gave; raises on all what failed on any."""
-
-    def together(self, work: Callable[[], T]) -> T:
-        """Every rank does its part. Raises on all what failed on any."""
-
-    def talking(self) -> AbstractContextManager[None]:
-        """Around what sends and receives."""
 
 
 @dataclass
@@ -77,7 +56,7 @@ class SharedReads:
 
 
 def read_shared(
-    index: _core.Index, shared: Sequence[SharedReads], options: ReadOptions, peers: Peers
+    index: _core.Index, shared: Sequence[SharedReads], options: ReadOptions, ranks: Ranks
 ) -> tuple[Counts, bool]:
     """Fills what this rank shares with others: each reads a part of the pieces and sends them to the others. A step of all ranks.
 
@@ -90,16 +69,16 @@ def read_shared(
     """
 
     def prepare() -> tuple[list[_Exchange], dict[torch.device, _Room]]:
-        exchanges = [_Exchange(index, reads, options, peers) for reads in shared]
+        exchanges = [_Exchange(index, reads, options, ranks) for reads in shared]
         ways = {exchange.way for exchange in exchanges}
         return exchanges, {way: _Room(way, [exchange for exchange in exchanges if exchange.way == way]) for way in ways}
 
-    exchanges, rooms = peers.together(prepare)
+    exchanges, rooms = ranks.together(prepare)
     halted = False
     try:
         for exchange in exchanges:
             exchange.halted = halted
-            with peers.talking():
+            with ranks.talking():
                 exchange.run(rooms[exchange.way])
             halted = exchange.halted
     finally:
@@ -124,16 +103,16 @@ class _Exchange:
         counts: what was read from storage.
     """
 
-    def __init__(self, index: _core.Index, reads: SharedReads, options: ReadOptions, peers: Peers) -> None:
+    def __init__(self, index: _core.Index, reads: SharedReads, options: ReadOptions, ranks: Ranks) -> None:
         self.error: BaseException | None = None
         self.halted = False
         self.counts = Counts()
         self.way = reads.way
         self._index = index
         self._options = options
-        self._peers = peers
-        self._ranks = [peers.global_rank(rank) for rank in reads.ranks]
-        self._me = reads.ranks.index(peers.rank)
+        self._group = ranks.process_group
+        self._ranks = [ranks.global_rank(rank) for rank in reads.ranks]
+        self._me = reads.ranks.index(ranks.rank)
         self._on_host = not is_accelerator(reads.way)
         count = len(self._ranks)
         limit = options.inflight_bytes(accelerator=not self._on_host) // (2 * count)
@@ -188,7 +167,6 @@ class _Exchange:
         """Begins to send this rank's piece of a round, and to receive the others'."""
         buffers: list[torch.Tensor] = []
         operations: list[dist.P2POp] = []
-        group = self._peers.process_group
         self._flags.zero_()
         if self.halted:
             self._flags[self._me] = 1
@@ -198,10 +176,12 @@ class _Exchange:
                 buffers.append(mine)
                 for rank in self._ranks:
                     if rank != self._ranks[self._me]:
-                        operations += [dist.P2POp(dist.isend, part, rank, group) for part in (flag, mine)]
+                        operations += [dist.P2POp(dist.isend, part, rank, self._group) for part in (flag, mine)]
                 continue
             buffers.append(self._buffer(piece, room.slots[owner]))
-            operations += [dist.P2POp(dist.irecv, part, self._ranks[owner], group) for part in (flag, buffers[-1])]
+            operations += [
+                dist.P2POp(dist.irecv, part, self._ranks[owner], self._group) for part in (flag, buffers[-1])
+            ]
         return buffers, dist.batch_isend_irecv(operations)
 
     def _buffer(self, piece: _Piece, slot: torch.Tensor) -> torch.Tensor:
@@ -404,20 +384,6 @@ def is_shared(everyone: Sequence[tuple[int, list[bytes]]]) -> bool:
             return True
         seen.update((node, digest) for digest in digests)
     return False
-
-
-def whole_targets(
-    index: _core.Index, names: Sequence[str], tensors: Sequence[torch.Tensor], others: Sequence[int]
-) -> list[Target]:
-    """Targets for whole tensors by their stored names, but for those at the places ``others``."""
-    left_out = set(others)
-    kept = [at for at in range(len(names)) if at not in left_out]
-    described = index.describe([names[at] for at in kept])
-    return [
-        Target(row[0], (0,) * tensors[at].dim(), tensors[at].detach(), names[at], stored_dtype(names[at], row[1]), at)
-        for at, row in zip(kept, described, strict=True)
-        if row is not None
-    ]
 
 
 def _digest(way: str, targets: Sequence[Target]) -> bytes:
