@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from dcp_rs.checkpoint.arrays import NumpyCheckpoint
     from dcp_rs.checkpoint.clean import CleanReport, Leftover, clean
     from dcp_rs.checkpoint.frameworks import open as open  # noqa: A004  # the name that users of safetensors expect
+    from dcp_rs.checkpoint.mapping import ReadReport
     from dcp_rs.checkpoint.open import Checkpoint
-    from dcp_rs.checkpoint.read_report import ReadReport
     from dcp_rs.checkpoint.verify import VerifyReport, index, verify
     from dcp_rs.conversion import ConvertReport, convert
     from dcp_rs.conversion.merging import MergeReport, merge

@@ -13,15 +13,41 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from dcp_rs import _core
-from dcp_rs._shown import size, table
+from dcp_rs._shown import Report, size, table
 from dcp_rs.checkpoint.names import hint
-from dcp_rs.checkpoint.read_report import ReadReport
 from dcp_rs.errors import CheckpointReplacedError, DcpRsError, EntryNotFoundError, PlanError, UnsupportedError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.nesting import unwrap
 from dcp_rs.transfer.counts import Counts
 
-__all__ = ["ChunkInfo", "OpenCheckpoint", "TensorInfo"]
+__all__ = ["ChunkInfo", "OpenCheckpoint", "ReadReport", "TensorInfo"]
+
+
+@dataclass(frozen=True, repr=False)
+class ReadReport(Report):
+    """What was read of an open checkpoint since it was opened. What is used where it lies in a mapping of its file is not read, and not counted.
+
+    Attributes:
+        path: the checkpoint.
+        bytes_wanted: of the tensors, slices and values that were asked for.
+        bytes_read: of files, or of a store: more where gaps were read through.
+        bytes_direct: of those, past the page cache.
+        bytes_mapped: of those, copied from mappings.
+        requests: pieces of files that were read, each in one go; from a store, a request for each.
+    """
+
+    path: str = ""
+    bytes_wanted: int = 0
+    bytes_read: int = 0
+    bytes_direct: int = 0
+    bytes_mapped: int = 0
+    requests: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"read {size(self.bytes_read)} of {self.path} for {size(self.bytes_wanted)}, in {self.requests:,} requests"
+        )
+
 
 Slice = TypeVar("Slice")
 

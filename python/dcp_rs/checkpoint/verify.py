@@ -17,9 +17,7 @@ from dcp_rs._tracebacks import short_traceback
 from dcp_rs._url import StorageOptions, Url, location, options_for
 from dcp_rs.checkpoint.clean import Leftover, seen_beside
 from dcp_rs.checkpoint.folders import make_folder
-from dcp_rs.checkpoint.locate import INDEX_NAME, local_path, open_index, payload
-from dcp_rs.checkpoint.remote_index import index_on_store
-from dcp_rs.checkpoint.wanted_save import WantedSave
+from dcp_rs.checkpoint.locate import INDEX_NAME, is_data_file, local_path, open_index, payload
 from dcp_rs.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -27,9 +25,89 @@ from dcp_rs.errors import (
     CorruptIndexError,
     UnsupportedError,
 )
-from dcp_rs.options import ReadOptions
+from dcp_rs.options import ReadOptions, uuid_of
 
-__all__ = ["Problem", "VerifyReport", "index", "verify"]
+__all__ = ["Problem", "VerifyReport", "WantedSave", "index", "index_on_store", "verify"]
+
+
+@dataclass(frozen=True)
+class WantedSave:
+    """What was asked for; None is whatever there is.
+
+    Attributes:
+        generation: the number in the names of its data files.
+        save_id: its id, 16 bytes.
+    """
+
+    generation: int | None
+    save_id: bytes | None
+
+    @classmethod
+    def of(cls, generation: int | None, save_id: str | None) -> WantedSave:
+        """From what a caller gave.
+
+        Raises:
+            ValueError: a number below 0, or an id that is no UUID.
+        """
+        if generation is not None and (isinstance(generation, bool) or not 0 <= generation < 1 << 64):
+            msg = f"generation={generation!r}: a number from 0 on, as in the names of data files"
+            raise ValueError(msg)
+        return cls(generation, None if save_id is None else uuid_of(save_id).bytes)
+
+    def check_lost(self, path: Path, *, is_lost: bool) -> None:
+        """Raises a ``ValueError`` where there is nothing to choose among: an index of others' data is of all of it."""
+        if not is_lost and self != WantedSave(None, None):
+            msg = f"generation= and save_id= choose among saves of dcp-rs whose index is to be rebuilt, and {path} holds none"
+            raise ValueError(msg)
+
+
+def index_on_store(
+    url: Url,
+    options: StorageOptions | None,
+    *,
+    digests: bool,
+    wanted: WantedSave,
+    overwrite: bool,
+    threads: int | None,
+    progress: Progress,
+) -> Path:
+    """As :func:`dcp_rs.index`, of a URL. What is replaced is the index that was there before the data was read.
+
+    Raises:
+        StoragePreconditionError: a save was committed there meanwhile; it was not touched.
+        StorageUnclearError: the store did not say whether the index is stored.
+    """
+    # What is secret gets no name here: tools show the variables of a traceback.
+    store = _core.Store(os.fspath(url), options_for(url, options) or {})
+    ((files, _),) = store.list([url])
+    folder = url if files else url.parent  # of a single file
+    store.begin(os.fspath(folder), None)
+    if store.replaces and not overwrite:
+        msg = f"there is an index at {folder / INDEX_NAME}; pass overwrite=True to replace it"
+        raise CheckpointExistsError(msg, path=folder / INDEX_NAME)
+    ((files, _),) = store.list([url])
+    is_lost = any(is_data_file(name) for name, *_ in files)
+    wanted.check_lost(url, is_lost=is_lost)
+    # An index that is being replaced is no source: the data is.
+    found = None if is_lost else _core.Index.from_data(os.fspath(url), options_for(url, options))
+    with watching(progress, "indexing") as watch:
+        if found is None:
+            tell = None if watch is None else lambda done: watch(done, None)
+            data = store.recover(
+                os.fspath(folder),
+                generation=wanted.generation,
+                save_id=wanted.save_id,
+                threads=threads or 0,
+                progress=tell,
+            )
+        else:
+            total = 0 if watch is None else payload(found)
+            tell = None if watch is None else lambda done: watch(done, total)
+            data = found.copy(
+                prefix=None, digests=digests, save_id=uuid.uuid4().bytes, threads=threads or 0, progress=tell
+            )
+    store.replace_index(os.fspath(folder), data)
+    return folder / INDEX_NAME
 
 
 @dataclass(frozen=True)

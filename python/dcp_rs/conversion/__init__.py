@@ -29,8 +29,7 @@ from dcp_rs.conversion.job import (
     select,
     select_containers,
 )
-from dcp_rs.conversion.place import Place, new_place, place_before_store, place_on_store
-from dcp_rs.conversion.replacing import check_apart, check_place
+from dcp_rs.conversion.place import Place, check_apart, check_place, new_place, place_before_store, place_on_store
 from dcp_rs.options import ReadOptions, WriteOptions, checks_pickles
 from dcp_rs.tensors import objects
 

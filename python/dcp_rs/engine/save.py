@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from dcp_rs import _core
 from dcp_rs._progress import Progress
 from dcp_rs._url import StorageOptions
 from dcp_rs.engine.destination import Destination, unclear
 from dcp_rs.engine.local_plan import LocalPlan, PlanOptions, plan_locally
 from dcp_rs.engine.metadata import make_metadata
-from dcp_rs.engine.plan_memory import Offer, PlanMemory, assign, memory_of, offer
 from dcp_rs.engine.ranks import Ranks
 from dcp_rs.engine.reports import Phases, SavedMetadata, SaveReport
 from dcp_rs.engine.reuse import Frozen, Parent
@@ -27,7 +30,85 @@ from dcp_rs.engine.writes import Place, Written, packed, unpacked, write_files
 from dcp_rs.errors import PlanError
 from dcp_rs.options import WriteOptions, uuid_of
 
-__all__ = ["MIXED", "SaveOptions", "SaveRequest", "save"]
+__all__ = ["MIXED", "Offer", "PlanMemory", "SaveOptions", "SaveRequest", "assign", "memory_of", "offer", "save"]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a rank tells the coordinator of its items.
+
+    Attributes:
+        data: what it holds; None where the coordinator has it from the save before.
+        digest: of the data, where plans are remembered.
+    """
+
+    data: bytes | None
+    digest: bytes = b""
+
+
+@dataclass
+class PlanMemory:
+    """What this process knows of the last save in one group.
+
+    Attributes:
+        sent: the digest of what the coordinator has of this rank.
+        received: on the coordinator, what all ranks hold, by digest.
+        digests, answer: on the coordinator, what was assigned last, and how.
+    """
+
+    sent: bytes | None = None
+    received: dict[bytes, bytes] = field(default_factory=dict)
+    digests: tuple[bytes, ...] = ()
+    answer: tuple[bool, list[bytes], int] | None = None
+
+
+#: By the group's identity: one that is made anew, of whichever ranks, begins with nothing.
+_by_group: WeakKeyDictionary[dist.ProcessGroup, PlanMemory] = WeakKeyDictionary()
+
+
+def memory_of(group: dist.ProcessGroup | None) -> PlanMemory | None:
+    """Return what is remembered of a group; None where there is none."""
+    return None if group is None else _by_group.setdefault(group, PlanMemory())
+
+
+def offer(data: bytes, memory: PlanMemory | None) -> Offer:
+    """Return what the rank sends of its data. The caller sets ``memory.sent`` once the coordinator has answered."""
+    if memory is None:
+        return Offer(data)
+    digest = hashlib.blake2b(data, digest_size=16).digest()
+    # A save that fails may have changed what the coordinator remembers, so nothing counts as sent before its answer.
+    known, memory.sent = memory.sent, None
+    return Offer(None if known == digest else data, digest)
+
+
+def assign(offers: Sequence[Offer], memory: PlanMemory | None, *, lowest_rank: bool) -> tuple[list[bytes], int]:
+    """Assign what ranks hold to the ranks that write it.
+
+    Returns:
+        For each rank the bits of the items that it writes, and the number of items of all ranks.
+
+    Raises:
+        PlanError: what the ranks hold does not fit together; or a rank sent a digest of what the coordinator does not have.
+    """
+    received = {} if memory is None else memory.received
+    data: list[bytes] = []
+    for rank, told in enumerate(offers):
+        known = received.get(told.digest) if told.data is None else told.data
+        if known is None:
+            msg = f"rank {rank} sent the digest of a plan that the coordinator does not have: save with the same function on all ranks"
+            raise PlanError(msg)
+        data.append(known)
+    digests = tuple(told.digest for told in offers)
+    if memory is not None and memory.digests == digests and memory.answer is not None:
+        was_lowest, shares, items = memory.answer
+        if was_lowest == lowest_rank:
+            return shares, items
+    shares, items, _ = _core.assign_saves(data, lowest_rank=lowest_rank)
+    if memory is not None:
+        memory.received = dict(zip(digests, data, strict=True))
+        memory.digests, memory.answer = digests, (lowest_rank, shares, items)
+    return shares, items
+
 
 #: What to say where some ranks plan here, and others as torch does.
 MIXED = "some ranks save with a planner of their own class, and others without: give all ranks the same kind"

@@ -21,8 +21,7 @@ from dcp_rs.checkpoint.locate import local_path, open_index
 from dcp_rs.checkpoint.names import explain_missing, selector
 from dcp_rs.checkpoint.renaming import Rename, renamer
 from dcp_rs.conversion import ConvertReport, convert
-from dcp_rs.conversion.place import new_place
-from dcp_rs.conversion.replacing import check_place
+from dcp_rs.conversion.place import check_place, new_place
 from dcp_rs.errors import CheckpointExistsError, PlanError
 from dcp_rs.integrations._needs import framework
 from dcp_rs.options import ReadArguments, ReadOptions
