@@ -75,7 +75,7 @@ _MODULES = {
     "checkpoint.arrays": ("NumpyCheckpoint",),
     "checkpoint.frameworks": ("open",),
     "checkpoint.open": ("Checkpoint",),
-    "checkpoint.read_report": ("ReadReport",),
+    "checkpoint.mapping": ("ReadReport",),
     "conversion": ("ConvertReport", "convert"),
     "conversion.merging": ("MergeReport", "merge"),
     "integrations.install": ("install", "installed", "uninstall"),

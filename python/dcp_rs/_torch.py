@@ -61,7 +61,6 @@ __all__ = [
     "is_remembered",
     "is_strided_shard",
     "is_wrapper_subclass",
-    "local_of",
     "modules_that_name",
     "pickle_without",
     "place_in_whole",
@@ -202,11 +201,6 @@ def copy_place_in_whole(tensor: torch.Tensor, other: torch.Tensor) -> None:
     if getattr(tensor, "__dict__", None):
         for name, value in place_in_whole(tensor).items():
             setattr(other, name, value)
-
-
-def local_of(tensor: DTensor) -> torch.Tensor:
-    """Return the local tensor itself: ``to_local`` returns a view of it where gradients are recorded."""
-    return tensor._local_tensor
 
 
 def spec_of(tensor: DTensor) -> Any:

@@ -113,10 +113,6 @@ class LoadNames:
         self._passes = selector(include, exclude)
         self._renamed: Renamed | None = None
 
-    def forget(self) -> None:
-        """Another load begins: of another checkpoint, or into another state dict."""
-        self._renamed = None
-
     @property
     def is_selective(self) -> bool:
         """Whether there is an ``include`` or an ``exclude``."""
