@@ -290,8 +290,6 @@ class Batch:
 
     def __new__(cls, index: Index) -> Batch: ...
     def __len__(self) -> int: ...
-    def moved(self, tensors: list[Any], types: tuple[type, ...], dtypes: Mapping[Any, str]) -> bool:
-        """Return whether a tensor that ``plan_plain`` took has other memory by now. ``tensors`` are those of the same places."""
     def add(self, targets: Sequence[Any]) -> None:
         """Adds targets in host memory that hold what is stored, to be filled in place."""
     def add_elsewhere(self, number: int, target: Any, device: int, there: bool) -> None:
@@ -319,11 +317,11 @@ class Batch:
 
 @final
 class Common:
-    """Which blocks of what a rank wants others want too, as far as a sample tells."""
+    """Which sections of a checkpoint other ranks of the machine read too."""
 
 @final
 class Wanted:
-    """What a rank wants of a checkpoint, as a sample of its blocks that has the same size for any model."""
+    """What a rank reads of a checkpoint, told in the same number of bytes for any model."""
 
     def __new__(cls, index: Index) -> Wanted: ...
     def add_batch(self, batch: Batch) -> None:
@@ -331,9 +329,9 @@ class Wanted:
     def add(self, regions: Sequence[tuple[int, bool, _Extent, _Extent]]) -> None:
         """Adds regions (source, whether that is a chunk, offsets, sizes). What no chunk holds is left out."""
     def told(self) -> bytes:
-        """For the coordinator: no more than 640 bytes."""
+        """For the coordinator: 1 KiB."""
     def judged(self, answer: bytes) -> Common | None:
-        """With the coordinator's answer. None: it tells nothing of this sample."""
+        """With the coordinator's answer. None: it is none."""
 
 def compare_wanted(told: Sequence[tuple[bytes, bytes]]) -> list[tuple[int, bytes]]:
     """The coordinator's part. For each rank that told (its machine, ``Wanted.told``): how many of that machine did, and the answer."""

@@ -24,7 +24,7 @@ class Demand:
 
     Attributes:
         machine: whose page cache it reads through.
-        sample: a sample of the blocks of data files that it reads. Its size does not grow with the model.
+        sample: what it reads of each section of the checkpoint. Its size does not grow with the model.
     """
 
     machine: bytes
@@ -37,7 +37,7 @@ class Answer:
 
     Attributes:
         ranks: how many ranks of the machine told their demand.
-        bits: which blocks of the sample other ranks of the machine read too.
+        bits: which sections the rank shares with others of the machine.
     """
 
     ranks: int
@@ -45,7 +45,7 @@ class Answer:
 
 
 def sample_of(reads: Reads, index: _core.Index, options: ReadOptions) -> _core.Wanted | None:
-    """Return a sample of what this rank reads; None where it makes no difference what other ranks read."""
+    """Return what this rank reads of each section of the checkpoint; None where it makes no difference what other ranks read."""
     if index.is_remote or not options.asks_what_others_want():
         return None
     sample = _core.Wanted(index)
@@ -63,7 +63,7 @@ def answers_to(demands: Sequence[Demand | None]) -> list[Answer | None]:
     """Return the coordinator's answer for each rank.
 
     Raises:
-        PlanError: a rank sent something that is no sample.
+        PlanError: a rank sent something else.
     """
     told = [(demand.machine, demand.sample) for demand in demands if demand is not None]
     answers = iter(_core.compare_wanted(told))

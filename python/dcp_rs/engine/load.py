@@ -118,7 +118,7 @@ class Plan:
         values: the state dict to fill, with the states of ``Stateful`` objects in their place.
         holders: those objects.
         reads: what is read.
-        sample: of the blocks of files that are read, for the other ranks of the machine.
+        sample: what is read of each section, for the other ranks of the machine.
         clock: since the index was opened.
         loaded: values that are no tensors, once they are read.
     """

@@ -2,10 +2,9 @@
 
 use std::sync::Arc;
 
-use dcp_rs_core::checkpoint::gather::{Gather, Rest, Source, Turns, Want};
+use dcp_rs_core::checkpoint::gather::{Common, Gather, Rest, Source, Turns, Want};
 use dcp_rs_core::geometry::Region;
 use dcp_rs_core::geometry::memory::Footprint;
-use dcp_rs_core::read::Common;
 use pyo3::exceptions::PyIndexError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -43,24 +42,17 @@ pub struct Batch {
     gather: Gather,
     turns: Turns,
     common: Option<Arc<Common>>,
-    /// The memory that plain tensors had when they were added, by place; `None` for others.
-    planned: Vec<Option<u64>>,
 }
 
 impl Batch {
-    /// A batch of plain tensors, each at its place, and the memory that they have.
-    pub fn of_plain(index: Py<Index>, gather: Gather, planned: Vec<Option<u64>>) -> Self {
+    /// A batch of plain tensors, each at its place.
+    pub fn of_plain(index: Py<Index>, gather: Gather) -> Self {
         Self {
             index,
             gather,
             turns: Turns::default(),
             common: None,
-            planned,
         }
-    }
-
-    pub fn planned_memory(&self) -> &[Option<u64>] {
-        &self.planned
     }
 
     /// What a target is a region of, and the tensor that this belongs to.
@@ -111,7 +103,7 @@ impl Batch {
     fn new(index: Py<Index>) -> Self {
         let found = index.get();
         let gather = Gather::new(Arc::clone(&found.inner), found.allow_external);
-        Self::of_plain(index, gather, Vec::new())
+        Self::of_plain(index, gather)
     }
 
     fn __len__(&self) -> usize {

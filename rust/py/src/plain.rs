@@ -3,7 +3,6 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
-use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::sync::Arc;
 
 use dcp_rs_core::Dtype;
@@ -42,15 +41,6 @@ pub struct HostTensor {
     pub shape: Dims,
     pub strides: Dims,
     pub address: usize,
-}
-
-impl HostTensor {
-    /// Equal for the same elements at the same address.
-    fn fingerprint(&self) -> u64 {
-        let mut hasher = DefaultHasher::new();
-        (self.dtype, &self.shape, &self.strides, self.address).hash(&mut hasher);
-        hasher.finish()
-    }
 }
 
 /// Where the elements of a strided tensor lie. Strides are in elements; what was freed has the address 0.
@@ -225,33 +215,9 @@ impl Index {
             }
             Ok(())
         })?;
-        let Matches {
-            gather, others, memory, ..
-        } = matches;
+        let Matches { gather, others, .. } = matches;
         this.looking(py, |control| gather.check_files(control))?;
-        Ok((Batch::of_plain(slf.clone().unbind(), gather, memory), others))
-    }
-}
-
-#[guarded]
-#[pymethods]
-impl Batch {
-    /// Returns whether the memory of a tensor changed since `plan_plain` took it. `tensors` are in the same order.
-    fn moved(
-        &self,
-        py: Python<'_>,
-        tensors: &Bound<'_, PyList>,
-        types: &Bound<'_, PyTuple>,
-        dtypes: &Bound<'_, PyDict>,
-    ) -> PyResult<bool> {
-        let plain = Plain::new(py, types, dtypes)?;
-        for (tensor, &planned) in tensors.iter().zip(self.planned_memory()) {
-            let Some(planned) = planned else { continue };
-            if plain.look(&tensor)?.is_none_or(|host| host.fingerprint() != planned) {
-                return Ok(true);
-            }
-        }
-        Ok(false)
+        Ok((Batch::of_plain(slf.clone().unbind(), gather), others))
     }
 }
 
@@ -264,8 +230,6 @@ struct Matches<'a> {
     others: Vec<usize>,
     /// How many were added.
     count: usize,
-    /// The memory of each that was added.
-    memory: Vec<Option<u64>>,
     /// Where the next name may be: state dicts are often in the order of their names, or nearly.
     near: u32,
 }
@@ -278,7 +242,6 @@ impl<'a> Matches<'a> {
             gather: Gather::new(Arc::clone(&index.inner), index.allow_external),
             others: Vec::new(),
             count: 0,
-            memory: Vec::with_capacity(names.len()),
             near: 0,
         }
     }
@@ -286,13 +249,10 @@ impl<'a> Matches<'a> {
     /// The next tensors, as far as they are plain.
     fn add(&mut self, tensors: Vec<Option<HostTensor>>) {
         for tensor in tensors {
-            let memory = tensor.as_ref().map(HostTensor::fingerprint);
             if let Some(stored) = tensor.and_then(|tensor| self.find(tensor)) {
                 self.near = stored + 1;
-                self.memory.push(memory);
             } else {
                 self.others.push(self.count);
-                self.memory.push(None);
             }
             self.count += 1;
         }

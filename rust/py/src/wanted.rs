@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use dcp_rs_core::checkpoint::gather::{self, Source};
 use dcp_rs_core::geometry::Region;
-use dcp_rs_core::read;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
@@ -16,17 +15,17 @@ use crate::error::{IntoPy, PlanError};
 use crate::index::Index;
 use crate::panics::guarded;
 
-/// What a rank wants of a checkpoint, as a sample of fixed size.
+/// What a rank reads of a checkpoint, as a message of fixed size.
 #[pyclass(module = "dcp_rs._core")]
 pub struct Wanted {
     index: Py<Index>,
     inner: gather::Wanted,
 }
 
-/// Which blocks of a sample others want too.
+/// Which sections of a checkpoint others read too.
 #[pyclass(frozen, module = "dcp_rs._core")]
 pub struct Common {
-    pub inner: Arc<read::Common>,
+    pub inner: Arc<gather::Common>,
 }
 
 #[guarded]
@@ -68,14 +67,14 @@ impl Wanted {
         Ok(())
     }
 
-    /// For the coordinator: no more than 640 bytes.
+    /// For the coordinator: 1 KiB.
     fn told<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, &self.inner.sketch().to_bytes())
+        PyBytes::new(py, &self.inner.to_bytes())
     }
 
-    /// With the coordinator's answer. None: it tells nothing of this sample.
+    /// With the coordinator's answer. None: it is none.
     fn judged(&self, answer: &[u8]) -> Option<Common> {
-        let common = self.inner.sketch().judged(answer);
+        let common = self.inner.judged(answer);
         common.map(|common| Common {
             inner: Arc::new(common),
         })
@@ -95,8 +94,8 @@ pub fn compare_wanted<'py>(
     }
     let mut answers = vec![(0, Vec::new()); told.len()];
     for ranks in machines.values() {
-        let sketches: Vec<&[u8]> = ranks.iter().map(|&rank| &*told[rank].1).collect();
-        for (&rank, answer) in ranks.iter().zip(read::compare(&sketches).into_py(py)?) {
+        let messages: Vec<&[u8]> = ranks.iter().map(|&rank| &*told[rank].1).collect();
+        for (&rank, answer) in ranks.iter().zip(gather::compare(&messages).into_py(py)?) {
             answers[rank] = (ranks.len(), answer);
         }
     }

@@ -15,7 +15,7 @@ use super::commit::give_back;
 use super::recover::recoverable;
 use crate::format::{DataFileName, INDEX_NAME, Index, parse_rank_index_name};
 use crate::store::disk::Disk;
-use crate::store::{ASIDE, Claimed, FileLock, Files, FolderLock, LOCK_NAME, Mode, name_of_temporary, read_all};
+use crate::store::{ASIDE, Claimed, FileLock, Files, FolderLock, LOCK_NAME, Mode, name_of_temporary};
 use crate::{Control, Error, Result};
 
 /// Where nothing tells whether a process is still at a file, one that was not written to for so long is taken for left.
@@ -148,24 +148,29 @@ fn clean_locked(
     Ok(cleaned)
 }
 
-/// Of saves into the folder, whose lock may be held.
-fn of_saves(dir: &Path, older_than: Option<Duration>, lock: Option<&FolderLock>) -> Result<Vec<Leftover>> {
-    let failed = |error| Error::io("list", dir, error);
-    let mut names = BTreeSet::new();
-    for entry in fs::read_dir(dir).map_err(failed)? {
-        names.extend(entry.map_err(failed)?.file_name().into_string().ok());
-    }
+/// A file that no index of its folder needs.
+pub(super) struct Unneeded<'a> {
+    pub name: &'a str,
+    pub kind: Kind,
+    /// What it is called, where it is a data file.
+    pub data: Option<DataFileName>,
+    /// Whether it is part of a save that only lacks its index.
+    pub is_whole: bool,
+}
+
+/// What no index needs of a folder with files of these names. Of temporary files only those of indexes count.
+pub(super) fn unneeded<'a>(files: Files<'_>, dir: &Path, names: &BTreeSet<&'a str>) -> Result<Vec<Unneeded<'a>>> {
     let has_index = names.contains(INDEX_NAME);
     let is_rank_index = |name: &str| parse_rank_index_name(name).is_some();
-    let live = names
+    let (mut named, mut has_live) = (HashSet::new(), false);
+    for name in names
         .iter()
-        .filter(|name| *name == INDEX_NAME || (!has_index && is_rank_index(name)));
-    let mut named = HashSet::new();
-    let mut has_live = false;
-    for name in live {
+        .filter(|&&name| name == INDEX_NAME || !has_index && is_rank_index(name))
+    {
         has_live = true;
         let path = dir.join(name);
-        let bytes = read_all(&path).map_err(|error| Error::io("read", &path, error))?;
+        let bytes = files.read(&path)?;
+        let bytes = bytes.ok_or_else(|| Error::io("read", &path, ErrorKind::NotFound.into()))?;
         let index = Index::from_bytes(bytes, &path)?;
         // Wherever it is said to lie: better one too many.
         let last = |number| Path::new(index.file(number).name).file_name().map(OsStr::to_owned);
@@ -174,34 +179,51 @@ fn of_saves(dir: &Path, older_than: Option<Duration>, lock: Option<&FolderLock>)
     let whole = if has_live {
         BTreeSet::new()
     } else {
-        recoverable(Files::Local, dir, names.iter().map(String::as_str))?
+        recoverable(files, dir, names.iter().copied())?
     };
-
-    let mut claims = Claims::new(dir, lock);
-    let mut found = Vec::new();
-    for name in &names {
+    let judge = |&name: &&'a str| {
         let data = DataFileName::parse(name);
         let kind = match name_of_temporary(name) {
-            _ if named.contains(OsStr::new(name)) => continue,
+            _ if named.contains(OsStr::new(name)) => return None,
             Some(of) if of == INDEX_NAME || is_rank_index(of) => Kind::TemporaryIndex,
             _ if data.is_some() => Kind::Data,
             _ if has_index && is_rank_index(name) => Kind::RankIndex,
-            _ => continue,
+            _ => return None,
         };
-        let path = dir.join(name);
+        Some(Unneeded {
+            name,
+            kind,
+            data,
+            is_whole: data.is_some_and(|data| whole.contains(&data)),
+        })
+    };
+    Ok(names.iter().filter_map(judge).collect())
+}
+
+/// Of saves into the folder, whose lock may be held.
+fn of_saves(dir: &Path, older_than: Option<Duration>, lock: Option<&FolderLock>) -> Result<Vec<Leftover>> {
+    let failed = |error| Error::io("list", dir, error);
+    let mut names = BTreeSet::new();
+    for entry in fs::read_dir(dir).map_err(failed)? {
+        names.extend(entry.map_err(failed)?.file_name().into_string().ok());
+    }
+    let mut claims = Claims::new(dir, lock);
+    let mut found = Vec::new();
+    for file in unneeded(Files::Local, dir, &names.iter().map(String::as_str).collect())? {
+        let path = dir.join(file.name);
         let Some(meta) = look(&path)?.filter(Metadata::is_file) else {
             continue;
         };
-        let verdict = match judge(claims.of(data)?, age(&meta), older_than) {
+        let verdict = match judge(claims.of(file.data)?, age(&meta), older_than) {
             // Whole, too, is a save whose commit is about to come.
             Verdict::InUse => Verdict::InUse,
-            _ if data.is_some_and(|data| whole.contains(&data)) => Verdict::Whole,
+            _ if file.is_whole => Verdict::Whole,
             verdict => verdict,
         };
         found.push(Leftover {
             bytes: meta.len(),
             path,
-            kind,
+            kind: file.kind,
             verdict,
         });
     }

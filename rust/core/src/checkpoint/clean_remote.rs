@@ -1,13 +1,10 @@
 //! What killed saves left on a store, and its removal. Nothing tells there who is at work: only the age of an object does.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
-use std::ffi::OsStr;
+use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::clean::{Cleaned, Kind, Leftover, Verdict, judge};
-use super::recover::recoverable;
-use crate::format::{DataFileName, INDEX_NAME, Index, parse_rank_index_name};
+use super::clean::{Cleaned, Leftover, Unneeded, Verdict, judge, unneeded};
 use crate::store::{Claimed, Files, StoringConnection};
 use crate::{Control, Error, Result};
 
@@ -39,54 +36,25 @@ pub fn leftovers_remote(
         });
     }
     let listed: BTreeMap<&str, _> = listed.iter().map(|file| (file.name.as_str(), file)).collect();
-    let has_index = listed.contains_key(INDEX_NAME);
-    let is_rank_index = |name: &str| parse_rank_index_name(name).is_some();
-    let files = Files::Remote(connection, control);
-    let (mut named, mut has_live) = (HashSet::new(), false);
-    for name in listed
-        .keys()
-        .filter(|name| **name == INDEX_NAME || (!has_index && is_rank_index(name)))
-    {
-        has_live = true;
-        let path = dir.join(name);
-        let gone = || Error::Storage {
-            kind: crate::StorageFault::Precondition,
-            action: "read",
-            path: path.clone(),
-            attempts: 1,
-            reason: "it was removed while this went on".into(),
-        };
-        let index = Index::from_bytes(files.read(&path)?.ok_or_else(gone)?, &path)?;
-        let last = |number| Path::new(index.file(number).name).file_name().map(OsStr::to_owned);
-        named.extend((0..index.file_count()).filter_map(last));
-    }
-    let whole = if has_live {
-        BTreeSet::new()
-    } else {
-        recoverable(files, dir, listed.keys().copied())?
-    };
-    let mut found = Vec::new();
-    for (name, file) in listed {
-        let data = DataFileName::parse(name);
-        let kind = match data {
-            _ if named.contains(OsStr::new(name)) => continue,
-            Some(_) => Kind::Data,
-            None if has_index && is_rank_index(name) => Kind::RankIndex,
-            None => continue,
-        };
-        let is_whole = data.is_some_and(|data| whole.contains(&data));
-        found.push(Leftover {
-            path: dir.join(name),
+    let found = unneeded(
+        Files::Remote(connection, control),
+        dir,
+        &listed.keys().copied().collect(),
+    )?;
+    let leftover = |found: Unneeded<'_>| {
+        let file = listed[found.name];
+        Leftover {
+            path: dir.join(found.name),
             bytes: file.size,
-            kind,
-            verdict: if is_whole {
+            kind: found.kind,
+            verdict: if found.is_whole {
                 Verdict::Whole
             } else {
                 judge(Claimed::Unknown, file.age, older_than)
             },
-        });
-    }
-    Ok(found)
+        }
+    };
+    Ok(found.into_iter().map(leftover).collect())
 }
 
 /// Removes what [`leftovers_remote`] finds and nobody needs.

@@ -12,7 +12,7 @@ use smallvec::{SmallVec, smallvec};
 
 use self::arrange::Elsewhere;
 pub use self::arrange::{Rest, Turns, Want};
-pub use self::wanted::Wanted;
+pub use self::wanted::{Common, Wanted, compare};
 use super::data_files::{check_each, explain, file_ref};
 use crate::copy::SignBits;
 use crate::format::{ChunkView, Index};

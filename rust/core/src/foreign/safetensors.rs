@@ -13,7 +13,7 @@ use crate::checkpoint::part_of;
 use crate::copy::Signs;
 use crate::format::safetensors as st;
 use crate::format::{ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry, Value};
-use crate::geometry::{Dims, element_count};
+use crate::geometry::{Dims, element_count, tiling};
 use crate::store::{Files, Stat};
 use crate::{Dtype, Error, Result, parallel};
 
@@ -269,40 +269,13 @@ fn add(builder: &mut IndexBuilder, dir: &Path, parts: &[Part], name: &str, known
 /// Checks that the chunks cover the shape, each element once. (That the last of them are missing cannot be seen: nothing
 /// but the chunks tells the shape.)
 fn check_tiling(shape: &[u64], chunks: &[Chunk]) -> std::result::Result<(), String> {
-    let whole = element_count(shape).ok_or("has a shape that overflows")?;
-    let mut full: Vec<&Chunk> = chunks.iter().filter(|chunk| !chunk.sizes.contains(&0)).collect();
-    let held = full
+    element_count(shape).ok_or("has a shape that overflows")?;
+    let rectangles: Vec<(&[u64], &[u64])> = chunks
         .iter()
-        .try_fold(0_u64, |n, chunk| n.checked_add(element_count(&chunk.sizes)?));
-    let held = held.ok_or("has shards that overflow")?;
-    if held < whole {
-        return Err(format!(
-            "of shape {shape:?} misses shards: {held} of {whole} elements are there"
-        ));
-    }
-    full.sort_by(|a, b| a.offsets.cmp(&b.offsets));
-    let mut open: Vec<&Chunk> = Vec::new();
-    for chunk in full {
-        // Sorted by the first dimension: what ends before this begins can meet no later one.
-        let first = chunk.offsets.first().copied().unwrap_or(0);
-        open.retain(|other| {
-            other
-                .offsets
-                .first()
-                .zip(other.sizes.first())
-                .is_none_or(|(at, len)| at + len > first)
-        });
-        if let Some(other) = open.iter().find(|other| overlap(other, chunk)) {
-            return Err(format!(
-                "has shards that overlap, at {:?} and {:?}",
-                other.offsets, chunk.offsets
-            ));
-        }
-        open.push(chunk);
-    }
-    Ok(())
-}
-
-fn overlap(a: &Chunk, b: &Chunk) -> bool {
-    (0..a.offsets.len()).all(|d| a.offsets[d] < b.offsets[d] + b.sizes[d] && b.offsets[d] < a.offsets[d] + a.sizes[d])
+        .map(|chunk| (&chunk.offsets[..], &chunk.sizes[..]))
+        .collect();
+    tiling::check_tiling(shape, &rectangles).map_err(|fault| match fault {
+        tiling::Fault::Hole(at) => format!("of shape {shape:?} misses shards: none holds the element at {at:?}"),
+        tiling::Fault::Overlap(at) => format!("has shards that overlap, at {at:?}"),
+    })
 }

@@ -10,9 +10,6 @@ mod policy;
 mod scatter;
 mod segments;
 mod sequential;
-mod sketch;
-#[cfg(test)]
-mod sketch_tests;
 mod survey;
 mod verify;
 mod worker;
@@ -25,7 +22,6 @@ pub use crate::store::{Destination, FileRef};
 pub use engine::read;
 pub(crate) use engine::{FileRange, visit};
 pub use sequential::{Sequential, Survey};
-pub use sketch::{Common, Sketch, compare, file_key};
 pub use survey::connect;
 pub(crate) use survey::span;
 

@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use super::pack::{ALIGN, Batch, Item, Part, pack};
 use crate::checkpoint::explain;
-use crate::checkpoint::gather::{Gather, Memory, Names, Source, Want};
+use crate::checkpoint::gather::{Common, Gather, Memory, Names, Source, Want};
 use crate::copy::Signs;
 use crate::format::{Index, Kind};
 use crate::geometry::{Dims, Region, is_run, row_major};
-use crate::read::{Common, Destination, FileRef, ReadOptions, ReadReq, Survey, Verify};
+use crate::read::{Destination, FileRef, ReadOptions, ReadReq, Survey, Verify};
 use crate::{Control, Error, Result};
 
 /// All batches of a load, and what it takes to fill them.

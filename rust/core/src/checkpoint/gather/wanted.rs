@@ -1,52 +1,100 @@
-//! What of a checkpoint a rank wants, for the others of its machine; and what it does with what they say.
+//! What the ranks of a machine read alike, found out from what each of them says in a message of fixed size.
+//!
+//! The data files, laid end to end, are cut into equal sections. A rank says of each section how much of it it reads, and a
+//! fingerprint of which bytes. Ranks share a section if two of them read the same bytes of it, or if all of them together
+//! read more than there is. Pure.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use smallvec::SmallVec;
+
 use super::{Gather, Source, bytes_of};
 use crate::format::Index;
 use crate::geometry::overlap::{self, Overlap, Region};
-use crate::read::{Common, ReadReq, Sketch, file_key, span};
+use crate::read::span;
+use crate::{Error, Result};
 
-/// What one rank wants, all of its batches together.
+/// Sections of a checkpoint, at most.
+const SECTIONS: u64 = 256;
+/// Bytes of a section, at least.
+const MIN_SECTION: u64 = 1 << 20;
+/// What says that all of a section is read.
+const WHOLE: u64 = 1 << 12;
+/// Ranks share a section of which they read more than this, each of them what the others do not read apart.
+const SHARED: u64 = WHOLE + WHOLE / 4;
+/// Bytes of a message for each section: how much of it, and the fingerprint.
+const ENTRY: usize = 4;
+/// Rows shorter than this are read with what lies between them, if they are no further apart than [`MAX_PITCH`]: columns, of
+/// which others have the rest.
+const SHORT_ROW: u64 = 32 << 10;
+const MAX_PITCH: u64 = 256 << 10;
+
+/// Where the sections of a checkpoint are: the same on every rank that opened it.
+#[derive(Clone, Debug)]
+struct Sections {
+    /// Where each file begins, and where the last one ends.
+    starts: Arc<[u64]>,
+    size: u64,
+}
+
+impl Sections {
+    fn new(sizes: impl Iterator<Item = u64>) -> Self {
+        let mut starts = vec![0];
+        let mut end = 0_u64;
+        starts.extend(sizes.map(|size| {
+            end = end.saturating_add(size);
+            end
+        }));
+        Self {
+            starts: starts.into(),
+            size: end.div_ceil(SECTIONS).max(MIN_SECTION),
+        }
+    }
+
+    /// The sections of bytes `start..end` of a file, and where the bytes are in each.
+    fn of(&self, file: u32, start: u64, end: u64) -> impl Iterator<Item = (usize, u64, u64)> {
+        let (first, last) = (self.starts[file as usize], self.starts[file as usize + 1]);
+        let (start, end) = (
+            first.saturating_add(start).min(last),
+            first.saturating_add(end).min(last),
+        );
+        let size = self.size;
+        (start / size..end.div_ceil(size)).map(move |section| {
+            let begin = section * size;
+            let part = (start.max(begin) - begin, end.min(begin.saturating_add(size)) - begin);
+            (usize::try_from(section).expect("256 at most"), part.0, part.1)
+        })
+    }
+}
+
+/// What one rank reads, all of its batches together.
 pub struct Wanted {
     index: Arc<Index>,
-    /// By the numbers of files in the index.
-    keys: HashMap<u32, u64>,
-    sketch: Sketch,
+    sections: Sections,
+    /// Of each section, bytes and fingerprint.
+    read: Vec<(u64, u64)>,
 }
 
 impl Wanted {
     /// Nothing, yet.
     #[must_use]
     pub fn new(index: Arc<Index>) -> Self {
+        let sections = Sections::new((0..index.file_count()).map(|file| index.file(file).size));
         Self {
             index,
-            keys: HashMap::new(),
-            sketch: Sketch::default(),
+            sections,
+            read: vec![(0, 0); usize::try_from(SECTIONS).expect("256")],
         }
-    }
-
-    /// The sample of it.
-    #[must_use]
-    pub fn sketch(&self) -> &Sketch {
-        &self.sketch
-    }
-
-    fn key(&mut self, file: u32) -> u64 {
-        let index = &self.index;
-        *self.keys.entry(file).or_insert_with(|| file_key(index.file(file).name))
     }
 
     /// Adds what is filled in place of a batch of the same index.
     pub fn add_batch(&mut self, batch: &Gather) {
         let numbers = batch.numbers();
         for request in &batch.requests {
-            let file = numbers[request.file as usize];
-            let key = self.key(file);
             let (start, _) = span(request);
-            self.sketch
-                .add(file, key, start, request.itemsize, &request.shape, &request.src_strides);
+            let file = numbers[request.file as usize];
+            self.add_rectangle(file, start, request.itemsize, &request.shape, &request.src_strides);
         }
     }
 
@@ -80,9 +128,125 @@ impl Wanted {
         }
         let itemsize = dtype.size();
         let (first, strides) = bytes_of(&view, itemsize, offsets);
-        let key = self.key(view.file);
-        self.sketch
-            .add(view.file, key, view.offset + first, itemsize, sizes, &strides);
+        self.add_rectangle(view.file, view.offset + first, itemsize, sizes, &strides);
+    }
+
+    /// Adds elements of `itemsize` bytes from `start` on, so many in each dimension, with so many bytes from one to the next.
+    fn add_rectangle(&mut self, file: u32, start: u64, itemsize: u64, shape: &[u64], strides: &[u64]) {
+        if shape.contains(&0) {
+            return;
+        }
+        let mut loops: SmallVec<[(u64, u64); 4]> = shape.iter().copied().zip(strides.iter().copied()).collect();
+        loops.retain(|(count, _)| *count > 1);
+        loops.sort_unstable_by_key(|&(_, stride)| std::cmp::Reverse(stride));
+        let mut run = itemsize;
+        while let Some(&(count, stride)) = loops.last()
+            && (stride <= run || run < SHORT_ROW && stride <= MAX_PITCH)
+        {
+            run = run.saturating_add((count - 1).saturating_mul(stride));
+            loops.pop();
+        }
+        self.add_rows(file, start, run, &loops);
+    }
+
+    fn add_rows(&mut self, file: u32, start: u64, run: u64, loops: &[(u64, u64)]) {
+        if let Some((&(count, stride), inner)) = loops.split_first() {
+            for i in 0..count {
+                self.add_rows(file, start.saturating_add(i.saturating_mul(stride)), run, inner);
+            }
+            return;
+        }
+        for (section, begin, end) in self.sections.of(file, start, start.saturating_add(run)) {
+            let (bytes, fingerprint) = &mut self.read[section];
+            *bytes = bytes.saturating_add(end - begin);
+            // The same in whatever order.
+            *fingerprint = fingerprint.wrapping_add(hash(begin, end));
+        }
+    }
+
+    /// For the others.
+    #[must_use]
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let entry = |&(bytes, fingerprint): &(u64, u64)| {
+            // Some of it is never none of it.
+            let part = bytes.saturating_mul(WHOLE).div_ceil(self.sections.size);
+            let part = u16::try_from(part).unwrap_or(u16::MAX);
+            let [a, b] = part.to_le_bytes();
+            let [.., c, d] = fingerprint.to_le_bytes();
+            [a, b, c, d]
+        };
+        self.read.iter().flat_map(entry).collect()
+    }
+
+    /// With what [`compare`] found for this rank. `None` where that is no answer.
+    #[must_use]
+    pub fn judged(&self, answer: &[u8]) -> Option<Common> {
+        (answer.len() == self.read.len() / 8).then(|| Common {
+            sections: self.sections.clone(),
+            shared: answer.into(),
+        })
+    }
+}
+
+fn hash(begin: u64, end: u64) -> u64 {
+    let mut bits = begin.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ end;
+    bits = (bits ^ (bits >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    bits = (bits ^ (bits >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    bits ^ (bits >> 31)
+}
+
+/// Tells each of the ranks of one machine, by what [`Wanted::to_bytes`] gave, which sections it shares with others: a bit for
+/// each.
+///
+/// # Errors
+/// [`Error::Plan`] for what is no such message.
+pub fn compare(messages: &[&[u8]]) -> Result<Vec<Vec<u8>>> {
+    let sections = usize::try_from(SECTIONS).expect("256");
+    let mut answers = vec![vec![0_u8; sections / 8]; messages.len()];
+    let entries: Vec<&[[u8; ENTRY]]> = messages.iter().map(|message| message.as_chunks().0).collect();
+    if messages.iter().any(|message| message.len() != sections * ENTRY) {
+        let reason = "what a rank says of the sections that it reads is no message of this kind";
+        return Err(Error::Plan(reason.into()));
+    }
+    for section in 0..sections {
+        let part = |entry: [u8; ENTRY]| u64::from(u16::from_le_bytes([entry[0], entry[1]]));
+        let all = || {
+            entries
+                .iter()
+                .map(|entries| entries[section])
+                .filter(|&entry| part(entry) > 0)
+        };
+        let is_crowded = all().map(part).sum::<u64>() > SHARED && all().count() > 1;
+        let mut same: HashMap<[u8; ENTRY], usize> = HashMap::new();
+        all().for_each(|entry| *same.entry(entry).or_default() += 1);
+        for (answer, entries) in answers.iter_mut().zip(&entries) {
+            let readers = same.get(&entries[section]).copied().unwrap_or_default();
+            let is_shared = readers > 1 || is_crowded && readers > 0;
+            answer[section / 8] |= u8::from(is_shared) << (section % 8);
+        }
+    }
+    Ok(answers)
+}
+
+/// The sections that a rank shares with others.
+#[derive(Clone, Debug)]
+pub struct Common {
+    sections: Sections,
+    /// A bit for each.
+    shared: Arc<[u8]>,
+}
+
+impl Common {
+    /// Whether most of bytes `start..end` of a file is shared.
+    fn has(&self, file: u32, start: u64, end: u64) -> bool {
+        let (mut shared, mut all) = (0_u64, 0_u64);
+        for (section, begin, end) in self.sections.of(file, start, end) {
+            all += end - begin;
+            if self.shared[section / 8] >> (section % 8) & 1 == 1 {
+                shared += end - begin;
+            }
+        }
+        shared > all / 2
     }
 }
 
@@ -94,16 +258,13 @@ impl Gather {
             return;
         }
         let numbers = self.numbers();
-        let stretch = |request: &ReadReq| {
-            let (start, end) = span(request);
-            (numbers[request.file as usize], start, end)
-        };
-        let judged = common.judge(&self.requests.iter().map(stretch).collect::<Vec<_>>());
         // The entry of what others want, and of what they do not.
         let mut entries: Vec<[Option<u32>; 2]> = vec![[None; 2]; self.files.len()];
         let mut known = vec![false; self.files.len()];
-        for (request, is_common) in self.requests.iter_mut().zip(judged) {
+        for request in &mut self.requests {
             let file = request.file as usize;
+            let (start, end) = span(request);
+            let is_common = common.has(numbers[file], start, end);
             let is_first = entries[file] == [None; 2];
             request.file = *entries[file][usize::from(is_common)].get_or_insert_with(|| {
                 if is_first {
@@ -140,7 +301,7 @@ mod tests {
     use crate::copy::Signs;
     use crate::format::{ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry};
     use crate::geometry::Dims;
-    use crate::read::{Destination, ReadOptions, Sharing, compare};
+    use crate::read::{Destination, ReadOptions, Sharing};
 
     const ROWS: u64 = 1 << 13;
 
@@ -218,10 +379,66 @@ mod tests {
     }
 
     fn judged(wanted: &[Wanted]) -> Vec<Common> {
-        let told: Vec<_> = wanted.iter().map(|wanted| wanted.sketch().to_bytes()).collect();
+        let told: Vec<_> = wanted.iter().map(Wanted::to_bytes).collect();
         let answers = compare(&told.iter().map(Vec::as_slice).collect::<Vec<_>>()).unwrap();
-        let judged = |(wanted, answer): (&Wanted, Vec<u8>)| wanted.sketch().judged(&answer).unwrap();
+        let judged = |(wanted, answer): (&Wanted, Vec<u8>)| wanted.judged(&answer).unwrap();
         wanted.iter().zip(answers).map(judged).collect()
+    }
+
+    /// A rank that reads these stretches of file 1.
+    fn reads(stretches: &[(u64, u64)]) -> Wanted {
+        let mut wanted = Wanted::new(index());
+        for &(start, end) in stretches {
+            wanted.add_rectangle(1, start, 1, &[end - start], &[1]);
+        }
+        wanted
+    }
+
+    /// What each rank shares of its first stretch.
+    fn shared(ranks: &[&[(u64, u64)]]) -> Vec<bool> {
+        let common = judged(&ranks.iter().map(|rank| reads(rank)).collect::<Vec<_>>());
+        let first = |(common, rank): (Common, &&[(u64, u64)])| common.has(1, rank[0].0, rank[0].1);
+        common.into_iter().zip(ranks).map(first).collect()
+    }
+
+    #[test]
+    fn the_same_bytes_are_shared_and_bytes_beside_each_other_are_not() {
+        const MIB: u64 = 1 << 20;
+        assert_eq!(shared(&[&[(0, 64 * MIB)], &[(0, 64 * MIB)]]), [true; 2], "replicas");
+        assert_eq!(shared(&[&[(0, 64 * MIB)]]), [false], "alone on the machine");
+        assert_eq!(shared(&[&[(0, MIB), (0, MIB)]]), [false], "twice, by one rank");
+        let stages = [[(0, 16 * MIB)], [(16 * MIB, 32 * MIB)], [(32 * MIB, 48 * MIB)]];
+        assert_eq!(shared(&stages.each_ref().map(|stage| &stage[..])), [false; 3]);
+        // Within one section: the same half, and a half each.
+        assert_eq!(shared(&[&[(0, MIB / 2)], &[(0, MIB / 2)]]), [true; 2]);
+        assert_eq!(shared(&[&[(0, MIB / 2)], &[(MIB / 2, MIB)]]), [false; 2]);
+        // In whatever order, and beside what is a rank's own.
+        let (one, two, own) = ((0, 5 * MIB), (9 * MIB, 20 * MIB), (30 * MIB, 60 * MIB));
+        assert_eq!(shared(&[&[one, two], &[two, one, own]]), [true; 2]);
+        assert_eq!(shared(&[&[own, one], &[one]]), [false, true]);
+        // Not quite the same, and more than there is.
+        assert_eq!(shared(&[&[(0, 8 * MIB)], &[(9, 8 * MIB)], &[(7, 9 * MIB)]]), [true; 3]);
+    }
+
+    #[test]
+    fn columns_are_read_with_what_lies_between_them_and_long_rows_are_not() {
+        for (row, pitch, is_shared) in [(4096, 16384, true), (65536, 1 << 18, false), (4096, 1 << 20, false)] {
+            let columns = |rank: u64| {
+                let mut wanted = Wanted::new(index());
+                wanted.add_rectangle(1, rank * row, 2, &[60, row / 2], &[pitch, 2]);
+                wanted
+            };
+            for (rank, common) in (0..).zip(judged(&[0, 1, 2, 3].map(columns))) {
+                assert_eq!(common.has(1, rank * row, 59 * pitch), is_shared, "{row} of {pitch}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_no_message_is_refused() {
+        let message = reads(&[(0, 9)]).to_bytes();
+        assert!(matches!(compare(&[&message, &message[1..]]), Err(Error::Plan(_))));
+        assert!(reads(&[]).judged(&message).is_none());
     }
 
     #[test]
@@ -269,7 +486,7 @@ mod tests {
             let (source, region) = region(&index, name);
             by_region.add(source, &region);
         }
-        assert_eq!(by_batch.sketch().to_bytes(), by_region.sketch().to_bytes());
+        assert_eq!(by_batch.to_bytes(), by_region.to_bytes());
         let (Source::Tensor(layer), whole) = region(&index, "layer1") else {
             panic!("a tensor")
         };
@@ -281,8 +498,8 @@ mod tests {
         let (source, bias) = region(&index, "bias");
         by_chunk.add(source, &bias);
         assert_eq!(
-            by_batch.sketch().to_bytes(),
-            by_chunk.sketch().to_bytes(),
+            by_batch.to_bytes(),
+            by_chunk.to_bytes(),
             "what does not fit is left out"
         );
     }
