@@ -7,47 +7,52 @@ use crate::foreign::distcp::{METADATA_NAME, rank_metadata_name};
 use crate::foreign::models::{self, Model};
 use crate::foreign::{Foreign, torch_file};
 use crate::format::{DataFileName, INDEX_NAME, parse_rank_index_name, rank_index_name};
-use crate::store::{self, Connection, Files, LOCK_NAME};
-use crate::{Control, Error, Result};
+use crate::store::{self, Files, LOCK_NAME};
+use crate::{Error, Result};
 
 /// What a path holds.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Found {
-    /// A folder with an index of this crate, over data of whichever kind.
-    Native,
+pub(super) enum Found {
+    /// The file of an index of this crate, over data of whichever kind, and its bytes where looking was reading.
+    Native(PathBuf, Option<Vec<u8>>),
     /// A checkpoint without one.
     Foreign(Foreign),
 }
 
 /// What is at `path`; with `rank`, what that rank wrote for itself. An index comes first: it may be over any of the others.
 ///
-/// A folder is listed only where neither of the two names is there that make one a checkpoint: it may hold a hundred thousand files.
-pub fn find(path: &Path, rank: Option<u32>) -> Result<Found> {
-    if let Some(model) = file(path)? {
+/// A folder is listed only where neither of the two names is there that make one a checkpoint: it may hold a hundred thousand
+/// files. On a store each look is a request, so an index is asked for at once.
+pub(super) fn find(files: Files<'_>, path: &Path, rank: Option<u32>) -> Result<Found> {
+    if let Some(model) = file(files, path)? {
         return Ok(Found::Foreign(model));
     }
     let name = |of_rank: fn(u32) -> String, of_all: &str| rank.map_or_else(|| of_all.to_owned(), of_rank);
-    if is_there(&path.join(name(rank_index_name, INDEX_NAME)))? {
-        return Ok(Found::Native);
+    let index = path.join(name(rank_index_name, INDEX_NAME));
+    if files.is_remote() {
+        if let Some(bytes) = files.read(&index)? {
+            return Ok(Found::Native(index, Some(bytes)));
+        }
+    } else if is_there(files, &index)? {
+        return Ok(Found::Native(index, None));
     }
-    if is_there(&path.join(name(rank_metadata_name, METADATA_NAME)))? {
+    if is_there(files, &path.join(name(rank_metadata_name, METADATA_NAME)))? {
         return Ok(Found::Foreign(Foreign::Dcp));
     }
     match rank {
         Some(rank) => no(path, format!("rank {rank} wrote no index of its own")),
-        None => models(path).map(Found::Foreign),
+        None => models(files, path).map(Found::Foreign),
     }
 }
 
 /// What others wrote at `path`, whatever index of this crate lies there.
-pub fn find_data(path: &Path) -> Result<Foreign> {
-    if let Some(model) = file(path)? {
+pub(super) fn find_data(files: Files<'_>, path: &Path) -> Result<Foreign> {
+    if let Some(model) = file(files, path)? {
         return Ok(model);
     }
-    if is_there(&path.join(METADATA_NAME))? {
+    if is_there(files, &path.join(METADATA_NAME))? {
         return Ok(Foreign::Dcp);
     }
-    models(path)
+    models(files, path)
 }
 
 fn no<T>(path: &Path, reason: impl Into<String>) -> Result<T> {
@@ -57,37 +62,42 @@ fn no<T>(path: &Path, reason: impl Into<String>) -> Result<T> {
     })
 }
 
-/// What a single file is; nothing where the path is a folder.
-fn file(path: &Path) -> Result<Option<Foreign>> {
-    match std::fs::metadata(path) {
-        Ok(what) if what.is_file() => {}
-        Ok(_) => return Ok(None),
-        Err(e) if e.kind() == ErrorKind::NotFound => return no(path, "there is no such path"),
-        Err(e) => return Err(Error::io("look at", path, e)),
+/// What a single file is; nothing where the path is a folder. On a store only its name tells.
+fn file(files: Files<'_>, path: &Path) -> Result<Option<Foreign>> {
+    let is_local = !files.is_remote();
+    if is_local {
+        match std::fs::metadata(path) {
+            Ok(what) if what.is_file() => {}
+            Ok(_) => return Ok(None),
+            Err(e) if e.kind() == ErrorKind::NotFound => return no(path, "there is no such path"),
+            Err(e) => return Err(Error::io("look at", path, e)),
+        }
+        if path.to_str().is_none() {
+            let reason = format!("{}: the file name is not UTF-8", path.display());
+            return Err(Error::Unsupported(reason));
+        }
     }
-    let dir = path.parent().unwrap_or(Path::new(""));
+    let dir = path.parent().unwrap_or(Path::new("")).to_owned();
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    if path.to_str().is_none() {
-        return Err(Error::Unsupported(format!(
-            "{}: the file name is not UTF-8",
-            path.display()
-        )));
-    }
-    let dir = dir.to_owned();
-    if torch_file::is_torch_file(&name, &start(path)?) {
+    let start = if is_local { start(path)? } else { Vec::new() };
+    // A folder of a store may be called so too.
+    if torch_file::is_torch_file(&name, &start) && files.has(path)? {
         let model = Model::of_file(&name);
         return Ok(Some(Foreign::Torch { dir, model }));
     }
-    if let Some(model) = Model::at(Files::Local, &dir, &name, &models::SAFETENSORS)? {
+    if let Some(model) = Model::at(files, &dir, &name, &models::SAFETENSORS)? {
         return Ok(Some(Foreign::Safetensors { dir, model }));
     }
-    if let Some(model) = Model::at(Files::Local, &dir, &name, &models::TORCH)? {
+    if let Some(model) = Model::at(files, &dir, &name, &models::TORCH)? {
         return Ok(Some(Foreign::Torch { dir, model }));
     }
-    no(
-        path,
-        "a single file must be a .safetensors file, a file of torch.save, or an .index.json of such files",
-    )
+    if is_local {
+        return no(
+            path,
+            "a single file must be a .safetensors file, a file of torch.save, or an .index.json of such files",
+        );
+    }
+    Ok(None)
 }
 
 /// The first bytes of a file.
@@ -100,110 +110,39 @@ fn start(path: &Path) -> Result<Vec<u8>> {
     }
 }
 
-/// The model of a folder, of files with these names.
-fn model_of(files: Files<'_>, path: &Path, names: &[String]) -> Result<Option<Foreign>> {
-    let dir = path.to_owned();
-    // transformers prefers safetensors too.
-    if let Some(model) = models::choose(files, path, names, &models::SAFETENSORS)? {
-        return Ok(Some(Foreign::Safetensors { dir, model }));
-    }
-    let model = models::choose(files, path, names, &models::TORCH)?;
-    Ok(model.map(|model| Foreign::Torch { dir, model }))
-}
-
-fn models(path: &Path) -> Result<Foreign> {
-    let names = names(path)?;
-    match model_of(Files::Local, path, &names)? {
-        Some(model) => Ok(model),
-        None => no(path, why_not(&names)),
-    }
-}
-
-/// What is at a path that is a URL: the kinds that are read in place there. Each look is a request, so an index is asked for at once, and
-/// taken where it is.
-pub(super) fn find_remote(
-    connection: &dyn Connection,
-    path: &Path,
-    rank: Option<u32>,
-    control: &Control,
-) -> Result<FoundRemote> {
-    let files = Files::Remote(connection, control);
-    if rank.is_none()
-        && let Some(model) = remote_file(files, path)?
-    {
-        return Ok(FoundRemote::Foreign(model));
-    }
-    let index = path.join(rank.map_or_else(|| INDEX_NAME.to_owned(), rank_index_name));
-    if let Some(bytes) = files.read(&index)? {
-        return Ok(FoundRemote::Native { index, bytes });
-    }
-    let metadata = path.join(rank.map_or_else(|| METADATA_NAME.to_owned(), rank_metadata_name));
-    if connection.look(&metadata, control)?.is_some() {
-        return Ok(FoundRemote::Foreign(Foreign::Dcp));
-    }
-    if let Some(rank) = rank {
-        return no(path, format!("rank {rank} wrote no index of its own"));
-    }
-    remote_model(connection, path, control).map(FoundRemote::Foreign)
-}
-
-/// What others wrote at a path that is a URL, whatever index lies there.
-pub(super) fn find_remote_data(connection: &dyn Connection, path: &Path, control: &Control) -> Result<Foreign> {
-    if let Some(model) = remote_file(Files::Remote(connection, control), path)? {
-        return Ok(model);
-    }
-    if connection.look(&path.join(METADATA_NAME), control)?.is_some() {
-        return Ok(Foreign::Dcp);
-    }
-    remote_model(connection, path, control)
-}
-
-/// What a single file is, by its name; nothing where that is no name of one.
-fn remote_file(files: Files<'_>, path: &Path) -> Result<Option<Foreign>> {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let dir = path.parent().unwrap_or(Path::new("")).to_owned();
-    if let Some(model) = Model::at(files, &dir, &name, &models::SAFETENSORS)? {
-        return Ok(Some(Foreign::Safetensors { dir, model }));
-    }
-    // A folder may be called so too.
-    if torch_file::is_torch_file(&name, &[]) && files.has(path)? {
-        let model = Model::of_file(&name);
-        return Ok(Some(Foreign::Torch { dir, model }));
-    }
-    let model = Model::at(files, &dir, &name, &models::TORCH)?;
-    Ok(model.map(|model| Foreign::Torch { dir, model }))
-}
-
-fn remote_model(connection: &dyn Connection, path: &Path, control: &Control) -> Result<Foreign> {
-    let files = Files::Remote(connection, control);
-    let names = connection.names(path, control)?;
-    let can_list = names.is_some();
-    let names = match names {
+/// The model of a folder.
+fn models(files: Files<'_>, path: &Path) -> Result<Foreign> {
+    let listed = match files {
+        Files::Local => Some(names(path)?),
+        Files::Remote(connection, control) => connection.names(path, control)?,
+    };
+    let can_list = listed.is_some();
+    let names = match listed {
         Some(names) => names,
         // A server of files tells what it has to who asks for it by name.
         None => models::known_names(files, path)?,
     };
-    match model_of(files, path, &names)? {
-        Some(model) => Ok(model),
+    let dir = path.to_owned();
+    // transformers prefers safetensors too.
+    if let Some(model) = models::choose(files, path, &names, &models::SAFETENSORS)? {
+        return Ok(Foreign::Safetensors { dir, model });
+    }
+    match models::choose(files, path, &names, &models::TORCH)? {
+        Some(model) => Ok(Foreign::Torch { dir, model }),
         None if !can_list => no(
             path,
             "no index.dcprs, no .metadata and no model.safetensors is there, and this server lists no files",
         ),
-        None if names.is_empty() => no(path, "nothing is there"),
+        None if names.is_empty() && files.is_remote() => no(path, "nothing is there"),
         None => no(path, why_not(&names)),
     }
 }
 
-/// What [`find_remote`] finds.
-pub(super) enum FoundRemote {
-    /// An index of this crate: where, and its bytes.
-    Native { index: PathBuf, bytes: Vec<u8> },
-    /// A checkpoint without one.
-    Foreign(Foreign),
-}
-
 /// Whether there is something of this name, and be it a link that leads nowhere.
-fn is_there(path: &Path) -> Result<bool> {
+fn is_there(files: Files<'_>, path: &Path) -> Result<bool> {
+    if files.is_remote() {
+        return files.has(path);
+    }
     match std::fs::symlink_metadata(path) {
         Ok(_) => Ok(true),
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(false),

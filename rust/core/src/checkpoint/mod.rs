@@ -28,6 +28,6 @@ pub(crate) use data_files::explain;
 pub use data_files::{file_ref, find_link_outside, map_data_file};
 pub(crate) use data_header::part_of;
 pub use gather::{Gather, Memory};
-pub use locate::{Found, check_no_rank_indexes, find, find_data, has_native_data};
-pub use open::{index, open, open_data, open_remote, open_remote_data};
+pub use locate::{check_no_rank_indexes, has_native_data};
+pub use open::{open, open_data, open_remote, open_remote_data};
 pub use recover::{RecoverOptions, recover, recover_remote};

@@ -30,6 +30,8 @@ pub(crate) use lock::Claimed;
 pub use lock::{FileLock, FolderLock, LOCK_NAME, Mode};
 pub use mapping::Mapping;
 pub use occupant::Occupant;
+pub(crate) use platform::spare_address_space;
+pub use platform::{direct_align, is_remote};
 pub use private::PrivateMapping;
 pub use publish::{ASIDE, create_folder, lock_replaced, publish, put_in_place};
 pub(crate) use publish::{name_of_temporary, publish_on};
@@ -38,9 +40,4 @@ pub use remote::{
     Body, Condition, Connection, Destination, Folder, Listed, Part, Remote, Run, StoringConnection, Upload,
     list_folders, read_files,
 };
-pub use residency::{direct_align, is_remote, resident_bytes};
-
-/// Bytes of address space that this process may take yet, where that is limited.
-pub(crate) fn spare_address_space() -> Option<u64> {
-    platform::spare_address_space()
-}
+pub use residency::resident_bytes;

@@ -1,4 +1,4 @@
-//! What the kernel knows of a file: how much of it is in the page cache, what it lies on, and what direct I/O asks for.
+//! How much of a file is in the page cache.
 
 use std::fs::File;
 
@@ -13,21 +13,9 @@ pub fn resident_bytes(file: &File, start: u64, end: u64) -> Option<u64> {
     platform::resident_bytes(file, start, end).map(|bytes| bytes.min(end - start))
 }
 
-/// Whether the file lies on a network or user-space file system: those can stall a page fault for as long as they
-/// like or fail it with a signal, so they are never mapped unasked.
-#[must_use]
-pub fn is_remote(file: &File) -> bool {
-    platform::is_remote(file)
-}
-
-/// What offsets and lengths of direct reads of this file must be multiples of, or `None` where it takes none.
-#[must_use]
-pub fn direct_align(file: &File) -> Option<u64> {
-    platform::direct_align(file)
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::{direct_align, is_remote};
     use super::*;
     use std::io::Write;
 

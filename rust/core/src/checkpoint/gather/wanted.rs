@@ -205,7 +205,7 @@ pub fn compare(messages: &[&[u8]]) -> Result<Vec<Vec<u8>>> {
     let mut answers = vec![vec![0_u8; sections / 8]; messages.len()];
     let entries: Vec<&[[u8; ENTRY]]> = messages.iter().map(|message| message.as_chunks().0).collect();
     if messages.iter().any(|message| message.len() != sections * ENTRY) {
-        let reason = "what a rank says of the sections that it reads is no message of this kind";
+        let reason = "a rank sent an invalid message about the sections that it reads";
         return Err(Error::Plan(reason.into()));
     }
     for section in 0..sections {

@@ -9,7 +9,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::Error;
-use crate::checkpoint::{Found, find, index};
+use crate::checkpoint;
 use crate::format::Index;
 
 /// What `tests/fixtures/make_stock.py` made.
@@ -18,10 +18,7 @@ fn fixtures() -> PathBuf {
 }
 
 fn open(path: &Path, rank: Option<u32>) -> Result<Index, Error> {
-    match find(path, rank)? {
-        Found::Foreign(kind) => index(path, &kind, rank, 2),
-        Found::Native => panic!("no fixture has an index"),
-    }
+    checkpoint::open(path, rank, 2)
 }
 
 fn refusal(path: &Path, rank: Option<u32>) -> Error {

@@ -105,7 +105,9 @@ fn sample_mapping(file: &File, start: u64, end: u64, page: u64) -> Option<u64> {
     })
 }
 
-/// Whether the file lies on a network or user-space file system.
+/// Whether the file lies on a network or user-space file system: those can stall a page fault for as long as they like or fail
+/// it with a signal, so they are never mapped unasked.
+#[must_use]
 pub fn is_remote(file: &File) -> bool {
     /// Magic numbers of `statfs(2)` and the kernel's `magic.h`.
     const REMOTE: [u32; 14] = [
@@ -135,6 +137,7 @@ fn kind(file: &File) -> Option<u32> {
 }
 
 /// What offsets and lengths of direct reads of this file must be multiples of, or `None` where it takes none.
+#[must_use]
 pub fn direct_align(file: &File) -> Option<u64> {
     // With an empty path it is about the descriptor.
     let found = statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);

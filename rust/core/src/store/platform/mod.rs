@@ -8,6 +8,6 @@ mod linux;
 mod other;
 
 #[cfg(all(target_os = "linux", not(posix_only)))]
-pub(super) use linux::*;
+pub use linux::*;
 #[cfg(any(not(target_os = "linux"), posix_only))]
-pub(super) use other::*;
+pub use other::*;

@@ -20,6 +20,7 @@ pub fn resident_bytes(_: &File, _: u64, _: u64) -> Option<u64> {
 }
 
 /// Nothing says.
+#[must_use]
 pub fn is_remote(_: &File) -> bool {
     false
 }
@@ -30,6 +31,7 @@ pub fn spare_address_space() -> Option<u64> {
 }
 
 /// There are no direct reads.
+#[must_use]
 pub fn direct_align(_: &File) -> Option<u64> {
     None
 }
