@@ -163,6 +163,13 @@ def two_saves(folder: Path) -> str:
     return r"\.metadata"
 
 
+def two_saves_of_which_one_does_not_open(folder: Path) -> str:
+    """It counted as one damaged checkpoint: torch's, which was whole, went with it."""
+    two_saves(folder)
+    (folder / "index.dcprs").write_bytes(b"damaged")
+    return r"\.metadata"
+
+
 def text(folder: Path) -> str:
     folder.mkdir()
     (folder / "notes.safetensors").write_text("mine")
@@ -200,6 +207,7 @@ def names_that_only_end_so(folder: Path) -> str:
         a_model_and_another,
         a_save_and_a_model,
         two_saves,
+        two_saves_of_which_one_does_not_open,
         text,
         text_of_torch,
         a_folder_of_such_a_name,

@@ -65,11 +65,13 @@ class CleanReport(Report):
         found: what can be removed; without ``yes``, it is all still there.
         removed: what is gone.
         kept: what was left alone; see :attr:`Leftover.why_kept`.
+        failed: what could not be removed, and why.
     """
 
     found: list[Leftover] = field(default_factory=list)
     removed: list[Leftover] = field(default_factory=list)
     kept: list[Leftover] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -152,7 +154,7 @@ def clean(
     for reason in failed:
         warn_caller(f"still there: {reason}")
     gone = [_leftover(found, store) for found in removed]
-    return CleanReport(found=gone, removed=gone, kept=[_leftover(found, store) for found in kept])
+    return CleanReport(found=gone, removed=gone, kept=[_leftover(found, store) for found in kept], failed=list(failed))
 
 
 def seen_beside(path: str | os.PathLike[str]) -> list[Leftover]:

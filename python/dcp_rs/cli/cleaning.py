@@ -14,8 +14,8 @@ from dcp_rs.cli.output import count, for_command_line, line, print_json, printab
 __all__ = ["clean", "mention"]
 
 
-def clean(path: Path, *, yes: bool, older_than: float | None, as_json: bool) -> None:
-    """Lists what was left behind, and removes it if that was asked for."""
+def clean(path: Path, *, yes: bool, older_than: float | None, as_json: bool) -> int:
+    """List what was left behind, and remove it if that was asked for. Return the exit status."""
     import dcp_rs
 
     report = dcp_rs.clean(path, yes=yes, older_than=older_than)
@@ -27,9 +27,10 @@ def clean(path: Path, *, yes: bool, older_than: float | None, as_json: bool) -> 
                 "found": [asdict(leftover) for leftover in report.found],
                 "removed": [asdict(leftover) for leftover in report.removed],
                 "kept": [asdict(leftover) | {"why": leftover.why_kept} for leftover in report.kept],
+                "failed": report.failed,
             }
         )
-        return
+        return 1 if report.failed else 0
     for leftover in report.kept:
         line(("kept     ", "dim"), f"{_row(leftover)}  ", (for_command_line(leftover.why_kept or ""), "yellow"))
     for leftover in report.found:
@@ -41,6 +42,7 @@ def clean(path: Path, *, yes: bool, older_than: float | None, as_json: bool) -> 
         line((f"removed {what}" if yes else f"{what} to remove: run again with --yes", "bold"))
     if isinstance(location(path), Url):
         line(("unfinished uploads are in no listing: a lifecycle rule removes them", "dim"))
+    return 1 if report.failed else 0
 
 
 def mention(leftovers: Sequence[Leftover]) -> None:

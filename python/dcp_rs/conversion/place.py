@@ -113,7 +113,7 @@ def _places(path: Path) -> Iterator[Path]:
 def _identity(path: Path) -> tuple[int, int] | None:
     try:
         found = path.stat()
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return found.st_dev, found.st_ino
 
@@ -132,6 +132,8 @@ def _check_folder(folder: Path, is_part: Callable[[Path], bool]) -> None:
         index = _open(folder)
     except (DcpRsError, OSError) as error:
         if not models:
+            if any(map(is_data_file, entries)):  # the index is damaged, but there are files of two checkpoints
+                raise _holds_more(folder, STOCK_NAME) from error
             return
         msg = f"{folder} does not open as one checkpoint, and is not replaced ({error}); remove what is there, or choose another place"
         raise CheckpointExistsError(msg, path=folder) from error

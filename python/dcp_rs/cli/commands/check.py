@@ -106,11 +106,11 @@ def _diff(
 )
 @options.storage
 @options.json
-def _clean(path: Path, yes: bool, older_than: float | None, as_json: bool) -> None:
+def _clean(path: Path, yes: bool, older_than: float | None, as_json: bool) -> int:
     """List files that killed saves and conversions left behind. With --yes, remove them.
 
-    PATH is the folder of a checkpoint or its URL, or the output of a conversion.
+    PATH is the folder of a checkpoint or its URL, or the output of a conversion. Exit code 1: something could not be removed.
     """
     from dcp_rs.cli.cleaning import clean
 
-    clean(path, yes=yes, older_than=older_than, as_json=as_json)
+    return clean(path, yes=yes, older_than=older_than, as_json=as_json)
