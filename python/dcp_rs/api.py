@@ -60,22 +60,23 @@ def load_state_dict(
     no_dist: bool = False,
     planner: LoadPlanner | None = None,
 ) -> LoadReport | None:
-    """Load into ``state_dict`` in place: ``torch.distributed.checkpoint.load_state_dict``, without its deprecation warning.
+    """Load into ``state_dict`` in place, as ``torch.distributed.checkpoint.load_state_dict`` does.
 
-    Every rank of ``process_group`` calls it, with the same keys. As there, ``Stateful`` values are not called: see :func:`load`.
+    It gives no deprecation warning. Every rank of ``process_group`` calls it with the same keys.
+    ``Stateful`` values are not called: :func:`load` calls them.
 
     Args:
-        state_dict: its tensors are filled in place, other values are replaced.
+        state_dict: its tensors are filled in place; other values are replaced.
         storage_reader: an :class:`RsReader`, or any reader of torch.
         process_group, coordinator_rank, no_dist: as in ``dcp.load``.
-        planner: default: :class:`RsLoadPlanner` with an :class:`RsReader`, else torch's.
+        planner: default: :class:`RsLoadPlanner` with an :class:`RsReader`, else torch's planner.
 
     Returns:
-        What the load found and took on this rank, if the reader is an :class:`RsReader`.
+        A report of the load on this rank; None if the reader is not an :class:`RsReader`.
 
     Raises:
-        Exception: on every rank, what a rank raised: one of :mod:`dcp_rs.errors`, an :class:`OSError`, or what a planner or a reader of your own
-            did. A note says on which rank.
+        Exception: on every rank, what any rank raised: one of :mod:`dcp_rs.errors`, an
+            :class:`OSError`, or an error of your own planner or reader. A note names the rank.
         RankLostError: a rank is gone.
 
     Example:
@@ -128,35 +129,45 @@ def load(
     progress: Progress = None,
     **unknown: Never,
 ) -> LoadReport:
-    """Load the checkpoint at ``path`` into ``state_dict``. Every rank of ``process_group`` calls it.
+    """Load the checkpoint at ``path`` into ``state_dict``.
 
-    A load that another save overtakes begins again with the new checkpoint, unless it is partial.
+    Every rank of ``process_group`` calls it. If another save replaces the checkpoint meanwhile,
+    the load starts again with the new one. A partial load (``allow_partial_load``) raises instead.
 
     Args:
-        state_dict: its tensors are filled in place, ``Stateful`` objects are loaded, other values are replaced.
-        path: a checkpoint: a folder of this package, of Hugging Face, of stock DCP, a ``.safetensors`` file, a file of ``torch.save``, or
-            the URL of one on a store.
-        rename: from stored names to those of the state dict: a mapping of names, or of what names begin with up to a dot, or a callable.
-            With ``{"model": ""}`` what is stored as ``model.x`` goes to ``x``; what a mapping lacks keeps its name.
-        include, exclude: globs over names of the state dict. What is not included, or excluded, is left alone.
-        allow_partial_load: leave alone what the checkpoint lacks or has in another shape, and fill what it holds of the rest.
-        dtype: what floating-point tensors become. Those of another dtype are replaced in the state dict, once every rank has read.
-        device: where tensors go. Those elsewhere are replaced in the same way. Tensors on ``meta`` always are.
-        dtype_policy: what to do where state dict and checkpoint differ in dtype and ``dtype`` is not given: ``"warn"`` casts and says so,
-            ``"error"`` refuses, ``"cast"`` casts.
-        planner: an :class:`RsLoadPlanner` in place of these options, or a planner of your own, which is called as torch calls it.
+        state_dict: its tensors are filled in place, ``Stateful`` objects are loaded, and other
+            values are replaced.
+        path: a folder of dcp-rs, Hugging Face or stock DCP, a ``.safetensors`` file, a file of
+            ``torch.save``, or the URL of one on a store.
+        rename: maps stored names to names of the state dict. Either a callable, or a mapping of
+            names or of prefixes that end before a dot. ``{"model": ""}`` loads the stored
+            ``model.x`` into ``x``. Names that the mapping lacks stay as they are.
+        include, exclude: globs over names of the state dict. Entries that are not included, or are
+            excluded, stay as they are.
+        allow_partial_load: leave entries alone that the checkpoint lacks or has in another shape,
+            and fill the parts that it has of the others.
+        dtype: cast floating-point tensors to it. A tensor of another dtype is replaced in the
+            state dict, once every rank has read.
+        device: load tensors onto it. Tensors on another device are replaced in the same way;
+            tensors on ``meta`` always are.
+        dtype_policy: what to do if a tensor's dtype differs from the stored one and ``dtype`` is
+            not given: ``"warn"`` casts and warns, ``"error"`` raises, ``"cast"`` casts.
+        planner: an :class:`RsLoadPlanner` in place of these options; or your own planner, which is
+            called as torch calls it.
         process_group, no_dist: as in ``dcp.load``.
-        weights_only: unpickle values as ``torch.load(weights_only=True)`` does. ``False`` is for checkpoints that you wrote yourself.
+        weights_only: unpickle values as ``torch.load(weights_only=True)`` does. Pass ``False``
+            only for checkpoints that you wrote yourself.
         verify, io, threads, shared, max_inflight_bytes: see :class:`dcp_rs.options.ReadOptions`.
         replicas, allow_external, storage_options, progress: see :class:`RsReader`.
 
     Returns:
-        What the load found and took on this rank. The log ``dcp_rs`` has it as a line.
+        A report of the load on this rank. The log ``dcp_rs`` has it as one line.
 
     Raises:
         Exception: as :func:`load_state_dict`.
-        CheckpointReplacedError: another save replaced the checkpoint while a partial load was reading it.
-        TypeError: an unknown option, even on one rank only; the message names the one that is meant.
+        CheckpointReplacedError: another save replaced the checkpoint during a partial load.
+        TypeError: an unknown option, even on one rank only. The message names the one that is
+            meant.
 
     Example:
         ```python
@@ -244,32 +255,41 @@ def save(
     guard: Callable[[], AbstractContextManager[object]] | None = None,
     **unknown: Never,
 ) -> SavedMetadata:
-    """Save ``state_dict`` to the folder ``path``, from all ranks.
+    """Save ``state_dict`` to the folder ``path``. Every rank of ``process_group`` calls it.
 
-    The old checkpoint at ``path``, if there is one, stays whole until the new one is complete; then one rename replaces it. No file that
-    dcp-rs did not write is touched. On a store, of two saves at a time one wins, and the other raises.
+    A checkpoint that is at ``path`` already stays whole until the new one is complete. Then one
+    rename replaces it. Files that dcp-rs did not write stay. If two jobs save to one URL at the
+    same time, one wins and the other raises.
 
     Args:
         state_dict: as for ``dcp.save``.
-        path: the folder; it is created where it does not exist. Or the URL of one on a store: ``s3://``, ``gs://``, ``az://``.
-        planner: options of an :class:`RsSavePlanner`; or a planner of your own, which is called as ``dcp.save`` calls it.
+        path: the folder, which is created if needed; or its URL: ``s3://``, ``gs://``, ``az://``.
+        planner: an :class:`RsSavePlanner`, which has more options; or your own planner, which is
+            called as ``dcp.save`` calls it.
         process_group, no_dist: as in ``dcp.save``.
-        overwrite: ``False`` refuses to replace a checkpoint.
-        strict_values: refuse values that would not load back under ``weights_only=True``, and keys that come back as text. Without it they
-            are saved, with a warning.
-        parent, reuse, verify_reuse: what is taken over from another checkpoint; see :class:`RsWriter`.
-        storage_options: for a URL, as for :class:`RsReader`.
-        progress: ``True`` draws a bar on the first rank; a callable hears, on its rank, of the bytes that it has written and of all that it is to write.
+        overwrite: ``False`` raises if there is a checkpoint already.
+        strict_values: raise for values that do not load under ``weights_only=True``, and for keys
+            that load as text. By default they are saved with a warning.
+        parent, reuse, verify_reuse: take unchanged tensors from another checkpoint; see
+            :class:`RsWriter`.
+        storage_options: for a URL, see :class:`RsReader`.
+        progress: ``True`` draws a bar on the first rank. A callable is called on its rank with the
+            bytes written so far and the bytes to write.
         io, threads, fsync, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
-        save_id: what is to identify the save, as a UUID; the coordinator's counts. Default: a random one.
-        guard: called once on the coordinator. The commit happens within what it returns, and what that raises when it is entered stops the commit.
+        save_id: a UUID for the save; the coordinator's counts. Default: a random one.
+        guard: called once on the coordinator. It returns a context manager, in which the commit
+            runs. If entering that raises, nothing is committed.
 
     Returns:
-        What ``dcp.save`` does, with a ``report`` of what the save took on this rank (:class:`SaveReport`). The log ``dcp_rs`` has it as a line.
+        The metadata, as ``dcp.save`` returns it. Its ``report`` is this rank's
+        :class:`SaveReport`, which the log ``dcp_rs`` has as one line.
 
     Raises:
-        Exception: as :func:`load_state_dict`. Then no rank has left data files behind, and the checkpoint that was there is whole. Only after a
-            ``RankLostError``, or a ``StorageUnclearError``, files may be left, for :func:`dcp_rs.clean`, and the new checkpoint may be there.
+        Exception: as :func:`load_state_dict`. The old checkpoint is whole then, and no rank left
+            data files. After a ``RankLostError`` or a ``StorageUnclearError`` there may be files
+            for :func:`dcp_rs.clean`, and the new checkpoint may be there.
+        TypeError: an unknown option, even on one rank only. The message names the one that is
+            meant.
 
     Example:
         ```python
@@ -361,10 +381,11 @@ def async_save(
     guard: Callable[[], AbstractContextManager[object]] | None = None,
     **unknown: Never,
 ) -> SaveFuture:
-    """Save in the background. Return once ``state_dict`` has been copied to host memory: training may go on and change it.
+    """Save in the background. Training may change ``state_dict`` once this returns.
 
-    With ``async_staging=True`` it returns when the copy has begun, and the copy goes on beside the next forward and backward pass. Then nothing may
-    change the tensors before ``future.staged`` is done:
+    By default it returns when the state is copied to host memory. With ``async_staging=True`` it
+    returns when the copy has begun, which goes on beside the next forward and backward pass. Do
+    not change the tensors then before ``future.staged`` is done:
 
     ```python
     future = dcp_rs.async_save(state, path, async_staging=True)
@@ -374,29 +395,36 @@ def async_save(
     optimizer.step()
     ```
 
-    Saves of one process follow each other, in the order of the calls, so that their collectives do not mix. At most two copies are there at a time, one that is being written
-    and one more: a third call waits until the first save is over. The memory of copies is kept for the next (:func:`dcp_rs.release_pinned_memory` lets go of it).
-    A save to a path that another one has not finished with is refused. What fails on one rank before this returns
-    is raised there, as soon as the others know; on those the future raises it.
+    Saves of one process run one after another, in the order of the calls. At most two copies exist
+    at a time: a third call waits until the first save is over. The memory of a copy is kept for
+    the next one; :func:`dcp_rs.release_pinned_memory` frees it. If a rank fails before this
+    returns, it raises there once the other ranks know; on those the future raises it.
 
     Args:
-        state_dict, path, planner, process_group, no_dist: as for :func:`save`. A process group needs a CPU backend, and
-            nothing else may use it meanwhile. Default: a gloo group of all ranks, made at the first such call and kept for the next.
-        stager: one made with ``cache=True`` keeps memory of its own. The next call with it waits until the save of this one is over.
-        async_staging: do not wait for the copy. Of accelerators it is made on streams of its own, of host memory by a thread. What is no tensor, and what raw bytes cannot
-            hold (sparse or quantized tensors), is copied before this returns in any case. Where torch counts changes of a tensor, one that came too early is a
-            ``StateChangedError`` in place of a checkpoint; it does not count those of its fused and ``foreach`` optimizers.
-        overwrite, strict_values, parent, reuse, verify_reuse, storage_options, progress, io, threads, fsync, max_inflight_bytes, save_id, guard: as for :func:`save`.
+        state_dict, path, planner, no_dist: as for :func:`save`.
+        process_group: a group with a CPU backend that nothing else uses meanwhile. Default: a gloo
+            group of all ranks, made by the first call and kept.
+        stager: a :class:`HostStager`. One with ``cache=True`` has memory of its own, and the next
+            call with it waits until the save of this call is over.
+        async_staging: do not wait for the copy. Accelerators copy on streams of their own, and a
+            thread copies host memory. Values, and sparse or quantized tensors, are copied before
+            this returns. If a tensor changed too early and torch counted the change, the save
+            fails with a ``StateChangedError``. Torch does not count those of fused and ``foreach``
+            optimizers.
+        overwrite, strict_values, parent, reuse, verify_reuse, storage_options: as for
+            :func:`save`.
+        progress, io, threads, fsync, max_inflight_bytes, save_id, guard: as for :func:`save`.
 
     Returns:
-        A future: of the metadata, once the checkpoint is committed, or what :func:`save` would have raised. Its ``report`` says what the save took, its
-        ``staged`` when the copy is made.
+        A future of the metadata, done when the checkpoint is committed. It raises what
+        :func:`save` would have raised. See :class:`SaveFuture` for its ``report`` and ``staged``.
 
     Raises:
-        SaveInProgressError: another save to ``path`` is not over.
-        StateChangedError: from the future, on every rank: a tensor was changed before it was copied.
-        Exception: whatever else prevents the copy. What fails before this returns is raised here, and by
-            the futures of the other ranks.
+        SaveInProgressError: another save of this process to ``path`` is not over.
+        StateChangedError: from the future, on every rank: a tensor changed before it was copied.
+        TypeError: an unknown option, even on one rank only. The message names the one that is
+            meant.
+        Exception: whatever prevents the copy. The futures of the other ranks raise it too.
 
     Example:
         ```python

@@ -64,17 +64,21 @@ def open(
     max_inflight_bytes: int | None = None,
     storage_options: Mapping[str, Any] | Any | None = None,
 ) -> Checkpoint | NumpyCheckpoint:
-    """Opens a checkpoint for reading by name: a mapping of FQN to tensor or value.
+    """Open a checkpoint for reading by name. It is a mapping from names to tensors and values.
 
-    It takes the place of ``safetensors.safe_open(path, framework, device)``, for checkpoints of any kind, and has all that that has.
+    The arguments are those of ``safetensors.safe_open(path, framework, device)``, and so are the
+    methods of the result.
 
     Args:
-        path: a checkpoint: a folder of this package, of Hugging Face, of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``;
-            or the URL of one of the first four on a store. There every tensor is read when it is asked for, and nothing is mapped.
-        framework: ``"pt"``: tensors of torch. ``"np"``: arrays of NumPy. Only a non-tensor value imports torch; see :class:`dcp_rs.NumpyCheckpoint`.
-        device: where tensors go. On ``"meta"`` they are a skeleton: shapes, dtypes and ``requires_grad`` as they were saved, and no tensor is read.
-        weights_only: refuse values that need more than ``torch.load(weights_only=True)`` allows, as ``None`` does.
-        allow_external: open data files outside the folder, if the index names any.
+        path: a folder of dcp-rs, Hugging Face or stock DCP, a ``.safetensors`` file, a file of
+            ``torch.save``, or the URL of one on a store. From a store each tensor is read when you
+            ask for it.
+        framework: ``"pt"`` for torch tensors, ``"np"`` for NumPy arrays. With ``"np"`` torch is
+            imported for non-tensor values only; see :class:`dcp_rs.NumpyCheckpoint`.
+        device: where tensors go. ``"meta"`` gives a skeleton: shapes, dtypes and
+            ``requires_grad``, and reads no tensor.
+        weights_only: refuse values that ``torch.load(weights_only=True)`` would refuse.
+        allow_external: open data files outside of the folder, if the index names any.
         io, threads, verify, shared, max_inflight_bytes: see :class:`dcp_rs.options.ReadOptions`.
         storage_options: for a URL, see :class:`dcp_rs.RsReader`.
 
