@@ -117,21 +117,25 @@ class WriterArguments(WriteArguments, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """How bytes are read. The fields are keyword arguments of ``RsReader``, ``load``, ``open`` and the others that read; nothing takes the object.
+    """How bytes are read: keyword arguments of ``RsReader``, ``load``, ``open`` and other readers.
 
     Attributes:
-        io: ``"mmap"`` copies from a mapping, ``"direct"`` reads around the page cache, ``"buffered"`` reads through it;
-            ``"auto"`` decides for each file by what is in the page cache and by the file system.
-        threads: default: the cores of this process (its affinity, and its cgroup's CPU quota), divided by ``LOCAL_WORLD_SIZE``.
-        verify: True checks the digest of every block that is read; ``"auto"`` of those that come from a disk or a
-            store and are wanted whole (1 MiB), and of none in the page cache. Blocks are hashed as they are copied, so a
-            destination may hold a damaged one when the error is raised; no planner is told that it is filled.
-        shared: whether other processes of this machine load the same checkpoint at the same time. ``"auto"`` then reads what they
-            want too through the page cache, so that the disk delivers it once. By default there are others where ``LOCAL_WORLD_SIZE`` is
-            more than 1, or, where it is not set, the process group has more than one rank. In a load of all of these, ranks tell each other
-            what they want. Otherwise, and with ``True``, it is guessed: tensors that are wanted whole, and the rows that columns are part of.
-        max_inflight_bytes: bound on memory beyond the destinations, in bytes. Default 64 MiB, for an accelerator 256 MiB
-            of pinned memory.
+        io: ``"mmap"`` copies from a mapping, ``"direct"`` reads past the page cache,
+            ``"buffered"`` reads through it. ``"auto"`` decides for each file, by what is in the
+            page cache and by the file system.
+        threads: threads that read. Default: the cores of this process (its affinity and its
+            cgroup's CPU quota), divided by ``LOCAL_WORLD_SIZE``.
+        verify: ``True`` checks the digest of every block that is read. ``"auto"`` checks whole
+            blocks (1 MiB) that come from a disk or a store, and none that are in the page cache. A
+            block is hashed while it is copied, so a destination may hold a damaged block when the
+            error is raised.
+        shared: whether other processes of this machine load the same checkpoint at the same time.
+            ``io="auto"`` then reads through the page cache what they need too, so that the disk
+            delivers it once. Default: true if ``LOCAL_WORLD_SIZE`` or, if that is not set, the
+            process group has more than one rank. In a load of all ranks the ranks tell each other
+            what they need. Otherwise it is guessed from the shapes.
+        max_inflight_bytes: bound on memory beyond the destinations, in bytes. Default: 64 MiB; for
+            an accelerator 256 MiB of pinned memory.
     """
 
     io: Literal["auto", "mmap", "direct", "buffered"] = "auto"
@@ -179,14 +183,16 @@ class ReadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteOptions:
-    """How bytes are written. The fields are keyword arguments of ``RsWriter``, ``save`` and the others that write; nothing takes the object.
+    """How bytes are written: keyword arguments of ``RsWriter``, ``save`` and other writers.
 
     Attributes:
-        io: ``"direct"`` writes around the page cache, ``"buffered"`` through it; ``"auto"`` takes what is faster on the file system.
-        threads: writes in flight; default: as many as keep the disk busy, divided by ``LOCAL_WORLD_SIZE``.
-        fsync: make files and folder durable before the checkpoint counts as saved.
-        max_inflight_bytes: bound on memory for copies that wait to be written, in bytes. Default 64 MiB, for an object store 256 MiB, for an
-            accelerator 256 MiB of pinned memory.
+        io: ``"direct"`` writes past the page cache, ``"buffered"`` through it. ``"auto"`` takes
+            the faster way for the file system.
+        threads: writes in flight. Default: as many as keep the disk busy, divided by
+            ``LOCAL_WORLD_SIZE``.
+        fsync: make files and folder durable before the save counts as done.
+        max_inflight_bytes: bound on memory for copies that wait to be written, in bytes. Default:
+            64 MiB; for an object store 256 MiB; for an accelerator 256 MiB of pinned memory.
     """
 
     io: Literal["auto", "direct", "buffered"] = "auto"

@@ -17,15 +17,18 @@ __all__ = ["ArraySlice", "NumpyCheckpoint"]
 
 
 class NumpyCheckpoint(OpenCheckpoint["ArraySlice"]):
-    """A checkpoint that is open for reading, as NumPy arrays. Made by :func:`dcp_rs.open` with ``framework="np"``.
+    """A checkpoint that is open for reading, as NumPy arrays.
 
-    An array that is stored in one piece is a view of a private mapping of its file: nothing is read until it is touched, and writing to it changes
-    no file. One that is stored in several pieces is put together in new memory. Arrays stay valid after :meth:`close`.
+    :func:`dcp_rs.open` makes it with ``framework="np"``. An array that is stored in one piece is a
+    view of a private mapping of its file. It is read when you touch it, and writing to it changes
+    no file. An array in several pieces is read into new memory. Arrays stay valid after
+    :meth:`close`.
 
-    Of dtypes that NumPy lacks arrays are those of ``ml_dtypes`` where it is installed and has them; else they are the bits of the elements,
-    as unsigned integers, of which a warning says so once for each dtype.
+    Dtypes that NumPy lacks are those of ``ml_dtypes``, if it is installed and has them. Otherwise
+    you get the bits as unsigned integers, and one warning for each dtype.
 
-    A non-tensor value is read by ``torch.load``: the first one imports torch, and a tensor within a value is one of torch.
+    Non-tensor values are read by ``torch.load``: the first one imports torch, and tensors within a
+    value are torch tensors.
 
     Example:
         ```python

@@ -24,11 +24,12 @@ __all__ = ["Checkpoint", "TensorSlice", "containers_of"]
 
 
 class Checkpoint(OpenCheckpoint["TensorSlice"]):
-    """A checkpoint that is open for reading. Made by :func:`dcp_rs.open`.
+    """A checkpoint that is open for reading: a mapping from names to tensors and values.
 
-    On the CPU a tensor that is stored in one piece is a view of a private mapping of its file: nothing is read until it is touched,
-    and writing to it changes no file. (Two look-ups of one name share memory.) A tensor stored in several pieces is put together in new memory. Tensors stay valid after
-    :meth:`close`.
+    :func:`dcp_rs.open` makes it. On the CPU, a tensor that is stored in one piece is a view of a
+    private mapping of its file. It is read when you touch it, and writing to it changes no file.
+    Two look-ups of one name share memory. A tensor in several pieces is read into new memory.
+    Tensors stay valid after :meth:`close`.
 
     Example:
         ```python

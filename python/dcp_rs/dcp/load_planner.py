@@ -130,28 +130,34 @@ def _outside(box: _Box, other: _Box) -> Iterator[_Box]:
 
 
 class RsLoadPlanner(DefaultLoadPlanner):
-    """Torch's ``DefaultLoadPlanner`` with options. :func:`dcp_rs.load` takes the same ones.
+    """Torch's ``DefaultLoadPlanner`` with the options of :func:`dcp_rs.load`.
 
-    :func:`dcp_rs.load` and :func:`dcp_rs.load_state_dict` take its options and plan in Rust. Under torch's own ``dcp.load``, and where a
-    subclass overrides a method, it plans as torch does, item by item.
+    :func:`dcp_rs.load` and :func:`dcp_rs.load_state_dict` take its options and plan in Rust. Under
+    torch's own ``dcp.load``, and if a subclass overrides a method, it plans item by item as torch
+    does.
 
     Args:
-        checkpoint: for :meth:`resolve_tensor` by name before a load has set the planner up.
-        dtype: what floating-point tensors become, but for the ``step`` of an optimizer's state; those of another dtype are replaced in the state dict.
-        device: where tensors go; those elsewhere (on ``meta`` above all) are replaced in the same way.
-        dtype_policy: what to do where state dict and checkpoint differ in dtype and ``dtype`` was not given: ``"warn"`` casts and says so,
-            ``"error"`` refuses, ``"cast"`` casts.
-        rename: from stored names to those of the state dict, as that of :func:`dcp_rs.convert`. A mapping is of names, or of what names begin with
-            up to a dot: with ``{"model": ""}`` what is stored as ``model.x`` goes to ``x``; what it lacks keeps its name. Or a callable.
-        include, exclude: globs over names of the state dict; what is not included, or excluded, is left alone.
-        allow_partial_load: leave alone what the checkpoint lacks or has in another shape, and fill what it holds of the rest. See ``report``.
+        checkpoint: the checkpoint that :meth:`resolve_tensor` reads by name before a load has set
+            the planner up.
+        dtype: cast floating-point tensors to it, except the ``step`` of an optimizer's state. A
+            tensor of another dtype is replaced in the state dict.
+        device: load tensors onto it. Tensors on another device, or on ``meta``, are replaced in
+            the same way.
+        dtype_policy: what to do if a tensor's dtype differs from the stored one and ``dtype`` is
+            not given: ``"warn"`` casts and warns, ``"error"`` raises, ``"cast"`` casts.
+        rename: maps stored names to names of the state dict, as for :func:`dcp_rs.load`.
+        include, exclude: globs over names of the state dict. Entries that are not included, or are
+            excluded, stay as they are.
+        allow_partial_load: leave entries alone that the checkpoint lacks or has in another shape,
+            and fill the parts that it has of the others. ``report`` names them.
         flatten_state_dict, flatten_sharded_tensors: as in torch's ``DefaultLoadPlanner``.
 
     Attributes:
-        report: what the last load found (:class:`LoadReport`).
+        report: the :class:`LoadReport` of the last load.
 
     Raises:
-        PlanError: nothing to load on any rank, a missing key, another shape, a refused or impossible cast, a tensor that the checkpoint does not wholly hold.
+        PlanError: no rank has anything to load; a key is missing; a shape differs; a cast is
+            refused or impossible; or the checkpoint lacks a part of a tensor.
 
     Example:
         ```python

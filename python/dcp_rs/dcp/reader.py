@@ -42,38 +42,46 @@ class _Opened:
 
 
 class RsReader(StorageReader):
-    """Reads a checkpoint under DCP's load protocol: ``dcp.load(state_dict, storage_reader=RsReader(path))``.
+    """Storage reader for ``dcp.load(state_dict, storage_reader=RsReader(path))``.
 
     Args:
-        path: a checkpoint: a folder of this package, of Hugging Face, of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``;
-            or the URL of one of the first four on a store: ``s3://``, ``gs://``, ``az://``, ``http://``, ``https://``.
+        path: a folder of dcp-rs, Hugging Face or stock DCP, a ``.safetensors`` file, a file of
+            ``torch.save``, or the URL of one of the first four on a store: ``s3://``, ``gs://``,
+            ``az://``, ``http://``, ``https://``.
         io, threads, verify, shared, max_inflight_bytes: see :class:`dcp_rs.options.ReadOptions`.
-        weights_only: check that every non-tensor value loads under ``torch.load(weights_only=True)`` before a planner gets it (stock
-            planners unpickle freely), as ``None`` does. ``False`` is for checkpoints you wrote yourself.
-        allow_external: open data files outside the checkpoint's folder, if its index names any.
-        replicas: who reads what several ranks need (all of the model under DDP, a shard under HSDP): ``"each"`` rank for itself; the ranks
-            of a ``"node"`` together (``LOCAL_WORLD_SIZE`` of them); or ``"all"``. Together, every rank reads a part and sends it to
-            the others, in pieces that ``max_inflight_bytes`` bounds. It takes effect in :func:`dcp_rs.load` and
-            :func:`dcp_rs.load_state_dict`, but not with a planner of your own.
-        storage_options: for a URL, how to reach the store: names and values as the Rust crate ``object_store`` has them (``aws_endpoint``, ``aws_region``,
-            ``aws_access_key_id``, ...), and ``max_retries``, ``retry_timeout`` and ``read_timeout`` (seconds); or a store of ``obstore``, whose options are
-            taken. What is not given comes from the environment. Secrets are not pickled with the reader.
-        progress: ``True`` draws a bar for the first rank, on a terminal and in notebooks; a callable hears on its rank, now and then and at the end, of the bytes
-            that it has and of all that it wants.
-        thread_count: ``threads``, as torch's ``HuggingFaceStorageReader`` calls it. Its ``token`` (torch 2.8) and ``FileSystemReader``'s
-            ``_extension_registry`` are taken and have no use here, which is warned of once.
+        weights_only: check that each value loads under ``torch.load(weights_only=True)`` before a
+            planner gets it, as stock planners unpickle anything. ``None`` means ``True``. Pass
+            ``False`` only for checkpoints that you wrote yourself.
+        allow_external: open data files outside of the checkpoint's folder, if its index names any.
+        replicas: who reads what several ranks need, such as the model under DDP. ``"each"``: every
+            rank reads for itself. ``"node"``: the ranks of a node (``LOCAL_WORLD_SIZE`` of them)
+            read a part each and send it to the others. ``"all"``: all ranks do so. Pieces that are
+            sent are bounded by ``max_inflight_bytes``. It takes effect in :func:`dcp_rs.load` and
+            :func:`dcp_rs.load_state_dict`, and not with a planner of your own.
+        storage_options: for a URL, how to reach the store. Names and values are those of the Rust
+            crate ``object_store`` (``aws_endpoint``, ``aws_region``, ``aws_access_key_id``, ...),
+            and ``max_retries``, ``retry_timeout`` and ``read_timeout`` (in seconds). Or pass a
+            store of ``obstore``, whose options are taken. The rest comes from the environment.
+            Secrets are not pickled with the reader.
+        progress: ``True`` draws a bar on the first rank, on a terminal and in notebooks. A
+            callable is called on its rank with the bytes loaded so far and the bytes to load.
+        thread_count: ``threads``, as torch's ``HuggingFaceStorageReader`` names it. ``token`` and
+            ``_extension_registry`` of torch's readers are accepted with a warning, and have no
+            effect.
 
     Attributes:
-        report: what the last load through this reader found and took (:class:`dcp_rs.LoadReport`); None before it. The log ``dcp_rs`` has it as a line.
+        report: the :class:`dcp_rs.LoadReport` of the last load; None before it. The log ``dcp_rs``
+            has it as one line.
 
     Raises:
-        CheckpointNotFoundError, CorruptIndexError, UnsupportedError: from reading the metadata.
-        CheckpointReplacedError: another save replaced the checkpoint since its metadata was read, and removed the data files of the old
-            one; ``dcp_rs.load`` and ``dcp_rs.load_state_dict`` then load the new one.
-        CorruptDataError: a data file is missing, has another length than the index says, or (``verify=True``) does not match its digest.
-        UnsafePickleError: a non-tensor value does not load under ``weights_only=True``.
-        StorageError: a store could not be reached, or refused; below it what there is to do about it.
-        PlanError: a plan asks for what the checkpoint does not hold.
+        CheckpointNotFoundError, CorruptIndexError, UnsupportedError: the metadata cannot be read.
+        CheckpointReplacedError: another save replaced the checkpoint after its metadata was read.
+            ``dcp_rs.load`` and ``dcp_rs.load_state_dict`` then load the new one.
+        CorruptDataError: a data file is missing, has another length, or (``verify=True``) does not
+            match its digests.
+        UnsafePickleError: a value does not load under ``weights_only=True``.
+        StorageError: a store cannot be reached, or refuses a request.
+        PlanError: a plan asks for what the checkpoint does not have.
 
     Example:
         ```python

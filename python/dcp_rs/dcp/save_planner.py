@@ -24,22 +24,27 @@ __all__ = ["RsSavePlanner", "is_plain"]
 class RsSavePlanner(DefaultSavePlanner):
     """Torch's ``DefaultSavePlanner`` with options.
 
-    :func:`dcp_rs.save` and :func:`dcp_rs.async_save` take the options from it, and plan in Rust, unless it is of a subclass, or a method is
-    set on the object. Then, and under torch's own ``dcp.save``, it plans with an object for every tensor, as torch does.
+    :func:`dcp_rs.save` and :func:`dcp_rs.async_save` take its options and plan in Rust. Under
+    torch's own ``dcp.save``, and if a subclass overrides a method, it plans item by item as torch
+    does.
 
     Args:
-        flatten_state_dict, flatten_sharded_tensors, dedup_replicated_tensors: as in torch's ``DefaultSavePlanner``.
-        dedup_save_to_lowest_rank: the lowest of the ranks that hold something saves it.
-        enable_plan_caching: in saves by :func:`dcp_rs.save` and :func:`dcp_rs.async_save`, a rank whose plan is that of its last save through the
-            same process group sends only a digest of it. In torch's own ``dcp.save`` it changes nothing: torch remembers plans by the planner's
-            class, also from one process group to another.
-        dtype: what floating-point tensors of 16 bits and more are stored as. With :func:`dcp_rs.save` they are cast while they are written, in memory of bounded size. Those of
-            8 bits and fewer stay as they are: their scales are elsewhere. So does the ``step`` of an optimizer's state.
-        include, exclude: globs over names; what is not included, or excluded, is not saved.
+        flatten_state_dict, flatten_sharded_tensors, dedup_replicated_tensors: as in torch's
+            ``DefaultSavePlanner``.
+        dedup_save_to_lowest_rank: the lowest of the ranks that hold an entry saves it.
+        enable_plan_caching: a rank whose plan has not changed since its last save through the same
+            process group sends only a digest of it. It has no effect under torch's own
+            ``dcp.save``.
+        dtype: store floating-point tensors of 16 bits and more in this dtype. :func:`dcp_rs.save`
+            casts them while it writes, in bounded memory. Tensors of 8 bits and fewer keep their
+            dtype, as their scales are elsewhere. So does the ``step`` of an optimizer's state.
+        include, exclude: globs over names. Entries that are not included, or are excluded, are not
+            saved.
 
     Raises:
-        PlanError: ``include`` and ``exclude`` leave nothing to save, a chunk outside of its tensor, chunks that overlap, elements that no rank holds, a tensor that ranks describe in two ways.
-        UnsupportedError: a tensor that the format cannot hold.
+        PlanError: ``include`` and ``exclude`` leave nothing to save; chunks overlap or lie outside
+            of their tensor; no rank holds an element; or ranks describe a tensor differently.
+        UnsupportedError: the format cannot hold a tensor.
 
     Example:
         ```python

@@ -220,46 +220,58 @@ def _entry(item: WriteItem, data: torch.Tensor | io.BytesIO, path: Any, position
 
 
 class RsWriter(StorageWriter, BlockingAsyncStager):
-    """Writes a checkpoint under DCP's save protocol: ``dcp.save(state_dict, storage_writer=RsWriter(path))``.
+    """Storage writer for ``dcp.save(state_dict, storage_writer=RsWriter(path))``.
 
-    The old checkpoint at ``path``, if there is one, stays whole until the new one is complete; then one rename replaces it. No file that
-    dcp-rs did not write is touched. On a store, of two saves at a time one wins, and the other raises.
+    A checkpoint that is at ``path`` already stays whole until the new one is complete. Then one
+    rename replaces it. Files that dcp-rs did not write stay. If two jobs save to one URL at the
+    same time, one wins and the other raises.
 
     Args:
-        path: the folder; it is created where it does not exist. Or the URL of one on a store: ``s3://``, ``gs://``, ``az://``.
+        path: the folder, which is created if needed; or its URL: ``s3://``, ``gs://``, ``az://``.
         threads, fsync, io, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
-        overwrite: ``False`` refuses to replace a checkpoint.
-        strict_values: refuse values that would not load back under ``weights_only=True``, and keys that come back as text; without it they are saved,
-            with a warning.
-        progress: ``True`` draws a bar for the first rank, on a terminal and in notebooks; a callable hears on its rank, now and then and at the end, of the bytes
-            that it has written, and of all that it is to write. Not where another process saves (``AsyncCheckpointerType.PROCESS``).
-        parent: a checkpoint, of an earlier step, say. What it holds with the same name, place, shape, dtype and content is not written again: its data files
-            are linked, so that either checkpoint is whole without the other. On a store, where it is in the same bucket and ``storage_options`` reach both, the
-            store copies them, and no byte of them is sent. Where that cannot be, and why is a warning, all is written.
-        reuse: globs over names of what does not change from save to save; or a module: its parameters that need no gradient. It is written apart, and where the
-            parent's save was told the same, only the first MiB of each tensor is compared.
-        verify_reuse: read what would be reused of ``parent``, and write what is not as its digests say.
-        storage_options: for a URL, as for :class:`RsReader`. Secrets are not pickled: a save in another process takes them from its environment.
-        save_id: what is to identify the first save with this writer, as a UUID; the coordinator's counts. Default: a random one.
-        guard: called once on the coordinator. The commit happens within what it returns, and what that raises when it is entered stops the commit.
-        thread_count, sync_files: ``threads`` and ``fsync``, as torch's ``FileSystemWriter`` calls them. Its other arguments are taken, in its
-            order: ``single_file_per_rank`` and ``per_thread_copy_ahead`` change nothing here, which is warned of once, nor do
-            ``serialization_format`` and ``cache_staged_state_dict``: the memory of copies is kept for the next. ``_extensions`` are refused.
+        overwrite: ``False`` raises if there is a checkpoint already.
+        strict_values: raise for values that do not load under ``weights_only=True``, and for keys
+            that load as text. By default they are saved with a warning.
+        progress: ``True`` draws a bar on the first rank, on a terminal and in notebooks. A
+            callable is called on its rank with the bytes written so far and the bytes to write. It
+            has no effect if another process saves (``AsyncCheckpointerType.PROCESS``).
+        parent: an earlier checkpoint. Entries that it holds with the same name, place, shape,
+            dtype and content are not written again. Their data files are linked, so that each
+            checkpoint is whole without the other. A store copies them, if both are in one bucket
+            and ``storage_options`` reach both. Where that is not possible, everything is written,
+            and a warning says why.
+        reuse: globs over names of tensors that do not change from save to save; or a module, for
+            its parameters without gradient. They are written apart. If the parent's save had the
+            same ``reuse``, only the first MiB of each is compared.
+        verify_reuse: read the reused data of ``parent``, and write again what does not match its
+            digests.
+        storage_options: for a URL, see :class:`RsReader`. Secrets are not pickled: a save in
+            another process takes them from its environment.
+        save_id: a UUID for the first save with this writer; the coordinator's counts. Default: a
+            random one.
+        guard: called once on the coordinator. It returns a context manager, in which the commit
+            runs. If entering that raises, nothing is committed.
+        thread_count, sync_files: ``threads`` and ``fsync``, as torch's ``FileSystemWriter`` names
+            them.
+        single_file_per_rank, per_thread_copy_ahead: accepted with a warning, and without effect.
+        serialization_format, cache_staged_state_dict: accepted, and without effect.
 
     Attributes:
-        report: what the last save through this writer took on this rank (:class:`dcp_rs.SaveReport`); None before it. The log ``dcp_rs`` has it as a line.
+        report: the :class:`dcp_rs.SaveReport` of the last save on this rank; None before it. The
+            log ``dcp_rs`` has it as one line.
 
     Raises:
-        ValueError: an option that is none, one option under two names, or a ``save_id`` of another form.
-        UnsupportedError: ``_extensions``: they change what is stored; a ``path`` or ``parent`` of a scheme that is not known.
-
-        CheckpointExistsError: with ``overwrite=False``; also where another save was committed meanwhile.
+        ValueError: an option has an invalid value, or is given under two names.
+        CheckpointExistsError: with ``overwrite=False``, there is a checkpoint, or another save was
+            committed meanwhile.
         SaveInProgressError: another thread began a save with this writer before this one was over.
-        UnsupportedError: a value that the format cannot hold; with ``strict_values`` also a key.
-        UnsafePickleError: with ``strict_values``, a value that would not load back.
+        UnsupportedError: the format cannot hold a value or (``strict_values``) a key; ``path`` or
+            ``parent`` has an unknown scheme; ``_extensions`` are given.
+        UnsafePickleError: with ``strict_values``, a value would not load.
         StoragePreconditionError: another save to the URL was committed meanwhile.
-        StorageError: a store could not be reached, or refused. A ``StorageUnclearError``: the checkpoint may be there all the same.
-        OSError: a write failed; the files of this save have been removed.
+        StorageError: a store cannot be reached, or refuses a request. After a
+            ``StorageUnclearError`` the checkpoint may be there.
+        OSError: a write failed. The files of this save have been removed.
 
     Example:
         ```python

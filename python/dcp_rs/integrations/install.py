@@ -54,14 +54,16 @@ class _StandIn(ABCMeta):
 
 
 def install() -> None:
-    """Makes torch's names ``FileSystemReader`` and ``FileSystemWriter`` give :class:`RsReader` and :class:`RsWriter`, in this process.
+    """Make torch's ``FileSystemReader`` and ``FileSystemWriter`` those of dcp-rs, in this process.
 
-    So does everything that finds them there: ``dcp.save(state_dict, checkpoint_id=path)``, ``dcp.load``, ``dcp.async_save`` in a thread or another
-    process, and frameworks that name torch's classes. Checkpoints that stock wrote go on loading: the reader looks at what is there. It counts: what
-    was installed twice is uninstalled twice.
+    Code that looks them up then uses :class:`RsReader` and :class:`RsWriter`:
+    ``dcp.save(state_dict, checkpoint_id=path)``, ``dcp.load``, ``dcp.async_save``, and frameworks
+    that name torch's classes. Stock checkpoints load as before. Calls are counted: what you
+    install twice, you uninstall twice.
 
-    What stays as it is: classes that derive from stock's (torch's Hugging Face and fsspec ones, your own), URLs, and names that
-    a module took before with ``from torch.distributed.checkpoint import FileSystemWriter``.
+    It does not change classes that derive from torch's (its Hugging Face and fsspec classes, or
+    your own), URLs, and names that a module imported before with ``from
+    torch.distributed.checkpoint import FileSystemWriter``.
 
     Example:
         ```python
