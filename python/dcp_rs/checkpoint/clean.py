@@ -29,15 +29,16 @@ _WHY_ASIDE = "the checkpoint that was being replaced is in it, and there is no o
 
 @dataclass(frozen=True)
 class Leftover:
-    """A file that no checkpoint needs, or the folder in which a conversion worked.
+    """A file that no checkpoint needs, or the folder of a conversion that did not finish.
 
     Attributes:
         path: where it is.
-        nbytes: its length; of a folder, that of all files in it.
-        kind: ``"data"`` (a data file that no index names), ``"temporary index"``, ``"rank index"`` (of a rank-local save that a save of all ranks
-            has replaced), ``"conversion"``.
-        verdict: ``"left"``: nobody needs it. ``"in use"``: a process is at work on it. ``"young"``: that cannot be known, and it was written to
-            not long ago. ``"whole"``: it is a checkpoint that lacks its index, or its name.
+        nbytes: its length; for a folder, the length of all files in it.
+        kind: ``"data"`` (a data file that no index names), ``"temporary index"``, ``"rank index"``
+            (of a rank-local save that a save of all ranks replaced), or ``"conversion"``.
+        verdict: ``"left"``: nothing needs it. ``"in use"``: a process is writing it. ``"young"``:
+            it changed a short time ago, and nothing tells whether a process is writing it.
+            ``"whole"``: it is a checkpoint that lacks its index, or its name.
     """
 
     path: str
@@ -108,29 +109,32 @@ def clean(
     older_than: float | None = None,
     storage_options: Mapping[str, Any] | Any | None = None,
 ) -> CleanReport:
-    """Lists what killed saves left in the folder at ``path``, and killed conversions to ``path`` beside it; with ``yes``, removes it.
+    """List what killed saves and conversions left at ``path``. With ``yes``, remove it.
 
-    Never removed is what an index names, what a save or conversion of any process is writing, and a whole save whose index was lost. While
-    files are removed, no save to the folder commits.
+    That is files in the folder, and folders of conversions beside it.
 
-    On a store nothing tells who is at work, and only the age of an object protects a save that goes on: a day, by default. What a killed save had
-    begun to upload and not completed is not listed here; it is the store's own rule that removes it (``AbortIncompleteMultipartUpload``).
+    It never removes files that an index names, files of a save or conversion that is under way,
+    and a whole save that lost its index. While files are removed, no save to the folder commits. A
+    warning names what could not be removed.
 
-    Warns (UserWarning) of what could not be removed.
+    On a store only the age of an object protects a save that is under way: by default a day. Parts
+    of uploads that did not finish are not listed. The store's own rule removes them
+    (``AbortIncompleteMultipartUpload``).
 
     Args:
-        path: the folder of a checkpoint, or its URL; or the file that was converted to.
+        path: the folder of a checkpoint, or its URL; or the output of a conversion.
         yes: remove what was found.
-        older_than: seconds; leave alone what was written to since. Default: 0 where the file system tells who is at work; a day where it does
-            not, or may not know of other machines (on network file systems), and on stores.
+        older_than: keep files that changed in the last so many seconds. Default: 0; a day on
+            stores, and on file systems that do not know locks of other machines.
         storage_options: for a URL, see :class:`dcp_rs.RsReader`.
 
     Returns:
-        A :class:`CleanReport`: what was found, removed and kept.
+        A :class:`CleanReport`: what was found, removed and kept, and what could not be removed.
 
     Raises:
         CheckpointNotFoundError: there is nothing at ``path``.
-        CorruptIndexError: an index there cannot be read, so that nobody knows which files it needs. Nothing was removed.
+        CorruptIndexError: an index cannot be read, so its files are not known. Nothing was
+            removed.
         SaveInProgressError: another process keeps the folder locked.
         OSError: the folder cannot be read, or not be written to.
         StorageError: of a store; see :mod:`dcp_rs.errors`.

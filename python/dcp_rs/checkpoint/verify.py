@@ -136,17 +136,20 @@ class Problem:
 
 @dataclass(frozen=True, repr=False)
 class VerifyReport(Report):
-    """Report of :func:`verify`. It is true if something was verified and nothing is wrong.
+    """Report of :func:`verify`. It is true if something was verified and nothing is damaged.
 
     Attributes:
-        problems: in the order of files and offsets.
+        problems: damage, in the order of files and offsets.
         bytes_verified: bytes of payload that were hashed.
-        bytes_without_digest: bytes of payload for which the index has no digests (checkpoints that others wrote).
-        lost: names of tensors and values of which something is damaged, or in a file that is missing or another one. All others are whole, as far
-            as that can be told. Empty where ``entries`` is None: no name is known then.
-        leftovers: what killed saves left beside it, which is no part of the checkpoint; :func:`dcp_rs.clean` removes it.
-        entries: how many tensors and values there are; None where damage keeps the checkpoint from being opened, which is then the one problem.
-        seconds: it took.
+        bytes_without_digest: bytes of payload for which the index has no digests (checkpoints of
+            others).
+        lost: names of tensors and values that are damaged, or in a file that is missing or
+            replaced. The others are whole, as far as that can be known. Empty if ``entries`` is
+            None.
+        leftovers: files of killed saves beside the checkpoint; :func:`dcp_rs.clean` removes them.
+        entries: the number of tensors and values; None if damage keeps the checkpoint from being
+            opened.
+        seconds: the time it took.
     """
 
     _timed = "bytes_verified"
@@ -179,25 +182,30 @@ def verify(
     storage_options: Mapping[str, Any] | Any | None = None,
     progress: Progress = None,
 ) -> VerifyReport:
-    """Hashes all of a checkpoint and compares it with the digests in its index. Every file has to be there, and have its length.
+    """Hash a whole checkpoint, and compare it with the digests in its index.
+
+    Every file has to be there, and to have its length.
 
     Args:
-        path: a checkpoint: a folder of this package, of Hugging Face, of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``; or the
-            URL of one of the first four on a store, all of which is then fetched.
-            Data without digests (of others) is only looked for; ``bytes_without_digest`` says how much that is.
+        path: a folder of dcp-rs, Hugging Face or stock DCP, a ``.safetensors`` file, a file of
+            ``torch.save``, or the URL of one of the first four on a store, which is fetched whole.
+            If an index has no digests, as those over data of others, files are only looked for;
+            see ``bytes_without_digest``.
         threads: default: the cores of this process.
-        allow_external: read data files outside the folder, if the index names any. Without it such an index is refused.
+        allow_external: read data files outside of the folder. By default an index that names any
+            is refused.
         storage_options: for a URL, see :class:`dcp_rs.RsReader`.
-        progress: called now and then with the bytes hashed so far, and all of the payload; ``True`` draws a bar, on a terminal
-            and in notebooks.
+        progress: ``True`` draws a bar, on a terminal and in notebooks. A callable is called with
+            the bytes hashed so far and all bytes of the payload.
 
     Returns:
-        A :class:`VerifyReport`, which is true if something was verified and nothing is damaged.
+        A :class:`VerifyReport`. It is true if something was verified and nothing is damaged.
 
     Raises:
-        ValueError: ``threads`` is no positive number.
-        CheckpointNotFoundError, UnsafePickleError, UnsupportedError, StorageError: see :mod:`dcp_rs.errors`. Damage is in the report, also where it
-            keeps the checkpoint from being opened (a file cut short, an index that breaks a rule).
+        ValueError: ``threads`` is not a positive number.
+        CheckpointNotFoundError, UnsafePickleError, UnsupportedError, StorageError: see
+            :mod:`dcp_rs.errors`. Damage does not raise: it is in the report, even if the
+            checkpoint does not open.
 
     Example:
         ```python
@@ -253,37 +261,44 @@ def index(
     storage_options: Mapping[str, Any] | Any | None = None,
     progress: Progress = None,
 ) -> Path:
-    """Write an index for data that is there already, and change none of the data.
+    """Write an index for data that is there already. The data is not changed.
 
-    For a checkpoint that others wrote (stock DCP, safetensors) it makes the next open instant. For a folder of this package whose index is lost
-    it rebuilds that, and hashes all data for it; planner data other than paths is not recovered: empty dicts, and what kinds of dicts there were.
+    For a checkpoint of others (stock DCP, safetensors), the next open is then instant. For a
+    folder of dcp-rs that lost its index, it rebuilds the index from the data, all of which it
+    hashes. What is not recovered: empty dicts, and the kinds of dicts.
 
     Args:
-        path: a checkpoint folder, a ``.safetensors`` file, a ``.safetensors.index.json``, or a native folder without its index; or the URL of one on a
-            store. Of a folder with several models it is the file that says which of them its folder opens as from then on.
-        out: a folder to put the index in; default: beside the data. An index elsewhere names its data by absolute paths, and is opened with
-            ``allow_external=True``. For data on a store it is beside it.
+        path: a checkpoint folder, a ``.safetensors`` file, a ``.safetensors.index.json``, a folder
+            of dcp-rs without its index, or the URL of one on a store. In a folder with several
+            models, pass the file of the one that the folder is to open as.
+        out: a folder for the index. Default: beside the data, which is the only place on a store.
+            An index elsewhere names its data by absolute paths, and opens with
+            ``allow_external=True``.
         digests: hash the data of others too, so that it can be verified later.
-        generation, save_id: which save to recover, where there are several: the generation is in the names of its data files, the id in their
-            headers, and in the error that asks for it.
+        generation, save_id: which save to recover, if there are several. The generation is in the
+            names of data files, the id in their headers, and both are in the error that asks for
+            them.
         overwrite: replace an index that is there.
-        threads: that hash; default: the cores of this process.
+        threads: threads that hash. Default: the cores of this process.
         storage_options: for a URL, see :class:`dcp_rs.RsReader`.
-        progress: as for :func:`verify`; what is to be hashed of a folder that lost its index is not known before (None).
+        progress: as for :func:`verify`. The bytes to hash are None for a folder that lost its
+            index.
 
     Returns:
         The path of the index.
 
     Raises:
-        CheckpointExistsError: there is an index already, or by now, and ``overwrite`` is not set.
-        CheckpointReplacedError: a save was committed there meanwhile, or the data is gone; what is there was not touched.
+        CheckpointExistsError: there is an index, and ``overwrite`` is not set; or it was created
+            meanwhile.
+        CheckpointReplacedError: a save was committed meanwhile, or the data is gone. Nothing was
+            changed.
         CheckpointNotFoundError: there is no data to index.
-        UnsupportedError: the folder holds a rank-local save (``use_collectives=False``): an index of all ranks would hide it; or several
-            models, none of which transformers or diffusers would choose; or ``out`` where one of the two is on a store; or, without ``out``, a
-            file is a link that leads out of the folder, which an index does not follow. Links of Hugging Face's cache to the same repository
-            are followed.
-        ValueError: an option that makes no sense; ``generation`` or ``save_id`` for data of others.
-        StoragePreconditionError: the same on a store.
+        UnsupportedError: the folder holds a rank-local save (``use_collectives=False``), which an
+            index of all ranks would hide; or several models, none of which transformers or
+            diffusers would choose; or a link that leads out of the folder, without ``out``; or
+            ``out`` is given for a URL. Links within Hugging Face's cache are followed.
+        ValueError: an invalid option; or ``generation`` or ``save_id`` for data of others.
+        StoragePreconditionError: another index was stored meanwhile.
         StorageError: see :mod:`dcp_rs.errors`.
 
     Example:

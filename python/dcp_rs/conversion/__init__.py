@@ -72,58 +72,72 @@ def convert(
     storage_options: Mapping[str, Any] | Any | None = None,
     out_storage_options: Mapping[str, Any] | Any | None = None,
 ) -> ConvertReport:
-    """Writes a checkpoint again, in another format. Memory stays bounded, whatever the size of the checkpoint.
+    """Write a checkpoint in another format, in bounded memory.
 
-    The result appears at ``out`` in one step, when it is complete; after an error or Ctrl-C there is nothing.
+    The result appears at ``out`` in one step, when it is complete. After an error or Ctrl-C there
+    is nothing. If files of the source change meanwhile, that is an error, and there is no result.
+    Files are mapped: if one is cut short while it is being copied, the process may end.
 
-    A source whose files change meanwhile is an error, and the result is not kept. Files are mapped: one that is cut short while a tensor of it is
-    being copied can end the process.
-
-    Nesting is kept by ``"dcp-rs"`` and ``"torch"``. DCP has text for keys, so that ``"dcp"`` cannot hold other keys (but for the numbers in an
-    optimizer's ``state_dict()["state"]``, which this package gives back), empty dicts and Counters; an ``OrderedDict`` or ``defaultdict`` becomes
-    a ``dict`` there. ``"safetensors"`` has names, and no nesting. A checkpoint of stock DCP is nested as DCP says, with the numbers of an optimizer.
+    ``"dcp-rs"`` and ``"torch"`` keep the nesting of a state dict. ``"dcp"`` has text for keys, so
+    it cannot hold other keys, empty dicts and Counters; numbers in an optimizer's
+    ``state_dict()["state"]`` are an exception, which dcp-rs restores. There an ``OrderedDict`` or
+    ``defaultdict`` becomes a ``dict``. ``"safetensors"`` has names, and no nesting.
 
     Args:
-        path: a folder of this package, of Hugging Face or of stock DCP, a ``.safetensors`` file, or a file of ``torch.save``; or the URL of one of
-            the first four on a store.
-        out: a folder; a file for ``to="torch"``, and for ``to="safetensors"`` if it ends in ``.safetensors``. Or the URL of one on a store: but for
-            ``to="dcp-rs"`` the result is made in a temporary folder of this machine (``TMPDIR``), which has to hold it, and sent from there.
-        to: the format; default: what ``out`` ends in, ``"torch"`` for ``.pt``, ``.pth`` and ``.bin``, ``"safetensors"`` for ``.safetensors``, else
-            ``"dcp-rs"``. ``"dcp-rs"`` and ``"dcp"`` hold everything, and keep each stored piece of a tensor a piece. ``"safetensors"``
-            holds tensors of common types, under the names that ``transformers`` looks for. ``"torch"`` holds everything in one file.
-        dtype: what floating-point tensors of 16 bits and more become: a dtype, or its name (``"bf16"``). All of them: limit it with
-            ``include``, where the state of an optimizer is among them.
-        shards: files (for ``"dcp-rs"`` and ``"dcp"``: ranks) to spread the data over, about evenly. Tensors are not cut for it.
+        path: a folder of dcp-rs, Hugging Face or stock DCP, a ``.safetensors`` file, a file of
+            ``torch.save``, or the URL of one of the first four on a store.
+        out: a folder. It is a file for ``to="torch"``, and for ``to="safetensors"`` if it ends in
+            ``.safetensors``. Or the URL of one on a store. Except for ``to="dcp-rs"``, the result
+            is then made in a temporary folder of this machine (``TMPDIR``), and sent from there.
+        to: the format. Default: by the ending of ``out``: ``"torch"`` for ``.pt``, ``.pth`` and
+            ``.bin``, ``"safetensors"`` for ``.safetensors``, else ``"dcp-rs"``. ``"dcp-rs"`` and
+            ``"dcp"`` hold everything, and keep the pieces in which tensors are stored.
+            ``"safetensors"`` holds tensors of common types, under the file names that
+            ``transformers`` looks for. ``"torch"`` holds everything in one file.
+        dtype: cast floating-point tensors of 16 bits and more to it: a dtype, or its name
+            (``"bf16"``). It casts the state of optimizers too: limit it with ``include``.
+        shards: the number of files (for ``"dcp-rs"`` and ``"dcp"``: of ranks) to spread the data
+            over, about evenly. Tensors are not cut.
         include, exclude: one glob or several, over names in the source.
-        rename: from stored names to new ones. A mapping is of names, or of what names begin with up to a dot: ``{"model": "module"}`` makes
-            ``model.x`` ``module.x``, ``{"model": ""}`` makes it ``x``, and ``{"": "model"}`` makes ``x`` ``model.x``. Or a callable.
-            Renamed entries are not nested any more, unless all that is written was in one container, and is named as it is there.
-        name: what files are called in a folder of ``to="safetensors"``: ``"model"`` for transformers, ``"diffusion_pytorch_model"``, ``"adapter_model"``.
-        skip_unsupported: leave out what ``out`` cannot hold; without it that is an error.
-        overwrite: replace the checkpoint that is at ``out`` when this begins: a file; or a folder that holds one checkpoint, which may be damaged, and nothing else.
-        progress: called now and then with the bytes written, and all that are to be written; ``True`` draws a bar, on a terminal and in notebooks.
+        rename: maps stored names to new ones: a callable, or a mapping of names or of prefixes
+            that end before a dot. ``{"model": "module"}`` makes ``model.x`` ``module.x``,
+            ``{"model": ""}`` makes it ``x``, and ``{"": "model"}`` makes ``x`` ``model.x``.
+            Renamed entries are not nested any more, unless all of them come from one container and
+            keep their names in it.
+        name: the name of files in a folder of ``to="safetensors"``: ``"model"`` for transformers,
+            ``"diffusion_pytorch_model"``, ``"adapter_model"``.
+        skip_unsupported: leave out what ``out`` cannot hold. By default that is an error.
+        overwrite: replace the checkpoint that is at ``out`` when this begins: a file, or a folder
+            that holds one checkpoint, which may be damaged, and nothing else.
+        progress: ``True`` draws a bar, on a terminal and in notebooks. A callable is called with
+            the bytes written so far and the bytes to write.
         threads: see :class:`dcp_rs.options.ReadOptions`.
-        verify: check the source's digests on the way, where it has some: the result gets digests of its own, which would make damage look whole.
+        verify: check the digests of the source, where it has some. The result gets digests of its
+            own, which would hide damage.
         fsync, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
-        weights_only: refuse values of a file of ``torch.save``, or on their way into one, that need more than
-            ``torch.load(weights_only=True)`` allows, as ``None`` does. Else values are taken as they are, without unpickling them.
-        allow_external: read data files outside the source's folder, if its index names any.
+        weights_only: refuse values of a file of ``torch.save``, or on their way into one, that
+            ``torch.load(weights_only=True)`` would refuse. Other values are copied without
+            unpickling them.
+        allow_external: read data files outside of the source's folder, if its index names any.
         storage_options: for URLs, see :class:`dcp_rs.RsReader`.
-        out_storage_options: for that of ``out``; default: those of ``path``.
+        out_storage_options: those of ``out``. Default: ``storage_options``.
 
     Returns:
         A :class:`ConvertReport`: what was written, cast, tied and left out.
 
     Raises:
-        CheckpointNotFoundError, CorruptIndexError, CorruptDataError, UnsafePickleError: from the source.
-        CheckpointExistsError: ``out`` is there, and ``overwrite`` is not set; or it holds more than one checkpoint; or something was created meanwhile, which
-            is not replaced; or it is a folder on a store, and not ``to="dcp-rs"``.
-        UnsupportedError: ``out`` cannot hold something; it is named.
-        StoragePreconditionError: something was stored at ``out`` meanwhile, and was not touched.
-        StorageUnclearError: a store did not answer, or was not waited for, and does not tell: the result may be there, now or in a moment.
+        CheckpointNotFoundError, CorruptIndexError, CorruptDataError, UnsafePickleError: from the
+            source.
+        CheckpointExistsError: ``out`` exists, and ``overwrite`` is not set; or it holds more than
+            one checkpoint; or it was created meanwhile; or it is a folder on a store, and the
+            format is not ``"dcp-rs"``.
+        UnsupportedError: ``out`` cannot hold an entry, which the message names.
+        StoragePreconditionError: something was stored at ``out`` meanwhile. It is still there.
+        StorageUnclearError: a store did not answer. The result may be there, now or in a moment.
         StorageError: a store fails; see :mod:`dcp_rs.errors`.
-        PlanError: two entries would have one name, or one would be where ``rename`` puts another's container; or none is wanted.
-        ValueError: an option; or ``out`` is the source or a file of it, or holds one, wherever links and its index lead.
+        PlanError: two entries would have one name, or an entry and a container would; or nothing
+            is included.
+        ValueError: an invalid option; or ``out`` is the source, contains it, or lies in it.
         OSError: the disk is full, or fails.
 
     Example:

@@ -32,13 +32,18 @@ STAGED_AT_ONCE = 2
 
 
 class SaveFuture(Future[Metadata]):
-    """What :func:`async_save` returns: a future of the metadata that cannot be cancelled, as the other ranks take part in the save.
+    """Future of a save in the background, as :func:`async_save` returns it.
+
+    It cannot be cancelled, as the other ranks take part in the save.
 
     Attributes:
-        staged: a future of None, done when nothing on this rank reads the state dict any more: from then on training may change what was saved. With
-            ``async_staging=True`` wait for it (``future.staged.result()``) before ``optimizer.step()``; else it is done from the beginning. It raises nothing: a copy
-            that failed on one rank is the error of this future, on all.
-        report: what the save took on this rank (:class:`dcp_rs.SaveReport`), once the future is done; None where it failed.
+        staged: a future of None, which is done when this rank has copied the state dict: training
+            may change it then. With ``async_staging=True`` wait for it
+            (``future.staged.result()``) before ``optimizer.step()``. Otherwise it is done from the
+            beginning. It raises nothing: if a copy fails on one rank, the futures of all ranks
+            raise that.
+        report: the :class:`dcp_rs.SaveReport` of this rank, once the future is done; None if the
+            save failed.
     """
 
     def __init__(self) -> None:

@@ -43,28 +43,32 @@ class _Timed(Report):
 
 @dataclass(repr=False)
 class LoadReport(_Timed):
-    """What a load found, and what it took, on this rank. Names are those of the state dict, but for ``unexpected``.
+    """Report of a load on this rank. Names are those of the state dict, except in ``unexpected``.
 
     Attributes:
         path: the checkpoint.
-        entries: of the state dict. 0 where torch's planner planned the load.
-        entries_loaded: of those, how many the load fills.
-        missing: in the state dict, not in the checkpoint.
-        tied: in the state dict, not in the checkpoint, and filled all the same: tensors that are the memory of another, whose name follows.
-        unexpected: in the checkpoint, not in the state dict. Noted with ``allow_partial_load=True`` alone; of any other load it is empty.
+        entries: entries of the state dict; 0 if torch's planner planned the load.
+        entries_loaded: entries that the load filled.
+        missing: entries that the checkpoint lacks.
+        tied: entries that the checkpoint lacks and that were filled, since they share the memory
+            of another entry, whose name follows.
+        unexpected: entries of the checkpoint that the state dict lacks; only with
+            ``allow_partial_load=True``.
         dtype_mismatched: tensors that were cast.
         shape_mismatched: tensors of another shape, which were left alone.
-        partly_filled: tensors of which the checkpoint does not hold all; one on ``meta`` was left there.
-        excluded: in the state dict, but not wanted by ``include`` and ``exclude``.
-        bytes_wanted: of the tensors and values that this rank filled.
-        bytes_read: by this rank for it, of files: more where gaps were read through, less where ranks read together (``replicas``) or a mapping was
-            copied from.
-        bytes_direct: of those, past the page cache.
-        bytes_mapped: of those, from mappings, which ``io="auto"`` takes for files whose pages are in memory. The others came through the page cache, or from a store.
-        bytes_verified: of tensors, hashed and compared with digests.
-        requests: pieces of files that were read, each in one go; from a store, a request for each.
+        partly_filled: tensors of which the checkpoint holds only a part. One on ``meta`` was left
+            there.
+        excluded: entries that ``include`` and ``exclude`` leave out.
+        bytes_wanted: bytes of the tensors and values that this rank filled.
+        bytes_read: bytes of files that this rank read: more if it read through gaps, less if ranks
+            read together (``replicas``).
+        bytes_direct: of these, bytes read past the page cache.
+        bytes_mapped: of these, bytes copied from mappings, which ``io="auto"`` takes for files in
+            the page cache.
+        bytes_verified: bytes of tensors that were hashed and compared with digests.
+        requests: contiguous reads of files; for a store, requests.
         seconds: from the opening of the index to the last byte.
-        phases: seconds by name, in their order: ``metadata``, ``plan`` (with the ranks' agreement), ``read``.
+        phases: seconds by phase: ``metadata``, ``plan`` (with the ranks' agreement), ``read``.
     """
 
     _timed = "bytes_wanted"
@@ -112,17 +116,19 @@ class LoadReport(_Timed):
 
 @dataclass(repr=False)
 class SaveReport(_Timed):
-    """What a save took, on this rank.
+    """Report of a save on this rank.
 
     Attributes:
         path: the folder.
-        bytes_written: by this rank, of tensors and values.
-        bytes_reused: of tensors and values of this rank that the parent holds, and that were not written again.
-        requests: to a store: parts that were sent, and files of the parent that it copied, each counted once however often it was tried. 0 on a disk.
-        entries: of the whole checkpoint, on the rank that committed it; 0 on others.
-        seconds: from the plan to the commit, or (on other ranks) to the last byte.
-        phases: seconds by name, in their order: ``plan`` (with the ranks' agreement), ``compare`` (with a parent), ``write``, and, on the rank that commits, ``commit`` (with its wait for
-            the others).
+        bytes_written: bytes of tensors and values that this rank wrote.
+        bytes_reused: bytes of tensors and values of this rank that were taken from the parent.
+        requests: requests to a store: parts sent, and files of the parent that it copied, without
+            retries. 0 on a disk.
+        entries: entries of the checkpoint, on the rank that committed it; 0 on others.
+        seconds: from the plan to the commit, or on other ranks to the last byte.
+        phases: seconds by phase: ``plan`` (with the ranks' agreement), ``compare`` (with a
+            parent), ``write``, and on the rank that commits ``commit`` (with the wait for the
+            others).
     """
 
     _timed = "bytes_written"
