@@ -211,25 +211,25 @@ def load_training_state(
     partial = allow_partial_load or (isinstance(planner, RsLoadPlanner) and planner.allow_partial_load)
 
     def load() -> None:
-        given = (path, models, several, extra, planner, ranks, read_options)
-        _load_training_state(*given, partial=partial)
+        _load_into(path, models, several, planner, ranks, read_options, partial=partial, extra=extra)
 
     engine.again_where_replaced(ranks, load, tries=1 if partial else engine.TRIES)
     return planner.report if isinstance(planner, RsLoadPlanner) else None
 
 
-def _load_training_state(
+def _load_into(
     path: str | os.PathLike[str],
     models: tuple[torch.nn.Module, ...],
     optimizers: tuple[Optimizer, ...],
-    extra: dict[str, Any],
     planner: LoadPlanner,
     ranks: Ranks,
     read_options: dict[str, Any],
     *,
     partial: bool,
+    key: str = OPTIM,
+    extra: dict[str, Any] | None = None,
 ) -> None:
-    """Loads what the path holds when it begins, all of one save."""
+    """Load what the path holds when it begins, all of one save. Without ``extra``, it is the optimizers alone."""
     reader, metadata = ranks.together(lambda: _opened(path, read_options))
     state: dict[str, Any] = {}
     parts: list[dict[str, Any]] = []
@@ -237,12 +237,13 @@ def _load_training_state(
 
     def begin() -> tuple[Choice, SavedOptimizers | None]:
         choice = Choice(metadata, planner, partial=partial)
-        parts.extend(get_model_state_dict(model) for model in models)
-        state[MODEL] = _merged(parts)
-        saved = _saved_optimizers(reader, metadata, OPTIM, choice) if optimizers else None
+        if extra is not None:
+            parts.extend(get_model_state_dict(model) for model in models)
+            state[MODEL] = _merged(parts)
+        saved = _saved_optimizers(reader, metadata, key, choice, needed=extra is None) if optimizers else None
         if saved is not None:
             state.update(saved.template(models, optimizers))
-        extras.extend(SavedExtra(metadata, name, value, choice) for name, value in extra.items())
+        extras.extend(SavedExtra(metadata, name, value, choice) for name, value in (extra or {}).items())
         for one in extras:
             state.update(one.template)
         return choice, saved
@@ -251,17 +252,19 @@ def _load_training_state(
         if saved is not None:
             saved.fill(state)
             saved.apply(models)
-        for model, part in zip(models, parts, strict=True):
+        for model, part in zip(models, parts, strict=False):
             loaded = {name: state[MODEL][name] for name in part if name in state[MODEL]}
             set_model_state_dict(model, loaded, options=StateDictOptions(strict=not partial))
-        for one in extras:
-            one.put(extra, state)
+        if extra is not None:
+            for one in extras:
+                one.put(extra, state)
 
     choice, saved = ranks.together(begin)
     _load(ranks, state, reader, metadata, planner)
     ranks.together(end)
-    beside = [f"{OPTIM}.param_groups"] if saved is not None else []
-    choice.tell(beside + [f"{EXTRA}.{name}" for name, value in extra.items() if isinstance(value, PerRank)])
+    beside = [join(key, "param_groups")] if saved is not None else []
+    per_rank = [name for name, value in (extra or {}).items() if isinstance(value, PerRank)]
+    choice.tell(beside + [f"{EXTRA}.{name}" for name in per_rank])
 
 
 @short_traceback
@@ -311,22 +314,7 @@ def load_optim_state_dict(
     partial = allow_partial_load or bool(getattr(own_planner, "allow_partial_load", False))
 
     def load() -> None:
-        reader, metadata = ranks.together(lambda: _opened(path, read_options))
-
-        def begin() -> tuple[Choice, SavedOptimizers | None, dict[str, Any]]:
-            choice = Choice(metadata, own_planner, partial=partial)
-            saved = _saved_optimizers(reader, metadata, key, choice, needed=True)
-            return choice, saved, {} if saved is None else saved.template(models, (optimizer,))
-
-        def end() -> None:
-            if saved is not None:
-                saved.fill(state)
-                saved.apply(models)
-
-        choice, saved, state = ranks.together(begin)
-        _load(ranks, state, reader, metadata, own_planner)
-        ranks.together(end)
-        choice.tell([join(key, "param_groups")])
+        _load_into(path, models, (optimizer,), own_planner, ranks, read_options, partial=partial, key=key)
 
     engine.again_where_replaced(ranks, load, tries=1 if partial else engine.TRIES)
 

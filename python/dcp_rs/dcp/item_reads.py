@@ -1,4 +1,4 @@
-"""Reads for planners that want to be called for each item: resolved, filled, committed, in batches of bounded size."""
+"""Reads for planners that want to be called for each item: resolved, filled and committed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
-from dcp_rs.tensors.memory import changing, is_opaque
+from dcp_rs.tensors.memory import changing
 from dcp_rs.transfer.counts import Counts
-from dcp_rs.transfer.load import Load
+from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.target import Target, stored_dtype
 
 __all__ = ["ItemReads"]
 
-#: A batch of destinations is resolved, filled and committed together. Planners that make a new tensor for every
-#: item (and copy it when it is committed) hold at most this many bytes of them.
+#: So many bytes of destinations are resolved and filled together, where a planner may make a new tensor for each.
 BATCH_BYTES = 256 << 20
 
 
@@ -80,14 +79,14 @@ class ItemReads:
 
     def _read_tensors(self, items: list[tuple[int, ReadItem]]) -> None:
         index, planner = self._index, self._planner
+        resolve, limit = planner.resolve_tensor, BATCH_BYTES
+        if isinstance(planner, DefaultLoadPlanner) and _resolves_in_place(planner):
+            resolve, limit = partial(_resolve, planner), sys.maxsize
+        if _commits(planner):
+            limit = 0  # as torch's readers: one is committed before the next is resolved, and may be resolved to the same memory
         batch: list[tuple[ReadItem, torch.Tensor]] = []
         targets: list[Target] = []
         batch_bytes = 0
-        resolve = planner.resolve_tensor
-        limit = BATCH_BYTES
-        if isinstance(planner, DefaultLoadPlanner) and _resolves_in_place(planner):
-            resolve = partial(_resolve, planner)
-            limit = sys.maxsize
         for chunk, item in _file_by_file(index, items):
             tensor = resolve(item)
             fqn = item.storage_index.fqn
@@ -100,37 +99,17 @@ class ItemReads:
             batch.append((item, tensor))
             batch_bytes += values.nbytes
             if batch_bytes >= limit:
-                self._finish_batch(batch, targets)
+                self._fill(batch, targets)
                 batch, targets, batch_bytes = [], [], 0
-        self._finish_batch(batch, targets)
+        self._fill(batch, targets)
 
-    def _finish_batch(self, batch: list[tuple[ReadItem, torch.Tensor]], targets: list[Target]) -> None:
-        planner = self._planner
-        if not _commits(planner):
-            load = self._load(targets)
-            with changing([target.tensor for target in targets]):
-                load.run_all()
-            return
-        # What shares memory, as a planner's buffer that is used again, is committed before it is filled anew.
-        left = dict(enumerate(batch))
-        while left:
-            load = self._load([targets[place] for place in left])
-            turns = load.arrange(every=True)
-            memory = {place: _memory_of(targets[place].tensor) for place in left} if turns > 1 else {}
-            for turn in range(turns):
-                places = load.places(turn) if turn + 1 < turns else list(left)
-                if turn and any(_memory_of(targets[place].tensor) != memory[place] for place in places):
-                    break  # a commit gave them other memory: their addresses have to be asked for again
-                with changing([targets[place].tensor for place in places]):
-                    load.run(turn)
-                with torch.no_grad():  # a resolved tensor may require grad, and a planner may copy from it
-                    for place in places:
-                        planner.commit_tensor(*left.pop(place))
-
-    def _load(self, targets: list[Target]) -> Load:
-        load = Load(self._index, self._options, counts=self._counts)
-        load.add(targets)
-        return load
+    def _fill(self, batch: list[tuple[ReadItem, torch.Tensor]], targets: list[Target]) -> None:
+        with changing([target.tensor for target in targets]):
+            fill(self._index, targets, self._options, self._counts)
+        if _commits(self._planner):
+            with torch.no_grad():  # a resolved tensor may require grad, and a planner may copy from it
+                for item, tensor in batch:
+                    self._planner.commit_tensor(item, tensor)
 
     def _read_values(self, items: list[tuple[int, ReadItem]]) -> None:
         stored = self._index.read_bytes([c for c, _ in items], **self._options.engine())
@@ -140,11 +119,6 @@ class ItemReads:
             if self._weights_only:
                 objects.check_loadable(item.storage_index.fqn, data)
             self._planner.load_bytes(item, io.BytesIO(data))
-
-
-def _memory_of(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]] | None:
-    """Return the place of a tensor's elements in memory; None if only its class knows it."""
-    return None if is_opaque(tensor) else (tensor.data_ptr(), tensor.stride())
 
 
 #: What torch's planner resolves and commits an item by, as they are before anybody patches them.

@@ -49,7 +49,6 @@ class Load:
         self._options = options
         self._batch = _core.Batch(index) if batch is None else batch
         self._elsewhere: list[Target] = []
-        self._turns = 1
 
     def add(self, targets: Iterable[Target]) -> None:
         """Adds targets.
@@ -75,16 +74,12 @@ class Load:
         else:
             self._batch.add_elsewhere(number, target, space_of(target.tensor.device), there=True)
 
-    def arrange(self, *, every: bool = False) -> int:
-        """Ends the adding; returns how many turns it takes. ``every``: also what a later destination hides is filled in a turn of its own."""
-        self._turns = self._batch.arrange(every=every)
+    def arrange(self) -> int:
+        """Ends the adding; returns how many turns it takes."""
+        turns = self._batch.arrange()
         if self._common is not None:
             self._batch.divide(self._common)
-        return self._turns
-
-    def places(self, turn: int) -> list[int]:
-        """The places of what is filled in a turn."""
-        return self._batch.places(turn)
+        return turns
 
     def at_once(self) -> list[int]:
         """The places of which nothing has to wait for others, nor is hidden."""
