@@ -143,15 +143,7 @@ class Ranks:
 
     def told_by_first(self, work: Callable[[], T]) -> T:
         """The coordinator does it. Returns on all ranks what it gave."""
-        mine = self._do(work) if self.is_coordinator else _Done[T]()
-        if self.is_alone:
-            return mine.value
-        if not self.is_coordinator:
-            told: T = self._take(self._broadcast(None), mine)
-            return told
-        said = mine.told()
-        self._meet(self._broadcast({self.rank: said} if isinstance(said, _Failure) else said), mine)
-        return mine.value
+        return self.joined(lambda: None, lambda _: work())
 
     def divided(self, work: Callable[[], T], divide: Callable[[list[T]], Sequence[R]]) -> R:
         """Every rank does its part, and the coordinator makes something for each of them out of what all gave. Returns this one's."""
