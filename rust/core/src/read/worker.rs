@@ -317,7 +317,12 @@ impl Worker {
 
 /// Bytes of the destination for so many bytes of stored elements.
 fn at_destination(req: &ReadReq, stored: u64) -> u64 {
-    stored / req.itemsize * req.operation.element_size(req.itemsize)
+    let size = req.operation.element_size(req.itemsize);
+    // What is copied as it is stored may be cut within an element.
+    if size == req.itemsize {
+        return stored;
+    }
+    stored / req.itemsize * size
 }
 
 /// Offsets in files and destinations that are in memory fit in it.
