@@ -55,22 +55,25 @@ def training_state(
     process_group: dist.ProcessGroup | None = None,
     strict_values: bool = True,
 ) -> dict[str, Any]:
-    """The state dict that :func:`save_training_state` saves, for ``dcp_rs.async_save`` and for ``dcp.save``.
+    """Return the state dict that :func:`save_training_state` saves, for other functions that save.
 
-    It has ``"model"`` and ``"optim"`` as torch's ``get_state_dict`` gives them, and ``"extra"``. Its tensors are those of the model
-    and the optimizers, not copies. Buffers are copies, so that a forward pass may write to them while ``async_staging=True`` copies the rest.
+    It has ``"model"`` and ``"optim"`` as torch's ``get_state_dict`` returns them, and ``"extra"``.
+    Tensors are those of the model and the optimizers. Buffers are copies, so that a forward pass
+    may write to them while ``async_staging=True`` copies the rest.
 
     Args:
         model, optimizers, extra: as for :func:`save_training_state`.
-        process_group: that of the save.
-        strict_values: refuse values in ``extra`` that would not load back under ``weights_only=True``.
+        process_group: the process group of the save.
+        strict_values: raise for values in ``extra`` that would not load under
+            ``weights_only=True``.
 
     Returns:
-        A state dict for :func:`dcp_rs.save` or ``CheckpointManager.save``.
+        A state dict for :func:`dcp_rs.save`, :func:`dcp_rs.async_save` or
+        ``CheckpointManager.save``.
 
     Raises:
         PlanError: an optimizer has a parameter that is not in the model.
-        UnsafePickleError: with ``strict_values``, a value that would not load back.
+        UnsafePickleError: with ``strict_values``, a value would not load.
 
     Example:
         ```python
@@ -122,28 +125,33 @@ def save_training_state(
     no_dist: bool = False,
     **write_options: Any,
 ) -> Metadata:
-    """Saves a training job to the folder ``path``. Every rank of ``process_group`` calls it.
+    """Save a training job to the folder ``path``. Every rank of ``process_group`` calls it.
 
-    The model may be plain, or wrapped by DDP, FSDP1 or ``fully_shard``, with or without tensor parallelism.
+    The model may be plain, or wrapped by DDP, FSDP1 or ``fully_shard``, with or without tensor
+    parallelism.
 
     Args:
         path: the folder.
-        model: its parameters and persistent buffers; or several modules with names that differ, as the stages of a pipeline on this rank.
-        optimizers: one, or several for different parameters of the model. One that has made no step yet is saved as such. Ranks
-            that train nothing have none.
-        extra: by name, whatever else is to be there after a restart: objects with ``state_dict`` and ``load_state_dict`` (learning rate
-            schedulers, gradient scalers, data loaders, EMA models), tensors and plain values. What differs from rank to rank goes into
-            :class:`PerRank`; :class:`RngState` is for random numbers. NumPy's numbers, as schedulers make them, are saved as Python's: those load under ``weights_only=True``.
+        model: its parameters and persistent buffers are saved. Or several modules with different
+            names, such as the stages of a pipeline on this rank.
+        optimizers: one, or several for different parameters. One that has not made a step is saved
+            as such. Ranks that train nothing have none.
+        extra: what else to restore, by name: objects with ``state_dict`` and ``load_state_dict``
+            (schedulers, gradient scalers, data loaders), tensors and plain values. Wrap values
+            that differ between ranks in :class:`PerRank`; use :class:`RngState` for random
+            numbers. NumPy numbers are saved as Python numbers, which load under
+            ``weights_only=True``.
         process_group, no_dist: as in ``dcp.save``.
-        planner: default: that of :func:`dcp_rs.save`.
-        write_options: arguments of :class:`dcp_rs.RsWriter`. ``strict_values`` is true here for what is in ``extra``, unless it is given.
+        planner: as for :func:`dcp_rs.save`.
+        write_options: arguments of :class:`dcp_rs.RsWriter`. For values in ``extra``,
+            ``strict_values`` is true by default.
 
     Returns:
-        As :func:`dcp_rs.save`.
+        The metadata, as :func:`dcp_rs.save`.
 
     Raises:
         PlanError: an optimizer has a parameter that is not in the model.
-        UnsafePickleError: a value in ``extra`` would not load back under ``weights_only=True``.
+        UnsafePickleError: a value in ``extra`` would not load under ``weights_only=True``.
         DcpRsError: as :func:`dcp_rs.save`.
 
     Example:
@@ -172,29 +180,33 @@ def load_training_state(
     no_dist: bool = False,
     **read_options: Any,
 ) -> LoadReport | None:
-    """Resumes a training job from ``path``, on any number of ranks and with any sharding. Every rank of ``process_group`` calls it.
+    """Resume a training job from ``path``, on any number of ranks and with any sharding.
 
-    Checkpoints of ``dcp.save({"model": ..., "optim": ...})`` by torch's ``get_state_dict`` load as well.
+    Every rank of ``process_group`` calls it. Checkpoints of ``dcp.save({"model": ..., "optim":
+    ...})`` with torch's ``get_state_dict`` load as well.
 
     Args:
         path: a checkpoint.
         model: filled in place.
-        optimizers: as in the save, in any order: parameters are found by name. What is loaded takes the place of their state.
-        extra: as in the save. Objects get their state; tensors are filled in place; other values are replaced in ``extra``.
-        allow_partial_load: leave alone what model, optimizers and ``extra`` have and the checkpoint lacks, and the state of parameters
-            which it has in another shape, or not wholly. Otherwise that is an error. That of a planner says the same.
+        optimizers: as in the save, in any order: parameters are matched by name. Their state is
+            replaced.
+        extra: as in the save. Objects get their state, tensors are filled in place, and other
+            values are replaced in ``extra``.
+        allow_partial_load: leave alone what the checkpoint lacks, and the state of parameters that
+            it has in another shape or not complete. By default that is an error.
         process_group, no_dist: as in ``dcp.load``.
-        planner: default: :class:`dcp_rs.RsLoadPlanner`, with the same ``allow_partial_load``. What one of that class does not include
-            stays as it is.
+        planner: default: :class:`dcp_rs.RsLoadPlanner`, with the same ``allow_partial_load``.
+            Entries that it does not include stay as they are.
         read_options: arguments of :class:`dcp_rs.RsReader`.
 
     Returns:
-        What the planner reports, if it does. ``missing`` also names the parameters that no saved optimizer has
-        (``optim.state.<fqn>``, or ``optim`` where none was saved), and the entries of ``extra`` that the checkpoint lacks.
+        The report of an :class:`dcp_rs.RsLoadPlanner`. ``missing`` also names parameters that no
+        saved optimizer has (``optim.state.<fqn>``, or ``optim`` if none was saved), and entries of
+        ``extra`` that the checkpoint lacks.
 
     Raises:
-        PlanError: something is missing, or of another shape; an optimizer has parameters that the saved ones had not, or other groups
-            where state was saved by number. Nothing was read then.
+        PlanError: something is missing, or has another shape; an optimizer has parameters that the
+            saved ones lack; or groups differ and state was saved by number. Nothing was read.
         DcpRsError: as :func:`dcp_rs.load`.
 
     Example:
@@ -280,27 +292,30 @@ def load_optim_state_dict(
     no_dist: bool = False,
     **read_options: Any,
 ) -> None:
-    """Loads an optimizer's state alone.
+    """Load the state of an optimizer alone.
 
-    It may be what ``FSDP.optim_state_dict``, ``get_optimizer_state_dict`` or ``optimizer.state_dict()`` gave, saved under ``key``.
-
-    It does not matter whether the state was saved in shards or whole from one rank, by name or by number, or how the model was sharded
-    then. For FSDP1 each rank reads its shard of every parameter's state, which ``FSDP.optim_state_dict_to_load`` then turns into that of
-    the flat parameters: no template has to be made with ``FSDP.optim_state_dict``, which would gather all of it once more.
+    It may be saved by ``FSDP.optim_state_dict``, ``get_optimizer_state_dict`` or
+    ``optimizer.state_dict()``, in shards or whole, by name or by number, and under any sharding of
+    the model. With FSDP1 each rank reads its shard of each parameter's state, and passes it to
+    ``FSDP.optim_state_dict_to_load``. So you need no template of ``FSDP.optim_state_dict``, which
+    would gather the whole state.
 
     Args:
         path: a checkpoint.
         model: the model whose parameters ``optimizer`` has; it is not loaded.
-        optimizer: what is loaded takes the place of its state.
-        key: the entry of the saved state dict; dots go deeper; ``""`` if the optimizer's state dict was all that was saved.
-        allow_partial_load: leave alone the state of parameters that are not among those saved, or whose state is of another shape or
-            not wholly there. Otherwise that is an error.
+        optimizer: its state is replaced.
+        key: the entry of the saved state dict, with dots for deeper ones; ``""`` if the
+            optimizer's state dict is the whole checkpoint.
+        allow_partial_load: leave the state of a parameter alone if it is not saved, has another
+            shape, or is not complete. By default that is an error.
         process_group, no_dist: as in ``dcp.load``.
-        planner: default: :class:`dcp_rs.RsLoadPlanner`; as in :func:`load_training_state`. Its ``report`` names what was left alone.
+        planner: default: :class:`dcp_rs.RsLoadPlanner`, as in :func:`load_training_state`. Its
+            ``report`` names what was left alone.
         read_options: arguments of :class:`dcp_rs.RsReader`.
 
     Raises:
-        PlanError: there is no optimizer state under ``key``, or it is of other parameters, groups or shapes. Nothing was read then.
+        PlanError: there is no optimizer state under ``key``, or it has other parameters, groups or
+            shapes. Nothing was read.
         DcpRsError: as :func:`dcp_rs.load`.
 
     Example:

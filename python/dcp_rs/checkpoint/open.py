@@ -74,13 +74,15 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
         return TensorInfo(entry.name, dtype, torch.Size(entry.shape), entry.chunk_count, nbytes)
 
     def state_dict(self, *, copy: bool = False) -> dict[str, Any]:
-        """Everything, nested as it was saved.
+        """Return all entries, nested as they were saved.
 
-        What DCP itself saved has text for keys, as DCP keeps them, but for the numbers in an optimizer's state, and lacks empty dicts. Of mappings, ``dict``,
-        ``OrderedDict``, ``Counter`` and ``defaultdict`` come back as what they were, others as a ``dict``.
+        ``dict``, ``OrderedDict``, ``Counter`` and ``defaultdict`` come back as such, and other
+        mappings as a ``dict``. Checkpoints of stock DCP have text for keys, except for numbers in
+        an optimizer's state, and lack empty dicts.
 
         Args:
-            copy: every tensor has memory of its own, and all is read at once; else tensors on the CPU are views of the files, where they can be.
+            copy: read everything at once, each tensor into memory of its own. By default tensors
+                on the CPU are views of the files, if they can be.
 
         Returns:
             A nested dict of tensors and values.
@@ -111,13 +113,14 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
         return nested
 
     def stream(self, device: torch.device | str | None = None) -> Iterator[tuple[str, Any]]:
-        """Iterate over all entries in the order of the files, which is the fastest order to read in.
+        """Iterate over all entries in the order of the files, which is the fastest order.
 
-        What comes next is read ahead, within ``max_inflight_bytes``; every tensor has memory of its own. On a device, a tensor is safe to use on the
-        stream that was current when the iterator was asked for it. A stream that is not read to its end should be closed.
+        It reads ahead, within ``max_inflight_bytes``. Every tensor has memory of its own. On a
+        device, use a tensor on the stream that was current when you asked the iterator for it.
+        Close a stream that you do not read to its end.
 
         Args:
-            device: where the tensors go; default: the checkpoint's.
+            device: where the tensors go. Default: the checkpoint's device.
 
         Returns:
             An iterator over (name, tensor or value).

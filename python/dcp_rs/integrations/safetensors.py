@@ -39,25 +39,27 @@ def load_file(
     shared: bool | None = None,
     max_inflight_bytes: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Load all tensors of a file: ``safetensors.torch.load_file``, for checkpoints of any kind.
+    """Load all tensors of a file, as ``safetensors.torch.load_file`` does.
 
-    The tensors have memory of their own: what happens to the file later does not change them. ``backend="mmap"`` returns
-    private views of the mapped file instead, as safetensors does. That copies nothing, and what is not touched is not read. Use
-    it for files that are replaced by a rename, as :func:`save_file` does. If a program writes to the file in place, the parts of
-    a view that were not touched yet change with it; if the file is cut short, touching them ends the process.
+    The file may be a checkpoint of any kind. The tensors have memory of their own: what happens to the file later does not change them.
+    ``backend="mmap"`` returns private views of the mapped file instead, as safetensors does. That
+    copies nothing, and reads what you touch. Use it for files that are replaced by a rename, as
+    :func:`save_file` does. If a program writes to the file in place, parts of a view that were not
+    touched yet change too. If the file is cut short, touching them ends the process.
 
     Args:
-        filename: a ``.safetensors`` file, or another checkpoint that holds nothing but tensors.
+        filename: a ``.safetensors`` file, or another checkpoint that holds only tensors.
         device: where the tensors go.
-        backend: ``"mmap"`` returns views of the file for tensors on the CPU that are stored in one piece; ``"pread"`` is ``io="buffered"``.
+        backend: ``"mmap"`` returns views of the file, for tensors on the CPU that are stored in
+            one piece. ``"pread"`` is ``io="buffered"``.
         io, threads, verify, shared, max_inflight_bytes: see :class:`dcp_rs.options.ReadOptions`.
 
     Returns:
         The tensors by name.
 
     Raises:
-        ValueError: ``backend`` is none of these.
-        UnsupportedError: an entry is no tensor.
+        ValueError: another ``backend``.
+        UnsupportedError: an entry is not a tensor.
         CheckpointNotFoundError, CorruptIndexError, CorruptDataError: see :mod:`dcp_rs.errors`.
 
     Example:
@@ -96,21 +98,25 @@ def save_file(
     fsync: bool = True,
     max_inflight_bytes: int | None = None,
 ) -> None:
-    """Writes tensors, on any device, to one file: ``safetensors.torch.save_file``.
+    """Write tensors, on any device, to one file, as ``safetensors.torch.save_file`` does.
 
-    The file is there in one step, when it is complete and durable; what was there before stays until then. A link is replaced, and what it leads to stays.
+    The file appears in one step, when it is complete and durable. Until then the old file stays.
+    If ``filename`` is a link, the link is replaced, and the file that it leads to stays.
 
     Args:
-        tensors: contiguous, and none shares memory with another.
-        filename: the file; its folder is made where it is not there.
-        metadata: what the header says under ``__metadata__``; ``{"format": "pt"}`` is what transformers asks for.
+        tensors: contiguous tensors by name, none of which shares memory with another.
+        filename: the file. Its folder is created if needed.
+        metadata: text for ``__metadata__`` in the header; transformers asks for ``{"format":
+            "pt"}``.
         io, threads, fsync, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
 
     Raises:
-        TypeError: a name, or something in ``metadata``, is no text; or ``tensors`` is no mapping.
-        PlanError: (a ``ValueError``) a tensor is not contiguous, or shares memory with another one.
-        UnsupportedError: something that safetensors cannot hold.
-        OSError: the disk is full, or fails; then there is no file, or the one that was there.
+        TypeError: ``tensors`` is not a mapping; or a name, or something in ``metadata``, is not
+            text.
+        PlanError: a tensor is not contiguous, or shares memory with another one. It is a
+            ``ValueError``.
+        UnsupportedError: safetensors cannot hold a tensor.
+        OSError: the disk is full, or fails. The old file, if there was one, is still there.
 
     Example:
         ```python

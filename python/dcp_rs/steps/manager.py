@@ -40,47 +40,60 @@ _DAMAGED = (CorruptDataError, CorruptIndexError, CheckpointNotFoundError)
 class CheckpointManager:
     """The checkpoints of a training run: a folder ``step-N`` for each step, under one root.
 
-    Every rank makes one, and makes the same calls in the same order; those that only look (:meth:`steps`, :meth:`latest_step`, :meth:`best_step`) are
-    each rank's own affair.
+    Every rank makes a manager, and makes the same calls in the same order. Calls that only look
+    (:meth:`steps`, :meth:`latest_step`, :meth:`best_step`) may be made by one rank alone. An error
+    on one rank is raised on every rank.
 
-    The latest step is the newest that is committed and whole. Nothing points to it: it is found by looking. What the policies do not keep is removed
-    once a newer step is durable; never the latest, the best, the one this run resumed from, or one that is being saved.
-
-    What a method raises on one rank, it raises on every rank.
+    The latest step is the newest that is committed and whole. No file points to it: the manager
+    looks. Steps that the policies do not keep are removed once a newer step is durable. It never
+    removes the latest step, the best, the one that the run resumed from, and one that is being
+    saved.
 
     Args:
-        root: the folder, which the first save creates; or its URL on a store, as ``s3://bucket/run``.
-        save_every: :meth:`should_save` wants the multiples of this.
+        root: the folder, which the first save creates; or its URL on a store, such as
+            ``s3://bucket/run``.
+        save_every: :meth:`should_save` is true for multiples of this.
         keep_last: keep so many of the newest steps.
         keep_every: keep the first step at or after each multiple of this.
-        keep_within: keep what was saved within this time (a ``timedelta``, or seconds) of the newest.
-        keep_best: keep so many of the best by ``metric``. A step is kept if any of the ``keep_*`` keeps it; all are where none is given.
-        max_bytes: all steps together take no more: the oldest are removed, whatever else would keep them, and that before a save that is as large
-            as the latest. What is never removed may exceed it.
-        metric: the name of the metric that tells the best.
+        keep_within: keep steps saved within this time (a ``timedelta``, or seconds) of the newest.
+        keep_best: keep so many of the best steps by ``metric``. A step is kept if any of the
+            ``keep_*`` keeps it. If none is given, all steps are kept.
+        max_bytes: bound on the size of all steps. The oldest are removed first, even if another
+            policy keeps them, before a save that is as large as the latest step. Steps that are
+            never removed may exceed it.
+        metric: the name of the metric that tells the best step.
         mode: whether the lowest (``"min"``) or the highest (``"max"``) is best.
-        preemption: a signal (its handler is replaced until :meth:`close`), or a function without arguments: whether this process is to stop. Ranks agree
-            on it in :meth:`should_save`.
-        verify_before_prune: remove nothing unless a step that stays was read and matched its digests; where none was, one is read for it.
-        reuse: a save does not write again what the step before it holds: tensors and values that are the same to the bit. The files that hold them are linked, on a store copied by it, so that
-            each step stays whole when others are removed. ``True``: what is the same is found by digests. A module, whose parameters without gradient are
-            frozen, or globs over names: of those that the manager has saved before, and loaded nothing since, only the first MiB of each is compared.
-        verify_reuse: read what would be reused, and write what is not as its digests say.
-        process_group: of the ranks that save and load together; default: all. The manager makes gloo groups of its own of these ranks.
-        step_name: the name of a step's folder, with ``{}`` for its number. Only such folders are steps.
+        preemption: a signal, whose handler is replaced until :meth:`close`; or a function without
+            arguments that tells whether this process is to stop. The ranks agree on it in
+            :meth:`should_save`.
+        verify_before_prune: remove nothing before a step that stays was read and matched its
+            digests. If none was, one is read.
+        reuse: do not write again what the step before holds, bit for bit. Its files are linked, or
+            copied by the store, so that each step is whole when others are removed. ``True`` finds
+            unchanged entries by their digests. Pass a module, for its parameters without gradient,
+            or globs over names, for tensors that do not change: of those that this manager saved
+            before, and did not load since, only the first MiB of each is compared.
+        verify_reuse: read the reused data, and write again what does not match its digests.
+        process_group: the ranks that save and load together. Default: all ranks. The manager makes
+            gloo groups of these ranks.
         no_dist: this process saves and loads by itself.
+        step_name: the name of a step's folder, with ``{}`` for its number. Only such folders are
+            steps.
         storage_options: for a URL, see :class:`dcp_rs.RsReader`.
         io, threads, fsync, max_inflight_bytes: see :class:`dcp_rs.options.WriteOptions`.
 
     Attributes:
-        passed_over: what the last :meth:`load` passed over, newer than what it loaded, and why.
+        passed_over: newer steps that the last :meth:`load` did not load, and why.
         resumed: the step that the last :meth:`load` loaded, or None.
-        report: what the last :meth:`load` found and took on this rank (:class:`dcp_rs.LoadReport`), or None.
-        preempted: whether the ranks agreed in the last :meth:`should_save` that some rank is to stop.
+        report: the :class:`dcp_rs.LoadReport` of the last :meth:`load` on this rank, or None.
+        preempted: whether the ranks agreed in the last :meth:`should_save` that some rank is to
+            stop.
 
     Raises:
-        ValueError: an argument that does not make sense.
-        UnsupportedError: a URL of no store that is known; ``storage_options`` for a path of the file system.
+        ValueError: an invalid argument.
+        TypeError: an unknown option. The message names the one that is meant.
+        UnsupportedError: a URL of an unknown scheme; ``storage_options`` for a path of the file
+            system.
 
     Example:
         ```python
@@ -232,10 +245,11 @@ class CheckpointManager:
 
     @short_traceback
     def should_save(self, step: int) -> bool:
-        """Decide whether to save this step: a multiple of ``save_every``, or a rank is about to be stopped.
+        """Return whether to save this step: a multiple of ``save_every``, or a rank is to stop.
 
-        A step that was just saved or loaded is not saved again. The ranks agree, in a small message a call, on whether one of them was told to stop
-        (with ``preemption``), and on whether the save in the background failed (while there is one).
+        A step that was just saved or loaded is not saved again. In one small message, the ranks
+        agree whether one of them is to stop (``preemption``), and whether the save in the
+        background failed.
 
         Args:
             step: its number.
@@ -273,28 +287,29 @@ class CheckpointManager:
         planner: SavePlanner | None = None,
         extra_files: ExtraFiles | None = None,
     ) -> Metadata:
-        """Saves a step, and then removes what the policies do not keep.
+        """Save a step. Then remove the steps that the policies do not keep.
 
         Args:
             step: its number; the same on all ranks.
             state_dict: as for :func:`dcp_rs.save`.
-            metrics: numbers to remember with it; those of the first rank count.
-            force: replace a checkpoint that is there. It stays whole until the new one is. (What cannot be resumed from, of a save that was killed or
-                that is damaged, is replaced in any case.)
+            metrics: numbers to store with the step. Those of the first rank count.
+            force: replace a whole checkpoint of this step, which stays until the new one is whole.
+                A damaged or unfinished one is replaced in any case.
             planner: as for :func:`dcp_rs.save`.
-            extra_files: files to put into the folder of the step, by name: bytes, or the path of a file that is read now. A tokenizer and a configuration,
-                say. Those of the first rank count, and go when the step does.
+            extra_files: files for the folder of the step, such as a tokenizer: bytes, or the path
+                of a file, by name. Those of the first rank count. They are removed with the step.
 
         Returns:
             The metadata of the checkpoint, as :func:`dcp_rs.save`.
 
         Raises:
-            CheckpointExistsError: there is one already.
+            CheckpointExistsError: there is a checkpoint of this step.
             SaveInProgressError: another process is saving it.
             RunTakenOverError: another job resumed this run.
             PlanError: the ranks save different steps.
-            ValueError: a step that is no number from 0 on, metrics that are not numbers, or names of files that cannot be.
-            Exception: as :func:`dcp_rs.save`, and as a save in the background that failed before this.
+            ValueError: ``step`` is not a number from 0 on, metrics are not numbers, or names of
+                files are invalid.
+            Exception: as :func:`dcp_rs.save`, and as a save in the background that failed before.
 
         Example:
             ```python
@@ -323,15 +338,19 @@ class CheckpointManager:
         async_staging: bool = False,
         extra_files: ExtraFiles | None = None,
     ) -> SaveFuture:
-        """Saves a step in the background, once the one before is saved. The state may change as soon as this returns, or ``future.staged`` is done.
+        """Save a step in the background, after the save before it.
+
+        The state may change once this returns, or with ``async_staging`` once ``future.staged`` is
+        done.
 
         Args:
             step, state_dict, metrics, force, planner, extra_files: as for :meth:`save`.
             async_staging: as for :func:`dcp_rs.async_save`.
 
         Returns:
-            What :meth:`save` would have returned, once the step is durable and what the policies do not keep is gone. Whoever does not look at it
-            hears of a failure all the same, on every rank: from the next call that saves, loads, waits or closes, or from :meth:`should_save`.
+            A future of what :meth:`save` returns. It is done once the step is durable and older
+            steps are removed. If it fails, the next call that saves, loads, waits or closes raises
+            that too, on every rank, and so does :meth:`should_save`.
 
         Raises:
             Exception: as :meth:`save`, as far as it is known before the state is copied.
@@ -399,25 +418,32 @@ class CheckpointManager:
         take_over: bool = True,
         **read_options: Any,
     ) -> int | None:
-        """Loads a step into ``state_dict``.
+        """Load a step into ``state_dict``.
 
         Args:
             state_dict: as for :func:`dcp_rs.load`.
-            step: default: the newest that is committed and whole. One that turns out to be damaged is passed over too (every byte is looked at with
-                ``verify=True``). What was passed over is warned of, and in ``passed_over``. One that lost only its index gets it back, with a warning.
+            step: default: the newest that is committed and whole. If it turns out to be damaged,
+                the step before is loaded (``verify=True`` reads every byte). Steps that were not
+                loaded are in ``passed_over``, and a warning names them. A step that only lost its
+                index gets it back, with a warning.
             planner, read_options: as for :func:`dcp_rs.load`.
-            take_over: this process goes on with the run. The next save of a job that ran before raises a ``RunTakenOverError``, and that job removes
-                nothing any more. ``False``: for an evaluation beside training.
+            take_over: this process continues the run. A job that ran before then gets a
+                ``RunTakenOverError`` from its next save, and removes no steps any more. Pass
+                ``False`` to evaluate beside training.
 
         Returns:
-            The step that was loaded; None where no step was ever saved, and ``state_dict`` is as it was.
+            The step that was loaded; None if there are no steps, and ``state_dict`` is unchanged.
 
         Raises:
-            CheckpointNotFoundError: the root has no such step; or, without ``step``, it has steps, and all are damaged.
-            UnsupportedError: nothing tells whether a newer step is whole: it is of a later version, say. No older one is loaded.
-            CorruptDataError: the load is partial (``allow_partial_load``), and the step turned out to be damaged while it was read. An older
-                step may lack what was read by then. Make the state anew, and name the step to load.
-            OSError: a newer step cannot be looked at, though it was asked for several times. It may be whole, so no older one is loaded.
+            CheckpointNotFoundError: there is no such step; or, without ``step``, all steps are
+                damaged.
+            UnsupportedError: nothing tells whether a newer step is whole, such as one of a later
+                version. No older one is loaded.
+            CorruptDataError: a partial load (``allow_partial_load``) found the step damaged. An
+                older step may lack what was read by then. Make a new state, and name the step to
+                load.
+            OSError: a newer step cannot be looked at, after several tries. It may be whole, so no
+                older one is loaded.
             Exception: as :func:`dcp_rs.load`.
 
         Example:

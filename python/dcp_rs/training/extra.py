@@ -36,15 +36,16 @@ _KEY, _RANK = "key", "rank"
 
 
 class PerRank:
-    """A value that differs from rank to rank: the position of a data loader, a queue, a random number generator.
+    """A value that differs between ranks, such as the position of a data loader.
 
-    DCP keeps one rank's of what all ranks save under the same name, so give such a value to ``extra`` in this wrapper.
-    After a restart each rank gets what was saved under its key.
+    DCP keeps the value of one rank under a name. In this wrapper, each rank's value is saved, and
+    after a restart each rank gets the value that was saved under its key.
 
     Args:
         value: an object with ``state_dict`` and ``load_state_dict``.
-        key: what tells whose the value is: for a data loader the data-parallel rank. Ranks with the same key have the same value, of
-            which one is saved. Default: the rank among all, which only fits a restart with the same ranks.
+        key: whose value it is; for a data loader, the data-parallel rank. Ranks with the same key
+            have the same value, and one of them saves it. Default: the global rank, which only
+            fits a restart on the same ranks.
 
     Example:
         ```python
@@ -82,9 +83,10 @@ class PerRank:
 
 
 class RngState(PerRank):
-    """The random number generators of this rank: Python's, torch's on the CPU and on the current accelerator, and NumPy's if it was imported.
+    """The random number generators of this rank: Python, torch on CPU and accelerator, and NumPy.
 
-    A rank that finds none in the checkpoint keeps its own, with a warning.
+    NumPy's is included if NumPy was imported. A rank that finds no state in the checkpoint keeps
+    its own, with a warning.
 
     Example:
         ```python

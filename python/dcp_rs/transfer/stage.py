@@ -30,14 +30,14 @@ _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, to
 
 
 class HostStager:
-    """Copies state dicts to host memory, their tensors into a few blocks: pinned where they come from an accelerator.
+    """Copies state dicts to host memory, which is pinned for tensors of an accelerator.
 
-    Blocks of a save that is over are kept, and serve the next copy of about the same size. :func:`dcp_rs.release_pinned_memory` lets
-    go of them.
+    The memory is kept after the save, for the next copy of about the same size.
+    :func:`dcp_rs.release_pinned_memory` frees it.
 
     Args:
-        cache: keep blocks for the copies of this stager alone, and wait for the save of one copy before the next is made, so that
-            there is one at a time. :meth:`release` lets go of them.
+        cache: keep memory for this stager alone. A copy then waits until the save of the copy
+            before is over, so that there is one at a time. :meth:`release` frees the memory.
 
     Example:
         ```python
