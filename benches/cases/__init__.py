@@ -15,6 +15,7 @@ FAMILIES = {
     "views": "opening a checkpoint and touching every name",
     "one_file": "load_file and save_file",
     "foreign": "checkpoints of others, in place",
+    "merge": "the mean of four checkpoints",
     "torch_file": "files of torch.save",
     "remote": "from a store, on this machine",
     "places": "folders of many files, files that open late, overlayfs, and processes that only look",

@@ -262,9 +262,12 @@ class Index:
     def read_regions(self, fills: Sequence[Fill], **options: Unpack[_ReadOptions]) -> ReadStats:
         """Sources are tensors."""
     def add_regions(
-        self, fills: Sequence[Fill], weight: float, *, double: bool, **options: Unpack[_ReadOptions]
+        self, fills: Sequence[Fill], weight: float, *, double: bool, begin: bool, **options: Unpack[_ReadOptions]
     ) -> ReadStats:
-        """Sources are floating-point tensors. They are added, times `weight`, to sums of float32 or float64."""
+        """Sources are floating-point tensors. They are added, times `weight`, to sums of float32 or float64.
+
+        With `begin` the sums begin with zero.
+        """
     def read_bytes(self, chunks: Sequence[int], **options: Unpack[_ReadOptions]) -> list[bytes]: ...
     def verify(self, *, threads: int, progress: Callable[[int], object] | None = None) -> tuple[list[Damage], int, int]:
         """(damage, bytes hashed, bytes without a digest)."""

@@ -31,7 +31,7 @@ from support.places import ROOT
 DOCS = ROOT / "docs"
 WRITE = "DCP_RS_WRITE_PAGES" in os.environ
 #: Their code belongs to a program of the reader's: it has to be Python, and its names of dcp_rs have to exist.
-FRAGMENTS = ("index.md", "frameworks.md", "../README.md")
+FRAGMENTS = ("index.md", "frameworks.md", "serving.md", "../README.md")
 #: What is printed is that of this torch. Another one pickles values to another length.
 RELEASE = "2.15"
 #: Commands of a shell that a page may run.

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from safetensors.torch import load_file
 import dcp_rs
 from dcp_rs.errors import CheckpointExistsError, PlanError
 from dcp_rs.integrations.transformers import from_pretrained, save_pretrained
+from frameworks import transformers_run
+from frameworks.launch import launch
+from frameworks.transformers_run import MODELS, make
 
 SMALL = {
     "vocab_size": 64,
@@ -242,6 +246,36 @@ def test_fused_experts_load_from_both_forms(tmp_path):
     assert set(load_file(tmp_path / "hf" / "model.safetensors")) != set(model.state_dict())
     for folder in ("training", "hf"):
         same(from_pretrained(transformers.MixtralForCausalLM, tmp_path / folder, config=config), model)
+
+
+@pytest.mark.timeout(900)  # a start of transformers on every rank
+def test_two_ranks_read_their_slices(tmp_path):
+    for name in MODELS:
+        model = make(name)
+        dcp_rs.save({"model": model.state_dict()}, tmp_path / name / "training")
+        model.save_pretrained(tmp_path / name / "hf")
+    printed = launch(Path(transformers_run.__file__), tmp_path, ranks=2)
+    found = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    assert len(found) == 2 * (3 + 4 + 4)
+    for one in found:
+        assert one["wrong"] == [], one
+        assert one["agree"], one
+        # Norms, routers and some projections are whole on each rank.
+        assert one["held"] < 0.75 * one["whole"], one
+        assert one["read"] <= 1.01 * one["held"], one
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_no_expert_is_lost_where_transformers_loads_what_was_saved(name, tmp_path):
+    model = make(name)
+    dcp_rs.save({"model": model.state_dict()}, tmp_path / "ckpt")
+    model.config.save_pretrained(tmp_path / "base")
+    save_pretrained(
+        tmp_path / "ckpt", tmp_path / "out", config=tmp_path / "base", rename={"model": ""}, include="model.*"
+    )
+    loaded, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    same(loaded, model)
 
 
 def test_what_is_saved_transformers_loads(tmp_path):

@@ -156,8 +156,6 @@ class MergedSource:
     def _add(self, requests: Sequence[Request]) -> None:
         if not requests:
             return
-        for request in requests:
-            request.into.zero_()
         for number, one in enumerate(self.inputs):
             one.source.add(
                 [
@@ -165,6 +163,7 @@ class MergedSource:
                     for request in requests
                 ],
                 one.weight,
+                begin=number == 0,
             )
 
     def value(self, item: Item) -> bytes:

@@ -186,15 +186,17 @@ impl Index {
     }
 
     /// Adds regions of floating-point tensors, times `weight`, to sums of float32, or of float64 where `double` is set.
+    /// With `begin` the sums begin with zero.
     ///
     /// As with `read_chunks`, the caller holds the tensors. No two of them share memory.
-    #[pyo3(signature = (fills, weight, *, double, **options))]
+    #[pyo3(signature = (fills, weight, *, double, begin, **options))]
     fn add_regions(
         &self,
         py: Python<'_>,
         fills: Vec<Bound<'_, Fill>>,
         weight: f64,
         double: bool,
+        begin: bool,
         options: Option<Options>,
     ) -> PyResult<rows::ReadStats> {
         let options = read_options(options)?;
@@ -211,6 +213,7 @@ impl Index {
                 let message = format!("tensor {name:?}: elements of type {dtype} are not added to such sums");
                 plan_error(index.path(), Some(name), message)
             })?;
+            let sink = if begin { sink.begin() } else { sink };
             let to = memory_of(self, tensor, fill.address, &fill.sizes.0, &fill.strides.0, sink.size())?;
             let region = Region::new(&fill.offsets.0, &fill.sizes.0);
             gather
