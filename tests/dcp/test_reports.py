@@ -235,3 +235,10 @@ def test_every_report_is_of_plain_types_and_tells_its_speed(ckpt, tmp_path):
         assert report.to_dict()["gb_per_second"] == report.gb_per_second > 0
         assert "gb_per_second=" in repr(report)
     assert cast.to_dict()["dtype_mismatched"] == [{"name": "w", "expected": "torch.bfloat16", "got": "torch.float32"}]
+
+
+def test_what_a_save_returns_prints_its_report(tmp_path):
+    """It printed 600 characters of torch's metadata."""
+    saved = dcp_rs.save({"w": torch.ones(2)}, tmp_path / "ckpt", no_dist=True)
+    assert str(saved) == str(saved.report)
+    assert repr(saved).startswith("SavedMetadata(state_dict_metadata=")

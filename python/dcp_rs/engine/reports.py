@@ -148,10 +148,10 @@ class SaveReport(_Timed):
 
 @dataclass
 class SavedMetadata(Metadata):
-    """What :func:`dcp_rs.save` returns: the metadata that ``dcp.save`` does, and a report.
+    """Metadata of a save, as ``dcp.save`` returns it, with a report. Its text is that of the report.
 
     Attributes:
-        report: what the save took, on this rank.
+        report: the :class:`SaveReport` of this rank.
     """
 
     report: SaveReport | None = None
@@ -160,6 +160,9 @@ class SavedMetadata(Metadata):
     def _of(cls, metadata: Metadata, report: SaveReport | None) -> SavedMetadata:
         """The same, with the report."""
         return cls(**{known.name: getattr(metadata, known.name) for known in fields(metadata)}, report=report)
+
+    def __str__(self) -> str:
+        return repr(self) if self.report is None else str(self.report)
 
 
 def is_first() -> bool:
