@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from dcp_rs.checkpoint.arrays import NumpyCheckpoint
     from dcp_rs.checkpoint.clean import CleanReport, Leftover, clean
     from dcp_rs.checkpoint.frameworks import open as open  # noqa: A004  # the name that users of safetensors expect
+    from dcp_rs.checkpoint.fused_experts import views_for
     from dcp_rs.checkpoint.mapping import ReadReport
     from dcp_rs.checkpoint.open import Checkpoint
     from dcp_rs.checkpoint.verify import VerifyReport, index, verify
+    from dcp_rs.checkpoint.views import Concat, Split, Stack, Transpose, Unstack
     from dcp_rs.conversion import ConvertReport, convert
     from dcp_rs.conversion.merging import MergeReport, merge
     from dcp_rs.dcp.load_planner import RsLoadPlanner
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from dcp_rs.dcp.save_planner import RsSavePlanner
     from dcp_rs.dcp.writer import RsWriter
     from dcp_rs.engine.background import SaveFuture
+    from dcp_rs.errors import QuantizationError
     from dcp_rs.engine.reports import LoadReport, SavedMetadata, SaveReport
     from dcp_rs.integrations.install import install, installed, uninstall
     from dcp_rs.integrations.safetensors import load_file, save_file
@@ -35,12 +38,14 @@ __all__ = [
     "Checkpoint",
     "CheckpointManager",
     "CleanReport",
+    "Concat",
     "ConvertReport",
     "HostStager",
     "Leftover",
     "LoadReport",
     "MergeReport",
     "NumpyCheckpoint",
+    "QuantizationError",
     "ReadReport",
     "RsLoadPlanner",
     "RsReader",
@@ -49,6 +54,10 @@ __all__ = [
     "SaveFuture",
     "SaveReport",
     "SavedMetadata",
+    "Split",
+    "Stack",
+    "Transpose",
+    "Unstack",
     "VerifyReport",
     "__version__",
     "async_save",
@@ -66,6 +75,7 @@ __all__ = [
     "save_file",
     "uninstall",
     "verify",
+    "views_for",
 ]
 
 # Loaded when they are first used: most need torch, which takes seconds, and `dcp-rs ls` needs none of it.
@@ -74,12 +84,15 @@ _MODULES = {
     "checkpoint.clean": ("CleanReport", "Leftover", "clean"),
     "checkpoint.arrays": ("NumpyCheckpoint",),
     "checkpoint.frameworks": ("open",),
+    "checkpoint.fused_experts": ("views_for",),
     "checkpoint.open": ("Checkpoint",),
     "checkpoint.mapping": ("ReadReport",),
+    "checkpoint.views": ("Concat", "Split", "Stack", "Transpose", "Unstack"),
     "conversion": ("ConvertReport", "convert"),
     "conversion.merging": ("MergeReport", "merge"),
     "integrations.install": ("install", "installed", "uninstall"),
     "integrations.safetensors": ("load_file", "save_file"),
+    "errors": ("QuantizationError",),
     "engine.background": ("SaveFuture",),
     "dcp.load_planner": ("RsLoadPlanner",),
     "engine.reports": ("LoadReport", "SaveReport", "SavedMetadata"),

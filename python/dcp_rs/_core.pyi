@@ -227,6 +227,28 @@ class Index:
     def chunk_strides(self, chunk: int) -> tuple[int, ...] | None: ...
     def chunk_signs(self, chunk: int) -> tuple[bool, bool]:
         """Whether the elements of a chunk are the conjugates of its bytes, and whether they are their negatives."""
+    def is_in_place(self, chunk: int) -> bool:
+        """Whether the bytes of a chunk are its elements, so that they can be used where they lie."""
+    @property
+    def is_view(self) -> bool:
+        """Whether it has logical tensors, of which no index file knows."""
+    def coded_from(self, tensor: int) -> tuple[str, list[str]] | None:
+        """The format and the names of the stored tensors that a tensor is decoded from; None of one that is stored as it is."""
+    def dequantize(self, dtype: str, **options: Unpack[_ReadOptions]) -> Index | None:
+        """The same checkpoint with its quantized weights as tensors of ``dtype``; None where it has none."""
+    def derive(
+        self,
+        hidden: set[int],
+        tensors: Sequence[
+            tuple[
+                str,
+                Sequence[int],
+                Sequence[tuple[int, Sequence[int], Sequence[int], Sequence[int | None], Sequence[int]]],
+            ]
+        ],
+    ) -> Index:
+        """The same checkpoint with other tensors in the place of the ``hidden`` ones: (name, shape, rectangles), and of a rectangle its tensor, offsets,
+        sizes, for each dimension of the new tensor that of the other or None, and where it goes."""
     def dtype_of(self, chunk: int) -> str | None: ...
     def files_of(self, chunks: Sequence[int]) -> list[int]: ...
     def file_order(self) -> list[int]: ...

@@ -24,6 +24,7 @@ from dcp_rs._tracebacks import short_traceback, shorten
 from dcp_rs._url import location
 from dcp_rs.checkpoint.locate import warn_of_a_foreign_model
 from dcp_rs.checkpoint.renaming import Rename
+from dcp_rs.checkpoint.views import LayoutView
 from dcp_rs.dcp import protocol
 from dcp_rs.dcp.load_planner import RsLoadPlanner, is_plain
 from dcp_rs.dcp.reader import RsReader
@@ -126,6 +127,8 @@ def load(
     max_inflight_bytes: int | None = None,
     allow_external: bool = False,
     storage_options: Mapping[str, Any] | Any | None = None,
+    dequantize: bool | torch.dtype = False,
+    views: LayoutView | Iterable[LayoutView] | None = None,
     progress: Progress = None,
     **unknown: Never,
 ) -> LoadReport:
@@ -158,7 +161,7 @@ def load(
         weights_only: unpickle values as ``torch.load(weights_only=True)`` does. Pass ``False``
             only for checkpoints that you wrote yourself.
         verify, io, threads, shared, max_inflight_bytes: see :class:`dcp_rs.options.ReadOptions`.
-        replicas, allow_external, storage_options, progress: see :class:`RsReader`.
+        replicas, allow_external, storage_options, dequantize, views, progress: see :class:`RsReader`. ``rename`` comes after them.
 
     Returns:
         A report of the load on this rank. The log ``dcp_rs`` has it as one line.
@@ -205,6 +208,8 @@ def load(
             allow_external=allow_external,
             replicas=replicas,
             storage_options=storage_options,
+            dequantize=dequantize,
+            views=views,
             progress=progress,
         )
     if planner is None:

@@ -14,6 +14,7 @@ __all__ = [
     "EntryNotFoundError",
     "InternalError",
     "PlanError",
+    "QuantizationError",
     "RankLostError",
     "RunTakenOverError",
     "SaveInProgressError",
@@ -81,6 +82,10 @@ class CorruptDataError(DcpRsError):
 
 class UnsupportedError(DcpRsError):
     """Well-formed, but something that this release cannot do; the message says what."""
+
+
+class QuantizationError(UnsupportedError):
+    """Quantized weights of a format that this release cannot read, or a part of one that is missing or does not fit. The message names the tensor."""
 
 
 class UnsafePickleError(DcpRsError):

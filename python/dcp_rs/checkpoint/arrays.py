@@ -81,9 +81,11 @@ class NumpyCheckpoint(OpenCheckpoint["ArraySlice"]):
         """An array over the mapping of the one file that holds it; None where it does not lie so."""
         stored, chunk = self._index.chunks(tensor)[0], self._index.first_chunk(tensor)
         is_whole = stored.sizes == tuple(shape) and stored.length > 0
-        if not is_whole or stored.offset % dtype.itemsize or any(self._index.chunk_signs(chunk)):
+        if not is_whole or stored.offset % dtype.itemsize or not self._index.is_in_place(chunk):
             return None
         if self._options.verify is True:
+            if self._index.is_view:
+                return None
             self._index.verify_chunks([chunk], **self._options.engine())
         strides = self._index.chunk_strides(chunk)
         in_bytes = None if strides is None else [stride * dtype.itemsize for stride in strides]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from dcp_rs._tracebacks import short_traceback
 from dcp_rs._url import StorageOptions, Url, location
 from dcp_rs.checkpoint.locate import open_index
+from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.options import ReadOptions, checks_pickles
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ def open(
     shared: bool | None = None,
     max_inflight_bytes: int | None = None,
     storage_options: Mapping[str, Any] | Any | None = None,
+    dequantize: bool | torch.dtype = False,
+    views: LayoutView | Iterable[LayoutView] | None = None,
 ) -> Checkpoint: ...
 @overload
 def open(
@@ -48,6 +51,8 @@ def open(
     shared: bool | None = None,
     max_inflight_bytes: int | None = None,
     storage_options: Mapping[str, Any] | Any | None = None,
+    dequantize: bool | torch.dtype = False,
+    views: LayoutView | Iterable[LayoutView] | None = None,
 ) -> NumpyCheckpoint: ...
 @short_traceback
 def open(
@@ -63,6 +68,8 @@ def open(
     shared: bool | None = None,
     max_inflight_bytes: int | None = None,
     storage_options: Mapping[str, Any] | Any | None = None,
+    dequantize: bool | torch.dtype = False,
+    views: LayoutView | Iterable[LayoutView] | None = None,
 ) -> Checkpoint | NumpyCheckpoint:
     """Open a checkpoint for reading by name. It is a mapping from names to tensors and values.
 
@@ -80,7 +87,7 @@ def open(
         weights_only: refuse values that ``torch.load(weights_only=True)`` would refuse.
         allow_external: open data files outside of the folder, if the index names any.
         io, threads, verify, shared, max_inflight_bytes: see :class:`dcp_rs.options.ReadOptions`.
-        storage_options: for a URL, see :class:`dcp_rs.RsReader`.
+        storage_options, dequantize, views: see :class:`dcp_rs.RsReader`.
 
     Returns:
         A :class:`Checkpoint`, or with ``framework="np"`` a :class:`NumpyCheckpoint`.
@@ -98,6 +105,7 @@ def open(
     weights_only = checks_pickles(weights_only)
     stores = StorageOptions.of(storage_options)
     options = ReadOptions(io=io, threads=threads, verify=verify, shared=shared, max_inflight_bytes=max_inflight_bytes)
+    layout = Layout.of(dequantize, views)
     if framework not in ("pt", "np"):
         msg = f"framework={framework!r}: must be one of 'pt', 'np'"
         raise ValueError(msg)
@@ -106,7 +114,12 @@ def open(
         raise ValueError(msg)
     where = location(path)
     index = open_index(
-        where, rank=None, allow_external=allow_external, verify=options.verify is True, storage_options=stores
+        where,
+        rank=None,
+        allow_external=allow_external,
+        verify=options.verify is True,
+        storage_options=stores,
+        layout=layout,
     )
     checkpoint: Checkpoint | NumpyCheckpoint
     if framework == "np":
@@ -121,6 +134,7 @@ def open(
         how = {"device": device, "weights_only": weights_only}
     # Path.resolve would follow links.
     again = str(where) if isinstance(where, Url) else os.path.abspath(where)  # noqa: PTH100
+    how |= {"dequantize": layout.dequantize or False, "views": layout.views}
     checkpoint._open_again = partial(
         open, again, allow_external=allow_external, storage_options=stores, **how, **options.given()
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from dcp_rs import _core
 from dcp_rs._url import StorageOptions, Url, location, options_for
 from dcp_rs._warnings import warn_caller
+from dcp_rs.checkpoint.views import Layout
 from dcp_rs.checkpoint.whereabouts import of_stock_data, suggestion
 from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, UnsupportedError
 
@@ -61,8 +62,11 @@ def open_index(
     allow_external: bool,
     verify: bool = False,
     storage_options: StorageOptions | None = None,
+    layout: Layout | None = None,
 ) -> _core.Index:
     """Opens the checkpoint at ``path``, which may be a URL; with ``rank``, what that rank wrote in a rank-local save.
+
+    With ``layout``, the index is that of logical tensors.
 
     Warns where ``verify`` is asked for and nothing has a digest, and where a checkpoint of torch is in the same folder.
 
@@ -91,7 +95,7 @@ def open_index(
         )
     if rank is None and not is_remote and index.source == "dcp-rs":
         _warn_of_two(index.path.parent)
-    return index
+    return index if layout is None else layout.apply(index)
 
 
 def payload(index: _core.Index) -> int:

@@ -49,7 +49,8 @@ class StoredSlice(Generic[T]):
         offsets, sizes, local = selection(key, self.shape)
         checkpoint = self._checkpoint
         checkpoint._find(self._name)
-        if self._chunks == 1 and checkpoint._is_in_place:
+        index = checkpoint._index
+        if self._chunks == 1 and checkpoint._is_in_place and index.is_in_place(index.first_chunk(self._tensor)):
             part = checkpoint[self._name][tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
         else:
             part = checkpoint._read(self._tensor, self._name, self.dtype, offsets, tuple(sizes))

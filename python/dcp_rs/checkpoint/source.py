@@ -18,6 +18,7 @@ from dcp_rs._url import StorageOptions
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.mapping import safetensors_metadata
 from dcp_rs.checkpoint.open import containers_of
+from dcp_rs.checkpoint.views import Layout
 from dcp_rs.errors import (
     CorruptDataError,
 )
@@ -114,9 +115,12 @@ def open_source(
     options: ReadOptions,
     allow_external: bool,
     storage_options: StorageOptions | None = None,
+    layout: Layout | None = None,
 ) -> Source:
-    """Opens a checkpoint of any kind, by its path or its URL."""
-    index = open_index(path, rank=None, allow_external=allow_external, storage_options=storage_options)
+    """Opens a checkpoint of any kind, by its path or its URL. With ``layout``, its items are logical tensors."""
+    index = open_index(
+        path, rank=None, allow_external=allow_external, storage_options=storage_options, layout=layout
+    )
     return IndexSource(index, options)
 
 

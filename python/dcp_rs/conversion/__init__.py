@@ -18,6 +18,7 @@ from dcp_rs._tracebacks import short_traceback
 from dcp_rs._url import StorageOptions, Url, location, options_for
 from dcp_rs.checkpoint.renaming import Rename
 from dcp_rs.checkpoint.source import Source, open_source
+from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.conversion import native, safetensors, stock, torch_file
 from dcp_rs.conversion.job import (
     ConvertReport,
@@ -71,6 +72,8 @@ def convert(
     allow_external: bool = False,
     storage_options: Mapping[str, Any] | Any | None = None,
     out_storage_options: Mapping[str, Any] | Any | None = None,
+    dequantize: bool | torch.dtype = False,
+    views: LayoutView | Iterable[LayoutView] | None = None,
 ) -> ConvertReport:
     """Write a checkpoint in another format, in bounded memory.
 
@@ -121,6 +124,7 @@ def convert(
         allow_external: read data files outside of the source's folder, if its index names any.
         storage_options: for URLs, see :class:`dcp_rs.RsReader`.
         out_storage_options: those of ``out``. Default: ``storage_options``.
+        dequantize, views: see :class:`dcp_rs.RsReader`. The other arguments name logical tensors.
 
     Returns:
         A :class:`ConvertReport`: what was written, cast, tied and left out.
@@ -173,6 +177,7 @@ def convert(
         options=wish.read_options,
         allow_external=allow_external,
         storage_options=of_source,
+        layout=Layout.of(dequantize, views),
     )
     report = ConvertReport()
     write_result(source, wish, report, paths=[source_path, source.path, *source.files], verb="converting")

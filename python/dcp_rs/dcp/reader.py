@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -19,6 +19,7 @@ from dcp_rs._shown import call
 from dcp_rs._url import StorageOptions, location
 from dcp_rs.checkpoint.locate import is_of_all_ranks
 from dcp_rs.checkpoint.open import Checkpoint
+from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.dcp.item_reads import ItemReads
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.stock_arguments import one_of, say_ignored
@@ -63,6 +64,10 @@ class RsReader(StorageReader):
             and ``max_retries``, ``retry_timeout`` and ``read_timeout`` (in seconds). Or pass a
             store of ``obstore``, whose options are taken. The rest comes from the environment.
             Secrets are not pickled with the reader.
+        dequantize: the dtype that quantized weights become; ``True`` means ``torch.bfloat16``. The
+            format is detected by ``config.json`` and by names. Other tensors keep their dtype.
+        views: how stored tensors are joined, cut or transposed after that: :class:`dcp_rs.Stack`
+            and its relatives, one after another.
         progress: ``True`` draws a bar on the first rank, on a terminal and in notebooks. A
             callable is called on its rank with the bytes loaded so far and the bytes to load.
         thread_count: ``threads``, as torch's ``HuggingFaceStorageReader`` names it. ``token`` and
@@ -81,6 +86,7 @@ class RsReader(StorageReader):
             match its digests.
         UnsafePickleError: a value does not load under ``weights_only=True``.
         StorageError: a store cannot be reached, or refuses a request.
+        QuantizationError: quantized weights have an unknown format, or a part that does not fit.
         PlanError: a plan asks for what the checkpoint does not have.
 
     Example:
@@ -103,6 +109,8 @@ class RsReader(StorageReader):
         allow_external: bool = False,
         replicas: Literal["each", "node", "all"] = "each",
         storage_options: Mapping[str, Any] | Any | None = None,
+        dequantize: bool | torch.dtype = False,
+        views: LayoutView | Iterable[LayoutView] | None = None,
         progress: Progress = None,
         thread_count: int | None = None,
         token: str | None = None,
@@ -119,6 +127,7 @@ class RsReader(StorageReader):
             raise ValueError(msg)
         self.path = location(path)
         self.storage_options = StorageOptions.of(storage_options)
+        self.layout = Layout.of(dequantize, views)
         self.options = ReadOptions(
             io=io, threads=threads, verify=verify, shared=shared, max_inflight_bytes=max_inflight_bytes
         )
@@ -135,6 +144,7 @@ class RsReader(StorageReader):
     def __repr__(self) -> str:
         replicas = None if self.replicas == "each" else self.replicas
         shown = {"path": os.fspath(self.path), **self.options.given(), "replicas": replicas}
+        shown |= {"dequantize": self.layout.dequantize, "views": self.layout.views or None}
         return call("RsReader", {**shown, "storage_options": self.storage_options})
 
     def _source_of_load(self) -> Source:
@@ -146,6 +156,7 @@ class RsReader(StorageReader):
             allow_external=self.allow_external,
             replicas=self.replicas,
             storage_options=self.storage_options,
+            layout=self.layout,
             progress=self.progress,
         )
 
@@ -176,6 +187,7 @@ class RsReader(StorageReader):
             checkpoint_id=os.fspath(self.path),
             load_id=self.load_id,
             storage_options=self.storage_options,
+            layout=self.layout,
         )
         self._clock.end("metadata")
         return metadata

@@ -12,6 +12,7 @@ from dcp_rs._progress import Progress, watching
 from dcp_rs._url import StorageOptions
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.locate import is_of_all_ranks, is_rank_local, open_index
+from dcp_rs.checkpoint.views import Layout
 from dcp_rs.engine.broadcast_read import Offer, is_shared, offer, read_shared, share
 from dcp_rs.engine.cache_sharing import Answer, Demand, answers_to, demand_of, in_common, sample_of
 from dcp_rs.engine.ranks import Ranks
@@ -83,6 +84,7 @@ class Source:
     allow_external: bool = False
     replicas: Literal["each", "node", "all"] = "each"
     storage_options: StorageOptions | None = None
+    layout: Layout = field(default_factory=Layout)
     progress: Progress = None
 
     def open(self, rank: int | None = None) -> _core.Index:
@@ -93,6 +95,7 @@ class Source:
             allow_external=self.allow_external,
             verify=self.read.verify is True,
             storage_options=self.storage_options,
+            layout=self.layout,
         )
 
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_rs import _core
 from dcp_rs._url import StorageOptions, location, options_for
+from dcp_rs.checkpoint.views import Layout
 from dcp_rs.errors import CheckpointNotFoundError, UnsupportedError
 from dcp_rs.tensors.dtypes import BY_NAME, REQUIRES_GRAD
 from dcp_rs.tensors.nesting import text_path
@@ -71,13 +72,16 @@ class _Handle:
     Options of a store go with it, without their secrets. With ``rank`` it is what that rank wrote for itself.
     """
 
-    def __init__(self, index: _core.Index, rank: int | None, storage_options: StorageOptions | None) -> None:
+    def __init__(
+        self, index: _core.Index, rank: int | None, storage_options: StorageOptions | None, layout: Layout
+    ) -> None:
         self._index: _core.Index | None = index
         path = os.fspath(index.path)
         self._path = path if index.is_in_memory else os.path.dirname(path)  # noqa: PTH120  # a URL is no Path
         self._rank = rank
         self._save_id = index.save_id
         self._storage_options = storage_options
+        self._layout = layout
 
     @property
     def index(self) -> _core.Index:
@@ -87,14 +91,14 @@ class _Handle:
             if index.save_id != self._save_id:
                 msg = f"the checkpoint at {self._path} that this metadata describes has been replaced"
                 raise CheckpointNotFoundError(msg, path=self._path)
-            self._index = index
+            self._index = self._layout.apply(index)
         return self._index
 
-    def __getstate__(self) -> tuple[str, int | None, str | None, StorageOptions | None]:
-        return self._path, self._rank, self._save_id, self._storage_options
+    def __getstate__(self) -> tuple[str, int | None, str | None, StorageOptions | None, Layout]:
+        return self._path, self._rank, self._save_id, self._storage_options, self._layout
 
-    def __setstate__(self, state: tuple[str, int | None, str | None, StorageOptions | None]) -> None:
-        self._path, self._rank, self._save_id, self._storage_options = state
+    def __setstate__(self, state: tuple[str, int | None, str | None, StorageOptions | None, Layout]) -> None:
+        self._path, self._rank, self._save_id, self._storage_options, self._layout = state
         self._index = None
 
 
@@ -235,12 +239,13 @@ def make_metadata(
     checkpoint_id: str,
     load_id: str,
     storage_options: StorageOptions | None = None,
+    layout: Layout | None = None,
 ) -> Metadata:
     """DCP's ``Metadata`` over ``index``. Costs the same whatever the index holds."""
     root = index.planner_root()
     if root is None and index.source == "safetensors":  # as a checkpoint of DCP of the same names has it
         root = {}
-    handle = _Handle(index, rank, storage_options)
+    handle = _Handle(index, rank, storage_options, layout or Layout())
     metadata = Metadata(
         state_dict_metadata=Entries(handle),  # type: ignore[arg-type]  # a mapping is all that planners use
         planner_data=PlannerPaths(handle, root, flat=index.source == "safetensors") if isinstance(root, dict) else root,

@@ -253,6 +253,7 @@ fn reading(c: &mut Criterion) {
                 dst_strides: Dims::from_slice(&[1]),
                 signs: SignBits::default(),
                 operation: Operation::Copy,
+                coded: None,
             })
             .collect();
         for io in [IoMode::Mmap, IoMode::Buffered] {

@@ -71,6 +71,16 @@ pub enum Error {
         /// What it asks for, as `module.name`.
         global: String,
     },
+    /// A quantized weight of a format that this version cannot read, or a part of one that is missing or does not fit.
+    #[error("{}{}: {reason}", path.display(), of_tensor(tensor))]
+    Quantization {
+        /// The index that it is in, or the configuration.
+        path: PathBuf,
+        /// FQN of the weight, or of the part.
+        tensor: String,
+        /// What was found.
+        reason: String,
+    },
     /// Well-formed, but something this version cannot do.
     #[error("{0}")]
     Unsupported(String),

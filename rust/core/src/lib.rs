@@ -30,6 +30,8 @@ mod parallel;
 #[doc(hidden)]
 pub mod paths;
 #[doc(hidden)]
+pub mod quant;
+#[doc(hidden)]
 pub mod read;
 #[doc(hidden)]
 pub mod save_plan;

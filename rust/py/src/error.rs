@@ -18,6 +18,7 @@ pyo3::import_exception!(dcp_rs.errors, CorruptDataError);
 pyo3::import_exception!(dcp_rs.errors, CorruptIndexError);
 pyo3::import_exception!(dcp_rs.errors, InternalError);
 pyo3::import_exception!(dcp_rs.errors, PlanError);
+pyo3::import_exception!(dcp_rs.errors, QuantizationError);
 pyo3::import_exception!(dcp_rs.errors, SaveInProgressError);
 pyo3::import_exception!(dcp_rs.errors, StorageError);
 pyo3::import_exception!(dcp_rs.errors, StorageNotFoundError);
@@ -58,6 +59,13 @@ pub fn to_py(py: Python<'_>, error: &Error) -> PyErr {
             PyOSError::new_err((number, message, name(path), py.None(), name(at)))
         }
         Error::UnsafePickle { path, .. } => with_place(py, UnsafePickleError::new_err(message), Some(path), None, None),
+        Error::Quantization { path, tensor, .. } => with_place(
+            py,
+            QuantizationError::new_err(message),
+            Some(path),
+            (!tensor.is_empty()).then_some(tensor.as_str()),
+            None,
+        ),
         Error::Unsupported(_) => UnsupportedError::new_err(message),
         Error::TensorPlan { path, tensor, .. } => with_place(
             py,

@@ -1,6 +1,6 @@
 //! The index of a checkpoint, as Python sees it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::{c_int, c_void};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -8,7 +8,8 @@ use std::sync::Arc;
 use dcp_rs_core::checkpoint;
 use dcp_rs_core::foreign::torch_file::ValueReader;
 use dcp_rs_core::format;
-use dcp_rs_core::geometry::Dims;
+use dcp_rs_core::geometry::{Dims, Region};
+use dcp_rs_core::quant::Target;
 use dcp_rs_core::store::{PrivateMapping, Remote};
 use dcp_rs_core::{Control, Result};
 use dcp_rs_remote::Store;
@@ -20,6 +21,7 @@ use crate::convert::{Extent, FsPath, extent_to_py, from_value};
 use crate::error::{IntoPy, PlanError, plan_error};
 use crate::interrupt;
 use crate::panics::guarded;
+use crate::read::{Options, read_options};
 use crate::rows::{ChunkEntry, FileEntry, TensorEntry};
 
 /// An open, validated index. Immutable, and safe to share between threads.
@@ -31,6 +33,9 @@ pub struct Index {
     /// Of what files of `torch.save` hold.
     pub values: ValueReader,
 }
+
+/// A rectangle of a tensor, and where it goes.
+type Rectangle = (u32, Extent, Extent, Vec<Option<usize>>, Extent);
 
 /// Tensor, dtype, shape.
 type Description<'py> = (u32, Option<&'static str>, Bound<'py, PyTuple>);
@@ -197,9 +202,7 @@ impl Index {
     fn chunks(&self, py: Python<'_>, tensor: u32) -> PyResult<Vec<ChunkEntry>> {
         self.check_tensor(tensor)?;
         let chunks = self.inner.tensor(tensor).chunks;
-        chunks
-            .map(|chunk| ChunkEntry::new(py, &self.inner.chunk(chunk)))
-            .collect()
+        chunks.map(|chunk| ChunkEntry::new(py, &self.inner, chunk)).collect()
     }
 
     /// `make(extent(offsets), extent(sizes))` for each chunk of a tensor, in the order of their offsets. Equal sizes one after the other are one object.
@@ -245,6 +248,78 @@ impl Index {
             .transpose()
     }
 
+    /// Whether the bytes of a chunk are its elements, so that they can be used where they lie.
+    fn is_in_place(&self, chunk: u64) -> PyResult<bool> {
+        self.check_chunk(chunk)?;
+        let view = self.inner.chunk(chunk);
+        Ok(view.coded.is_none() && !view.signs.conjugate && !view.signs.negative)
+    }
+
+    /// Whether it has logical tensors, of which no index file knows.
+    #[getter]
+    fn is_view(&self) -> bool {
+        self.inner.is_view()
+    }
+
+    /// The names of the stored tensors that a tensor is decoded from, and their format; None of one that is stored as it is.
+    fn coded_from(&self, tensor: u32) -> PyResult<Option<(&'static str, Vec<String>)>> {
+        self.check_tensor(tensor)?;
+        let chunks = self.inner.tensor(tensor).chunks;
+        let coded = chunks.clone().next().and_then(|chunk| self.inner.chunk(chunk).coded);
+        Ok(coded.map(|chunk| {
+            let of = &chunk.of;
+            let parts = of.parts(&Dims::from_elem(0, of.shape.len()), &of.shape);
+            let names = parts.iter().map(|part| of.index.name(part.tensor).to_owned());
+            (of.format.name(), names.collect())
+        }))
+    }
+
+    /// The same checkpoint with its quantized weights as tensors of `dtype`; None where it has none.
+    #[pyo3(signature = (dtype, **options))]
+    fn dequantize(&self, py: Python<'_>, dtype: &str, options: Option<Options>) -> PyResult<Option<Self>> {
+        let target = Target::from_name(dtype)
+            .ok_or_else(|| PlanError::new_err(format!("weights become bfloat16, float16 or float32, not {dtype}")))?;
+        let options = read_options(options)?;
+        let found = self.looking(py, |control| {
+            checkpoint::dequantize(&self.inner, target, self.allow_external, &options, control)
+        })?;
+        Ok(found.map(|index| self.view(index)))
+    }
+
+    /// The same checkpoint with other tensors in the place of the `hidden` ones. Each has a name, a shape, and rectangles of tensors:
+    /// (tensor, offsets, sizes, for each dimension of the new tensor that of the other or None, where it goes).
+    fn derive(
+        &self,
+        py: Python<'_>,
+        hidden: HashSet<u32>,
+        tensors: Vec<(String, Extent, Vec<Rectangle>)>,
+    ) -> PyResult<Self> {
+        let source = |(tensor, offsets, sizes, dims, at): Rectangle| {
+            self.check_tensor(tensor)?;
+            let region = Region {
+                offsets: offsets.0,
+                sizes: sizes.0,
+            };
+            Ok(format::Source {
+                tensor,
+                region,
+                dims: dims.into(),
+                at: at.0,
+            })
+        };
+        let logical = |(name, shape, rectangles): (String, Extent, Vec<Rectangle>)| {
+            let sources = rectangles.into_iter().map(source).collect::<PyResult<_>>()?;
+            let origin = format::Origin::Sources {
+                shape: shape.0,
+                sources,
+            };
+            Ok(format::Logical { name, origin })
+        };
+        let logical: Vec<_> = tensors.into_iter().map(logical).collect::<PyResult<_>>()?;
+        let derived = py.detach(|| format::derive(&self.inner, &hidden, &logical, Vec::new()));
+        Ok(self.view(derived.into_py(py)?))
+    }
+
     /// Whether the elements of a chunk are the conjugates of its bytes, and whether they are their negatives.
     fn chunk_signs(&self, chunk: u64) -> PyResult<(bool, bool)> {
         self.check_chunk(chunk)?;
@@ -287,8 +362,9 @@ impl Index {
     /// For each data file, the bytes of it that chunks are in, and whether it is a link to what another save wrote.
     fn use_of_files(&self) -> Vec<(u64, bool)> {
         let mut used = vec![0; self.inner.file_count() as usize];
-        for chunk in (0..self.inner.chunk_count()).map(|chunk| self.inner.chunk(chunk)) {
-            used[chunk.file as usize] += chunk.length;
+        for number in 0..self.inner.chunk_count() {
+            let (chunk, (_, length)) = (self.inner.chunk(number), self.inner.span(number));
+            used[chunk.file as usize] += length;
         }
         let linked = (0..).map(|file| self.inner.file(file).linked);
         used.into_iter().zip(linked).collect()
@@ -351,6 +427,15 @@ impl Index {
             interrupt::run(py, look)
         } else {
             py.detach(|| look(&Control::new())).into_py(py)
+        }
+    }
+
+    /// Another index over the same files.
+    fn view(&self, inner: format::Index) -> Self {
+        Self {
+            inner: Arc::new(inner),
+            allow_external: self.allow_external,
+            values: ValueReader::default(),
         }
     }
 

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use dcp_rs_core::Dtype;
 use dcp_rs_core::checkpoint::{self, LeftoverKind, Verdict, verify};
-use dcp_rs_core::format::{ChunkView, FileView, Kind, TensorView};
+use dcp_rs_core::format::{FileView, Index, Kind, TensorView};
 use dcp_rs_core::geometry::overlap;
 use dcp_rs_core::read;
 use dcp_rs_core::write::Place;
@@ -50,11 +50,13 @@ pub struct ChunkEntry {
 }
 
 impl ChunkEntry {
-    pub fn new(py: Python<'_>, view: &ChunkView) -> PyResult<Self> {
+    pub fn new(py: Python<'_>, index: &Index, chunk: u64) -> PyResult<Self> {
+        let view = index.chunk(chunk);
+        let (offset, length) = index.span(chunk);
         Ok(Self {
             file: view.file,
-            offset: view.offset,
-            length: view.length,
+            offset,
+            length,
             offsets: extent_to_py(py, &view.offsets)?.unbind(),
             sizes: extent_to_py(py, &view.sizes)?.unbind(),
         })

@@ -15,11 +15,11 @@ pub use self::arrange::{Rest, Turns, Want};
 pub use self::wanted::{Common, Wanted, compare};
 use super::data_files::{check_each, explain, file_ref};
 use crate::copy::SignBits;
-use crate::format::{ChunkView, Index};
+use crate::format::{ChunkView, CodedChunk, Index};
 use crate::geometry::memory::Footprint;
 use crate::geometry::overlap::{self, Overlap, Region};
 use crate::geometry::{Dims, row_major};
-use crate::read::{self, Catalog, Destination, FileRef, Operation, ReadOptions, ReadReq, ReadStats, Sharing};
+use crate::read::{self, Catalog, CodedReq, Destination, FileRef, Operation, ReadOptions, ReadReq, ReadStats, Sharing};
 use crate::{Control, Dtype, Error, Result};
 
 /// What a region is of.
@@ -149,6 +149,9 @@ impl Gather {
         if sizes.contains(&0) {
             return Ok(());
         }
+        if let Some(chunk) = &view.coded {
+            return self.add_coded(view, chunk, offsets, sizes, &to, operation);
+        }
         let signs = view.signs.bits(dtype).expect("checked at open");
         let (signs, operation) = match operation {
             // The only sign of a real number: its own. Signs are changed at the destination, where there is a sum now.
@@ -174,6 +177,63 @@ impl Gather {
             dst_strides: to.strides,
             signs,
             operation,
+            coded: None,
+        });
+        Ok(())
+    }
+
+    /// Adds a rectangle of a chunk that is decoded, as one of the tensor that the codes make up.
+    fn add_coded(
+        &mut self,
+        view: &ChunkView,
+        chunk: &CodedChunk,
+        offsets: &[u64],
+        sizes: &[u64],
+        to: &Memory,
+        operation: Operation,
+    ) -> Result<()> {
+        let region = chunk.region(offsets, sizes);
+        let base = Arc::clone(&chunk.of.index);
+        let mut files = SmallVec::new();
+        for part in chunk.of.parts(&region.offsets, &region.sizes) {
+            for held in cover(&base, part.tensor, &part.region)? {
+                // The view has the files of its base, by the same numbers.
+                let file = base.chunk_file(held.chunk);
+                let place = self.place(file)?;
+                if !files.contains(&(file, place)) {
+                    files.push((file, place));
+                }
+            }
+        }
+        let (src_offset, src_strides) = bytes_of(view, 1, offsets);
+        let file = self.place(view.file)?;
+        self.push(ReadReq {
+            file,
+            tensor: view.tensor,
+            chunk_offset: view.offset,
+            chunk_length: view.length,
+            digests: None,
+            itemsize: chunk.of.target.dtype().size(),
+            shape: region.sizes,
+            src_offset,
+            src_strides: chunk
+                .dims
+                .iter()
+                .map(|dim| dim.map_or(0, |dim| src_strides[dim]))
+                .collect(),
+            dst: to.address,
+            dst_strides: chunk
+                .dims
+                .iter()
+                .map(|dim| dim.map_or(0, |dim| to.strides[dim]))
+                .collect(),
+            signs: SignBits::default(),
+            operation,
+            coded: Some(Arc::new(CodedReq {
+                of: Arc::clone(&chunk.of),
+                offsets: region.offsets,
+                files,
+            })),
         });
         Ok(())
     }
@@ -200,6 +260,7 @@ impl Gather {
                 dst_strides: Dims::from_slice(&[1]),
                 signs: SignBits::default(),
                 operation: Operation::Copy,
+                coded: None,
             });
         }
         Ok(())
@@ -324,12 +385,33 @@ fn step_by(address: Destination, offsets: &[u64], strides: &[u64]) -> Result<Des
     Ok(Destination(address.0.wrapping_add(bytes)))
 }
 
-/// Where a rectangle of a chunk begins in it, and how far elements are apart; in bytes.
-fn bytes_of(view: &ChunkView, itemsize: u64, offsets: &[u64]) -> (u64, Dims) {
+/// Where a rectangle of a chunk begins in its stretch, and how far elements are apart; in bytes. Of codes, about so.
+pub(crate) fn bytes_of(view: &ChunkView, itemsize: u64, offsets: &[u64]) -> (u64, Dims) {
+    if let Some(chunk) = &view.coded {
+        return coded_bytes(view, chunk, offsets);
+    }
     let strides = view.strides.clone().unwrap_or_else(|| row_major(&view.sizes));
     let strides: Dims = strides.iter().map(|stride| stride * itemsize).collect();
     let first = offsets.iter().zip(&strides).map(|(offset, stride)| offset * stride);
-    (first.sum(), strides)
+    (view.lead + first.sum::<u64>(), strides)
+}
+
+/// Where codes of a rectangle lie, about: for those who compare what ranks want. The last dimension is taken as one byte a row.
+fn coded_bytes(view: &ChunkView, chunk: &CodedChunk, offsets: &[u64]) -> (u64, Dims) {
+    let numbers: u64 = chunk.of.shape.iter().product();
+    let own = row_major(&chunk.of.shape);
+    let stride = |dim: usize| -> u64 {
+        let at = chunk.dims.iter().position(|&of| of == Some(dim));
+        let bytes = at.map_or(0, |at| {
+            u128::from(own[at]) * u128::from(view.length) / u128::from(numbers.max(1))
+        });
+        u64::try_from(bytes).unwrap_or(0)
+    };
+    let strides: Dims = (0..offsets.len()).map(stride).collect();
+    (
+        offsets.iter().zip(&strides).map(|(at, stride)| at * stride).sum(),
+        strides,
+    )
 }
 
 /// The parts of a region that was checked, and the chunks that hold them.

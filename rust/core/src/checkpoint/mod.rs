@@ -15,6 +15,7 @@ mod locate;
 mod open;
 mod recover;
 pub mod verify;
+mod views;
 
 pub use check::{check_files, check_regions};
 pub use clean::{Cleaned, Kind as LeftoverKind, Leftover, Verdict, clean, leftovers};
@@ -31,3 +32,4 @@ pub use gather::{Gather, Memory};
 pub use locate::{check_no_rank_indexes, has_native_data};
 pub use open::{open, open_data, open_remote, open_remote_data};
 pub use recover::{RecoverOptions, recover, recover_remote};
+pub use views::dequantize;

@@ -201,6 +201,13 @@ impl IndexBuilder {
 
     /// Lays the index out, and checks it as a reader would.
     pub fn build(self) -> Result<Vec<u8>> {
+        let bytes = Shared(Arc::new(self.lay_out()?));
+        Index::from_bytes(bytes.clone(), Path::new("(new index)"))?;
+        Ok(Arc::try_unwrap(bytes.0).expect("the index that shared it is gone"))
+    }
+
+    /// Lays the index out.
+    pub(super) fn lay_out(self) -> Result<Vec<u8>> {
         let mut order: Vec<u32> = (0..next_id(self.tensors.len(), "tensors")?).collect();
         order.sort_unstable_by(|&a, &b| {
             let name = |id: u32| self.tensors[id as usize].name.as_bytes();
@@ -223,9 +230,7 @@ impl IndexBuilder {
             own.dedup_by(|b, a| (&a.offsets, &a.sizes) == (&b.offsets, &b.sizes));
             out.tensor(&self.tensors[id as usize], place, own)?;
         }
-        let bytes = Shared(Arc::new(out.assemble(self.source, self.save_id, self.generation)));
-        Index::from_bytes(bytes.clone(), Path::new("(new index)"))?;
-        Ok(Arc::try_unwrap(bytes.0).expect("the index that shared it is gone"))
+        Ok(out.assemble(self.source, self.save_id, self.generation))
     }
 }
 

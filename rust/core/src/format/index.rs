@@ -12,9 +12,11 @@ use super::layout::{
     FILE_HEAD_DIGEST, FILE_LINKED, FileRecord, HEADER_LEN, Header, Kind, NO_POSITION, NO_SPLIT, Section, SourceKind,
     TensorRecord,
 };
+use super::view::{CodedChunk, View};
 use super::{Value, block_count, validate};
 use crate::copy::Signs;
-use crate::geometry::Dims;
+use crate::geometry::{Dims, row_major, strided_length};
+use crate::quant::Part;
 use crate::store::Remote;
 use crate::{Dtype, Result};
 
@@ -30,6 +32,7 @@ pub struct Index {
     contents: Option<Range<usize>>,
     is_in_memory: bool,
     remote: Option<Arc<dyn Remote>>,
+    view: View,
 }
 
 /// A data file.
@@ -97,6 +100,10 @@ pub struct ChunkView {
     pub content: Option<u128>,
     /// Whether the caller of its save said that it does not change.
     pub frozen: bool,
+    /// Bytes of the stretch in the file that come before its first element. In a view, several chunks may be parts of one stretch.
+    pub lead: u64,
+    /// How its elements come from stored codes, in a view.
+    pub coded: Option<Arc<CodedChunk>>,
 }
 
 impl Index {
@@ -113,9 +120,32 @@ impl Index {
             contents,
             is_in_memory: false,
             remote: None,
+            view: View::default(),
         };
         validate::check(&index)?;
         Ok(index)
+    }
+
+    /// The index of a view of `base`, of records that were made from those of `base`.
+    pub(super) fn of_view(bytes: Vec<u8>, base: &Self, view: impl FnOnce(&Self) -> View) -> Result<Self> {
+        let (sections, contents) = validate::sections(&bytes, &base.path)?;
+        let mut index = Self {
+            path: base.path.clone(),
+            folder: Arc::clone(&base.folder),
+            bytes: Box::new(bytes),
+            sections,
+            contents,
+            is_in_memory: base.is_in_memory,
+            remote: base.remote.clone(),
+            view: View::default(),
+        };
+        index.view = view(&index);
+        Ok(index)
+    }
+
+    /// Whether it has logical tensors, of which no index file knows.
+    pub fn is_view(&self) -> bool {
+        self.view.is_view
     }
 
     /// The index of what others wrote at `path`, which has no index file. Data files were found by looking, so that those may be symbolic links.
@@ -298,7 +328,8 @@ impl Index {
 
     /// The tensor with this FQN. Takes O(log n).
     pub fn find(&self, fqn: &str) -> Option<u32> {
-        self.find_in(fqn, 0..self.tensor_records().len())
+        let found = self.find_in(fqn, 0..self.tensor_records().len());
+        found.or_else(|| self.view.aliases.get(fqn).copied())
     }
 
     /// The tensor with this FQN, which is likely to be near the tensor `near`. Takes O(log d) if it is d tensors away.
@@ -323,7 +354,8 @@ impl Index {
                 step *= 2;
             }
         }
-        self.find_in(fqn, low..(high + 1).min(count))
+        let found = self.find_in(fqn, low..(high + 1).min(count));
+        found.or_else(|| self.view.aliases.get(fqn).copied())
     }
 
     fn find_in(&self, fqn: &str, range: Range<usize>) -> Option<u32> {
@@ -366,7 +398,26 @@ impl Index {
             },
             content: self.content(to_usize(chunk)),
             frozen: flags & CHUNK_FROZEN != 0,
+            lead: self.view.pieces.get(&chunk).map_or(0, |piece| piece.lead),
+            coded: self.view.pieces.get(&chunk).and_then(|piece| piece.coded.clone()),
         }
+    }
+
+    /// The first byte that a chunk's own elements take in its file, and how many bytes they span; of what is decoded, all that is stored of it.
+    pub fn span(&self, chunk: u64) -> (u64, u64) {
+        let view = self.chunk(chunk);
+        if let Some(coded) = &view.coded {
+            let region = coded.region(&Dims::from_elem(0, view.sizes.len()), &view.sizes);
+            let parts = coded.of.parts(&region.offsets, &region.sizes);
+            return (view.offset, parts.iter().map(Part::length).sum());
+        }
+        let itemsize = self.tensor(view.tensor).dtype.filter(|_| self.is_view());
+        let Some(itemsize) = itemsize.map(Dtype::size) else {
+            return (view.offset, view.length);
+        };
+        let strides = view.strides.unwrap_or_else(|| row_major(&view.sizes));
+        let length = strided_length(&view.sizes, &strides, itemsize);
+        (view.offset + view.lead, length.unwrap_or(view.length))
     }
 
     fn content(&self, chunk: usize) -> Option<u128> {

@@ -11,6 +11,7 @@ pub mod safetensors;
 mod sections;
 mod validate;
 mod value;
+mod view;
 
 pub use build::IndexBuilder;
 pub use data_file::DataFileName;
@@ -23,3 +24,4 @@ pub use layout::{Kind, PAYLOAD_ALIGNMENT, SourceKind};
 pub(crate) use name::parse_rank_index_name;
 pub use name::{INDEX_NAME, from_header_name, parse_uuid, rank_index_name, to_header_name, uuid};
 pub use value::Value;
+pub use view::{CodedChunk, Logical, Origin, Source, derive};

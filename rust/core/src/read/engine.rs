@@ -7,6 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use smallvec::smallvec;
 
 use super::batch::{Batch, Visitor, change_signs, stores};
+use super::coded;
 use super::plan::{Job, plan};
 use super::policy::{Access, MIN_JOB, Policy, SMALL_READ, SMALL_READ_DEPTH};
 use super::scatter;
@@ -34,10 +35,13 @@ pub unsafe fn read(
     options: &ReadOptions,
     control: &Control,
 ) -> Result<ReadStats> {
+    let (reqs, coded) = coded::apart(reqs);
     // SAFETY: the caller's promise, passed on.
-    let stats = unsafe { carry_out(files, reqs, catalog, options, None, control)? };
+    let mut stats = unsafe { carry_out(files, &reqs, catalog, options, None, control)? };
     // SAFETY: the caller's promise: all elements were written just now.
-    unsafe { change_signs(reqs) };
+    unsafe { change_signs(&reqs) };
+    // SAFETY: the caller's promise, passed on.
+    stats += unsafe { coded::read(files, &coded, options, control)? };
     Ok(stats)
 }
 
@@ -83,6 +87,7 @@ pub(crate) fn visit(
         dst_strides: smallvec![1],
         signs: SignBits::default(),
         operation: Operation::Copy,
+        coded: None,
     };
     let requests: Vec<ReadReq> = ranges.iter().map(request).collect();
     // SAFETY: with a visitor, no destination is used.

@@ -2,6 +2,7 @@
 
 mod batch;
 mod bounce;
+mod coded;
 mod engine;
 mod plan;
 #[cfg(test)]
@@ -19,6 +20,7 @@ use std::sync::Arc;
 use crate::copy::{Accumulate, SignBits};
 use crate::geometry::Dims;
 pub use crate::store::{Destination, FileRef};
+pub use coded::CodedReq;
 pub use engine::read;
 pub(crate) use engine::{FileRange, visit};
 pub use sequential::{Sequential, Survey};
@@ -145,6 +147,8 @@ pub struct ReadReq {
     pub signs: SignBits,
     /// What is done with them on the way.
     pub operation: Operation,
+    /// Where the elements are decoded from, if they are not stored as they are. Where the chunk begins, and strides in it, are estimates then.
+    pub coded: Option<Arc<CodedReq>>,
 }
 
 /// What the engine asks about the chunks it reads, and only when it needs it.
@@ -174,6 +178,21 @@ pub struct ReadStats {
     pub bytes_verified: u64,
     /// Units of work the requests were made into.
     pub jobs: u64,
+}
+
+impl std::ops::Sub for ReadStats {
+    type Output = Self;
+
+    fn sub(self, earlier: Self) -> Self {
+        Self {
+            bytes_wanted: self.bytes_wanted - earlier.bytes_wanted,
+            bytes_read: self.bytes_read - earlier.bytes_read,
+            bytes_direct: self.bytes_direct - earlier.bytes_direct,
+            bytes_mapped: self.bytes_mapped - earlier.bytes_mapped,
+            bytes_verified: self.bytes_verified - earlier.bytes_verified,
+            jobs: self.jobs - earlier.jobs,
+        }
+    }
 }
 
 impl std::ops::AddAssign for ReadStats {

@@ -210,7 +210,7 @@ impl Cuts {
 
 /// The strides of the destination, in bytes of stored elements. A plan counts both sides in these, whatever size the
 /// elements have in the destination: [`Piece::dst`] as well.
-fn stored_strides(req: &ReadReq) -> Option<Dims> {
+pub(super) fn stored_strides(req: &ReadReq) -> Option<Dims> {
     let size = req.operation.element_size(req.itemsize);
     if size == req.itemsize {
         return Some(req.dst_strides.clone());

@@ -68,6 +68,7 @@ fn rect(chunk_offset: u64, chunk_length: u64, src_offset: u64, dims: &[(u64, u64
         dst_strides: dims.iter().map(|d| d.2).collect(),
         signs: SignBits::default(),
         operation: Operation::Copy,
+        coded: None,
     }
 }
 
@@ -317,6 +318,7 @@ fn a_store_reads_through_what_a_request_would_cost() {
         dst_strides: smallvec![1024, 1],
         signs: SignBits::default(),
         operation: Operation::Copy,
+        coded: None,
     };
     for (pitch, requests) in [(4096, 1), (512 << 10, 1), (4 * MIB, 16)] {
         let reqs = [columns(pitch)];

@@ -5,6 +5,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use super::batch::{Batch, change_signs, stores};
+use super::coded;
 use super::plan::plan;
 use super::policy::{Access, Policy};
 use super::survey::{Found, Kept, SharedMapping, spans, survey};
@@ -27,7 +28,15 @@ impl Survey {
     /// # Errors
     /// Those of [`read`](super::read) for files.
     pub fn new(files: &[FileRef], reqs: &[ReadReq], options: &ReadOptions, catalog: &dyn Catalog) -> Result<Self> {
-        let wanted = spans(files, reqs, options, catalog)?;
+        let (reqs, coded) = coded::apart(reqs);
+        let mut reqs = reqs.into_owned();
+        for req in coded {
+            reqs.extend(coded::wanted(req)?.into_iter().map(|part| ReadReq {
+                tensor: req.tensor,
+                ..part
+            }));
+        }
+        let wanted = spans(files, &reqs, options, catalog)?;
         let Found {
             access, kept, mappings, ..
         } = survey(files, &wanted, options)?;
@@ -56,12 +65,19 @@ impl Survey {
         let waiting = self.access.iter().filter(|access| access.waits());
         waiting.map(|access| access.depth()).fold(threads.max(1), usize::max)
     }
+
+    /// Whether any file is waited for.
+    pub(super) fn waits(&self) -> bool {
+        self.access.iter().any(|access| access.waits())
+    }
 }
 
 /// The state of one thread that reads: it keeps its file open, or mapped, from batch to batch, and the connection that others share.
 pub struct Sequential {
     worker: Worker,
     connection: Option<Arc<dyn Connection>>,
+    /// For what is decoded.
+    pub(super) memory: Vec<u8>,
 }
 
 impl Sequential {
@@ -71,6 +87,7 @@ impl Sequential {
         Self {
             worker: Worker::default(),
             connection,
+            memory: Vec::new(),
         }
     }
 
@@ -91,10 +108,24 @@ impl Sequential {
         control: &Control,
     ) -> Result<()> {
         control.check()?;
-        let plan = plan(files, reqs, &survey.policies, verify, catalog)?;
+        let (reqs, coded) = coded::apart(reqs);
+        for req in coded {
+            // SAFETY: the caller's promise, passed on.
+            unsafe {
+                coded::fill(
+                    self,
+                    files,
+                    req,
+                    survey,
+                    if verify { Verify::All } else { Verify::Nothing },
+                    control,
+                )?
+            };
+        }
+        let plan = plan(files, &reqs, &survey.policies, verify, catalog)?;
         let batch = Batch {
             files,
-            reqs,
+            reqs: &reqs,
             catalog,
             verify,
             visitor: None,
@@ -113,8 +144,13 @@ impl Sequential {
             control.add(job.wanted);
         }
         // SAFETY: the caller's promise: all elements were written just now.
-        unsafe { change_signs(reqs) };
+        unsafe { change_signs(&reqs) };
         Ok(())
+    }
+
+    /// Counts `bytes` as delivered since there were `before`, whatever they were read as.
+    pub(super) fn count_as(&mut self, before: u64, bytes: u64) {
+        self.worker.stats.bytes_wanted = before + bytes;
     }
 
     /// What this thread did so far.

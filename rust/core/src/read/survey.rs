@@ -269,6 +269,7 @@ mod tests {
             dst_strides: smallvec![width, 1],
             signs: SignBits::default(),
             operation: Operation::Copy,
+            coded: None,
         }
     }
 

@@ -101,6 +101,7 @@ mod tests {
             dst_strides: smallvec![1],
             signs: SignBits::default(),
             operation: Operation::Copy,
+            coded: None,
         }
     }
 

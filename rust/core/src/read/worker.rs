@@ -301,18 +301,22 @@ impl Worker {
                 match req.operation {
                     Operation::Copy => copy_strided_unfenced(dst, src, loops, piece.run, batch.stores),
                     Operation::Accumulate(sink) => {
-                        let there = |l: &Loop| Loop {
-                            dst: at_destination(req, l.dst),
-                            ..*l
-                        };
-                        let loops: SmallVec<[Loop; 4]> = loops.iter().map(there).collect();
-                        sink.run(dst, src, &loops, piece.run);
+                        sink.run(dst, src, &there(req, loops), piece.run);
                     }
                 }
             }
         }
         Ok(())
     }
+}
+
+/// Loops whose steps of the destination are in bytes of what is there.
+pub(super) fn there(req: &ReadReq, loops: &[Loop]) -> SmallVec<[Loop; 4]> {
+    let there = |l: &Loop| Loop {
+        dst: at_destination(req, l.dst),
+        ..*l
+    };
+    loops.iter().map(there).collect()
 }
 
 /// Bytes of the destination for so many bytes of stored elements.

@@ -14,3 +14,4 @@ mod split;
 pub use pack::{ALIGN, Batch};
 pub use plan::{Copy, Plan, To};
 pub use session::{Next, Session, Slab};
+pub(crate) use split::split;

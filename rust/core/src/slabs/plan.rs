@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::pack::{ALIGN, Batch, Item, Part, pack};
 use crate::checkpoint::explain;
-use crate::checkpoint::gather::{Common, Gather, Memory, Names, Source, Want};
+use crate::checkpoint::gather::{Common, Gather, Memory, Names, Source, Want, bytes_of};
 use crate::copy::Signs;
 use crate::format::{Index, Kind};
 use crate::geometry::{Dims, Region, is_run, row_major};
@@ -214,26 +214,20 @@ fn item(index: &Index, want: &Want) -> Result<Item> {
             view.sizes.as_slice()
         )));
     }
-    let strides = view.strides.unwrap_or_else(|| row_major(&view.sizes));
-    let empty = want.sizes.contains(&0);
-    let first: u64 = if empty {
-        0
-    } else {
-        want.chunk_offsets
-            .iter()
-            .zip(&strides)
-            .map(|(offset, stride)| offset * stride)
-            .sum()
-    };
     let itemsize = dtype.size();
+    let empty = want.sizes.contains(&0);
+    let (first, _) = bytes_of(&view, itemsize, &want.chunk_offsets);
+    let first = if empty { 0 } else { first };
+    let stands_for_itself = view.signs == Signs::default() && view.coded.is_none();
+    let strides = view.strides.unwrap_or_else(|| row_major(&view.sizes));
     Ok(Item {
         file: view.file,
-        offset: view.offset + first * itemsize,
-        chunk_begin: first * itemsize,
+        offset: view.offset + first,
+        chunk_begin: first,
         itemsize,
         sizes: want.sizes.clone(),
         // Bytes that do not stand for themselves are not delivered as they are.
-        flat: want.begin.is_some() && view.signs == Signs::default() && (empty || is_run(&want.sizes, &strides)),
+        flat: want.begin.is_some() && stands_for_itself && (empty || is_run(&want.sizes, &strides)),
         group: want.device,
     })
 }

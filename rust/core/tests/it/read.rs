@@ -87,6 +87,7 @@ fn run(file: u32, offset: usize, length: usize, src_offset: usize, dst: &mut [u8
         dst_strides: smallvec![1],
         signs: SignBits::default(),
         operation: Operation::Copy,
+        coded: None,
     }
 }
 

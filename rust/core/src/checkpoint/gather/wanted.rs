@@ -266,6 +266,7 @@ impl Gather {
             let (start, end) = span(request);
             let is_common = common.has(numbers[file], start, end);
             let is_first = entries[file] == [None; 2];
+            let before = request.file;
             request.file = *entries[file][usize::from(is_common)].get_or_insert_with(|| {
                 if is_first {
                     known[file] = is_common;
@@ -275,6 +276,10 @@ impl Gather {
                 self.files.push(self.files[file].clone());
                 u32::try_from(self.files.len() - 1).expect("fewer than 2^31 files have records in memory")
             });
+            if let Some(coded) = request.coded.as_mut().filter(|_| request.file != before) {
+                let places = &mut Arc::make_mut(coded).files;
+                (places.iter_mut().filter(|(_, place)| *place == before)).for_each(|(_, place)| *place = request.file);
+            }
         }
         self.common = Some(known.into());
     }

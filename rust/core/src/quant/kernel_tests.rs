@@ -1,0 +1,142 @@
+use proptest::prelude::*;
+
+use super::Target;
+use super::kernel::{Code, Row, bf16, decode, e2m1, e4m3, e8m0, f16, from_bf16, from_f16};
+
+/// A small float by its definition: sign, exponent and fraction.
+fn small_float(code: u8, exponent_bits: u32, fraction_bits: u32, bias: i32) -> f64 {
+    let magnitude = u32::from(code) & ((1 << (exponent_bits + fraction_bits)) - 1);
+    let (exponent, fraction) = (magnitude >> fraction_bits, magnitude & ((1 << fraction_bits) - 1));
+    let part = f64::from(fraction) / f64::from(1 << fraction_bits);
+    let value = if exponent == 0 {
+        part * 2_f64.powi(1 - bias)
+    } else {
+        (1.0 + part) * 2_f64.powi(exponent as i32 - bias)
+    };
+    let negative = u32::from(code) >> (exponent_bits + fraction_bits) & 1 == 1;
+    if negative { -value } else { value }
+}
+
+#[test]
+fn every_code_is_the_number_of_its_definition() {
+    for code in 0..=255_u8 {
+        if code & 0x7f == 0x7f {
+            assert!(e4m3(code).is_nan());
+        } else {
+            let expected = small_float(code, 4, 3, 7) as f32;
+            assert_eq!(e4m3(code).to_bits(), expected.to_bits(), "e4m3 {code}");
+        }
+        if code == 255 {
+            assert!(e8m0(code).is_nan());
+        } else {
+            assert_eq!(f64::from(e8m0(code)), 2_f64.powi(i32::from(code) - 127), "e8m0 {code}");
+        }
+    }
+    for code in 0..16 {
+        let expected = small_float(code, 2, 1, 1) as f32;
+        assert_eq!(e2m1(code).to_bits(), expected.to_bits(), "e2m1 {code}");
+    }
+}
+
+#[test]
+fn sixteen_bits_go_there_and_back() {
+    for bits in 0..=u16::MAX {
+        let (half, brain) = (from_f16(bits), from_bf16(bits));
+        if half.is_nan() {
+            assert_eq!(f16(half) & 0x7fff, 0x7e00);
+        } else {
+            assert_eq!(f16(half), bits);
+        }
+        if brain.is_nan() {
+            assert_eq!(bf16(brain), 0x7fc0);
+        } else {
+            assert_eq!(bf16(brain), bits);
+        }
+    }
+}
+
+/// The nearest of two neighbours, by float64, which holds all of these numbers.
+fn nearest(x: f32, from: impl Fn(u16) -> f32, infinity: u16) -> u16 {
+    let magnitude = f64::from(x.abs());
+    let (mut low, mut high) = (0, infinity);
+    while high - low > 1 {
+        let middle = low + (high - low) / 2;
+        if f64::from(from(middle)) <= magnitude {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    // What comes after the largest number is where infinity begins to be nearer.
+    let above = if high == infinity {
+        2.0 * f64::from(from(low)) - f64::from(from(low - 1))
+    } else {
+        f64::from(from(high))
+    };
+    let (down, up) = (magnitude - f64::from(from(low)), above - magnitude);
+    let even = if low % 2 == 0 { low } else { high };
+    let bits = if x.is_infinite() || down > up {
+        high
+    } else if down < up {
+        low
+    } else {
+        even
+    };
+    bits | if x.is_sign_negative() { 0x8000 } else { 0 }
+}
+
+proptest! {
+    #[test]
+    fn rounds_to_the_nearest(bits: u32) {
+        let x = f32::from_bits(bits);
+        prop_assume!(!x.is_nan());
+        prop_assert_eq!(bf16(x), nearest(x, from_bf16, 0x7f80));
+        prop_assert_eq!(f16(x), nearest(x, from_f16, 0x7c00));
+    }
+
+    /// Halves of the way between two `float16` are rare among random bits.
+    #[test]
+    fn rounds_ties_to_even(bits in 0_u16..0x7bff, negative: bool) {
+        let tie = f32::midpoint(from_f16(bits), from_f16(bits + 1)) * if negative { -1.0 } else { 1.0 };
+        prop_assert_eq!(f16(tie), nearest(tie, from_f16, 0x7c00));
+    }
+
+    /// Whatever the place in the row, and wherever groups begin.
+    #[test]
+    fn a_row_is_its_codes_by_their_scales(
+        code in prop::sample::select(vec![Code::E4m3, Code::E2m1, Code::Int4]),
+        bytes in prop::collection::vec(any::<u8>(), 1..5000),
+        group in 1_usize..200,
+        (before, skip, cut, has_zeros) in (0_usize..200, 0_usize..2, 0_usize..2, any::<bool>()),
+    ) {
+        let codes: Vec<f32> = match code {
+            Code::E4m3 => bytes.iter().map(|&byte| e4m3(byte)).collect(),
+            Code::E2m1 => bytes.iter().flat_map(|byte| [e2m1(byte & 15), e2m1(byte >> 4)]).collect(),
+            Code::Int4 => bytes.iter().flat_map(|byte| [byte & 15, byte >> 4]).map(|n| f32::from(n) - 8.0).collect(),
+        };
+        let (skip, cut) = if code == Code::E4m3 { (0, 0) } else { (skip, cut) };
+        prop_assume!(codes.len() > skip + cut);
+        let codes = &codes[skip..codes.len() - cut];
+        let before = before % group;
+        let groups = (before + codes.len()).div_ceil(group);
+        let scales: Vec<f32> = (0..groups).map(|i| e8m0((i * 37 % 256) as u8) * 1.3).collect();
+        let zeros: Vec<f32> = if has_zeros { (0..groups).map(|i| (i % 16) as f32 - 8.0).collect() } else { vec![] };
+        let row = Row { code, bytes: &bytes, skip, scales: &scales, zeros: &zeros, group, before };
+        let expected: Vec<f32> = codes.iter().enumerate().map(|(i, x)| {
+            let group = (before + i) / group;
+            (x - zeros.get(group).unwrap_or(&0.0)) * scales[group]
+        }).collect();
+        let mut out = vec![0; 4 * codes.len()];
+        decode(row, Target::Float32, &mut out);
+        for (got, expected) in out.chunks_exact(4).zip(&expected) {
+            let got = f32::from_le_bytes(got.try_into().unwrap());
+            prop_assert!(got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan());
+        }
+        let mut out = vec![0; 2 * codes.len()];
+        for (target, round) in [(Target::BFloat16, bf16 as fn(f32) -> u16), (Target::Float16, f16)] {
+            decode(row, target, &mut out);
+            let got: Vec<u16> = out.chunks_exact(2).map(|x| u16::from_le_bytes(x.try_into().unwrap())).collect();
+            prop_assert_eq!(&got, &expected.iter().map(|&x| round(x)).collect::<Vec<_>>());
+        }
+    }
+}

@@ -1,0 +1,294 @@
+//! Quantized weights: which stored tensors make up a logical one, and the numbers that they stand for. No I/O.
+//!
+//! A checkpoint holds codes of 4 or 8 bits and a scale for each block of them. [`detect`] finds these parts by the configuration and by their
+//! names, and describes each weight as a [`Coded`] tensor. The read engine reads the parts of a window and [decodes](Coded::decode) it.
+
+mod config;
+mod detect;
+mod kernel;
+#[cfg(test)]
+mod kernel_tests;
+
+use std::fmt;
+use std::sync::Arc;
+
+use smallvec::{SmallVec, smallvec};
+
+use self::kernel::{Code, Row};
+use crate::format::Index;
+use crate::geometry::{Dims, Region};
+use crate::{Dtype, Error, Result};
+
+pub use config::Config;
+pub use detect::{Found, detect};
+
+/// The dtype that weights become.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// `bfloat16`
+    BFloat16,
+    /// `float16`
+    Float16,
+    /// `float32`
+    Float32,
+}
+
+impl Target {
+    /// The target with torch's name, if it is one.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        match name {
+            "bfloat16" => Some(Self::BFloat16),
+            "float16" => Some(Self::Float16),
+            "float32" => Some(Self::Float32),
+            _ => None,
+        }
+    }
+
+    /// As a dtype.
+    ///
+    /// # Panics
+    /// Never: the table of dtypes has all three.
+    #[must_use]
+    pub fn dtype(self) -> Dtype {
+        let name = match self {
+            Self::BFloat16 => "bfloat16",
+            Self::Float16 => "float16",
+            Self::Float32 => "float32",
+        };
+        Dtype::from_name(name).expect("it is in the table")
+    }
+
+    /// Bytes of an element.
+    const fn size(self) -> usize {
+        match self {
+            Self::BFloat16 | Self::Float16 => 2,
+            Self::Float32 => 4,
+        }
+    }
+}
+
+/// How the codes of a weight are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// A `float8_e4m3fn` for each number.
+    Fp8,
+    /// Groups of 32 numbers in 16 bytes, which are a dimension of their own. Scales are exponents.
+    Mxfp4,
+    /// Eight integers of 4 bits in an `int32`.
+    Int4,
+    /// Two numbers in a byte. Scales are `float8_e4m3fn`, and are scaled themselves.
+    Nvfp4,
+}
+
+impl Format {
+    /// What it is called in messages and listings.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Fp8 => "fp8",
+            Self::Mxfp4 => "mxfp4",
+            Self::Int4 => "int4",
+            Self::Nvfp4 => "nvfp4",
+        }
+    }
+
+    /// The columns and the bytes of what is not cut.
+    const fn unit(self) -> (u64, u64) {
+        match self {
+            Self::Fp8 => (1, 1),
+            Self::Mxfp4 => (32, 16),
+            Self::Int4 => (8, 4),
+            Self::Nvfp4 => (2, 1),
+        }
+    }
+
+    const fn code(self) -> Code {
+        match self {
+            Self::Fp8 => Code::E4m3,
+            Self::Mxfp4 | Self::Nvfp4 => Code::E2m1,
+            Self::Int4 => Code::Int4,
+        }
+    }
+}
+
+/// A logical tensor of at least two dimensions, by the stored tensors that it is made of.
+pub struct Coded {
+    /// The index that has the stored tensors.
+    pub index: Arc<Index>,
+    /// Sizes of the logical tensor.
+    pub shape: Dims,
+    /// What its elements are.
+    pub target: Target,
+    /// How its codes are stored.
+    pub format: Format,
+    /// Rows and columns that share a scale. The last ones may be fewer.
+    pub block: [u64; 2],
+    /// The codes.
+    pub codes: u32,
+    /// A scale for each block.
+    pub scale: u32,
+    /// What is subtracted from the codes, packed as they are, but along the rows.
+    pub zeros: Option<u32>,
+    /// What the scales are multiplied with, or (true) divided by.
+    pub global: Option<(u32, bool)>,
+}
+
+impl fmt::Debug for Coded {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{:?} {:?} {:?}",
+            self.format,
+            self.shape,
+            self.index.name(self.codes)
+        )
+    }
+}
+
+/// A region of a stored tensor, and the bytes that it takes.
+pub struct Part {
+    /// The tensor.
+    pub tensor: u32,
+    /// What of it.
+    pub region: Region,
+    /// Bytes of an element.
+    pub itemsize: u64,
+}
+
+impl Part {
+    /// Bytes of all elements.
+    #[must_use]
+    pub fn length(&self) -> u64 {
+        self.region.sizes.iter().product::<u64>() * self.itemsize
+    }
+}
+
+/// The steps of `step` that `begin..begin + count` lies in: the first, and how many.
+fn steps(begin: u64, count: u64, step: u64) -> (u64, u64) {
+    let first = begin / step;
+    (first, (begin + count).div_ceil(step) - first)
+}
+
+impl Coded {
+    /// The stored parts of a rectangle: codes, scales, and what else there is of zeros and of a global scale.
+    #[must_use]
+    pub fn parts(&self, offsets: &[u64], sizes: &[u64]) -> SmallVec<[Part; 4]> {
+        let lead = self.shape.len() - 2;
+        let rectangle = |rows: u64, columns: u64| {
+            let mut region = Region::new(&offsets[..lead], &sizes[..lead]);
+            for (dim, step) in [(lead, rows), (lead + 1, columns)] {
+                let (first, count) = steps(offsets[dim], sizes[dim], step);
+                region.offsets.push(first);
+                region.sizes.push(count);
+            }
+            region
+        };
+        let part = |tensor: u32, region: Region| {
+            let view = self.index.tensor(tensor);
+            let is_one = view.shape.iter().all(|&size| size == 1);
+            let region = if is_one {
+                Region::new(&Dims::from_elem(0, view.shape.len()), &view.shape)
+            } else {
+                region
+            };
+            let itemsize = view.dtype.map_or(1, Dtype::size);
+            Part {
+                tensor,
+                region,
+                itemsize,
+            }
+        };
+        let mut codes = rectangle(1, self.format.unit().0);
+        if self.format == Format::Mxfp4 {
+            codes.offsets.push(0);
+            codes.sizes.push(16);
+        }
+        let mut parts = smallvec![
+            part(self.codes, codes),
+            part(self.scale, rectangle(self.block[0], self.block[1])),
+        ];
+        parts.extend(self.zeros.map(|zeros| part(zeros, rectangle(8, self.block[1]))));
+        parts.extend(self.global.map(|(global, _)| part(global, Region::new(&[], &[]))));
+        parts
+    }
+
+    /// Decodes a rectangle into `out`, in row-major order. `stored` are the bytes of its [parts](Self::parts), in their order.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] for parts of another dtype than [`detect`] lets pass.
+    ///
+    /// # Panics
+    /// If `stored` or `out` have other lengths than the rectangle has.
+    pub fn decode(&self, offsets: &[u64], sizes: &[u64], stored: &[&[u8]], out: &mut [u8]) -> Result<()> {
+        let lead = self.shape.len() - 2;
+        let [rows, columns] = [usize_of(sizes[lead]), usize_of(sizes[lead + 1])];
+        if sizes.contains(&0) {
+            return Ok(());
+        }
+        let of_column = |step: u64| usize_of(offsets[lead + 1] % step);
+        let (unit, unit_bytes) = self.format.unit();
+        let bytes = usize_of(steps(offsets[lead + 1], sizes[lead + 1], unit).1 * unit_bytes);
+        let groups = usize_of(steps(offsets[lead + 1], sizes[lead + 1], self.block[1]).1);
+        let (first_scale, scale_rows) = steps(offsets[lead], sizes[lead], self.block[0]);
+        let scales = self.scales(stored)?;
+        let zeros = self.zeros.map(|_| stored[2]);
+        let mut row_zeros = vec![0.0; if zeros.is_some() { groups } else { 0 }];
+        let out_bytes = columns * self.target.size();
+        for (i, out) in out.chunks_exact_mut(out_bytes).enumerate() {
+            let (outer, row) = (i / rows, offsets[lead] + (i % rows) as u64);
+            let scale_row = outer * usize_of(scale_rows) + usize_of(row / self.block[0] - first_scale);
+            if let Some(zeros) = zeros {
+                let at = usize_of(row / 8 - offsets[lead] / 8) * groups;
+                for (group, zero) in row_zeros.iter_mut().enumerate() {
+                    let byte = zeros[4 * (at + group) + usize_of(row % 8 / 2)];
+                    *zero = f32::from(if row % 2 == 0 { byte & 15 } else { byte >> 4 }) - 8.0;
+                }
+            }
+            let row = Row {
+                code: self.format.code(),
+                bytes: &stored[0][i * bytes..(i + 1) * bytes],
+                skip: of_column(unit),
+                scales: &scales[scale_row * groups..(scale_row + 1) * groups],
+                zeros: &row_zeros,
+                group: usize_of(self.block[1]),
+                before: of_column(self.block[1]),
+            };
+            kernel::decode(row, self.target, out);
+        }
+        Ok(())
+    }
+
+    /// The scales of a rectangle, with the global one.
+    fn scales(&self, stored: &[&[u8]]) -> Result<Vec<f32>> {
+        let mut scales = self.numbers(self.scale, stored[1])?;
+        if let (Some((global, divides)), Some(bytes)) = (self.global, stored.last()) {
+            let global = self.numbers(global, bytes)?[0];
+            for scale in &mut scales {
+                *scale = if divides { *scale / global } else { *scale * global };
+            }
+        }
+        Ok(scales)
+    }
+
+    /// The elements of a stored tensor of scales.
+    fn numbers(&self, tensor: u32, bytes: &[u8]) -> Result<Vec<f32>> {
+        let words = || bytes.chunks_exact(2).map(|word| u16::from_le_bytes([word[0], word[1]]));
+        let name = self.index.tensor(tensor).dtype.map_or("bytes", Dtype::name);
+        Ok(match name {
+            "float32" => (bytes.chunks_exact(4))
+                .map(|word| f32::from_le_bytes([word[0], word[1], word[2], word[3]]))
+                .collect(),
+            "bfloat16" => words().map(kernel::from_bf16).collect(),
+            "float16" => words().map(kernel::from_f16).collect(),
+            "float8_e8m0fnu" | "uint8" => bytes.iter().map(|&byte| kernel::e8m0(byte)).collect(),
+            "float8_e4m3fn" => bytes.iter().map(|&byte| kernel::e4m3(byte)).collect(),
+            other => return Err(Error::Internal(format!("scales of dtype {other}"))),
+        })
+    }
+}
+
+/// For sizes of what is in memory.
+fn usize_of(value: u64) -> usize {
+    usize::try_from(value).expect("it is in memory")
+}

@@ -1,0 +1,260 @@
+//! Reads what is stored as codes and scales: a window at a time, whose stored parts go to memory of the thread and are decoded from there.
+#![allow(unsafe_code)] // It writes to addresses that it is given.
+
+use std::borrow::Cow;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use smallvec::SmallVec;
+
+use super::batch::stores;
+use super::plan::stored_strides;
+use super::sequential::{Sequential, Survey};
+use super::worker::there;
+use super::{FileRef, Operation, ReadOptions, ReadReq, ReadStats, Verify, connect};
+use crate::checkpoint::gather::{Names, bytes_of, cover};
+use crate::copy::{Strided, copy_strided};
+use crate::geometry::{Dims, row_major};
+use crate::quant::Coded;
+use crate::slabs::split;
+use crate::store::Destination;
+use crate::{Control, Error, Result, parallel};
+
+/// Bytes of a window once it is decoded: with its codes it stays in the second-level cache.
+const WINDOW: u64 = 512 << 10;
+/// The same where reads wait for storage.
+const WAITING_WINDOW: u64 = 2 << 20;
+
+/// What a request decodes: its shape is that of a rectangle of this tensor.
+#[derive(Clone, Debug)]
+pub struct CodedReq {
+    /// The tensor.
+    pub of: Arc<Coded>,
+    /// Where in it the rectangle begins.
+    pub offsets: Dims,
+    /// The files of the tensor's parts, by their numbers in the index, and as the requests know them.
+    pub files: SmallVec<[(u32, u32); 2]>,
+}
+
+/// Requests for bytes as they are stored, and those that are decoded.
+pub fn apart(reqs: &[ReadReq]) -> (Cow<'_, [ReadReq]>, Vec<&ReadReq>) {
+    if reqs.iter().all(|req| req.coded.is_none()) {
+        return (Cow::Borrowed(reqs), Vec::new());
+    }
+    let (coded, plain): (Vec<&ReadReq>, Vec<&ReadReq>) = reqs.iter().partition(|req| req.coded.is_some());
+    (plain.into_iter().cloned().collect(), coded)
+}
+
+/// The stored parts of a window, as requests. Their destinations are places in one memory, where the parts lie one after another.
+struct Stored {
+    requests: Vec<ReadReq>,
+    lengths: SmallVec<[usize; 4]>,
+}
+
+impl CodedReq {
+    fn stored(&self, offsets: &[u64], sizes: &[u64]) -> Result<Stored> {
+        let index = &self.of.index;
+        let mut stored = Stored {
+            requests: Vec::new(),
+            lengths: SmallVec::new(),
+        };
+        let mut at = 0;
+        for part in self.of.parts(offsets, sizes) {
+            let strides: Dims = row_major(&part.region.sizes)
+                .iter()
+                .map(|stride| stride * part.itemsize)
+                .collect();
+            let dtype = index.tensor(part.tensor).dtype;
+            for held in cover(index, part.tensor, &part.region)? {
+                let view = index.chunk(held.chunk);
+                let (src_offset, src_strides) = bytes_of(&view, part.itemsize, &held.chunk_offsets);
+                let to: u64 = held
+                    .region_offsets
+                    .iter()
+                    .zip(&strides)
+                    .map(|(at, stride)| at * stride)
+                    .sum();
+                let file = self.files.iter().find(|(file, _)| *file == view.file);
+                stored.requests.push(ReadReq {
+                    file: file.map_or(u32::MAX, |(_, place)| *place),
+                    tensor: part.tensor,
+                    chunk_offset: view.offset,
+                    chunk_length: view.length,
+                    digests: view.digests.map(|range| range.start),
+                    itemsize: part.itemsize,
+                    shape: held.sizes,
+                    src_offset,
+                    src_strides,
+                    dst: Destination(std::ptr::without_provenance_mut(at + in_memory(to)?)),
+                    dst_strides: strides.clone(),
+                    signs: dtype.and_then(|dtype| view.signs.bits(dtype)).unwrap_or_default(),
+                    operation: Operation::Copy,
+                    coded: None,
+                });
+            }
+            let length = in_memory(part.length())?;
+            stored.lengths.push(length);
+            at += length;
+        }
+        Ok(stored)
+    }
+}
+
+/// Requests for all that is stored of what is decoded: what is wanted of the files.
+pub fn wanted(req: &ReadReq) -> Result<Vec<ReadReq>> {
+    match &req.coded {
+        Some(coded) => Ok(coded.stored(&coded.offsets, &req.shape)?.requests),
+        None => Ok(Vec::new()),
+    }
+}
+
+/// Fills the destinations of requests that are decoded, in parallel.
+///
+/// # Safety
+/// That of [`read`](super::read).
+pub unsafe fn read(
+    files: &[FileRef],
+    reqs: &[&ReadReq],
+    options: &ReadOptions,
+    control: &Control,
+) -> Result<ReadStats> {
+    let Some(coded) = reqs.first().and_then(|req| req.coded.as_ref()) else {
+        return Ok(ReadStats::default());
+    };
+    let names = Names(&coded.of.index);
+    let stored: Vec<ReadReq> = reqs.iter().map(|req| wanted(req)).collect::<Result<Vec<_>>>()?.concat();
+    let survey = Survey::new(files, &stored, options, &names)?;
+    let window = survey.window();
+    let mut windows = Vec::new();
+    for (number, req) in reqs.iter().enumerate() {
+        split(&req.shape, req.itemsize, window, &mut |offsets, sizes| {
+            windows.push((number, Dims::from_slice(offsets), Dims::from_slice(sizes)));
+        });
+    }
+    let threads = match options.threads {
+        0 => parallel::available(),
+        n => n,
+    };
+    // A window takes as many bytes again for what it is decoded from, and for a buffer of reads that wait.
+    let most = usize::try_from(options.max_inflight_bytes / (2 * window)).unwrap_or(usize::MAX);
+    let workers = survey.workers(threads).min(most.max(threads)).max(1);
+    let connection = connect(files, threads)?;
+    let stats = Mutex::new(ReadStats::default());
+    let reader = || Sequential::new(connection.clone());
+    parallel::for_each(windows.len(), workers, reader, |reader, i| {
+        let (number, offsets, sizes) = &windows[i];
+        let before = reader.stats();
+        // SAFETY: the caller's promise, passed on.
+        unsafe {
+            fill_window(
+                reader,
+                files,
+                reqs[*number],
+                &survey,
+                options.verify,
+                control,
+                (offsets, sizes),
+            )?
+        };
+        *stats.lock().unwrap_or_else(PoisonError::into_inner) += reader.stats() - before;
+        Ok(())
+    })?;
+    Ok(stats.into_inner().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// Fills the destination of a request that is decoded, on this thread.
+///
+/// # Safety
+/// That of [`read`](super::read).
+pub unsafe fn fill(
+    reader: &mut Sequential,
+    files: &[FileRef],
+    req: &ReadReq,
+    survey: &Survey,
+    verify: Verify,
+    control: &Control,
+) -> Result<()> {
+    let mut windows = Vec::new();
+    split(&req.shape, req.itemsize, survey.window(), &mut |offsets, sizes| {
+        windows.push((Dims::from_slice(offsets), Dims::from_slice(sizes)));
+    });
+    for (offsets, sizes) in &windows {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { fill_window(reader, files, req, survey, verify, control, (offsets, sizes))? };
+    }
+    Ok(())
+}
+
+impl Survey {
+    /// Bytes of a window of what is decoded.
+    fn window(&self) -> u64 {
+        if self.waits() { WAITING_WINDOW } else { WINDOW }
+    }
+}
+
+/// Reads the stored parts of a rectangle of a request, decodes them, and copies the result to its place.
+///
+/// # Safety
+/// That of [`read`](super::read).
+unsafe fn fill_window(
+    reader: &mut Sequential,
+    files: &[FileRef],
+    req: &ReadReq,
+    survey: &Survey,
+    verify: Verify,
+    control: &Control,
+    (offsets, sizes): (&Dims, &Dims),
+) -> Result<()> {
+    let Some(coded) = &req.coded else { return Ok(()) };
+    let begin: Dims = coded.offsets.iter().zip(offsets).map(|(a, b)| a + b).collect();
+    let Stored { mut requests, lengths } = coded.stored(&begin, sizes)?;
+    let stored: usize = lengths.iter().sum();
+    let decoded = in_memory(sizes.iter().product::<u64>() * req.itemsize)?;
+    let mut memory = std::mem::take(&mut reader.memory);
+    if memory.len() < stored + decoded {
+        memory.resize(stored + decoded, 0);
+    }
+    let base = memory.as_mut_ptr();
+    for request in &mut requests {
+        request.dst = Destination(base.wrapping_add(request.dst.0.addr()));
+    }
+    let delivered = reader.stats().bytes_wanted;
+    let verify = survey.choose(&mut requests, verify);
+    // SAFETY: the parts lie in `memory` one after another, and the chunks of a part do not overlap in it. Nobody else has it.
+    unsafe { reader.read(files, &requests, survey, verify, &Names(&coded.of.index), control)? };
+    reader.count_as(delivered, decoded as u64);
+    control.add((decoded as u64).saturating_sub(stored as u64));
+    let (codes, out) = memory[..stored + decoded].split_at_mut(stored);
+    let mut rest = &*codes;
+    let parts: Vec<&[u8]> = (lengths.iter())
+        .map(|&length| {
+            let (part, after) = rest.split_at(length);
+            rest = after;
+            part
+        })
+        .collect();
+    coded.of.decode(&begin, sizes, &parts, out)?;
+    let strides: Dims = row_major(sizes).iter().map(|stride| stride * req.itemsize).collect();
+    let copy = stored_strides(req)
+        .and_then(|dst| Strided::new(req.itemsize, sizes, &strides, &dst))
+        .ok_or_else(|| Error::Plan("destination too large".into()))?;
+    let to: u64 = offsets
+        .iter()
+        .zip(&req.dst_strides)
+        .map(|(at, stride)| at * stride)
+        .sum();
+    let total = req.shape.iter().fold(req.itemsize, |n, &size| n.saturating_mul(size));
+    // SAFETY: `out` holds the rectangle in row-major order. Its place is within the destination, which the caller vouches for.
+    unsafe {
+        let to = req.dst.0.wrapping_add(in_memory(to)?);
+        match req.operation {
+            Operation::Copy => copy_strided(to, out.as_ptr(), &copy.loops, copy.run, stores(total)),
+            Operation::Accumulate(sink) => sink.run(to, out.as_ptr(), &there(req, &copy.loops), copy.run),
+        }
+    }
+    reader.memory = memory;
+    Ok(())
+}
+
+fn in_memory(bytes: u64) -> Result<usize> {
+    usize::try_from(bytes).map_err(|_| Error::Plan("more bytes than there is memory for".into()))
+}

@@ -1,0 +1,257 @@
+"""Quantized weights as tensors, by every way in: to the bit what the published formulas give."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, strategies as st
+
+import dcp_rs
+from support import quantized
+from support.quantized import same
+
+BF16 = torch.bfloat16
+
+
+def one_of_each(path: Path) -> dict[str, torch.Tensor]:
+    """A folder with a weight of each format, in two files; returns what they are in float32."""
+    made = [
+        quantized.fp8("a.blocks", 130, 200, seed=1),
+        quantized.fp8("a.ragged", 7, 5, seed=2, dtype=torch.float8_e8m0fnu),
+        quantized.fp8("a.experts", 3, 129, 130, seed=3),
+        quantized.channel("b.channel", 9, 40, seed=4, scale_shape=(9, 1)),
+        quantized.channel("b.tensor", 9, 40, seed=5, scale_shape=()),
+        quantized.channel("b.one", 9, 40, seed=6, scale_shape=(1,)),
+        quantized.mxfp4("c.experts", 2, 5, 96, seed=7),
+        quantized.int4("d.int4", 10, 64, seed=8, group=32),
+        quantized.int4("d.zeros", 10, 64, seed=9, group=32, zeros=True),
+        quantized.int4("d.odd", 10, 21, seed=10, group=21),
+        quantized.nvfp4("e.modelopt", 6, 48, seed=11, modelopt=True),
+        quantized.nvfp4("e.compressed", 6, 48, seed=12, modelopt=False),
+    ]
+    tensors = {name: tensor for stored, _ in made for name, tensor in stored.items()}
+    plain = {"norm.weight": torch.randn(5).half(), "a.bias": torch.arange(4)}
+    activations = {"b.tensor.input_scale": torch.tensor(1.0), "a.k_scale": torch.tensor(2.0)}
+    quantized.write(path, {**tensors, **plain, **activations}, files=2)
+    names = [next(iter(stored)) for stored, _ in made]
+    names = [name.removesuffix("_packed").removesuffix("_blocks") for name in names]
+    return {**dict(zip(names, (whole for _, whole in made), strict=True)), **plain}
+
+
+def wanted(expected: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    plain = ("norm.weight", "a.bias")
+    return {name: tensor if name in plain else tensor.to(dtype) for name, tensor in expected.items()}
+
+
+def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert sorted(got) == sorted(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(got[name], tensor) if name == "a.bias" else same(got[name], tensor), name
+
+
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_way_in(tmp_path, target):
+    expected = wanted(one_of_each(tmp_path / "q"), target)
+    checkpoint = dcp_rs.open(tmp_path / "q", dequantize=target)
+    assert_same(dict(checkpoint), expected)
+    assert_same(dict(checkpoint.stream()), expected)
+    assert_same(checkpoint.state_dict(copy=True), expected)
+    assert {name: checkpoint.info(name).shape for name in checkpoint} == {n: t.shape for n, t in expected.items()}
+
+    empty = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    dcp_rs.load(empty, tmp_path / "q", dequantize=target)
+    assert_same(empty, expected)
+    empty = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    dcp.load(empty, storage_reader=dcp_rs.RsReader(tmp_path / "q", dequantize=target))
+    assert_same(empty, expected)
+    dcp_rs.convert(tmp_path / "q", tmp_path / "out", dequantize=target)
+    assert_same(dict(dcp_rs.open(tmp_path / "out")), expected)
+
+
+def test_true_means_bfloat16_and_false_nothing(tmp_path):
+    expected = one_of_each(tmp_path / "q")
+    assert_same(dict(dcp_rs.open(tmp_path / "q", dequantize=True)), wanted(expected, BF16))
+    assert "c.experts_scales" in dcp_rs.open(tmp_path / "q")
+    with pytest.raises(ValueError, match="float64"):
+        dcp_rs.open(tmp_path / "q", dequantize=torch.float64)
+
+
+def test_numpy_has_them_in_float32(tmp_path):
+    expected = one_of_each(tmp_path / "q")
+    arrays = dcp_rs.open(tmp_path / "q", "np", dequantize=torch.float32)
+    np.testing.assert_array_equal(arrays["a.blocks.weight"], expected["a.blocks.weight"].numpy())
+
+
+def test_what_is_not_quantized_stays_as_it_is(tmp_path):
+    """A training checkpoint may hold float8 tensors of its own."""
+    tensors = {"w.weight": torch.randn(4, 4), "amax": torch.randn(8).to(torch.float8_e4m3fn), "x_scale": torch.ones(1)}
+    dcp_rs.save(tensors, tmp_path / "ckpt")
+    checkpoint = dcp_rs.open(tmp_path / "ckpt", dequantize=True)
+    assert sorted(checkpoint) == sorted(tensors)
+    assert checkpoint["amax"].dtype == torch.float8_e4m3fn
+
+
+def test_a_checkpoint_of_dcp_rs_in_shards_of_its_own(tmp_path):
+    """Codes that are stored in several chunks, with digests, which are checked on the way."""
+    stored, whole = quantized.fp8("m", 300, 200, seed=20)
+    dcp_rs.save(stored, tmp_path / "ckpt")
+    assert same(dcp_rs.open(tmp_path / "ckpt", dequantize=True, verify=True)["m.weight"], whole.to(BF16))
+    file = next((tmp_path / "ckpt").glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(dcp_rs.errors.CorruptDataError, match="m.weight"):
+        dcp_rs.open(tmp_path / "ckpt", dequantize=True, verify=True)["m.weight"]
+
+
+def test_strided_destinations_and_slices(tmp_path):
+    expected = wanted(one_of_each(tmp_path / "q"), BF16)["a.blocks.weight"]
+    into = torch.zeros(200, 130, dtype=BF16).T
+    dcp_rs.load({"a.blocks.weight": into}, tmp_path / "q", dequantize=True)
+    assert same(into, expected)
+    part = dcp_rs.open(tmp_path / "q", dequantize=True).get_slice("a.blocks.weight")
+    assert same(part[3:129:7, 100:], expected[3:129:7, 100:])
+
+
+@given(data=st.data(), name=st.sampled_from(["a.experts.weight", "c.experts", "d.zeros.weight", "e.modelopt.weight", "d.odd.weight"]))
+def test_a_slice_is_the_slice_of_the_whole(tmp_path_factory, data, name):
+    path = tmp_path_factory.getbasetemp() / "slices"
+    if not path.exists():
+        torch.save(one_of_each(path), path / "expected.pt")
+    expected = torch.load(path / "expected.pt")[name].to(BF16)
+    bounds = [sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2))) for size in expected.shape]
+    region = tuple(slice(begin, end) for begin, end in bounds)
+    assert same(dcp_rs.open(path, dequantize=True).get_slice(name)[region], expected[region])
+
+
+def test_reads_only_what_a_column_shard_needs(tmp_path):
+    stored, whole = quantized.fp8("m", 1024, 4096, seed=21)
+    quantized.write(tmp_path / "q", stored)
+    checkpoint = dcp_rs.open(tmp_path / "q", dequantize=True, io="buffered")
+    assert same(checkpoint.get_slice("m.weight")[:, :1024], whole.to(BF16)[:, :1024])
+    assert checkpoint.report.bytes_read <= 1.1 * (1024 * 1024 + 8 * 8 * 4)
+
+
+def test_stored_parts_are_no_entries(tmp_path):
+    one_of_each(tmp_path / "q")
+    checkpoint = dcp_rs.open(tmp_path / "q", dequantize=True)
+    assert same(checkpoint["c.experts_blocks"], checkpoint["c.experts"])
+    assert "c.experts_blocks" not in list(checkpoint)
+    for name in ("c.experts_scales", "a.blocks.weight_scale_inv", "d.int4.weight_packed", "b.tensor.input_scale"):
+        with pytest.raises(KeyError):
+            checkpoint[name]
+
+
+def test_an_open_checkpoint_and_metadata_pickle(tmp_path):
+    import pickle
+
+    expected = wanted(one_of_each(tmp_path / "q"), torch.float32)
+    checkpoint = pickle.loads(pickle.dumps(dcp_rs.open(tmp_path / "q", dequantize=torch.float32)))
+    assert same(checkpoint["c.experts"], expected["c.experts"])
+    metadata = dcp_rs.RsReader(tmp_path / "q", dequantize=torch.float32).read_metadata()
+    metadata = pickle.loads(pickle.dumps(metadata))
+    assert metadata.state_dict_metadata["c.experts"].size == expected["c.experts"].shape
+
+
+FP8_CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda t: t.pop("m.weight"), "m.weight_scale_inv"),
+        (lambda t: t.update({"m.weight_scale_inv": torch.ones(3, 2)}), "m.weight"),
+        (lambda t: t.update({"m.weight_scale_inv": torch.ones(2, 2).int()}), "m.weight"),
+        (lambda t: t.pop("m.weight_scale_inv"), "m.weight"),
+        (lambda t: t.update({"m.weight": torch.ones(130, 130, dtype=torch.int8)}), "m.weight"),
+        (lambda t: t.update({"m.weight": torch.ones(130).to(torch.float8_e4m3fn)}), "m.weight"),
+        (lambda t: t.update({"n.weight_packed": torch.ones(3, 4).int()}), "n.weight"),
+        (lambda t: t.update({"n_blocks": torch.ones(3, 4, 16).byte()}), "n_blocks"),
+        (lambda t: t.update({"n_scales": torch.ones(3, 4).byte()}), "n_scales"),
+        (lambda t: t.update({"n.weight": torch.ones(3, 8).byte(), "n.weight_scale": torch.ones(3, 1).to(torch.float8_e4m3fn)}), "n.weight"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(tmp_path, change, named):
+    tensors, _ = quantized.fp8("m", 130, 130, seed=30)
+    change(tensors)
+    quantized.write(tmp_path / "q", tensors, FP8_CONFIG)
+    with pytest.raises(dcp_rs.QuantizationError, match=named) as error:
+        dcp_rs.open(tmp_path / "q", dequantize=True)
+    assert error.value.tensor == named
+    assert isinstance(error.value, dcp_rs.errors.UnsupportedError)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "gptq", "bits": 4},
+        {},
+        {"quant_method": "fp8", "weight_block_size": [0, 128]},
+        {"quant_method": "fp8", "weight_block_size": [128.5, 128]},
+        {"quant_method": "fp8", "weight_block_size": [128]},
+        {"quant_method": "compressed-tensors", "format": "int-quantized"},
+        {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"type": "int", "num_bits": 8}}}},
+        {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+    ],
+)
+def test_configurations_that_are_not_known_are_refused(tmp_path, config):
+    """Even where the names look known."""
+    tensors, _ = quantized.fp8("m", 130, 130, seed=31)
+    quantized.write(tmp_path / "q", tensors, config)
+    with pytest.raises(dcp_rs.QuantizationError, match=r"config\.json"):
+        dcp_rs.open(tmp_path / "q", dequantize=True)
+    assert "m.weight" in dcp_rs.open(tmp_path / "q")
+
+
+def test_the_configuration_tells_the_size_of_blocks(tmp_path):
+    tensors, whole = quantized.fp8("m", 70, 90, seed=32, block=(32, 64))
+    quantized.write(tmp_path / "q", tensors)
+    with pytest.raises(dcp_rs.QuantizationError, match=r"\[3, 2\]"):
+        dcp_rs.open(tmp_path / "q", dequantize=True)
+    quantized.write(tmp_path / "q", tensors, {"quant_method": "fp8", "weight_block_size": [32, 64]})
+    assert same(dcp_rs.open(tmp_path / "q", dequantize=True)["m.weight"], whole.to(BF16))
+
+
+def test_shapes_that_contradict_the_codes_are_refused(tmp_path):
+    tensors, _ = quantized.int4("m", 4, 21, seed=33, group=21)
+    tensors["m.weight_shape"] = torch.tensor([4, 25])
+    quantized.write(tmp_path / "q", tensors)
+    with pytest.raises(dcp_rs.QuantizationError, match="m.weight_shape says"):
+        dcp_rs.open(tmp_path / "q", dequantize=True)
+
+
+def test_torchs_reader_is_the_judge(tmp_path):
+    """Blocks of FP8; MXFP4 without what its reader gets wrong: it corrects the size of a tensor, and not that of its chunk."""
+    reader_class = pytest.importorskip("torch.distributed.checkpoint.quantized_hf_storage").QuantizedHuggingFaceStorageReader
+    tensors, _ = quantized.fp8("m", 300, 200, seed=40)
+    experts, _ = quantized.mxfp4("e", 2, 5, 96, seed=41)
+    quantized.write(tmp_path / "q", {**tensors, **experts}, files=2)
+    shapes = {"m.weight": (300, 200), "e_blocks": (2, 5, 96)}
+    for target in (torch.float32, torch.bfloat16):
+        states = []
+        for reader in (
+            reader_class(str(tmp_path / "q"), target_dtype=target),
+            dcp_rs.RsReader(tmp_path / "q", dequantize=target),
+        ):
+            state = {name: torch.zeros(shape, dtype=target) for name, shape in shapes.items()}
+            dcp.load(state, storage_reader=reader)
+            states.append(state)
+        theirs, ours = states
+        assert same(ours["m.weight"], theirs["m.weight"])
+        done = theirs["e_blocks"] != 0
+        done &= experts["e_scales"].repeat_interleave(32, -1) != 255
+        assert done.any()
+        assert torch.equal(ours["e_blocks"][done], theirs["e_blocks"][done])
+
+
+def test_config_json_that_is_no_json_is_refused(tmp_path):
+    tensors, _ = quantized.fp8("m", 13, 13, seed=42)
+    quantized.write(tmp_path / "q", tensors)
+    (tmp_path / "q" / "config.json").write_text("{")
+    with pytest.raises(dcp_rs.QuantizationError, match=r"config\.json"):
+        dcp_rs.open(tmp_path / "q", dequantize=True)
+    (tmp_path / "q" / "config.json").write_text(json.dumps({"model_type": "x"}))
+    assert dcp_rs.open(tmp_path / "q", dequantize=True)["m.weight"].dtype == BF16
