@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from dcp_rs.dcp.save_planner import RsSavePlanner
     from dcp_rs.dcp.writer import RsWriter
     from dcp_rs.engine.background import SaveFuture
-    from dcp_rs.errors import QuantizationError
     from dcp_rs.engine.reports import LoadReport, SavedMetadata, SaveReport
+    from dcp_rs.errors import QuantizationError
     from dcp_rs.integrations.install import install, installed, uninstall
     from dcp_rs.integrations.safetensors import load_file, save_file
     from dcp_rs.steps.manager import CheckpointManager

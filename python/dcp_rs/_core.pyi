@@ -238,7 +238,7 @@ class Index:
         """The same checkpoint with its quantized weights as tensors of ``dtype``; None where it has none."""
     def derive(
         self,
-        hidden: set[int],
+        hidden: Sequence[int],
         tensors: Sequence[
             tuple[
                 str,
@@ -247,8 +247,11 @@ class Index:
             ]
         ],
     ) -> Index:
-        """The same checkpoint with other tensors in the place of the ``hidden`` ones: (name, shape, rectangles), and of a rectangle its tensor, offsets,
-        sizes, for each dimension of the new tensor that of the other or None, and where it goes."""
+        """The same checkpoint with other tensors in the place of the ``hidden`` ones.
+
+        Each has a name, a shape, and rectangles: a tensor, offsets and sizes in it, for each dimension of the new tensor that of the other or None, and
+        where it goes.
+        """
     def dtype_of(self, chunk: int) -> str | None: ...
     def files_of(self, chunks: Sequence[int]) -> list[int]: ...
     def file_order(self) -> list[int]: ...

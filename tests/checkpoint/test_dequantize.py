@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 import dcp_rs
 from support import quantized
@@ -103,7 +104,7 @@ def test_a_checkpoint_of_dcp_rs_in_shards_of_its_own(tmp_path):
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    with pytest.raises(dcp_rs.errors.CorruptDataError, match="m.weight"):
+    with pytest.raises(dcp_rs.errors.CorruptDataError, match=r"m\.weight"):
         dcp_rs.open(tmp_path / "ckpt", dequantize=True, verify=True)["m.weight"]
 
 
@@ -116,7 +117,10 @@ def test_strided_destinations_and_slices(tmp_path):
     assert same(part[3:129:7, 100:], expected[3:129:7, 100:])
 
 
-@given(data=st.data(), name=st.sampled_from(["a.experts.weight", "c.experts", "d.zeros.weight", "e.modelopt.weight", "d.odd.weight"]))
+@given(
+    data=st.data(),
+    name=st.sampled_from(["a.experts.weight", "c.experts", "d.zeros.weight", "e.modelopt.weight", "d.odd.weight"]),
+)
 def test_a_slice_is_the_slice_of_the_whole(tmp_path_factory, data, name):
     path = tmp_path_factory.getbasetemp() / "slices"
     if not path.exists():
@@ -130,7 +134,7 @@ def test_a_slice_is_the_slice_of_the_whole(tmp_path_factory, data, name):
 def test_reads_only_what_a_column_shard_needs(tmp_path):
     stored, whole = quantized.fp8("m", 1024, 4096, seed=21)
     quantized.write(tmp_path / "q", stored)
-    checkpoint = dcp_rs.open(tmp_path / "q", dequantize=True, io="buffered")
+    checkpoint = dcp_rs.open(tmp_path / "q", dequantize=True, io="mmap")
     assert same(checkpoint.get_slice("m.weight")[:, :1024], whole.to(BF16)[:, :1024])
     assert checkpoint.report.bytes_read <= 1.1 * (1024 * 1024 + 8 * 8 * 4)
 
@@ -171,7 +175,12 @@ FP8_CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         (lambda t: t.update({"n.weight_packed": torch.ones(3, 4).int()}), "n.weight"),
         (lambda t: t.update({"n_blocks": torch.ones(3, 4, 16).byte()}), "n_blocks"),
         (lambda t: t.update({"n_scales": torch.ones(3, 4).byte()}), "n_scales"),
-        (lambda t: t.update({"n.weight": torch.ones(3, 8).byte(), "n.weight_scale": torch.ones(3, 1).to(torch.float8_e4m3fn)}), "n.weight"),
+        (
+            lambda t: t.update(
+                {"n.weight": torch.ones(3, 8).byte(), "n.weight_scale": torch.ones(3, 1).to(torch.float8_e4m3fn)}
+            ),
+            "n.weight",
+        ),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(tmp_path, change, named):
@@ -219,13 +228,15 @@ def test_shapes_that_contradict_the_codes_are_refused(tmp_path):
     tensors, _ = quantized.int4("m", 4, 21, seed=33, group=21)
     tensors["m.weight_shape"] = torch.tensor([4, 25])
     quantized.write(tmp_path / "q", tensors)
-    with pytest.raises(dcp_rs.QuantizationError, match="m.weight_shape says"):
+    with pytest.raises(dcp_rs.QuantizationError, match=r"m\.weight_shape says"):
         dcp_rs.open(tmp_path / "q", dequantize=True)
 
 
 def test_torchs_reader_is_the_judge(tmp_path):
     """Blocks of FP8; MXFP4 without what its reader gets wrong: it corrects the size of a tensor, and not that of its chunk."""
-    reader_class = pytest.importorskip("torch.distributed.checkpoint.quantized_hf_storage").QuantizedHuggingFaceStorageReader
+    reader_class = pytest.importorskip(
+        "torch.distributed.checkpoint.quantized_hf_storage"
+    ).QuantizedHuggingFaceStorageReader
     tensors, _ = quantized.fp8("m", 300, 200, seed=40)
     experts, _ = quantized.mxfp4("e", 2, 5, 96, seed=41)
     quantized.write(tmp_path / "q", {**tensors, **experts}, files=2)

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import dcp_rs

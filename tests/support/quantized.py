@@ -61,7 +61,9 @@ def fp8(
     return {f"{name}.weight": weight, f"{name}.weight_scale_inv": scale}, whole
 
 
-def channel(name: str, rows: int, columns: int, *, seed: int, scale_shape: tuple[int, ...]) -> tuple[Tensors, torch.Tensor]:
+def channel(
+    name: str, rows: int, columns: int, *, seed: int, scale_shape: tuple[int, ...]
+) -> tuple[Tensors, torch.Tensor]:
     """Float8 with a scale for each row, or for all."""
     weight = codes(rows, columns, seed=seed, dtype=torch.float8_e4m3fn)
     scale = torch.randn(scale_shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
@@ -96,7 +98,9 @@ def int4(
     if has_shape:
         tensors[f"{name}.weight_shape"] = torch.tensor([rows, columns])
     block = (1, group)
-    whole = (numbers[:, :columns] - repeated(zero, rows, columns, block)) * repeated(scale.float(), rows, columns, block)
+    whole = (numbers[:, :columns] - repeated(zero, rows, columns, block)) * repeated(
+        scale.float(), rows, columns, block
+    )
     return tensors, whole
 
 
@@ -109,7 +113,11 @@ def nvfp4(name: str, rows: int, columns: int, *, seed: int, modelopt: bool) -> t
         tensors = {f"{name}.weight": packed, f"{name}.weight_scale": scale, f"{name}.weight_scale_2": whole}
         scales = scale.float() * whole
     else:
-        tensors = {f"{name}.weight_packed": packed, f"{name}.weight_scale": scale, f"{name}.weight_global_scale": whole[None]}
+        tensors = {
+            f"{name}.weight_packed": packed,
+            f"{name}.weight_scale": scale,
+            f"{name}.weight_global_scale": whole[None],
+        }
         scales = scale.float() / whole
     return tensors, FP4[nibbles(packed)] * repeated(scales, rows, columns, (1, 16))
 

@@ -15,6 +15,7 @@ from dcp_rs._shown import Report
 from dcp_rs._url import StorageOptions, Url, location
 from dcp_rs.checkpoint.names import globs, selector, some
 from dcp_rs.checkpoint.source import Item, Request, Source, open_source
+from dcp_rs.checkpoint.views import Layout
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors import objects
@@ -80,6 +81,7 @@ def compare(
     allow_external: bool = False,
     storage_options: Mapping[str, Any] | Any | None = None,
     b_storage_options: Mapping[str, Any] | Any | None = None,
+    layout: Layout | None = None,
     progress: Callable[[int, int], Any] | None = None,
 ) -> Comparison:
     """Compares two checkpoints of any kind. How tensors are cut and stored makes no difference; every bit does.
@@ -92,6 +94,7 @@ def compare(
         allow_external: read data files outside of the checkpoints' folders, if an index names any.
         storage_options: for URLs, see :class:`dcp_rs.RsReader`.
         b_storage_options: for that of ``b``; default: those of ``a``.
+        layout: how the tensors of both are seen.
         progress: called with the bytes of ``a`` compared so far, and all of them.
 
     Raises:
@@ -107,6 +110,7 @@ def compare(
             options=options,
             allow_external=allow_external,
             storage_options=given if isinstance(location(path), Url) else None,
+            layout=layout,
         )
         for path, given in ((a, stores), (b, stores if of_b is None else of_b))
     )

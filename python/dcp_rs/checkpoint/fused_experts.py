@@ -70,13 +70,13 @@ def views_for(config: Mapping[str, Any] | str | os.PathLike[str] | Any, *, fuse:
     moves = stored != fused
     if fuse:
         return [
-            *([Concat(*router)] if moves else []),
+            *([Concat(router[0], into=router[1])] if moves else []),
             *(Stack(single[name], into=half[name]) for name in (gate, up)),
             Concat([half[gate], half[up]], into=f"{into}.gate_up_proj", dim=1),
             Stack(single[down], into=f"{into}.down_proj"),
         ]
     return [
-        *([Concat(*reversed(router))] if moves else []),
+        *([Concat(router[1], into=router[0])] if moves else []),
         Split(f"{into}.gate_up_proj", into=[half[gate], half[up]], dim=1),
         *(Unstack(half[name], into=single[name]) for name in (gate, up)),
         Unstack(f"{into}.down_proj", into=single[down]),

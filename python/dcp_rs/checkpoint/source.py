@@ -118,9 +118,7 @@ def open_source(
     layout: Layout | None = None,
 ) -> Source:
     """Opens a checkpoint of any kind, by its path or its URL. With ``layout``, its items are logical tensors."""
-    index = open_index(
-        path, rank=None, allow_external=allow_external, storage_options=storage_options, layout=layout
-    )
+    index = open_index(path, rank=None, allow_external=allow_external, storage_options=storage_options, layout=layout)
     return IndexSource(index, options)
 
 

@@ -17,7 +17,7 @@ from dcp_rs.options import ReadOptions
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Concat", "Layout", "LayoutView", "Split", "Stack", "Transpose", "Unstack"]
+__all__ = ["Concat", "Layout", "LayoutView", "Split", "Stack", "Transpose", "Unstack", "views_in"]
 
 _FIELD = re.compile(r"\{(\w+)\}")
 _TARGETS = ("bfloat16", "float16", "float32")
@@ -90,21 +90,25 @@ class _Names:
             if unknown or len(set(joined)) > 1:
                 what = f"{unknown} are in no name" if unknown else f"{joined} are more than one field to join over"
                 raise self.fail(f"{pattern!r} does not go into {into!r}: {what}")
-            for fields, *tensor in self.match(pattern):
+            for fields, tensor, number, shape in self.match(pattern):
                 at = fields[joined[0]] if joined else "0"
                 if not at.isdecimal():
-                    raise self.fail(f"tensor {tensor[0]!r}: {at!r} is no number, and {{{joined[0]}}} is joined over", tensor[0])
+                    raise self.fail(
+                        f"tensor {tensor!r}: {at!r} is no number, and {{{joined[0]}}} is joined over", tensor
+                    )
                 group = groups.setdefault(into.format_map(fields), {})
                 if (place, int(at)) in group:
-                    raise self.fail(f"tensor {tensor[0]!r} and another one have the same number", tensor[0])
-                group[place, int(at)] = tuple(tensor)
+                    raise self.fail(f"tensor {tensor!r} and another one have the same number", tensor)
+                group[place, int(at)] = tensor, number, shape
         for name, group in groups.items():
             numbers = sorted(group)
             for place in range(len(patterns)):
                 own = [number for of, number in numbers if of == place]
                 if own != list(range(len(own))) or not own:
                     gap = next(n for n in range(len(own) + 1) if n not in own)
-                    raise self.fail(f"{name!r} lacks a part: {patterns[place]!r} has numbers {own[:8]}, and no {gap}", name)
+                    raise self.fail(
+                        f"{name!r} lacks a part: {patterns[place]!r} has numbers {own[:8]}, and no {gap}", name
+                    )
         return {name: [group[at] for at in sorted(group)] for name, group in groups.items()}
 
     def dim(self, dim: int, ndim: int, name: str) -> int:
@@ -152,7 +156,9 @@ class Stack(LayoutView):
             zero = [0] * len(shape)
             for part, _, other in parts:
                 if other != shape:
-                    raise found.fail(f"{parts[0][0]!r} is {list(shape)} and {part!r} is {list(other)}: they cannot be stacked", name)
+                    raise found.fail(
+                        f"{parts[0][0]!r} is {list(shape)} and {part!r} is {list(other)}: they cannot be stacked", name
+                    )
             yield (
                 name,
                 [*shape[:dim], len(parts), *shape[dim:]],
@@ -188,7 +194,10 @@ class Concat(LayoutView):
             dim, at, made = found.dim(self.dim, len(first), name), 0, []
             for part, number, shape in parts:
                 if len(shape) != len(first) or _sized(shape, dim, 0) != _sized(first, dim, 0):
-                    raise found.fail(f"{parts[0][0]!r} is {list(first)} and {part!r} is {list(shape)}: they differ beside dim {dim}", name)
+                    raise found.fail(
+                        f"{parts[0][0]!r} is {list(first)} and {part!r} is {list(shape)}: they differ beside dim {dim}",
+                        name,
+                    )
                 made.append((number, [0] * len(shape), list(shape), [*range(len(shape))], _moved(shape, dim, at)))
                 at += shape[dim]
             yield name, _sized(first, dim, at), made
@@ -218,7 +227,9 @@ class Unstack(LayoutView):
         """Yield a tensor for each step along the dimension of each stored one."""
         new = [field for field in _fields(self.into) if field not in _fields(self.pattern)]
         if len(new) != 1:
-            raise found.fail(f"{self.pattern!r} does not go into {self.into!r}, which needs one field more, for the numbers")
+            raise found.fail(
+                f"{self.pattern!r} does not go into {self.into!r}, which needs one field more, for the numbers"
+            )
         for fields, name, number, shape in found.match(self.pattern):
             dim = found.dim(self.dim, len(shape), name)
             dims: list[int | None] = [d for d in range(len(shape)) if d != dim]
@@ -256,12 +267,20 @@ class Split(LayoutView):
             dim, at = found.dim(self.dim, len(shape), name), 0
             sizes = [shape[dim] // len(self.into)] * len(self.into) if self.sizes is None else list(self.sizes)
             if len(sizes) != len(self.into) or sum(sizes) != shape[dim] or min(sizes) < 0:
-                msg = f"tensor {name!r} is {list(shape)}: {sizes} are no sizes of {len(self.into)} parts along dim {dim}"
+                msg = (
+                    f"tensor {name!r} is {list(shape)}: {sizes} are no sizes of {len(self.into)} parts along dim {dim}"
+                )
                 raise found.fail(msg, name)
             for into, size in zip(self.into, sizes, strict=True):
                 if unknown := [field for field in _fields(into) if field not in fields]:
                     raise found.fail(f"{self.pattern!r} does not go into {into!r}: {unknown} are in no name")
-                part = (number, _moved(shape, dim, at), _sized(shape, dim, size), [*range(len(shape))], [0] * len(shape))
+                part = (
+                    number,
+                    _moved(shape, dim, at),
+                    _sized(shape, dim, size),
+                    [*range(len(shape))],
+                    [0] * len(shape),
+                )
                 yield into.format_map(fields), _sized(shape, dim, size), [part]
                 at += size
 
@@ -288,7 +307,9 @@ class Transpose(LayoutView):
         for _, name, number, shape in found.match(self.pattern):
             dims: list[int | None] = [found.dim(dim, len(shape), name) for dim in self.dims]
             if sorted(d for d in dims if d is not None) != [*range(len(shape))]:
-                raise found.fail(f"tensor {name!r} is {list(shape)}: {tuple(self.dims)} is no permutation of its dimensions", name)
+                raise found.fail(
+                    f"tensor {name!r} is {list(shape)}: {tuple(self.dims)} is no permutation of its dimensions", name
+                )
             zero = [0] * len(shape)
             yield name, [shape[d] for d in dims if d is not None], [(number, zero, list(shape), dims, zero)]
 
@@ -319,7 +340,7 @@ class Layout:
             if target not in _TARGETS:
                 msg = f"dequantize={dequantize!r}: True, or one of {', '.join(f'torch.{name}' for name in _TARGETS)}"
                 raise ValueError(msg)
-        given = (views,) if isinstance(views, LayoutView) else tuple(views or ())
+        given: tuple[Any, ...] = (views,) if isinstance(views, LayoutView) else tuple(views or ())
         for view in given:
             if not isinstance(view, LayoutView):
                 msg = f"views={view!r}: Stack, Concat, Unstack, Split or Transpose"
@@ -339,7 +360,7 @@ class Layout:
         for view in self.views:
             names = _Names(index)
             tensors = list(view.tensors(names))
-            index = index.derive(names.used, tensors)
+            index = index.derive(sorted(names.used), tensors)
         return index
 
 
@@ -347,7 +368,7 @@ def views_in(path: str | os.PathLike[str]) -> tuple[LayoutView, ...]:
     """Return the views that a JSON file lists: ``[{"stack": "a.{n}.b", "into": "a.b"}, ...]``.
 
     Raises:
-        ValueError: it is no such file.
+        PlanError: it is no such file.
     """
     import json
     from pathlib import Path
@@ -358,17 +379,21 @@ def views_in(path: str | os.PathLike[str]) -> tuple[LayoutView, ...]:
         kind = next((kind for kind in kinds if kind in item), None) if isinstance(item, dict) else None
         if kind is None:
             msg = f"{path}: {item!r} is none of {', '.join(kinds)}"
-            raise ValueError(msg)
+            raise PlanError(msg, path=path)
         rest = {name: value for name, value in item.items() if name != kind}
         try:
             made: LayoutView = kinds[kind](item[kind], **rest)
         except TypeError as error:
             msg = f"{path}: {item!r}: {error}"
-            raise ValueError(msg) from None
+            raise PlanError(msg, path=path) from None
         return made
 
-    listed = json.loads(Path(path).read_text())
+    try:
+        listed = json.loads(Path(path).read_text())
+    except ValueError as error:
+        msg = f"{path}: {error}"
+        raise PlanError(msg, path=path) from None
     if not isinstance(listed, list):
         msg = f"{path}: a list of views is wanted"
-        raise ValueError(msg)
+        raise PlanError(msg, path=path)
     return tuple(view(item) for item in listed)

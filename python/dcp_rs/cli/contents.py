@@ -12,6 +12,7 @@ from dcp_rs._url import location
 from dcp_rs.checkpoint.elements import ITEMSIZES
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.merged_from import merged_from
+from dcp_rs.checkpoint.views import Layout
 from dcp_rs.cli.output import for_command_line, printable
 from dcp_rs.errors import DcpRsError, UnsupportedError
 
@@ -67,10 +68,10 @@ class Contents:
         entries: sorted by name.
     """
 
-    def __init__(self, path: Path, *, allow_external: bool, rank: int | None) -> None:
+    def __init__(self, path: Path, *, allow_external: bool, rank: int | None, layout: Layout | None = None) -> None:
         self.path = path
         self.facts: dict[str, Any] = {}
-        index = self._index = open_index(path, rank=rank, allow_external=allow_external)
+        index = self._index = open_index(path, rank=rank, allow_external=allow_external, layout=layout)
         self.format = index.source
         self.indexed = not index.is_in_memory
         self.files = [(file.name, file.size) for file in index.files()]
@@ -118,6 +119,16 @@ class Contents:
     def state_path(self, entry: Entry) -> tuple[Any, ...] | None:
         """Where in the state dict an entry was."""
         return self._index.planner_path(entry.number)
+
+    def decoded_from(self, entry: Entry) -> tuple[str, list[str]] | None:
+        """The format and the stored tensors of a quantized weight; None of what is stored as it is."""
+        return None if entry.dtype is None else self._index.coded_from(entry.number)
+
+    def decoded(self) -> tuple[int, int]:
+        """How many tensors are decoded, and the bytes that are stored of them."""
+        entries = self.entries if self._index.is_view else []
+        stored = [self.pieces(entry) for entry in entries if self.decoded_from(entry) is not None]
+        return len(stored), sum(piece.nbytes for pieces in stored for piece in pieces)
 
     def sharing(self, entry: Entry) -> list[str]:
         """The other tensors that have bytes of this one: in files of ``torch.save`` they are views of storages."""
@@ -169,9 +180,15 @@ def _is_short(value: Any, most: int) -> bool:
     return most >= 0
 
 
-def open_contents(path: str | os.PathLike[str], *, rank: int | None = None, allow_external: bool = False) -> Contents:
-    """Opens whatever is at ``path`` to look at it. No data is read."""
-    return Contents(location(path), allow_external=allow_external, rank=rank)
+def open_contents(
+    path: str | os.PathLike[str],
+    *,
+    rank: int | None = None,
+    allow_external: bool = False,
+    layout: Layout | None = None,
+) -> Contents:
+    """Opens whatever is at ``path`` to look at it, with ``layout`` at its logical tensors. No data is read."""
+    return Contents(location(path), allow_external=allow_external, rank=rank, layout=layout)
 
 
 def value_text(contents: Contents, entry: Entry, most: int) -> str:

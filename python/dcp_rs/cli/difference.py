@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dcp_rs._progress import watching
 from dcp_rs.checkpoint.names import natural, selector
+from dcp_rs.checkpoint.views import Layout
 from dcp_rs.cli.contents import open_contents
 from dcp_rs.cli.listing import put_page, statistics_of
 from dcp_rs.cli.output import count, entries, line, print_json, printable, size
@@ -34,6 +35,7 @@ def diff(
     tolerance: float,
     html: Path | None,
     with_stats: bool,
+    layout: Layout,
     allow_external: bool,
     threads: int | None,
     as_json: bool,
@@ -51,12 +53,16 @@ def diff(
             tolerance=tolerance,
             threads=threads,
             allow_external=allow_external,
+            layout=layout,
             progress=progress,
         )
     differences = found.differences
     if html is not None:
-        sides = [open_contents(path, allow_external=allow_external) for path in (a, b)]
-        held = [statistics_of(path, rank=None, allow_external=allow_external) if with_stats else {} for path in (a, b)]
+        sides = [open_contents(path, allow_external=allow_external, layout=layout) for path in (a, b)]
+        held = [
+            statistics_of(path, rank=None, allow_external=allow_external, layout=layout) if with_stats else {}
+            for path in (a, b)
+        ]
         passes = selector(list(include) or None, list(exclude) or None)
         for side in sides:
             side.entries = [entry for entry in side.entries if passes is None or passes(entry.name)]

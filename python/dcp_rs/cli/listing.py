@@ -13,6 +13,7 @@ from dcp_rs._progress import watching
 from dcp_rs.checkpoint.clean import seen_beside
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import hint, natural
+from dcp_rs.checkpoint.views import Layout
 from dcp_rs.cli import cutmap
 from dcp_rs.cli.cleaning import mention
 from dcp_rs.cli.contents import UNSHOWN, Contents, Entry, Piece, open_contents, value_text
@@ -56,9 +57,10 @@ def ls(
     values: bool,
     as_json: bool,
     rank: int | None = None,
+    layout: Layout | None = None,
 ) -> None:
     """One line an entry, and a total."""
-    contents = open_contents(path, rank=rank)
+    contents = open_contents(path, rank=rank, layout=layout)
     entries = [entry for entry in contents.entries if chosen is None or chosen(entry.name)]
     entries.sort(key=_SORTS[sort])
     total = sum(entry.nbytes for entry in entries)
@@ -83,7 +85,17 @@ def ls(
     of = "" if len(entries) == len(contents.entries) else f" of {len(contents.entries):,} entries"
     if contents.entries and not entries:
         line("no name matches: a pattern covers a whole name, as '*norm*' does")
-    line((f"{_holds(entries)}{of}, {size(total)}", "bold"))
+    line((f"{_holds(entries)}{of}, {size(total)}", "bold"), _decoded(contents))
+
+
+def _decoded(contents: Contents) -> str:
+    number, nbytes = contents.decoded()
+    return f"; {number:,} of them decoded from {size(nbytes)} that are stored" if number else ""
+
+
+def _decoded_json(contents: Contents) -> dict[str, Any]:
+    number, nbytes = contents.decoded()
+    return {"decoded": {"tensors": number, "stored_bytes": nbytes}} if number else {}
 
 
 def _row(entry: Entry) -> list[str]:
@@ -98,9 +110,11 @@ def _holds(entries: Iterable[Entry]) -> str:
     return count(tensors, "tensor") + (f", {count(values, 'value')}" if values else "")
 
 
-def inspect(path: Path, *, show_all: bool, as_json: bool, rank: int | None = None) -> None:
+def inspect(
+    path: Path, *, show_all: bool, as_json: bool, rank: int | None = None, layout: Layout | None = None
+) -> None:
     """An overview of a checkpoint."""
-    contents = open_contents(path, rank=rank)
+    contents = open_contents(path, rank=rank, layout=layout)
     per_file = _per_file(contents)
     dtypes = _dtypes(contents)
     biggest = sorted(contents.entries, key=_SORTS["size"])
@@ -115,6 +129,7 @@ def inspect(path: Path, *, show_all: bool, as_json: bool, rank: int | None = Non
                 "values": len(contents.entries) - contents.tensors,
                 "chunks": contents.chunk_count,
                 "bytes": contents.nbytes,
+                **_decoded_json(contents),
                 "files": [
                     {"name": name, "bytes": nbytes, "chunks": chunks}
                     for (name, nbytes), chunks in zip(contents.files, per_file, strict=True)
@@ -165,7 +180,7 @@ def _overview(contents: Contents) -> None:
     ]
     if contents.format != "dcp-rs" and contents.indexed:
         rows.append(("index", f"beside the data, version {facts['version']}"))
-    rows.append(("holds", f"{_holds(contents.entries)}, {size(contents.nbytes)}"))
+    rows.append(("holds", f"{_holds(contents.entries)}, {size(contents.nbytes)}{_decoded(contents)}"))
     rows.append(("stored", f"{count(contents.chunk_count, 'chunk')} in {count(len(contents.files), 'file')}"))
     if facts:
         rows.append(("save", f"{facts['save_id']}, generation {facts['generation']}"))
@@ -202,10 +217,17 @@ def _dtypes(contents: Contents) -> list[tuple[str, int, int]]:
 
 
 def inspect_entry(
-    path: Path, name: str, *, show_all: bool, as_json: bool, rank: int | None = None, allow_external: bool = False
+    path: Path,
+    name: str,
+    *,
+    show_all: bool,
+    as_json: bool,
+    rank: int | None = None,
+    allow_external: bool = False,
+    layout: Layout | None = None,
 ) -> None:
     """How one entry is stored."""
-    contents = open_contents(path, rank=rank, allow_external=allow_external)
+    contents = open_contents(path, rank=rank, allow_external=allow_external, layout=layout)
     entry = contents.find(name)
     if entry is None:
         msg = f"there is no entry {name!r} in {path}{hint(name, [entry.name for entry in contents.entries])}"
@@ -213,6 +235,7 @@ def inspect_entry(
     pieces = contents.pieces(entry)
     state_path = contents.state_path(entry)
     shared = contents.sharing(entry)
+    decoded = contents.decoded_from(entry)
     if as_json:
         print_json(
             {
@@ -220,6 +243,7 @@ def inspect_entry(
                 **_value_json(contents, entry),
                 "state_dict_path": None if state_path is None else list(state_path),
                 "shares_bytes_with": shared,
+                **({} if decoded is None else {"decoded_from": {"format": decoded[0], "tensors": decoded[1]}}),
                 "pieces": [
                     {
                         "offsets": list(piece.offsets),
@@ -239,6 +263,8 @@ def inspect_entry(
     line(f"  {what}, {size(entry.nbytes)}, {count(len(pieces), 'chunk')} in {held}")
     if state_path is not None:
         line(("  in the state dict  ", "dim"), printable(shown(state_path)))
+    if decoded is not None:
+        line(("  decoded from  ", "dim"), f"{decoded[0]}: {printable(', '.join(decoded[1]))}")
     if shared:
         line(("  shares its bytes with  ", "dim"), printable(", ".join(shared)))
     if entry.dtype is None:
@@ -317,23 +343,32 @@ def _coloured(row: str) -> list[tuple[str, str]]:
 
 
 def write_page(
-    path: Path, out: Path, *, with_stats: bool, as_json: bool, rank: int | None = None, allow_external: bool = False
+    path: Path,
+    out: Path,
+    *,
+    with_stats: bool,
+    as_json: bool,
+    rank: int | None = None,
+    allow_external: bool = False,
+    layout: Layout | None = None,
 ) -> None:
     """All of it as one page of HTML; ``-`` is standard output."""
     from dcp_rs.cli import page
 
-    contents = open_contents(path, rank=rank, allow_external=allow_external)
-    found = statistics_of(path, rank=rank, allow_external=allow_external) if with_stats else {}
+    contents = open_contents(path, rank=rank, allow_external=allow_external, layout=layout)
+    found = statistics_of(path, rank=rank, allow_external=allow_external, layout=layout) if with_stats else {}
     nbytes = put_page(page.render(contents, found), out, as_json=as_json)
     if as_json:
         print_json({"path": str(path), "html": str(out), "bytes": nbytes})
 
 
-def statistics_of(path: Path, *, rank: int | None, allow_external: bool) -> dict[str, TensorStats]:
+def statistics_of(
+    path: Path, *, rank: int | None, allow_external: bool, layout: Layout | None = None
+) -> dict[str, TensorStats]:
     """What the tensors hold, by name. All of them are read."""
     from dcp_rs.checkpoint.stats import stats
 
-    index = open_index(path, rank=rank, allow_external=allow_external)
+    index = open_index(path, rank=rank, allow_external=allow_external, layout=layout)
     tensors = [number for number in index.file_order() if not index.tensor(number).is_bytes]
     with watching(True, "reading") as progress:
         return {one.name: one for one in stats(index, tensors, progress=progress)}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -12,6 +14,7 @@ import click
 from dcp_rs._url import StorageOptions, location, use_storage_options
 from dcp_rs.checkpoint.locate import local_path
 from dcp_rs.checkpoint.names import selector
+from dcp_rs.checkpoint.views import Layout, views_in
 from dcp_rs.cli.output import text_argument
 
 if TYPE_CHECKING:
@@ -21,12 +24,14 @@ __all__ = [
     "any_checkpoint",
     "checkpoint",
     "chosen",
+    "dequantize",
     "exclude",
     "external",
     "globs",
     "html",
     "include",
     "json",
+    "layout",
     "location_argument",
     "location_arguments",
     "path_argument",
@@ -107,6 +112,28 @@ def any_checkpoint(function: Command) -> Command:
 def _explained(function: Command, sentence: str) -> Command:
     function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{sentence}"
     return function
+
+
+dequantize = click.option(
+    "--dequantize", is_flag=True, help="Take quantized weights as bfloat16 tensors. The format is detected."
+)
+
+
+def layout(function: Command) -> Command:
+    """Adds the options that say how stored tensors are seen, and passes them as ``layout``."""
+
+    @functools.wraps(function)
+    def with_layout(*args: Any, dequantize: bool, views: Path | None, **kwargs: Any) -> Any:
+        return function(*args, layout=Layout.of(dequantize, views_in(views) if views else None), **kwargs)
+
+    described = click.option(
+        "--views",
+        metavar="FILE",
+        type=local_path,
+        shell_complete=_files,
+        help='Join, cut or turn tensors first, by a JSON list: [{"stack": "a.{n}.w", "into": "a.w"}, ...].',
+    )(with_layout)
+    return dequantize(described)  # type: ignore[return-value]  # what it is called with is its own business
 
 
 json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")

@@ -12,6 +12,7 @@ from dcp_rs._progress import watching
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import natural
 from dcp_rs.checkpoint.stats import TensorStats, stats
+from dcp_rs.checkpoint.views import Layout
 from dcp_rs.cli.output import count, line, print_json, printable, rate, show_shape, size, table
 
 __all__ = ["show_stats"]
@@ -23,13 +24,14 @@ def show_stats(
     *,
     sort: str,
     fail_on_nan: bool,
+    layout: Layout,
     rank: int | None,
     allow_external: bool,
     threads: int | None,
     as_json: bool,
 ) -> int:
     """1 where a NaN was found, and that is to be said."""
-    index = open_index(path, rank=rank, allow_external=allow_external)
+    index = open_index(path, rank=rank, allow_external=allow_external, layout=layout)
     wanted = [
         number
         for number in index.file_order()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp_rs.checkpoint.names import natural
+from dcp_rs.checkpoint.views import Layout
 from dcp_rs.cli.contents import Entry, open_contents
 from dcp_rs.cli.output import bar, line, print_json, printable, size
 
@@ -68,9 +69,10 @@ def tree(
     sort: str,
     as_json: bool,
     rank: int | None,
+    layout: Layout | None = None,
 ) -> None:
     """A line a module, down to ``depth`` (0: all)."""
-    contents = open_contents(path, rank=rank)
+    contents = open_contents(path, rank=rank, layout=layout)
     entries = [entry for entry in contents.entries if chosen is None or chosen(entry.name)]
     root = build(entries, sort)
     deepest = None if depth == 0 else depth

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dcp_rs.checkpoint.views import Layout
 from dcp_rs.cli.cleaning import mention
 from dcp_rs.cli.output import count, entries, for_command_line, line, print_json, printable, rate, size
 from dcp_rs.errors import PlanError
@@ -124,11 +125,17 @@ def index(
         line("its digests are of the data as it is now: what was damaged before will pass for whole")
 
 
-def convert(path: Path, out: Path, *, renames: Sequence[str], as_json: bool, **options: Any) -> None:
+def convert(path: Path, out: Path, *, renames: Sequence[str], layout: Layout, as_json: bool, **options: Any) -> None:
     """Converts, and says what came of it."""
     import dcp_rs
+    from dcp_rs.conversion.job import parse_dtype
 
-    report = dcp_rs.convert(path, out, rename=_renames(renames), progress=True, **options)
+    dequantize: Any = layout.dequantize is not None
+    if dequantize and options["dtype"] is not None:  # in one step, so that nothing is rounded twice
+        dequantize = parse_dtype(options["dtype"])
+    report = dcp_rs.convert(
+        path, out, rename=_renames(renames), dequantize=dequantize, views=layout.views, progress=True, **options
+    )
     if as_json:
         print_json({"path": str(path), "out": str(out), "to": options["to"], **asdict(report)})
         return

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader

@@ -1,6 +1,6 @@
 //! The index of a checkpoint, as Python sees it.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -291,7 +291,7 @@ impl Index {
     fn derive(
         &self,
         py: Python<'_>,
-        hidden: HashSet<u32>,
+        hidden: Vec<u32>,
         tensors: Vec<(String, Extent, Vec<Rectangle>)>,
     ) -> PyResult<Self> {
         let source = |(tensor, offsets, sizes, dims, at): Rectangle| {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from dcp_rs.checkpoint.views import Layout
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
 
@@ -49,6 +50,7 @@ def _verify(path: Path, allow_unverified: bool, allow_external: bool, threads: i
 )
 @options.html
 @options.with_stats
+@options.dequantize
 @options.external
 @options.threads
 @options.storage
@@ -62,6 +64,7 @@ def _diff(
     tolerance: float,
     html: Path | None,
     with_stats: bool,
+    dequantize: bool,
     allow_external: bool,
     threads: int | None,
     as_json: bool,
@@ -83,6 +86,7 @@ def _diff(
         tolerance=tolerance,
         html=html,
         with_stats=with_stats,
+        layout=Layout.of(dequantize, None),
         allow_external=allow_external,
         threads=threads,
         as_json=as_json,

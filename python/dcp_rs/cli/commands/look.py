@@ -9,6 +9,7 @@ import click
 
 from dcp_rs._url import Url, location
 from dcp_rs.checkpoint.locate import holds_index
+from dcp_rs.checkpoint.views import Layout
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.options import chosen
@@ -43,6 +44,7 @@ def _steps(path: Path, *, as_json: bool) -> None:
 @options.exclude
 @click.option("--sort", type=click.Choice(["name", "size", "dtype", "chunks"]), default="name", help="Sort by this.")
 @click.option("--values", is_flag=True, help="Show the values of entries that are not tensors.")
+@options.layout
 @options.rank
 @options.storage
 @options.json
@@ -53,6 +55,7 @@ def _ls(
     exclude: Sequence[str],
     sort: str,
     values: bool,
+    layout: Layout,
     rank: int | None,
     as_json: bool,
 ) -> None:
@@ -65,7 +68,7 @@ def _ls(
     if _is_run(path):
         _steps(path, as_json=as_json)
         return
-    ls(path, chosen(patterns, include, exclude), sort=sort, values=values, as_json=as_json, rank=rank)
+    ls(path, chosen(patterns, include, exclude), sort=sort, values=values, as_json=as_json, rank=rank, layout=layout)
 
 
 @command("tree", "dcp-rs tree ckpt/", "dcp-rs tree ckpt/ 'model.*' --depth 0 --sort size")
@@ -77,6 +80,7 @@ def _ls(
     "--depth", type=click.IntRange(min=0), default=3, metavar="N", help="Show N levels of modules; 0 for all."
 )
 @click.option("--sort", type=click.Choice(["name", "size"]), default="name", help="Sort by this.")
+@options.layout
 @options.rank
 @options.storage
 @options.json
@@ -87,13 +91,14 @@ def _tree(
     exclude: Sequence[str],
     depth: int,
     sort: str,
+    layout: Layout,
     rank: int | None,
     as_json: bool,
 ) -> None:
     """Show the size of each module."""
     from dcp_rs.cli.tree import tree
 
-    tree(path, chosen(patterns, include, exclude), depth=depth, sort=sort, as_json=as_json, rank=rank)
+    tree(path, chosen(patterns, include, exclude), depth=depth, sort=sort, as_json=as_json, rank=rank, layout=layout)
 
 
 @command(
@@ -107,6 +112,7 @@ def _tree(
 @options.html
 @options.with_stats
 @options.show_all
+@options.layout
 @options.rank
 @options.external
 @options.storage
@@ -117,6 +123,7 @@ def _inspect(
     html: Path | None,
     with_stats: bool,
     show_all: bool,
+    layout: Layout,
     rank: int | None,
     allow_external: bool,
     as_json: bool,
@@ -134,11 +141,15 @@ def _inspect(
     elif html is not None:
         if name is not None:
             raise click.UsageError("--html shows the whole checkpoint: leave NAME out")
-        listing.write_page(path, html, with_stats=with_stats, as_json=as_json, rank=rank, allow_external=allow_external)
+        listing.write_page(
+            path, html, with_stats=with_stats, as_json=as_json, rank=rank, allow_external=allow_external, layout=layout
+        )
     elif name is not None:
-        listing.inspect_entry(path, name, show_all=show_all, as_json=as_json, rank=rank, allow_external=allow_external)
+        listing.inspect_entry(
+            path, name, show_all=show_all, as_json=as_json, rank=rank, allow_external=allow_external, layout=layout
+        )
     else:
-        listing.inspect(path, show_all=show_all, as_json=as_json, rank=rank)
+        listing.inspect(path, show_all=show_all, as_json=as_json, rank=rank, layout=layout)
 
 
 @command(
@@ -158,6 +169,7 @@ def _inspect(
     help="Sort by this, the largest number first.",
 )
 @click.option("--fail-on-nan", is_flag=True, help="Exit with 1 if a tensor has a NaN.")
+@options.layout
 @options.rank
 @options.external
 @options.threads
@@ -170,6 +182,7 @@ def _stats(
     exclude: Sequence[str],
     sort: str,
     fail_on_nan: bool,
+    layout: Layout,
     rank: int | None,
     allow_external: bool,
     threads: int | None,
@@ -183,6 +196,7 @@ def _stats(
         chosen(patterns, include, exclude),
         sort=sort,
         fail_on_nan=fail_on_nan,
+        layout=layout,
         rank=rank,
         allow_external=allow_external,
         threads=threads,

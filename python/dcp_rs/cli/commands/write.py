@@ -9,6 +9,7 @@ import click
 
 from dcp_rs._url import location
 from dcp_rs.checkpoint.locate import local_path
+from dcp_rs.checkpoint.views import Layout
 from dcp_rs.cli import options
 from dcp_rs.cli.app import command
 from dcp_rs.cli.output import text_argument
@@ -42,6 +43,7 @@ from dcp_rs.cli.output import text_argument
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint at OUT.")
 @click.option("--verify/--no-verify", default=True, help="Check the digests of PATH while reading, if it has any.")
 @click.option("--trust-pickles", is_flag=True, help="Unpickle anything in a torch.save file. Such a file can run code.")
+@options.layout
 @options.external
 @options.threads
 @options.storage
@@ -59,6 +61,7 @@ def _convert(
     overwrite: bool,
     verify: bool,
     trust_pickles: bool,
+    layout: Layout,
     allow_external: bool,
     threads: int | None,
     as_json: bool,
@@ -83,6 +86,7 @@ def _convert(
         verify=verify,
         weights_only=not trust_pickles,
         allow_external=allow_external,
+        layout=layout,
         threads=threads,
         as_json=as_json,
     )

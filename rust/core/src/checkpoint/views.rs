@@ -2,7 +2,6 @@
 
 #![allow(unsafe_code)] // a small tensor is read to a buffer
 
-use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -31,14 +30,13 @@ pub fn dequantize(
     if found.coded.is_empty() {
         return Ok(None);
     }
-    let hidden: HashSet<u32> = found.hidden.into_iter().collect();
     let logical: Vec<Logical> = (found.coded.into_iter())
         .map(|(name, coded)| Logical {
             name,
             origin: Origin::Coded(coded),
         })
         .collect();
-    derive(index, &hidden, &logical, found.aliases).map(Some)
+    derive(index, &found.hidden, &logical, found.aliases).map(Some)
 }
 
 /// What the configuration in the folder says.

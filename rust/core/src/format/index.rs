@@ -145,7 +145,7 @@ impl Index {
 
     /// Whether it has logical tensors, of which no index file knows.
     pub fn is_view(&self) -> bool {
-        self.view.is_view
+        self.view.is_logical
     }
 
     /// The index of what others wrote at `path`, which has no index file. Data files were found by looking, so that those may be symbolic links.

@@ -17,7 +17,7 @@ use crate::{Dtype, Error, Result};
 /// What the records of a view do not say.
 #[derive(Default)]
 pub(super) struct View {
-    pub is_view: bool,
+    pub is_logical: bool,
     /// By the numbers of chunks.
     pub pieces: HashMap<u64, Piece>,
     /// Second names of tensors.
@@ -103,12 +103,8 @@ pub struct Source {
 ///
 /// # Errors
 /// [`Error::TensorPlan`] where two tensors have one name, or a source does not fit.
-pub fn derive(
-    base: &Arc<Index>,
-    hidden: &HashSet<u32>,
-    logical: &[Logical],
-    aliases: Vec<(String, String)>,
-) -> Result<Index> {
+pub fn derive(base: &Arc<Index>, hidden: &[u32], logical: &[Logical], aliases: Vec<(String, String)>) -> Result<Index> {
+    let hidden: HashSet<u32> = hidden.iter().copied().collect();
     let mut builder = IndexBuilder::new(base.source());
     builder.save_id = base.save_id();
     builder.generation = base.generation();
@@ -151,7 +147,7 @@ pub fn derive(
     }
     let Making { builder, pieces, .. } = making;
     Index::of_view(builder.lay_out()?, base, |index| View {
-        is_view: true,
+        is_logical: true,
         pieces: by_number(index, pieces),
         aliases: (aliases.into_iter())
             .filter_map(|(alias, name)| Some((alias, index.find(&name)?)))

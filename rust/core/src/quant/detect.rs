@@ -363,12 +363,8 @@ impl Detector<'_> {
             if self.is_part[tensor as usize] || view.kind != Kind::Tensor {
                 continue;
             }
-            let of_weight = |end: &&str| {
-                view.name
-                    .strip_suffix(*end)
-                    .is_some_and(|stem| stem.ends_with("weight"))
-            };
-            if view.name.ends_with("_scale_inv") || BESIDE.iter().any(|end| of_weight(&end)) {
+            let of_weight = |end: &str| view.name.strip_suffix(end).is_some_and(|stem| stem.ends_with("weight"));
+            if view.name.ends_with("_scale_inv") || BESIDE.iter().any(|end| of_weight(end)) {
                 return self.bad(view.name, "there is no quantized weight that it belongs to");
             }
             if view.name.ends_with("_scales") && view.dtype == Some(Dtype::UINT8) {

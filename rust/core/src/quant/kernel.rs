@@ -1,5 +1,9 @@
 //! Codes and scales to numbers: pure functions, in float32 with one rounding to the target.
 #![allow(unsafe_code)] // A function compiled for AVX2 is unsafe to call on a CPU that may lack it.
+#![expect(
+    clippy::inline_always,
+    reason = "what is inlined is compiled for AVX2, and vectorized, with its caller"
+)]
 
 use super::Target;
 
@@ -189,8 +193,7 @@ pub fn from_f16(bits: u16) -> f32 {
 pub fn bf16(x: f32) -> u16 {
     let bits = x.to_bits();
     let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
-    let rounded = if x.is_nan() { NAN >> 16 } else { rounded };
-    rounded as u16
+    low_half(if x.is_nan() { NAN >> 16 } else { rounded })
 }
 
 /// The nearest `float16`, of two the even one.
@@ -203,6 +206,11 @@ pub fn f16(x: f32) -> u16 {
     let small = (f32::from_bits(bits) + 0.5).to_bits().wrapping_sub(0.5_f32.to_bits());
     let rounded = if bits < 113 << 23 { small } else { normal };
     let rounded = if bits >= 143 << 23 { 0x7c00 } else { rounded };
-    let rounded = if x.is_nan() { 0x7e00 } else { rounded };
-    (rounded | sign) as u16
+    low_half(if x.is_nan() { 0x7e00 } else { rounded | sign })
+}
+
+#[inline(always)]
+#[expect(clippy::cast_possible_truncation, reason = "that is what it does")]
+fn low_half(bits: u32) -> u16 {
+    bits as u16
 }

@@ -1,3 +1,5 @@
+#![allow(clippy::cast_possible_truncation, clippy::cast_precision_loss, clippy::float_cmp)] // small numbers, to the bit
+
 use proptest::prelude::*;
 
 use super::Target;
@@ -11,7 +13,7 @@ fn small_float(code: u8, exponent_bits: u32, fraction_bits: u32, bias: i32) -> f
     let value = if exponent == 0 {
         part * 2_f64.powi(1 - bias)
     } else {
-        (1.0 + part) * 2_f64.powi(exponent as i32 - bias)
+        (1.0 + part) * 2_f64.powi(i32::try_from(exponent).unwrap() - bias)
     };
     let negative = u32::from(code) >> (exponent_bits + fraction_bits) & 1 == 1;
     if negative { -value } else { value }

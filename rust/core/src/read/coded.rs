@@ -153,7 +153,7 @@ pub unsafe fn read(
                 options.verify,
                 control,
                 (offsets, sizes),
-            )?
+            )?;
         };
         *stats.lock().unwrap_or_else(PoisonError::into_inner) += reader.stats() - before;
         Ok(())
@@ -179,7 +179,9 @@ pub unsafe fn fill(
     });
     for (offsets, sizes) in &windows {
         // SAFETY: the caller's promise, passed on.
-        unsafe { fill_window(reader, files, req, survey, verify, control, (offsets, sizes))? };
+        unsafe {
+            fill_window(reader, files, req, survey, verify, control, (offsets, sizes))?;
+        };
     }
     Ok(())
 }

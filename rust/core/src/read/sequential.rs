@@ -119,8 +119,8 @@ impl Sequential {
                     survey,
                     if verify { Verify::All } else { Verify::Nothing },
                     control,
-                )?
-            };
+                )?;
+            }
         }
         let plan = plan(files, &reqs, &survey.policies, verify, catalog)?;
         let batch = Batch {
