@@ -17,6 +17,7 @@ FAMILIES = {
     "foreign": "checkpoints of others, in place",
     "merge": "the mean of four checkpoints",
     "torch_file": "files of torch.save",
+    "quantized": "quantized weights, and experts stacked",
     "remote": "from a store, on this machine",
     "places": "folders of many files, files that open late, overlayfs, and processes that only look",
     "looking": "reports, logs, statistics, NumPy: what it costs to look",

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -233,29 +234,34 @@ def test_shapes_that_contradict_the_codes_are_refused(tmp_path):
 
 
 def test_torchs_reader_is_the_judge(tmp_path):
-    """Blocks of FP8; MXFP4 without what its reader gets wrong: it corrects the size of a tensor, and not that of its chunk."""
-    reader_class = pytest.importorskip(
-        "torch.distributed.checkpoint.quantized_hf_storage"
-    ).QuantizedHuggingFaceStorageReader
+    """Of MXFP4 its kernel: the reader corrects the size of a tensor and not that of its chunk, and fills 1/32 of it."""
+    module = pytest.importorskip("torch.distributed.checkpoint.quantized_hf_storage")
     tensors, _ = quantized.fp8("m", 300, 200, seed=40)
     experts, _ = quantized.mxfp4("e", 2, 5, 96, seed=41)
     quantized.write(tmp_path / "q", {**tensors, **experts}, files=2)
-    shapes = {"m.weight": (300, 200), "e_blocks": (2, 5, 96)}
+    request = SimpleNamespace(storage_offsets=(0, 0, 0), lengths=(2, 5, 96))
     for target in (torch.float32, torch.bfloat16):
-        states = []
-        for reader in (
-            reader_class(str(tmp_path / "q"), target_dtype=target),
-            dcp_rs.RsReader(tmp_path / "q", dequantize=target),
-        ):
-            state = {name: torch.zeros(shape, dtype=target) for name, shape in shapes.items()}
-            dcp.load(state, storage_reader=reader)
-            states.append(state)
-        theirs, ours = states
-        assert same(ours["m.weight"], theirs["m.weight"])
-        done = theirs["e_blocks"] != 0
-        done &= experts["e_scales"].repeat_interleave(32, -1) != 255
-        assert done.any()
-        assert torch.equal(ours["e_blocks"][done], theirs["e_blocks"][done])
+        theirs = module.QuantizedHuggingFaceStorageReader(str(tmp_path / "q"), target_dtype=target)
+        expected = {"m.weight": torch.zeros(300, 200, dtype=target)}
+        dcp.load(expected, storage_reader=theirs)
+        ours = {"m.weight": torch.zeros(300, 200, dtype=target), "e_blocks": torch.zeros(2, 5, 96, dtype=target)}
+        dcp.load(ours, storage_reader=dcp_rs.RsReader(tmp_path / "q", dequantize=target))
+        assert same(ours["m.weight"], expected["m.weight"])
+        whole = theirs._dequantize_tensor_mxfp4(experts["e_blocks"], experts["e_scales"], request, 0, 0)
+        # A scale of 255 is infinite there. It is no number (section 5.4.1 of the OCP's specification of E8M0).
+        known = experts["e_scales"].repeat_interleave(32, -1) != 255
+        assert ours["e_blocks"][~known].isnan().all()
+        assert same(ours["e_blocks"][known], whole[known])
+
+
+def test_merges_are_of_dequantized_weights(tmp_path):
+    whole = [one_of_each(tmp_path / str(i)) for i in range(2)]
+    mean = (whole[0]["a.blocks.weight"] + whole[1]["a.blocks.weight"]) / 2
+    inputs = [tmp_path / "0", tmp_path / "1"]
+    dcp_rs.merge(inputs, tmp_path / "out", dequantize=torch.float32, conflicts="first")
+    merged = dcp_rs.open(tmp_path / "out")["a.blocks.weight"]
+    assert torch.equal(merged.nan_to_num(), mean.nan_to_num())
+    assert torch.equal(merged.isnan(), mean.isnan())
 
 
 def test_config_json_that_is_no_json_is_refused(tmp_path):

@@ -236,7 +236,8 @@ def public() -> list[str]:
     from dcp_rs import errors, optim, options
     from dcp_rs.testing import compare, conformance, disk, states, strategies
 
-    found = [f"dcp_rs.{name}" for name in [*dcp_rs.__all__, "open"] if name != "__version__"]
+    elsewhere = {"__version__", *errors.__all__}
+    found = [f"dcp_rs.{name}" for name in [*dcp_rs.__all__, "open"] if name not in elsewhere]
     for module in (errors, optim, options, compare, conformance, disk, states, strategies):
         found += [f"{module.__name__}.{name}" for name in module.__all__]
     return found

@@ -50,7 +50,7 @@ class LayoutView(ABC):
     """A view that joins, cuts or turns stored tensors."""
 
     @abstractmethod
-    def tensors(self, found: _Names) -> Iterator[Tensor]:
+    def _tensors(self, found: _Names) -> Iterator[Tensor]:
         """Yield the tensors that the view makes. What they are made of is no entry any more."""
 
 
@@ -130,15 +130,15 @@ def _sized(shape: Sequence[int], dim: int, size: int) -> list[int]:
 class Stack(LayoutView):
     """Join tensors of one shape along a new dimension, as ``torch.stack`` does.
 
-    Args:
+    Attributes:
         pattern: names of stored tensors. ``{field}`` matches one component of a name.
         into: the name of what they become. The field that it lacks is the one joined over, in numeric order from 0.
         dim: where the new dimension goes.
 
     Example:
         ```python
-        views = [dcp_rs.Stack("layers.{layer}.experts.{expert}.w2", into="layers.{layer}.experts.w2")]
-        experts = dcp_rs.open("moe", views=views)["layers.0.experts.w2"]
+        views = [dcp_rs.Unstack("weight", into="rows.{row}"), dcp_rs.Stack("rows.{row}", into="weight", dim=1)]
+        assert dcp_rs.open("hf_model", views=views)["weight"].shape == (2, 3)
         ```
     """
 
@@ -146,7 +146,7 @@ class Stack(LayoutView):
     into: str
     dim: int = 0
 
-    def tensors(self, found: _Names) -> Iterator[Tensor]:
+    def _tensors(self, found: _Names) -> Iterator[Tensor]:
         """Yield one tensor for each name of ``into``."""
         for name, parts in found.groups([self.pattern], self.into).items():
             shape = parts[0][2]
@@ -170,15 +170,15 @@ class Stack(LayoutView):
 class Concat(LayoutView):
     """Join tensors along a dimension that they have, as ``torch.cat`` does.
 
-    Args:
+    Attributes:
         names: one pattern, joined over the field that ``into`` lacks, in numeric order from 0; or several, joined in their order.
         into: the name of what they become.
         dim: the dimension.
 
     Example:
         ```python
-        views = [dcp_rs.Concat(["{layer}.gate.weight", "{layer}.up.weight"], into="{layer}.gate_up.weight", dim=0)]
-        checkpoint = dcp_rs.open("mlp", views=views)
+        views = [dcp_rs.Unstack("weight", into="rows.{row}"), dcp_rs.Concat(["rows.0", "rows.2"], into="outer")]
+        assert dcp_rs.open("hf_model", views=views)["outer"].shape == (4,)
         ```
     """
 
@@ -186,7 +186,7 @@ class Concat(LayoutView):
     into: str
     dim: int = 0
 
-    def tensors(self, found: _Names) -> Iterator[Tensor]:
+    def _tensors(self, found: _Names) -> Iterator[Tensor]:
         """Yield one tensor for each name of ``into``."""
         patterns = [self.names] if isinstance(self.names, str) else list(self.names)
         for name, parts in found.groups(patterns, self.into).items():
@@ -207,15 +207,15 @@ class Concat(LayoutView):
 class Unstack(LayoutView):
     """Cut a tensor into those that were stacked, as ``torch.unbind`` does.
 
-    Args:
+    Attributes:
         pattern: names of stored tensors.
         into: names of what they become. The field that ``pattern`` lacks is the number along the dimension.
         dim: the dimension, which is gone then.
 
     Example:
         ```python
-        views = [dcp_rs.Unstack("layers.{layer}.w2", into="layers.{layer}.experts.{expert}.w2")]
-        expert = dcp_rs.open("fused", views=views)["layers.0.experts.1.w2"]
+        views = dcp_rs.Unstack("weight", into="rows.{row}")
+        assert dcp_rs.open("hf_model", views=views)["rows.2"].shape == (2,)
         ```
     """
 
@@ -223,7 +223,7 @@ class Unstack(LayoutView):
     into: str
     dim: int = 0
 
-    def tensors(self, found: _Names) -> Iterator[Tensor]:
+    def _tensors(self, found: _Names) -> Iterator[Tensor]:
         """Yield a tensor for each step along the dimension of each stored one."""
         new = [field for field in _fields(self.into) if field not in _fields(self.pattern)]
         if len(new) != 1:
@@ -243,7 +243,7 @@ class Unstack(LayoutView):
 class Split(LayoutView):
     """Cut a tensor into several along a dimension, as ``torch.split`` does.
 
-    Args:
+    Attributes:
         pattern: names of stored tensors.
         into: names of the parts, in their order.
         dim: the dimension.
@@ -251,8 +251,8 @@ class Split(LayoutView):
 
     Example:
         ```python
-        views = [dcp_rs.Split("{layer}.qkv", into=["{layer}.q", "{layer}.k", "{layer}.v"], sizes=[4, 2, 2])]
-        checkpoint = dcp_rs.open("attention", views=views)
+        views = dcp_rs.Split("weight", into=["first", "rest"], sizes=[1, 2])
+        assert dcp_rs.open("hf_model", views=views)["rest"].shape == (2, 2)
         ```
     """
 
@@ -261,7 +261,7 @@ class Split(LayoutView):
     dim: int = 0
     sizes: Sequence[int] | None = None
 
-    def tensors(self, found: _Names) -> Iterator[Tensor]:
+    def _tensors(self, found: _Names) -> Iterator[Tensor]:
         """Yield the parts of each stored tensor."""
         for fields, name, number, shape in found.match(self.pattern):
             dim, at = found.dim(self.dim, len(shape), name), 0
@@ -289,20 +289,21 @@ class Split(LayoutView):
 class Transpose(LayoutView):
     """Change the order of dimensions, as ``torch.permute`` does. Names stay.
 
-    Args:
+    Attributes:
         pattern: names of stored tensors.
         dims: for each new dimension the stored one; a permutation.
 
     Example:
         ```python
-        checkpoint = dcp_rs.open("gpt2", views=[dcp_rs.Transpose("h.{layer}.mlp.c_fc.weight", (1, 0))])
+        views = dcp_rs.Transpose("weight", (1, 0))
+        assert dcp_rs.open("hf_model", views=views)["weight"].shape == (2, 3)
         ```
     """
 
     pattern: str
     dims: Sequence[int]
 
-    def tensors(self, found: _Names) -> Iterator[Tensor]:
+    def _tensors(self, found: _Names) -> Iterator[Tensor]:
         """Yield each stored tensor, turned."""
         for _, name, number, shape in found.match(self.pattern):
             dims: list[int | None] = [found.dim(dim, len(shape), name) for dim in self.dims]
@@ -359,7 +360,7 @@ class Layout:
             index = index.dequantize(self.dequantize, **how) or index
         for view in self.views:
             names = _Names(index)
-            tensors = list(view.tensors(names))
+            tensors = list(view._tensors(names))  # noqa: SLF001  # of this module
             index = index.derive(sorted(names.used), tensors)
         return index
 

@@ -128,14 +128,9 @@ def index(
 def convert(path: Path, out: Path, *, renames: Sequence[str], layout: Layout, as_json: bool, **options: Any) -> None:
     """Converts, and says what came of it."""
     import dcp_rs
-    from dcp_rs.conversion.job import parse_dtype
 
-    dequantize: Any = layout.dequantize is not None
-    if dequantize and options["dtype"] is not None:  # in one step, so that nothing is rounded twice
-        dequantize = parse_dtype(options["dtype"])
-    report = dcp_rs.convert(
-        path, out, rename=_renames(renames), dequantize=dequantize, views=layout.views, progress=True, **options
-    )
+    options |= _layout_arguments(layout, options["dtype"])
+    report = dcp_rs.convert(path, out, rename=_renames(renames), progress=True, **options)
     if as_json:
         print_json({"path": str(path), "out": str(out), "to": options["to"], **asdict(report)})
         return
@@ -148,12 +143,14 @@ def merge(
     *,
     weights: Sequence[float] | None,
     renames: Sequence[str],
+    layout: Layout,
     as_json: bool,
     **options: Any,
 ) -> None:
     """Merge, and print what came of it."""
     import dcp_rs
 
+    options |= _layout_arguments(layout, options["dtype"])
     report = dcp_rs.merge(paths, out, weights=weights, rename=_renames(renames), progress=True, **options)
     if as_json:
         print_json({"paths": [str(path) for path in paths], "out": str(out), "to": options["to"], **asdict(report)})
@@ -177,6 +174,14 @@ def _show_written(report: ConvertReport, out: Path) -> None:
     line(
         f"wrote {out}: {entries(len(report.written))}, {size(report.bytes)} in {count(report.files, 'file')}, {report.seconds:.1f} s ({speed})"
     )
+
+
+def _layout_arguments(layout: Layout, dtype: str | None) -> dict[str, Any]:
+    """Return ``dequantize`` and ``views``. A dtype that is asked for is decoded to at once, so that nothing is rounded twice."""
+    from dcp_rs.conversion.job import parse_dtype
+
+    is_quantized = layout.dequantize is not None
+    return {"dequantize": (parse_dtype(dtype) or True) if is_quantized else False, "views": layout.views}
 
 
 def _renames(pairs: Sequence[str]) -> dict[str, str] | None:

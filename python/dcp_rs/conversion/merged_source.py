@@ -300,6 +300,6 @@ def _check_not_quantized(name: str, item: Item, names: dict[str, Item]) -> None:
 def _quantized(name: str, scale: str) -> UnsupportedError:
     msg = (
         f"{name!r} is quantized, with its scales in {scale!r}: weights and scales cannot be summed apart; "
-        "merge the checkpoints that it was quantized from"
+        "give dequantize=True (--dequantize), or merge the checkpoints that it was quantized from"
     )
     return UnsupportedError(msg, tensor=name)

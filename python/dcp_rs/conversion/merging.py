@@ -19,6 +19,7 @@ from dcp_rs._url import StorageOptions, Url, location
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.renaming import Rename
 from dcp_rs.checkpoint.source import IndexSource
+from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.conversion import ConvertReport, Target, Wish, stores_of, write_result
 from dcp_rs.conversion.job import parse_dtype
 from dcp_rs.conversion.merged_source import Conflicts, Input, MergedSource
@@ -69,6 +70,8 @@ def merge(
     allow_external: bool = False,
     storage_options: Mapping[str, Any] | Any | None = None,
     out_storage_options: Mapping[str, Any] | Any | None = None,
+    dequantize: bool | torch.dtype = False,
+    views: LayoutView | Iterable[LayoutView] | None = None,
 ) -> MergeReport:
     """Write the weighted sum of checkpoints: by default their mean. Memory stays bounded, whatever their size.
 
@@ -104,6 +107,7 @@ def merge(
         allow_external: read data files outside the folders of the inputs, if their indexes name any.
         storage_options: for inputs that are URLs, see :class:`dcp_rs.RsReader`.
         out_storage_options: for that of ``out``; default: those of the inputs.
+        dequantize, views: how the tensors of all inputs are seen, see :class:`dcp_rs.RsReader`.
 
     Returns:
         A :class:`MergeReport`.
@@ -111,7 +115,7 @@ def merge(
     Raises:
         PlanError: an input lacks an entry, or has it in another shape; an entry that is not summed differs; or as for
             :func:`dcp_rs.convert`.
-        UnsupportedError: the inputs are quantized; or ``out`` cannot hold something.
+        UnsupportedError: the inputs are quantized, and ``dequantize`` is not given; or ``out`` cannot hold something.
         ValueError: ``inputs``, ``weights``, or as for :func:`dcp_rs.convert`.
         DcpRsError, OSError: as for :func:`dcp_rs.convert`.
 
@@ -148,7 +152,11 @@ def merge(
         weights_only=checks_pickles(weights_only),
         storage_options=of_out,
     )
-    opened = [_open(path, factor, wish, allow_external, of_inputs) for path, factor in zip(paths, factors, strict=True)]
+    layout = Layout.of(dequantize, views)
+    opened = [
+        _open(path, factor, wish, allow_external, of_inputs, layout)
+        for path, factor in zip(paths, factors, strict=True)
+    ]
     source = MergedSource(opened, include=include, exclude=exclude, conflicts=conflicts)
     report = MergeReport(
         summed=source.summed, conflicts=source.conflicts, left_out=source.left_out, weights=list(factors)
@@ -197,7 +205,14 @@ def _is_finite(factor: float) -> bool:
         return False
 
 
-def _open(path: Path, weight: float, wish: Wish, allow_external: bool, storage_options: StorageOptions | None) -> Input:
+def _open(
+    path: Path,
+    weight: float,
+    wish: Wish,
+    allow_external: bool,
+    storage_options: StorageOptions | None,
+    layout: Layout,
+) -> Input:
     options = storage_options if isinstance(path, Url) else None
-    index = open_index(path, rank=None, allow_external=allow_external, storage_options=options)
+    index = open_index(path, rank=None, allow_external=allow_external, storage_options=options, layout=layout)
     return Input(path, IndexSource(index, wish.read_options), weight)

@@ -145,6 +145,7 @@ def _parse_weights(_context: click.Context, _parameter: click.Parameter, text: s
     "--verify/--no-verify", default=True, help="Check the digests of the inputs while reading, if they have any."
 )
 @click.option("--trust-pickles", is_flag=True, help="Unpickle anything in a torch.save file. Such a file can run code.")
+@options.layout
 @options.external
 @options.threads
 @options.storage
@@ -164,6 +165,7 @@ def _merge(
     overwrite: bool,
     verify: bool,
     trust_pickles: bool,
+    layout: Layout,
     allow_external: bool,
     threads: int | None,
     as_json: bool,
@@ -190,6 +192,7 @@ def _merge(
         overwrite=overwrite,
         verify=verify,
         weights_only=not trust_pickles,
+        layout=layout,
         allow_external=allow_external,
         threads=threads,
         as_json=as_json,
