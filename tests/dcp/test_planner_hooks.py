@@ -273,8 +273,15 @@ def hooks_on_two_ranks(path, ways, kind):
 
 
 @pytest.mark.parametrize("kind", ["loads", "saves"])
-def test_hooks_do_what_stock_does_on_two_ranks(tmp_path, kind):
-    ways = (in_a_subclass, on_the_object, in_a_forwarding_wrapper)
+@pytest.mark.parametrize(
+    "ways",
+    [
+        (in_a_subclass,),
+        pytest.param((on_the_object, in_a_forwarding_wrapper), marks=pytest.mark.slow),
+    ],
+    ids=["class", "others"],
+)
+def test_hooks_do_what_stock_does_on_two_ranks(tmp_path, kind, ways):
     for wrong in run_ranks(2, hooks_on_two_ranks, tmp_path, ways, kind):
         assert wrong == []
 

@@ -379,7 +379,7 @@ def explicit(path):
                 assert_state_equal(whole_parameters(model), want)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_fsdp1_by_its_own_functions(tmp_path, ranks):
     run_ranks(ranks, explicit, tmp_path)
 

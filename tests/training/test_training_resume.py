@@ -107,11 +107,14 @@ def resume(path, kinds, *, as_saved):
     return results
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
-def test_a_resumed_job_equals_one_that_never_stopped(tmp_path, ranks):
-    want = run_ranks(ranks, train_and_save, tmp_path, KINDS)
-    for turn, other in enumerate((2, 1) if ranks == 2 else (1, 2, 4)):
-        kinds = KINDS if other == ranks else KINDS[turn % 2 :: 2]
+@pytest.mark.parametrize(
+    ("ranks", "all_kinds"),
+    [(2, KINDS[1::2]), *(pytest.param(size, KINDS, marks=pytest.mark.slow) for size in (1, 2, 4))],
+)
+def test_a_resumed_job_equals_one_that_never_stopped(tmp_path, ranks, all_kinds):
+    want = run_ranks(ranks, train_and_save, tmp_path, all_kinds)
+    for turn, other in enumerate((1, 2, 4) if all_kinds is KINDS else (2, 1)):
+        kinds = all_kinds if other == ranks else all_kinds[turn % 2 :: 2]
         got = run_ranks(other, functools.partial(resume, as_saved=other == ranks), tmp_path, kinds)
         for kind in kinds:
             losses, parameters = want[0][kind]
