@@ -203,7 +203,7 @@ class Run:
         assert there == {f"step-{step}" for step in want}, sorted(there ^ {f"step-{step}" for step in want})
 
 
-class Ranks:
+class RankGroup:
     """The processes of one run."""
 
     def __init__(self, run: Run, folder: Path, number: int, seed: int, last: int) -> None:
@@ -286,7 +286,7 @@ def soak(folder: Path, *, ranks: int, steps: int, seed: int, kills: int | None =
     while newest < steps and (kills is None or tally.kills < kills):
         tally.runs += 1
         last = min(steps, newest + rng.randint(5, 60))
-        processes = Ranks(run, folder, tally.runs, rng.randrange(2**31), last)
+        processes = RankGroup(run, folder, tally.runs, rng.randrange(2**31), last)
         spared = rng.random() < 0.25 or last == steps
         victims: list[int] = []
         if spared:

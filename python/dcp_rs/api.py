@@ -39,7 +39,7 @@ from dcp_rs.engine.arguments import (
 )
 from dcp_rs.engine.background import SaveFuture
 from dcp_rs.engine.local_plan import PlanOptions
-from dcp_rs.engine.ranks import Ranks
+from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reads import LoadOptions
 from dcp_rs.engine.reports import LoadReport, SavedMetadata
 from dcp_rs.engine.reuse import Frozen
@@ -86,7 +86,7 @@ def load_state_dict(
         report = dcp_rs.load_state_dict(state, dcp_rs.RsReader("ckpt"))
         ```
     """
-    ranks = Ranks(process_group, no_dist=no_dist, coordinator=coordinator_rank)
+    ranks = RankGroup(process_group, no_dist=no_dist, coordinator=coordinator_rank)
     with _failing_on_all(ranks):
         check_state_dict(state_dict)
         check_reader(storage_reader)
@@ -180,7 +180,7 @@ def load(
         dcp_rs.load(weights, "ckpt", rename={"model": ""}, verify=True)
         ```
     """
-    ranks = Ranks(process_group, no_dist=no_dist)
+    ranks = RankGroup(process_group, no_dist=no_dist)
     with _failing_on_all(ranks):
         check_state_dict(state_dict, path)
         check_arguments(load, unknown)
@@ -224,12 +224,12 @@ def load(
 
 
 @contextmanager
-def _failing_on_all(ranks: Ranks) -> Iterator[None]:
+def _failing_on_all(ranks: RankGroup) -> Iterator[None]:
     """Around what comes before the first step of a load: what fails here fails on all ranks, in that step."""
     try:
         yield
     except BaseException as error:
-        ranks.divided(partial(_raise, error), list)
+        ranks.reduce_scatter(partial(_raise, error), list)
         raise
 
 
@@ -302,7 +302,7 @@ def save(
         print(metadata.report)
         ```
     """
-    ranks = Ranks(process_group, no_dist=no_dist)
+    ranks = RankGroup(process_group, no_dist=no_dist)
 
     def ask() -> SaveRequest:
         check_state_dict(state_dict, path)
@@ -332,7 +332,7 @@ def save(
     return _save(ranks, planner, ask)
 
 
-def _save(ranks: Ranks, planner: SavePlanner | None, ask: Callable[[], SaveRequest]) -> SavedMetadata:
+def _save(ranks: RankGroup, planner: SavePlanner | None, ask: Callable[[], SaveRequest]) -> SavedMetadata:
     """Save as the options of the planner say; or by torch's protocol, where the planner is the caller's own and has to be called."""
     if planner is None:
         return engine_save(ranks, PlanOptions(), ask)
@@ -444,7 +444,7 @@ def async_save(
             # Training goes on in the default group meanwhile, and collectives of two threads in one group do not match.
             process_group = _torch.background_group()
         _torch.require_cpu_backend(process_group)
-    ranks = Ranks(process_group, no_dist=no_dist)
+    ranks = RankGroup(process_group, no_dist=no_dist)
     future = SaveFuture()
     give_room = background.no_room
     staging: Staging | None = None
@@ -507,7 +507,7 @@ def async_save(
 
 def _save_copy(
     future: SaveFuture,
-    ranks: Ranks,
+    ranks: RankGroup,
     planner: SavePlanner | None,
     staging: Staging,
     copied: Future[None],

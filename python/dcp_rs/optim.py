@@ -20,7 +20,7 @@ from dcp_rs.dcp.load_planner import RsLoadPlanner, is_plain
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.engine import load as engine
 from dcp_rs.engine.metadata import index_of
-from dcp_rs.engine.ranks import Ranks
+from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.training.choice import Choice
@@ -80,7 +80,9 @@ def training_state(
         dcp_rs.save(dcp_rs.optim.training_state(model, optimizer, extra={"step": 7}), "training")
         ```
     """
-    ranks = Ranks(process_group, no_dist=not dist.is_initialized())  # whether others are missing is for the save to say
+    ranks = RankGroup(
+        process_group, no_dist=not dist.is_initialized()
+    )  # whether others are missing is for the save to say
     models = _modules(model)
     state = _training_state(models, optimizers, extra, ranks, strict=strict_values)
     state[MODEL] = with_buffers_copied(state[MODEL], models)
@@ -91,7 +93,7 @@ def _training_state(
     models: tuple[torch.nn.Module, ...],
     optimizers: Optimizers,
     extra: Mapping[str, Any] | None,
-    ranks: Ranks,
+    ranks: RankGroup,
     *,
     strict: bool,
 ) -> dict[str, Any]:
@@ -110,7 +112,7 @@ def _training_state(
                 check_values(EXTRA, state[EXTRA])
         return state
 
-    return ranks.together(make)
+    return ranks.run(make)
 
 
 @short_traceback
@@ -163,7 +165,9 @@ def save_training_state(
         ```
     """
     strict = write_options.get("strict_values", True)
-    state = _training_state(_modules(model), optimizers, extra, Ranks(process_group, no_dist=no_dist), strict=strict)
+    state = _training_state(
+        _modules(model), optimizers, extra, RankGroup(process_group, no_dist=no_dist), strict=strict
+    )
     return save(state, path, planner=planner, process_group=process_group, no_dist=no_dist, **write_options)
 
 
@@ -219,7 +223,7 @@ def load_training_state(
     """
     models, several, extra = _modules(model), _several(optimizers), {} if extra is None else extra
     planner = RsLoadPlanner(allow_partial_load=allow_partial_load) if planner is None else planner
-    ranks = Ranks(process_group, no_dist=no_dist)
+    ranks = RankGroup(process_group, no_dist=no_dist)
     partial = allow_partial_load or (isinstance(planner, RsLoadPlanner) and planner.allow_partial_load)
 
     def load() -> None:
@@ -234,7 +238,7 @@ def _load_into(
     models: tuple[torch.nn.Module, ...],
     optimizers: tuple[Optimizer, ...],
     planner: LoadPlanner,
-    ranks: Ranks,
+    ranks: RankGroup,
     read_options: dict[str, Any],
     *,
     partial: bool,
@@ -242,7 +246,7 @@ def _load_into(
     extra: dict[str, Any] | None = None,
 ) -> None:
     """Load what the path holds when it begins, all of one save. Without ``extra``, it is the optimizers alone."""
-    reader, metadata = ranks.together(lambda: _opened(path, read_options))
+    reader, metadata = ranks.run(lambda: _opened(path, read_options))
     state: dict[str, Any] = {}
     parts: list[dict[str, Any]] = []
     extras: list[SavedExtra] = []
@@ -271,9 +275,9 @@ def _load_into(
             for one in extras:
                 one.put(extra, state)
 
-    choice, saved = ranks.together(begin)
+    choice, saved = ranks.run(begin)
     _load(ranks, state, reader, metadata, planner)
-    ranks.together(end)
+    ranks.run(end)
     beside = [join(key, "param_groups")] if saved is not None else []
     per_rank = [name for name, value in (extra or {}).items() if isinstance(value, PerRank)]
     choice.tell(beside + [f"{EXTRA}.{name}" for name in per_rank])
@@ -324,7 +328,7 @@ def load_optim_state_dict(
         dcp_rs.optim.load_optim_state_dict("optimizer", model, optimizer)
         ```
     """
-    models, ranks = _modules(model), Ranks(process_group, no_dist=no_dist)
+    models, ranks = _modules(model), RankGroup(process_group, no_dist=no_dist)
     own_planner = RsLoadPlanner() if planner is None else planner
     partial = allow_partial_load or bool(getattr(own_planner, "allow_partial_load", False))
 
@@ -340,7 +344,7 @@ def _opened(path: str | os.PathLike[str], read_options: dict[str, Any]) -> tuple
 
 
 def _load(
-    ranks: Ranks,
+    ranks: RankGroup,
     state: dict[str, Any],
     reader: RsReader,
     metadata: Metadata,

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcp_rs.engine.ranks import Ranks
+from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.errors import DcpRsError, PlanError, RankLostError, UnsupportedError
 from support import RankDiedError, rank_outcomes, run_ranks
 
@@ -40,19 +40,19 @@ def on(rank, error):
 def steps(ranks):
     """Each kind of step, of work."""
     return {
-        "together": ranks.together,
-        "all": ranks.all,
-        "divided": lambda work: ranks.divided(work, lambda values: [value * 10 for value in values]),
-        "joined": lambda work: ranks.joined(work, sum),
+        "together": ranks.run,
+        "all": ranks.all_gather,
+        "divided": lambda work: ranks.reduce_scatter(work, lambda values: [value * 10 for value in values]),
+        "joined": lambda work: ranks.all_reduce(work, sum),
     }
 
 
 def do_well():
-    ranks, me = Ranks(), dist.get_rank()
+    ranks, me = RankGroup(), dist.get_rank()
     given = {name: step(lambda: me) for name, step in steps(ranks).items()}
     assert given == {"together": me, "all": [0, 1, 2], "divided": me * 10, "joined": 3}
-    assert ranks.told_by_first(lambda: f"of rank {me}") == "of rank 0"
-    assert Ranks(coordinator=2).told_by_first(lambda: f"of rank {me}") == "of rank 2"
+    assert ranks.broadcast(lambda: f"of rank {me}") == "of rank 0"
+    assert RankGroup(coordinator=2).broadcast(lambda: f"of rank {me}") == "of rank 2"
     assert ranks.failures == {}
 
 
@@ -63,7 +63,7 @@ def test_steps_that_go_well():
 def fail_on_one():
     me = dist.get_rank()
     for culprit in (0, 2):
-        for name, step in steps(Ranks()).items():
+        for name, step in steps(RankGroup()).items():
             error = fails(lambda: step(on(culprit, PlanError("no", tensor="w"))), PlanError)  # noqa: B023
             assert error.tensor == "w", name
             assert error.__notes__ == [f"raised on rank {culprit}"], name
@@ -78,7 +78,7 @@ def fail_on_one():
             assert me == culprit or "TwoArgumentsError" in str(error)
             kind = KeyboardInterrupt if me == culprit else DcpRsError
             fails(lambda: step(on(culprit, KeyboardInterrupt())), kind)  # noqa: B023
-    assert type(fails(lambda: Ranks().told_by_first(lambda: fail(PlanError("first"))))) is PlanError
+    assert type(fails(lambda: RankGroup().broadcast(lambda: fail(PlanError("first"))))) is PlanError
     do_well()
 
 
@@ -88,8 +88,8 @@ def test_an_error_of_one_rank_is_that_of_all():
 
 def fail_on_two():
     me = dist.get_rank()
-    ranks = Ranks()
-    error = fails(lambda: ranks.together(lambda: fail(PlanError(f"of {me}")) if me else None))
+    ranks = RankGroup()
+    error = fails(lambda: ranks.run(lambda: fail(PlanError(f"of {me}")) if me else None))
     first = me or 1
     assert str(error) == f"of {first}"
     assert error.__notes__ == [f"raised on ranks 1, 2; this is rank {first}'s"]
@@ -103,20 +103,22 @@ def test_ranks_that_fail_together():
 
 def fail_elsewhere():
     """What goes wrong where the coordinator alone is at work, and between steps."""
-    me, ranks = dist.get_rank(), Ranks()
-    assert fails(lambda: ranks.joined(lambda: me, lambda _: fail(PlanError("join")))).__notes__ == ["raised on rank 0"]
-    assert str(fails(lambda: ranks.divided(lambda: me, lambda _: fail(PlanError("divide"))))) == "divide"
+    me, ranks = dist.get_rank(), RankGroup()
+    assert fails(lambda: ranks.all_reduce(lambda: me, lambda _: fail(PlanError("join")))).__notes__ == [
+        "raised on rank 0"
+    ]
+    assert str(fails(lambda: ranks.reduce_scatter(lambda: me, lambda _: fail(PlanError("divide"))))) == "divide"
     unfit = (lambda: None) if me == 1 else None  # it does not pickle
-    assert fails(lambda: ranks.all(lambda: unfit), UnsupportedError).__notes__ == ["raised on rank 1"]
-    assert fails(lambda: ranks.joined(lambda: unfit, len), UnsupportedError).__notes__ == ["raised on rank 1"]
+    assert fails(lambda: ranks.all_gather(lambda: unfit), UnsupportedError).__notes__ == ["raised on rank 1"]
+    assert fails(lambda: ranks.all_reduce(lambda: unfit, len), UnsupportedError).__notes__ == ["raised on rank 1"]
 
     def outer():
         """Rank 1 does not come to the inner steps, and the others have not heard of it."""
         if me == 1:
             raise PlanError("early")
-        return ranks.all(lambda: ranks.together(lambda: me))
+        return ranks.all_gather(lambda: ranks.run(lambda: me))
 
-    error = fails(lambda: ranks.together(outer), PlanError)
+    error = fails(lambda: ranks.run(outer), PlanError)
     assert error.__notes__ == ["raised on rank 1"]
     do_well()
 
@@ -128,16 +130,16 @@ def test_an_error_meets_the_others_wherever_they_are():
 def some_ranks():
     me = dist.get_rank()
     group = dist.new_group([0, 2])
-    alone = Ranks(no_dist=True)
-    assert (alone.rank, alone.size, alone.all(lambda: me)) == (0, 1, [me])
-    fails(lambda: alone.together(lambda: fail(PlanError("mine"))), PlanError)
+    alone = RankGroup(no_dist=True)
+    assert (alone.rank, alone.size, alone.all_gather(lambda: me)) == (0, 1, [me])
+    fails(lambda: alone.run(lambda: fail(PlanError("mine"))), PlanError)
     if me == 1:
         with pytest.raises(ValueError, match="process group"):
-            Ranks(group)
+            RankGroup(group)
         return
-    ranks = Ranks(group)
-    assert (ranks.rank, ranks.size, ranks.all(lambda: me)) == (me // 2, 2, [0, 2])
-    assert fails(lambda: ranks.together(on(2, PlanError("no")))).__notes__ == ["raised on rank 2"]
+    ranks = RankGroup(group)
+    assert (ranks.rank, ranks.size, ranks.all_gather(lambda: me)) == (me // 2, 2, [0, 2])
+    assert fails(lambda: ranks.run(on(2, PlanError("no")))).__notes__ == ["raised on rank 2"]
     assert list(ranks.failures) == [1]
 
 
@@ -146,18 +148,18 @@ def test_ranks_outside_of_the_group_are_left_alone():
 
 
 def test_without_a_process_group_it_is_this_process():
-    ranks = Ranks()
+    ranks = RankGroup()
     assert ranks.is_alone
     assert ranks.is_coordinator
     assert [step(lambda: 5) for step in steps(ranks).values()] == [5, [5], 50, 5]
-    error = fails(lambda: ranks.joined(lambda: fail(KeyError("k")), sum), KeyError)
+    error = fails(lambda: ranks.all_reduce(lambda: fail(KeyError("k")), sum), KeyError)
     assert ranks.failures == {0: error}
     assert not hasattr(error, "__notes__")
 
 
 def lose_one(step, culprit):
     """The others stay, and do not end: who is not beside the lost one hears of it from those who are."""
-    steps(Ranks())[step](lambda: os.kill(os.getpid(), signal.SIGKILL) if dist.get_rank() == culprit else 1)
+    steps(RankGroup())[step](lambda: os.kill(os.getpid(), signal.SIGKILL) if dist.get_rank() == culprit else 1)
 
 
 @pytest.mark.parametrize(("step", "culprit"), [("together", 3), ("divided", 3), ("joined", 0)])
@@ -172,11 +174,11 @@ def test_a_rank_that_is_killed_is_missed_by_all(step, culprit):
 def wait_for_one_that_does_not_come():
     """All connections are there, and rank 1 is not at the step."""
     group = dist.new_group(timeout=timedelta(seconds=1))
-    ranks = Ranks(group)
-    ranks.together(lambda: None)
+    ranks = RankGroup(group)
+    ranks.run(lambda: None)
     if dist.get_rank() == 1:
         time.sleep(4)
-    ranks.together(lambda: None)
+    ranks.run(lambda: None)
 
 
 def test_nobody_is_blamed_for_a_rank_that_is_stopped():
@@ -187,12 +189,12 @@ def test_nobody_is_blamed_for_a_rank_that_is_stopped():
 
 
 def be_interrupted_in_a_collective():
-    ranks = Ranks()
-    ranks.together(lambda: None)
+    ranks = RankGroup()
+    ranks.run(lambda: None)
     if dist.get_rank() == 1:
         with ranks.talking():
             raise KeyboardInterrupt
-    ranks.together(lambda: None)
+    ranks.run(lambda: None)
 
 
 def test_ctrl_c_in_a_collective_keeps_no_other_rank_waiting():
@@ -203,11 +205,11 @@ def test_ctrl_c_in_a_collective_keeps_no_other_rank_waiting():
 
 def lose_one_while_sending(culprit):
     """It is gone in the midst of a message to each of the others."""
-    ranks, me = Ranks(), dist.get_rank()
+    ranks, me = RankGroup(), dist.get_rank()
     if me == culprit:
-        ranks.together(lambda: None)
+        ranks.run(lambda: None)
         os.kill(os.getpid(), signal.SIGKILL)
-    ranks.together(lambda: None)
+    ranks.run(lambda: None)
     message = torch.zeros(1 << 20)
     with ranks.talking():
         dist.recv(message, culprit)

@@ -48,7 +48,7 @@ class Holder:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankGroup:
     """A world: how many ranks, as which mesh, and where each DTensor lies on it (by its number, a code for each dimension of the mesh)."""
 
     mesh: tuple[int, ...]
@@ -75,7 +75,7 @@ class Save:
         times: how often; the values change from one to the next.
     """
 
-    ranks: Ranks
+    ranks: RankGroup
     through: str
     planner: str
     hook: tuple[str, str] | None
@@ -96,7 +96,7 @@ class Load:
         cast: what floating-point tensors of the state dict are, in place of what was saved.
     """
 
-    ranks: Ranks
+    ranks: RankGroup
     through: str
     planner: str
     hook: tuple[str, str] | None
@@ -166,7 +166,7 @@ def _trees() -> st.SearchStrategy[dict[Any, Any]]:
 _place = st.sampled_from(PLACES[:4] * 4 + PLACES)
 _ranks = st.sampled_from([1, 2, 2, 3, 4]).flatmap(
     lambda size: st.builds(
-        Ranks,
+        RankGroup,
         meshes(size),
         st.lists(st.tuples(_place, _place), min_size=1, max_size=4).map(tuple),
     )

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader, RsSavePlanner, RsWriter
 from differential import bodies
-from differential.cases import Holder, Load, Ranks, Save, Tensor
+from differential.cases import Holder, Load, RankGroup, Save, Tensor
 from support import blank, random_tensor, state_differences
 from support.hooks import WAYS, inner
 
@@ -73,7 +73,7 @@ class _Stateful:
 class _Builder:
     """Makes a state dict of its description, on this rank."""
 
-    def __init__(self, ranks: Ranks, *, seed: int = 0, empty: Load | None = None) -> None:
+    def __init__(self, ranks: RankGroup, *, seed: int = 0, empty: Load | None = None) -> None:
         self._ranks = ranks
         self._mesh: DeviceMesh | None = None
         self._seed = seed

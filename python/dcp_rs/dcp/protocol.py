@@ -16,7 +16,7 @@ from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.writer import RsWriter
 from dcp_rs.engine.destination import unclear
 from dcp_rs.engine.load import MIXED, again_where_replaced, hand_back, take_states
-from dcp_rs.engine.ranks import Ranks
+from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import SavedMetadata
 from dcp_rs.engine.save import MIXED as MIXED_SAVE
 from dcp_rs.engine.save import SaveRequest
@@ -28,7 +28,7 @@ StateDict = dict[str, Any]
 
 
 def load(
-    ranks: Ranks,
+    ranks: RankGroup,
     state_dict: StateDict,
     reader: StorageReader,
     planner: LoadPlanner,
@@ -59,7 +59,7 @@ def load(
 
 
 def _load(
-    ranks: Ranks,
+    ranks: RankGroup,
     state_dict: StateDict,
     reader: StorageReader,
     planner: LoadPlanner,
@@ -95,13 +95,13 @@ def _load(
     def hand_over() -> None:
         hand_back(state_dict, values, holders, source=reader.source if isinstance(reader, RsReader) else "")
 
-    plan = ranks.divided(plan_own, plan_all)
-    ranks.together(read)
+    plan = ranks.reduce_scatter(plan_own, plan_all)
+    ranks.run(read)
     if stateful:
-        ranks.together(hand_over)
+        ranks.run(hand_over)
 
 
-def save(ranks: Ranks, planner: SavePlanner, ask: Callable[[], SaveRequest]) -> SavedMetadata:
+def save(ranks: RankGroup, planner: SavePlanner, ask: Callable[[], SaveRequest]) -> SavedMetadata:
     """Save from all ranks with a planner of the user's, called as torch's own ``dcp.save`` calls it.
 
     Args:
@@ -137,8 +137,8 @@ def save(ranks: Ranks, planner: SavePlanner, ask: Callable[[], SaveRequest]) -> 
         return metadata
 
     try:
-        plan = ranks.divided(plan_own, plan_all)
-        saved = ranks.joined(write, commit)
+        plan = ranks.reduce_scatter(plan_own, plan_all)
+        saved = ranks.all_reduce(write, commit)
     except BaseException:
         if ranks.failures and not any(unclear(error, handled) for error in ranks.failures.values()):
             for writer in made:

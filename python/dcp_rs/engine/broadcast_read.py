@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_rs import _core, _torch
-from dcp_rs.engine.ranks import Ranks
+from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.boxes import Cut, cut, narrow, rectangles
 from dcp_rs.tensors.memory import check_made, is_plain
@@ -56,7 +56,7 @@ class SharedReads:
 
 
 def read_shared(
-    index: _core.Index, shared: Sequence[SharedReads], options: ReadOptions, ranks: Ranks
+    index: _core.Index, shared: Sequence[SharedReads], options: ReadOptions, ranks: RankGroup
 ) -> tuple[Counts, bool]:
     """Fills what this rank shares with others: each reads a part of the pieces and sends them to the others. A step of all ranks.
 
@@ -73,7 +73,7 @@ def read_shared(
         ways = {exchange.way for exchange in exchanges}
         return exchanges, {way: _Room(way, [exchange for exchange in exchanges if exchange.way == way]) for way in ways}
 
-    exchanges, rooms = ranks.together(prepare)
+    exchanges, rooms = ranks.run(prepare)
     halted = False
     try:
         for exchange in exchanges:
@@ -103,7 +103,7 @@ class _Exchange:
         counts: what was read from storage.
     """
 
-    def __init__(self, index: _core.Index, reads: SharedReads, options: ReadOptions, ranks: Ranks) -> None:
+    def __init__(self, index: _core.Index, reads: SharedReads, options: ReadOptions, ranks: RankGroup) -> None:
         self.error: BaseException | None = None
         self.halted = False
         self.counts = Counts()

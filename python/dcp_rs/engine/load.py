@@ -15,7 +15,7 @@ from dcp_rs.checkpoint.locate import is_of_all_ranks, is_rank_local, open_index
 from dcp_rs.checkpoint.views import Layout
 from dcp_rs.engine.broadcast_read import Offer, is_shared, offer, read_shared, share
 from dcp_rs.engine.cache_sharing import Answer, Demand, answers_to, demand_of, in_common, sample_of
-from dcp_rs.engine.ranks import Ranks
+from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reads import LoadOptions, Reads, differing_ties, plan_reads, warn_of_left_out_state
 from dcp_rs.engine.reports import LoadReport, Phases
 from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError, PlanError
@@ -152,7 +152,7 @@ def load(
     state_dict: dict[str, Any],
     source: Source,
     options: LoadOptions,
-    ranks: Ranks,
+    ranks: RankGroup,
     *,
     stateful: bool = False,
     index: _core.Index | None = None,
@@ -195,7 +195,7 @@ def _load(
     state_dict: dict[str, Any],
     source: Source,
     options: LoadOptions,
-    ranks: Ranks,
+    ranks: RankGroup,
     stateful: bool,
     index: _core.Index | None,
 ) -> LoadReport:
@@ -206,10 +206,10 @@ def _load(
         plan = plan_rank(state_dict, source, options, rank=ranks.rank, stateful=stateful, index=index)
         return plan.note(source.replicas)
 
-    answer = ranks.divided(plan_own, lambda notes: compare(notes, source.path))
+    answer = ranks.reduce_scatter(plan_own, lambda notes: compare(notes, source.path))
     plan.clock.end("plan")
-    ranks.together(lambda: _read(plan, source, ranks, answer))
-    ranks.together(lambda: _hand_over(plan, state_dict if stateful else None))
+    ranks.run(lambda: _read(plan, source, ranks, answer))
+    ranks.run(lambda: _hand_over(plan, state_dict if stateful else None))
     return plan.reads.report
 
 
@@ -272,7 +272,7 @@ def compare(notes: list[_Note], path: str | os.PathLike[str]) -> list[Answer | N
     return answers_to([note.demand for note in notes])
 
 
-def _read(plan: Plan, source: Source, ranks: Ranks, answer: Answer | None) -> None:
+def _read(plan: Plan, source: Source, ranks: RankGroup, answer: Answer | None) -> None:
     """Step 2, on every rank: read into the tensors, first what other ranks read too, where they share the work."""
     index, reads = plan.index, plan.reads
     with watching(source.progress, "loading") as watch:
@@ -342,7 +342,7 @@ def _read_together(
     reads: Reads,
     index: _core.Index,
     source: Source,
-    ranks: Ranks,
+    ranks: RankGroup,
     job: Load,
     prepare: Callable[[], int],
     counts: Counts,
@@ -366,7 +366,7 @@ def _read_together(
         own = offer(targets, shapes, "node" if source.replicas == "node" else "all", ranks.process_group)
         return own.told()
 
-    offers = ranks.all(begin)
+    offers = ranks.all_gather(begin)
     if not is_shared(offers):
         return turns
     shared = share(own, offers, ranks.process_group)
@@ -376,7 +376,7 @@ def _read_together(
     return turns if is_whole else 0
 
 
-def again_where_replaced(ranks: Ranks, work: Callable[[], T], *, tries: int = TRIES) -> T:
+def again_where_replaced(ranks: RankGroup, work: Callable[[], T], *, tries: int = TRIES) -> T:
     """Return what the work gives. Begin again, on all ranks, where another save replaced the checkpoint that one of them was reading."""
     for _ in range(tries - 1):
         try:

@@ -21,7 +21,7 @@ from dcp_rs._tracebacks import shorten
 from dcp_rs.engine.destination import unclear
 from dcp_rs.errors import DcpRsError, PlanError, RankLostError, UnsupportedError
 
-__all__ = ["Ranks", "failures_among", "has_group"]
+__all__ = ["RankGroup", "failures_among", "has_group"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -61,7 +61,7 @@ def _check_group(group: Any) -> None:
     raise TypeError(msg)
 
 
-class Ranks:
+class RankGroup:
     """The ranks of a process group, in step.
 
     Each method is a *step*, which every rank takes, with work of its own. A step ends on all ranks in the same way: where the work of some ranks
@@ -69,7 +69,7 @@ class Ranks:
     pickle comes to the others as a :class:`DcpRsError` with its text; what says, or follows an error that says, that a save may be committed, as that.
 
     A rank may also take part in a step of the others by failing, without knowing which one they are at: an error between two steps, raised in the
-    next :meth:`together` or :meth:`all`, meets the others there. Steps within the work of a step are steps of all ranks, too.
+    next :meth:`run` or :meth:`all_gather`, meets the others there. Steps within the work of a step are steps of all ranks, too.
 
     Args:
         process_group: default: all ranks. What ranks tell each other goes as objects over its backend, as torch's own do.
@@ -125,14 +125,14 @@ class Ranks:
 
     # --- steps ----------------------------------------------------------------------------------------
 
-    def together(self, work: Callable[[], T]) -> T:
+    def run(self, work: Callable[[], T]) -> T:
         """Every rank does its part. Returns what this one's gave."""
         mine = self._do(work)
         if not self.is_alone:
             self._meet(failures_among(self._all_gather(mine.failure)), mine)
         return mine.value
 
-    def all(self, work: Callable[[], T]) -> list[T]:
+    def all_gather(self, work: Callable[[], T]) -> list[T]:
         """Every rank does its part. Returns what all of them gave, by rank."""
         mine = self._do(work)
         if self.is_alone:
@@ -141,11 +141,11 @@ class Ranks:
         self._meet(failures_among(said), mine)
         return [pickle.loads(value) for value in said]  # noqa: S301  # of a rank of this job
 
-    def told_by_first(self, work: Callable[[], T]) -> T:
+    def broadcast(self, work: Callable[[], T]) -> T:
         """The coordinator does it. Returns on all ranks what it gave."""
-        return self.joined(lambda: None, lambda _: work())
+        return self.all_reduce(lambda: None, lambda _: work())
 
-    def divided(self, work: Callable[[], T], divide: Callable[[list[T]], Sequence[R]]) -> R:
+    def reduce_scatter(self, work: Callable[[], T], divide: Callable[[list[T]], Sequence[R]]) -> R:
         """Every rank does its part, and the coordinator makes something for each of them out of what all gave. Returns this one's."""
         mine = self._do(work)
         if self.is_alone:
@@ -157,7 +157,7 @@ class Ranks:
         part: R = self._take(self._scatter(parts), mine)
         return part
 
-    def joined(self, work: Callable[[], T], join: Callable[[list[T]], R]) -> R:
+    def all_reduce(self, work: Callable[[], T], join: Callable[[list[T]], R]) -> R:
         """Every rank does its part, and the coordinator makes one thing out of what all gave. Returns that on all ranks."""
         mine = self._do(work)
         if self.is_alone:

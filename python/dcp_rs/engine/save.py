@@ -23,7 +23,7 @@ from dcp_rs._url import StorageOptions
 from dcp_rs.engine.destination import Destination, unclear
 from dcp_rs.engine.local_plan import LocalPlan, PlanOptions, plan_locally
 from dcp_rs.engine.metadata import make_metadata
-from dcp_rs.engine.ranks import Ranks
+from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import Phases, SavedMetadata, SaveReport
 from dcp_rs.engine.reuse import Frozen, Parent
 from dcp_rs.engine.writes import Place, Written, packed, unpacked, write_files
@@ -182,7 +182,7 @@ class _Share:
     place: Place
 
 
-def save(ranks: Ranks, plan: PlanOptions, ask: Callable[[], SaveRequest]) -> SavedMetadata:  # noqa: PLR0915  # in one place, in its order
+def save(ranks: RankGroup, plan: PlanOptions, ask: Callable[[], SaveRequest]) -> SavedMetadata:  # noqa: PLR0915  # in one place, in its order
     """Save from all ranks. Return what the committed checkpoint holds, and what this rank's part took.
 
     The checkpoint that was there is whole until the commit, which is one rename. An error on any rank is raised on all of them. Then
@@ -261,8 +261,8 @@ def save(ranks: Ranks, plan: PlanOptions, ask: Callable[[], SaveRequest]) -> Sav
         return metadata
 
     try:
-        share = ranks.divided(describe, divide)
-        metadata = ranks.joined(write, commit)
+        share = ranks.reduce_scatter(describe, divide)
+        metadata = ranks.all_reduce(write, commit)
     except BaseException:
         if written is not None and ranks.failures and not any(unclear(e, handled) for e in ranks.failures.values()):
             to.remove(None, [written.index])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dcp_rs.checkpoint.locate import local_path, open_index
 from dcp_rs.conversion import convert
-from dcp_rs.engine.ranks import Ranks
+from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.errors import CheckpointNotFoundError
 
 __all__ = ["merge_fsdp_weights"]
@@ -39,7 +39,7 @@ def merge_fsdp_weights(
         ValueError: ``output_path`` is in the folder that is to be removed.
         Exception: as :func:`dcp_rs.convert`. What the first rank raises, all of them do.
     """
-    Ranks().told_by_first(
+    RankGroup().broadcast(
         lambda: _merge(local_path(checkpoint_dir), local_path(output_path), safe_serialization, remove_checkpoint_dir)
     )
 

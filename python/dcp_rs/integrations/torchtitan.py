@@ -14,7 +14,7 @@ import torch
 from dcp_rs._log import log as _log
 from dcp_rs.api import async_save, load, save
 from dcp_rs.conversion import convert
-from dcp_rs.engine.ranks import Ranks
+from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.errors import UnsupportedError
 from dcp_rs.integrations._needs import framework
 from dcp_rs.steps.folder_root import FolderRoot
@@ -110,14 +110,14 @@ class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[m
 
     def _export(self, state_dict: dict[str, Any], checkpoint_id: str) -> None:
         """A Hugging Face folder: what all ranks save is put together by the first, with bounded memory."""
-        target, ranks = Path(checkpoint_id), Ranks()
+        target, ranks = Path(checkpoint_id), RankGroup()
         # A name that dcp_rs.clean knows, if this is killed.
-        sharded = ranks.told_by_first(lambda: target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp"))
+        sharded = ranks.broadcast(lambda: target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp"))
         try:
-            hf_state_dict = ranks.together(lambda: self.sd_adapter.to_hf(state_dict))
+            hf_state_dict = ranks.run(lambda: self.sd_adapter.to_hf(state_dict))
             save(hf_state_dict, sharded, **(self._write_options | {"fsync": False}))
             files = max((self.sd_adapter.fqn_to_index_mapping or {}).values(), default=1)
-            ranks.told_by_first(
+            ranks.broadcast(
                 lambda: (
                     convert(
                         sharded, target, to="safetensors", shards=files, overwrite=True, **self._write_options

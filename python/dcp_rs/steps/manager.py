@@ -529,7 +529,7 @@ class CheckpointManager:
             if number is None:
                 break
             # What one rank finds damaged, none has.
-            reasons = [why for why in self._team.all(partial(attempt, number)) if why is not None]
+            reasons = [why for why in self._team.all_gather(partial(attempt, number)) if why is not None]
             if not reasons:
                 break
             damaged[number] = reasons[0]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dcp_rs import _torch, api
 from dcp_rs.engine.background import SaveFuture
-from dcp_rs.engine.ranks import Ranks, has_group
+from dcp_rs.engine.ranks import RankGroup, has_group
 from dcp_rs.errors import PlanError
 from dcp_rs.transfer.stage import HostStager
 
@@ -44,14 +44,14 @@ class Team:
             "process_group": None if is_alone else self._groups[0],
             "no_dist": is_alone,
         }
-        self._ranks = Ranks(self._talks_in, no_dist=is_alone)
+        self._ranks = RankGroup(self._talks_in, no_dist=is_alone)
         self.leads = self._ranks.is_coordinator
         self.pending: SaveFuture | None = None
         self._stager: HostStager | None = None  # the memory of each save is that of the one before
 
-    def all(self, work: Callable[[], T]) -> list[T]:
+    def all_gather(self, work: Callable[[], T]) -> list[T]:
         """Every rank does its part: what all of them gave. An error of one is raised on all."""
-        return self._ranks.all(work)
+        return self._ranks.all_gather(work)
 
     def decide(self, step: int | None, what: Callable[[Any], T]) -> T:
         """What one rank decides of a step, which is the same on all. An error there is raised on all.
@@ -59,14 +59,14 @@ class Team:
         Raises:
             PlanError: the ranks give different steps.
         """
-        return self._ranks.joined(lambda: step, lambda steps: what(_same(steps)))
+        return self._ranks.all_reduce(lambda: step, lambda steps: what(_same(steps)))
 
     def settle(self) -> None:
         """Waits for the save in the background. Where it failed on one rank, it is raised on all."""
         pending = self.pending
         if pending is not None:
             try:
-                self._ranks.together(pending.result)
+                self._ranks.run(pending.result)
             finally:
                 if pending.done():
                     self.pending = None
@@ -118,7 +118,7 @@ class Team:
         if stager is not None:
             stager.release()
         groups, self._groups, self._talks_in, self.options = self._groups, [], None, {}
-        self._ranks = Ranks(no_dist=True)
+        self._ranks = RankGroup(no_dist=True)
         while groups and dist.is_initialized():
             dist.destroy_process_group(groups.pop())
 

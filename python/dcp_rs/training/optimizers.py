@@ -12,7 +12,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
-from dcp_rs.engine.ranks import Ranks
+from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.objects import plain_numbers
 from dcp_rs.training.parameters import fsdp1_group, is_fsdp1, names_by_key, sharded_state_dicts, without_compiler
@@ -23,7 +23,9 @@ __all__ = ["WHO", "fsdp1_state", "optimizer_state", "text_of"]
 WHO = ("params", "param_names")
 
 
-def optimizer_state(models: Sequence[torch.nn.Module], optimizers: Sequence[Optimizer], ranks: Ranks) -> dict[str, Any]:
+def optimizer_state(
+    models: Sequence[torch.nn.Module], optimizers: Sequence[Optimizer], ranks: RankGroup
+) -> dict[str, Any]:
     """``{"state": {fqn: {name: value}}, "param_groups": [...]}``, as ``get_optimizer_state_dict`` has it, of all optimizers together.
 
     Unlike that, it takes no step: an optimizer that has no state is saved without state. (torch steps it with gradients of zero, which
@@ -74,12 +76,12 @@ def fsdp1_state(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 # --- ranks ---------------------------------------------------------------------------------------------
 
 
-def _of_all_ranks(groups: list[dict[str, Any]], ranks: Ranks) -> list[dict[str, Any]]:
+def _of_all_ranks(groups: list[dict[str, Any]], ranks: RankGroup) -> list[dict[str, Any]]:
     """The parameter groups of all ranks. DCP keeps one rank's value of a name, which with pipelines would lose the others'."""
-    digests = ranks.all(lambda: hashlib.blake2b(text_of(groups), digest_size=16).digest())
+    digests = ranks.all_gather(lambda: hashlib.blake2b(text_of(groups), digest_size=16).digest())
     if len(set(digests)) == 1:
         return groups
-    gathered = ranks.all(lambda: groups)
+    gathered = ranks.all_gather(lambda: groups)
     union: dict[bytes, dict[str, Any]] = {}
     for group in itertools.chain.from_iterable(gathered):
         union.setdefault(text_of(group), group)
