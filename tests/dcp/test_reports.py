@@ -17,7 +17,7 @@ import dcp_rs
 from dcp_rs import CheckpointManager, LoadReport, RsLoadPlanner, RsReader, RsWriter, SaveReport
 from dcp_rs.checkpoint.compare import compare
 from dcp_rs.steps.folder_root import FolderRoot
-from dcp_rs.steps.policies import Policies, prune
+from dcp_rs.steps.retention import Policies, prune
 from support import run_ranks
 from support.both import save_rs, save_stock
 

@@ -50,7 +50,7 @@ MUTANTS = [
     ),
     Mutant(
         "newest-step-removed",
-        "python/dcp_rs/steps/policies.py",
+        "python/dcp_rs/steps/retention.py",
         "return set(sorted(step.number for step in steps)[-count:])",
         "return set(sorted(step.number for step in steps)[:count])",
         ("tests/steps/test_steps_policies.py",),

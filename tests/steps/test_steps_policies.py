@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_rs.steps.policies import Policies, best, beyond, keep_best, keep_every, keep_last, keep_within, used
+from dcp_rs.steps.retention import Policies, best, beyond, keep_best, keep_every, keep_last, keep_within, used
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from dcp_rs import RsWriter, _core
 from dcp_rs.errors import UnsupportedError
 from dcp_rs.steps import folder_root
 from dcp_rs.steps.folder_root import FolderRoot
-from dcp_rs.steps.policies import Policies, prune
-from dcp_rs.steps.root import PassedOver, Step
+from dcp_rs.steps.retention import Policies, prune
+from dcp_rs.steps.root import SkippedStep, Step
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_a_save_that_goes_on_is_left_alone(root):
     finally:
         writer.go.set()
         thread.join()
-    assert isinstance(passed, PassedOver)
+    assert isinstance(passed, SkippedStep)
     assert passed.kind == "in use"
     assert swept == []
     assert numbers(root) == [10, 20]

@@ -26,7 +26,7 @@ from dcp_rs.errors import (
     UnsupportedError,
 )
 from dcp_rs.optim import training_state
-from dcp_rs.steps.policies import Policies, prune
+from dcp_rs.steps.retention import Policies, prune
 from dcp_rs.steps.store_root import root_at
 from support import programs, run_ranks
 from support.numbered import loaded, numbers

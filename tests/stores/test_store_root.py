@@ -10,8 +10,8 @@ import torch.distributed.checkpoint as dcp
 import dcp_rs
 from dcp_rs import RsWriter
 from dcp_rs.errors import CheckpointNotFoundError, StorageError, StoragePermissionError, StoragePreconditionError
-from dcp_rs.steps.policies import Policies, prune
-from dcp_rs.steps.root import PassedOver, Step
+from dcp_rs.steps.retention import Policies, prune
+from dcp_rs.steps.root import SkippedStep, Step
 from dcp_rs.steps.store_root import root_at
 from support.object_server import Fault
 
@@ -230,7 +230,7 @@ def test_a_save_that_goes_on_is_left_alone(root):
     finally:
         writer.go.set()
         thread.join()
-    assert isinstance(passed, PassedOver)
+    assert isinstance(passed, SkippedStep)
     assert passed.kind == "unknown"
     assert swept == []
     assert numbers(root) == [10, 20]

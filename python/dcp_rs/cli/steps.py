@@ -10,9 +10,9 @@ from typing import Any
 from dcp_rs.checkpoint.names import some
 from dcp_rs.cli.output import count, for_command_line, line, print_json, printable, size, table
 from dcp_rs.errors import CheckpointNotFoundError, PlanError
-from dcp_rs.steps.policies import Policies, Pruned, unneeded, used
-from dcp_rs.steps.policies import prune as remove
-from dcp_rs.steps.root import Listing, PassedOver, Root, Step, StepNames
+from dcp_rs.steps.retention import Policies, Pruned, unneeded, used
+from dcp_rs.steps.retention import prune as remove
+from dcp_rs.steps.root import Listing, Root, SkippedStep, Step, StepNames
 from dcp_rs.steps.store_root import root_at
 
 __all__ = ["prune", "steps"]
@@ -128,7 +128,7 @@ def _to_json(step: Step) -> dict[str, Any]:
     }
 
 
-def _passed_to_json(passed: PassedOver) -> dict[str, Any]:
+def _passed_to_json(passed: SkippedStep) -> dict[str, Any]:
     return {"step": passed.number, "path": str(passed.path), "kind": passed.kind, "why": passed.why}
 
 

@@ -28,7 +28,7 @@ from dcp_rs.errors import (
 )
 from dcp_rs.steps import notes
 from dcp_rs.steps.notes import Owner, saved_name, saving_name, verified_name
-from dcp_rs.steps.root import Listing, PassedOver, Root, Step, StepNames, Why
+from dcp_rs.steps.root import Listing, Root, SkippedStep, Step, StepNames, Why
 
 __all__ = ["FolderRoot"]
 
@@ -76,7 +76,7 @@ class FolderRoot(Root):
         except FileNotFoundError:
             return []
 
-    def look_at(self, number: int) -> Step | PassedOver | None:
+    def look_at(self, number: int) -> Step | SkippedStep | None:
         """Return the state of a step; None if there is nothing.
 
         Raises:
@@ -89,16 +89,16 @@ class FolderRoot(Root):
             error.add_note(f"{path} may be whole, so no other step takes its place. Remove it if it is not wanted.")
             raise
 
-    def _look_at(self, numbers: Sequence[int]) -> list[Step | PassedOver | None]:
+    def _look_at(self, numbers: Sequence[int]) -> list[Step | SkippedStep | None]:
         return [self._look_once(number) for number in numbers]
 
-    def _look_once(self, number: int) -> Step | PassedOver | None:
+    def _look_once(self, number: int) -> Step | SkippedStep | None:
         try:
             return self._look_at_one(number)
         except OSError as error:
-            return PassedOver(number=number, path=self.folder(number), why=str(error), kind="unreadable")
+            return SkippedStep(number=number, path=self.folder(number), why=str(error), kind="unreadable")
 
-    def _look_if_changed(self, number: int) -> Step | PassedOver | None:
+    def _look_if_changed(self, number: int) -> Step | SkippedStep | None:
         """Return the state of a step, from an earlier sweep if its folder and index are unchanged."""
         path = self.folder(number)
         try:
@@ -114,7 +114,7 @@ class FolderRoot(Root):
             self._known[number] = key, found
         return found
 
-    def _look_at_one(self, number: int, *, needs_note: bool = True) -> Step | PassedOver | None:
+    def _look_at_one(self, number: int, *, needs_note: bool = True) -> Step | SkippedStep | None:
         """Return the state of a step; None if there is nothing.
 
         Args:
@@ -127,11 +127,11 @@ class FolderRoot(Root):
             before = _identity(index)
             found = self._look_at_files(number, needs_note=needs_note)
             # The index was read first, and its files looked for afterwards: a save that came in between removed those of the old one.
-            if not (isinstance(found, PassedOver) and found.kind == "damaged") or _identity(index) == before:
+            if not (isinstance(found, SkippedStep) and found.kind == "damaged") or _identity(index) == before:
                 break
         return found
 
-    def _look_at_files(self, number: int, *, needs_note: bool) -> Step | PassedOver | None:
+    def _look_at_files(self, number: int, *, needs_note: bool) -> Step | SkippedStep | None:
         path = self.folder(number)
         try:
             changed = (path / INDEX_NAME).stat().st_mtime
@@ -147,7 +147,7 @@ class FolderRoot(Root):
                 return None
             return _damaged(number, path, error)
         except UnsupportedError as error:
-            return PassedOver(number=number, path=path, why=str(error), kind="foreign")
+            return SkippedStep(number=number, path=path, why=str(error), kind="foreign")
         except DcpRsError as error:
             return _damaged(number, path, error)
         uses = index.use_of_files()
@@ -172,7 +172,7 @@ class FolderRoot(Root):
             verified=(path / verified_name(save_id)).exists(),
         )
 
-    def _without_index(self, number: int, path: Path, *, locked: bool = False) -> PassedOver | None:
+    def _without_index(self, number: int, path: Path, *, locked: bool = False) -> SkippedStep | None:
         """Return the state of a folder without an index. ``locked``: this process holds its lock."""
         try:
             names = _names_in(path)
@@ -180,7 +180,7 @@ class FolderRoot(Root):
         except FileNotFoundError:  # removed meanwhile
             return None
         except UnsupportedError as error:
-            return PassedOver(number=number, path=path, why=str(error), kind="foreign")
+            return SkippedStep(number=number, path=path, why=str(error), kind="foreign")
         except DcpRsError as error:
             return _damaged(number, path, error)
         # Only that lock claims an index that did not get its name.
@@ -210,7 +210,7 @@ class FolderRoot(Root):
         else:
             # It failed, or it is of an earlier run, which cannot commit any more.
             kind, why = "unfinished", "its save did not finish"
-        return PassedOver(number=number, path=path, why=why, kind=kind, runs=runs)
+        return SkippedStep(number=number, path=path, why=why, kind=kind, runs=runs)
 
     # --- whose run it is ---------------------------------------------------------------------------------
 
@@ -327,8 +327,8 @@ def _names_in(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
 
 
-def _damaged(number: int, path: Path, error: Exception) -> PassedOver:
-    return PassedOver(number=number, path=path, why=str(error), kind="damaged")
+def _damaged(number: int, path: Path, error: Exception) -> SkippedStep:
+    return SkippedStep(number=number, path=path, why=str(error), kind="damaged")
 
 
 def _without_token(name: str) -> str:

@@ -21,8 +21,8 @@ from dcp_rs.errors import (
     UnsupportedError,
 )
 from dcp_rs.steps.notes import is_own
-from dcp_rs.steps.policies import Policies, expendable, prune
-from dcp_rs.steps.root import NOT_KNOWN, PassedOver, Root, Step
+from dcp_rs.steps.retention import Policies, expendable, prune
+from dcp_rs.steps.root import NOT_KNOWN, Root, SkippedStep, Step
 
 __all__ = ["ExtraFiles", "Keeper", "Prepared"]
 
@@ -209,7 +209,7 @@ class Keeper:
         sizes = ", ".join(f"{step.number} ({step.nbytes:,} bytes)" for step in steps)
         return f"of {self._root.path} these steps could be removed: {sizes}"
 
-    def choose(self, step: int | None, damaged: Mapping[int, str]) -> tuple[int | None, list[PassedOver]]:
+    def choose(self, step: int | None, damaged: Mapping[int, str]) -> tuple[int | None, list[SkippedStep]]:
         """Return the step to load, and what was passed over for it.
 
         Args:
@@ -226,18 +226,18 @@ class Keeper:
             if not isinstance(found, Step):
                 raise self._none(step, found)
             return step, []
-        passed: list[PassedOver] = []
+        passed: list[SkippedStep] = []
         for found in self._root.newest():
-            if isinstance(found, PassedOver) and found.kind == "no index":
+            if isinstance(found, SkippedStep) and found.kind == "no index":
                 found = self._with_its_index(found)  # noqa: PLW2901
-            if isinstance(found, PassedOver):
+            if isinstance(found, SkippedStep):
                 if found.kind in NOT_KNOWN:
                     raise self._not_known(found)
                 passed.append(found)
             elif found.number in damaged:
                 why = damaged[found.number]
                 self._damaged.add(found.save_id)
-                passed.append(PassedOver(number=found.number, path=found.path, why=why, kind="damaged"))
+                passed.append(SkippedStep(number=found.number, path=found.path, why=why, kind="damaged"))
             else:
                 return found.number, passed
         lost = [found for found in passed if found.kind not in _NEVER_WHOLE]
@@ -246,7 +246,7 @@ class Keeper:
             raise CheckpointNotFoundError(msg, path=self._root.path)
         return None, passed
 
-    def _with_its_index(self, found: PassedOver) -> Step | PassedOver:
+    def _with_its_index(self, found: SkippedStep) -> Step | SkippedStep:
         """Make the index of a step again whose data is complete. Only the process that took the run over may."""
         if self._root.run is None:
             return found
@@ -256,12 +256,12 @@ class Keeper:
         except CheckpointExistsError:  # another process was faster
             pass
         except CorruptDataError as error:
-            return PassedOver(number=found.number, path=found.path, why=str(error), kind="damaged")
+            return SkippedStep(number=found.number, path=found.path, why=str(error), kind="damaged")
         else:
             self._tell(f"{found.path.name} lost its index, which was made again from its data")
         return self._root.look_at(found.number) or found
 
-    def _not_known(self, found: PassedOver) -> UnsupportedError:
+    def _not_known(self, found: SkippedStep) -> UnsupportedError:
         n = found.number
         msg = (
             f"{self._root.path} cannot be resumed: {found}. Nothing tells whether {found.path.name} is whole, so no older step takes its "
@@ -279,7 +279,7 @@ class Keeper:
             raise self._none(step)
         self._root.remove(step)
 
-    def _none(self, step: int, found: PassedOver | None = None) -> CheckpointNotFoundError:
+    def _none(self, step: int, found: SkippedStep | None = None) -> CheckpointNotFoundError:
         numbers = [str(each.number) for each in self._root.look().steps]
         there = f"it has {', '.join(numbers)}" if numbers else "it has none"
         why = "" if found is None else f" ({found.why})"

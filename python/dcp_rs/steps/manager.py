@@ -25,9 +25,9 @@ from dcp_rs.engine.reuse import Frozen
 from dcp_rs.errors import CheckpointNotFoundError, CorruptDataError, CorruptIndexError, DcpRsError
 from dcp_rs.options import WriteOptions
 from dcp_rs.steps.keeper import ExtraFiles, Keeper, Prepared
-from dcp_rs.steps.policies import Policies, check_positive
 from dcp_rs.steps.preemption import Preemption
-from dcp_rs.steps.root import PassedOver, Step, StepNames
+from dcp_rs.steps.retention import Policies, check_positive
+from dcp_rs.steps.root import SkippedStep, Step, StepNames
 from dcp_rs.steps.store_root import root_at
 from dcp_rs.steps.team import Team
 
@@ -155,7 +155,7 @@ class CheckpointManager:
         self.resumed: int | None = None
         self.report: LoadReport | None = None
         self.preempted = False
-        self.passed_over: list[PassedOver] = []
+        self.passed_over: list[SkippedStep] = []
         self._closed = False
         self._done: int | None = None  # the step that was saved or loaded last
         self._team = Team(process_group, no_dist=no_dist)

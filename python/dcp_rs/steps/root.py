@@ -16,7 +16,7 @@ from dcp_rs.checkpoint.verify import VerifyReport, verify
 from dcp_rs.errors import RunTakenOverError, SaveInProgressError
 from dcp_rs.steps import notes
 
-__all__ = ["NOT_KNOWN", "Listing", "PassedOver", "Root", "Step", "StepNames"]
+__all__ = ["NOT_KNOWN", "Listing", "Root", "SkippedStep", "Step", "StepNames"]
 
 #: Digits of a number at most: more would be another thing's name.
 _DIGITS = 18
@@ -61,7 +61,7 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassedOver:
+class SkippedStep:
     """A folder with the name of a step that cannot be resumed from.
 
     Attributes:
@@ -95,11 +95,11 @@ class Listing:
     """
 
     steps: list[Step]
-    passed_over: list[PassedOver]
+    passed_over: list[SkippedStep]
     problems: list[str] = field(default_factory=list)
 
     @property
-    def left(self) -> list[PassedOver]:
+    def left(self) -> list[SkippedStep]:
         """What killed saves left of steps before the latest: of one after it, the save may just begin."""
         latest = self.steps[-1].number if self.steps else -1
         return [found for found in self.passed_over if found.kind == "unfinished" and found.number < latest]
@@ -178,10 +178,10 @@ class Root(ABC):
         """The names of what is right in it."""
 
     @abstractmethod
-    def _look_at(self, numbers: Sequence[int]) -> list[Step | PassedOver | None]:
+    def _look_at(self, numbers: Sequence[int]) -> list[Step | SkippedStep | None]:
         """What is at these steps; None where nothing is."""
 
-    def look_at(self, number: int) -> Step | PassedOver | None:
+    def look_at(self, number: int) -> Step | SkippedStep | None:
         """Return the state of a step; None if there is nothing.
 
         Raises:
@@ -194,14 +194,14 @@ class Root(ABC):
         names = self._names()
         return self._listing_of(self._look_at(self._step_names.numbers(names)), names)
 
-    def _listing_of(self, found: Iterable[Step | PassedOver | None], names: Iterable[str]) -> Listing:
+    def _listing_of(self, found: Iterable[Step | SkippedStep | None], names: Iterable[str]) -> Listing:
         """Return the states of the steps among these names, in order."""
         found = list(found)
         strangers = list(filter(None, map(self._misnamed, names)))
-        passed = [step for step in found if isinstance(step, PassedOver)] + strangers
+        passed = [step for step in found if isinstance(step, SkippedStep)] + strangers
         return Listing([step for step in found if isinstance(step, Step)], sorted(passed, key=lambda step: step.number))
 
-    def newest(self) -> Iterator[Step | PassedOver]:
+    def newest(self) -> Iterator[Step | SkippedStep]:
         """The newest first, each looked at when it is asked for.
 
         Raises:
@@ -220,12 +220,12 @@ class Root(ABC):
         """
         return next((step for step in self.newest() if isinstance(step, Step)), None)
 
-    def _misnamed(self, name: str) -> PassedOver | None:
+    def _misnamed(self, name: str) -> SkippedStep | None:
         number = self._step_names.number(name)
         if number is None or name == self._step_names.of(number):
             return None
         why = f"its name is not {self._step_names.of(number)}"
-        return PassedOver(number=number, path=self.path / name, why=why, kind="foreign")
+        return SkippedStep(number=number, path=self.path / name, why=why, kind="foreign")
 
     # --- whose run it is ---------------------------------------------------------------------------------
 

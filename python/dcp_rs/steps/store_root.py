@@ -23,7 +23,7 @@ from dcp_rs.errors import (
 from dcp_rs.steps import notes
 from dcp_rs.steps.folder_root import FolderRoot
 from dcp_rs.steps.notes import saved_name, saving_name, verified_name
-from dcp_rs.steps.root import Listing, PassedOver, Root, Step, StepNames, Why
+from dcp_rs.steps.root import Listing, Root, SkippedStep, Step, StepNames, Why
 
 __all__ = ["Object", "Objects", "StoreRoot", "root_at", "walk"]
 
@@ -141,14 +141,14 @@ class StoreRoot(Root):
         ((_, folders),) = self._store().list([self.path])
         return sorted(folders)
 
-    def _look_at(self, numbers: Sequence[int]) -> list[Step | PassedOver | None]:
-        found: list[Step | PassedOver | None] = []
+    def _look_at(self, numbers: Sequence[int]) -> list[Step | SkippedStep | None]:
+        found: list[Step | SkippedStep | None] = []
         for begin in range(0, len(numbers), _AT_ONCE):
             found += self._look_at_some(numbers[begin : begin + _AT_ONCE])
         return found
 
-    def _look_at_some(self, numbers: Sequence[int]) -> list[Step | PassedOver | None]:
-        found: dict[int, Step | PassedOver | None] = {}
+    def _look_at_some(self, numbers: Sequence[int]) -> list[Step | SkippedStep | None]:
+        found: dict[int, Step | SkippedStep | None] = {}
         waiting = {number: Objects() for number in numbers}
         for look in range(_LOOKS):
             store = self._store()
@@ -171,9 +171,9 @@ class StoreRoot(Root):
                 break
         return [found[number] for number in numbers]
 
-    def _judge(self, store: _core.Store, listed: Mapping[int, Objects]) -> dict[int, Step | PassedOver | None]:
+    def _judge(self, store: _core.Store, listed: Mapping[int, Objects]) -> dict[int, Step | SkippedStep | None]:
         self._listed |= listed
-        found: dict[int, Step | PassedOver | None] = {}
+        found: dict[int, Step | SkippedStep | None] = {}
         unread = []
         for number, objects in listed.items():
             known = self._known.get(number)
@@ -199,12 +199,12 @@ class StoreRoot(Root):
                 self._known[number] = listed[number].key, step
         return found
 
-    def _with_index(self, store: _core.Store, number: int, objects: Objects, data: bytes | None) -> Step | PassedOver:
+    def _with_index(self, store: _core.Store, number: int, objects: Objects, data: bytes | None) -> Step | SkippedStep:
         """A step, but for what is noted of it."""
         path = self.folder(number)
 
-        def damaged(why: str) -> PassedOver:
-            return PassedOver(number=number, path=path, why=why, kind="damaged")
+        def damaged(why: str) -> SkippedStep:
+            return SkippedStep(number=number, path=path, why=why, kind="damaged")
 
         if data is None:
             return damaged(f"its {INDEX_NAME} went while it was looked at")
@@ -213,7 +213,7 @@ class StoreRoot(Root):
         except CorruptIndexError as error:
             return damaged(str(error))
         except UnsupportedError as error:  # of a later version
-            return PassedOver(number=number, path=path, why=str(error), kind="foreign")
+            return SkippedStep(number=number, path=path, why=str(error), kind="foreign")
         files = index.files()
         there = walk(store, path) if any("/" in file.name for file in files) else objects
         for file in files:
@@ -236,7 +236,7 @@ class StoreRoot(Root):
             verified=verified_name(save_id) in objects.files,
         )
 
-    def _without_index(self, store: _core.Store, number: int, objects: Objects) -> PassedOver | None:
+    def _without_index(self, store: _core.Store, number: int, objects: Objects) -> SkippedStep | None:
         """Return the state of a prefix without an index. Nothing tells a killed save or removal from one that goes on but age."""
         if not objects.files and not objects.folders:
             return None
@@ -251,7 +251,7 @@ class StoreRoot(Root):
             kind, why = "unknown", "its save did not finish, or goes on: a store does not tell"
         else:
             kind, why = "unfinished", "its save did not finish"
-        return PassedOver(number=number, path=self.folder(number), why=why, kind=kind)
+        return SkippedStep(number=number, path=self.folder(number), why=why, kind=kind)
 
     # --- whose run it is ---------------------------------------------------------------------------------
 
@@ -354,11 +354,11 @@ def _saved_anew(number: int, path: Path) -> StoragePreconditionError:
     return StoragePreconditionError(msg, path=path, operation="remove", attempts=1)
 
 
-def _is_damaged(found: Step | PassedOver | None) -> bool:
-    return isinstance(found, PassedOver) and found.kind == "damaged"
+def _is_damaged(found: Step | SkippedStep | None) -> bool:
+    return isinstance(found, SkippedStep) and found.kind == "damaged"
 
 
-def _note_of(found: Step | PassedOver | None, objects: Objects) -> str | None:
+def _note_of(found: Step | SkippedStep | None, objects: Objects) -> str | None:
     """The name of what is noted of a step."""
     if not isinstance(found, Step):
         return None

@@ -110,7 +110,7 @@ def _prune(
     ROOT is the folder of a run, or its URL. The latest step is never removed. Exit code 1: something could not be removed.
     """
     from dcp_rs.cli.steps import prune
-    from dcp_rs.steps.policies import Policies
+    from dcp_rs.steps.retention import Policies
 
     policies = Policies(
         keep_last=keep_last,

@@ -1,4 +1,4 @@
-"""Which steps stay: pure functions over what steps there are."""
+"""Retention: which steps stay, and the removal of the others on one rank, once a newer step is durable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from dcp_rs._shown import Report
 from dcp_rs.errors import DcpRsError, RunTakenOverError, StorageError, StoragePreconditionError
-from dcp_rs.steps.root import PassedOver, Root, Step
+from dcp_rs.steps.root import Root, SkippedStep, Step
 
 __all__ = [
     "Policies",
@@ -187,7 +187,7 @@ class Pruned(Report):
     """
 
     removed: list[Step] = field(default_factory=list)
-    swept: list[PassedOver] = field(default_factory=list)
+    swept: list[SkippedStep] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
