@@ -30,12 +30,12 @@ __all__ = [
 
 
 class DcpRsError(Exception):
-    """The base of all errors of this package.
+    """Base of all errors of dcp-rs.
 
     Attributes:
-        path: the file concerned, where there is one.
-        tensor: the FQN concerned, where there is one.
-        offset: the byte of ``path`` concerned, where there is one.
+        path: the file, if the error concerns one.
+        tensor: the name of the tensor or value, if the error concerns one.
+        offset: the byte of ``path``, if the error concerns one.
     """
 
     path: str | None = None
@@ -57,11 +57,17 @@ class DcpRsError(Exception):
 
 
 class CheckpointNotFoundError(DcpRsError, FileNotFoundError):
-    """There is no checkpoint at the path. Check the path; a save that did not finish leaves none."""
+    """There is no checkpoint at the path.
+
+    Check the path. A save that did not finish leaves no checkpoint.
+    """
 
 
 class CheckpointExistsError(DcpRsError, FileExistsError):
-    """There is a checkpoint already, and ``overwrite=False`` was given; or no folder, where one is to be made; or what was created meanwhile."""
+    """There is a checkpoint already, and ``overwrite=False`` was given.
+
+    Or there is a file where a folder is to be made, or something was created meanwhile.
+    """
 
 
 class EntryNotFoundError(DcpRsError, KeyError):
@@ -69,19 +75,25 @@ class EntryNotFoundError(DcpRsError, KeyError):
 
 
 class CheckpointReplacedError(DcpRsError):
-    """Another save replaced the checkpoint while it was being read. Open it, or load it, again: the new one is there, and whole."""
+    """Another save replaced the checkpoint while it was being read.
+
+    Open it, or load it, again: the new checkpoint is there, and whole.
+    """
 
 
 class CorruptIndexError(DcpRsError):
-    """The index breaks a rule of the format. If the data files are whole, ``dcp_rs.index(path)`` rebuilds it."""
+    """The index breaks a rule of the format.
+
+    If the data files are whole, ``dcp_rs.index(path, overwrite=True)`` rebuilds it.
+    """
 
 
 class CorruptDataError(DcpRsError):
-    """A data file is missing, has another length than the index says, or does not match its digest; or a partial load would leave alone what a load before it filled from such a file."""
+    """A data file is missing, has the wrong length, or does not match its digest."""
 
 
 class UnsupportedError(DcpRsError):
-    """Well-formed, but something that this release cannot do; the message says what."""
+    """The input is valid, but this release cannot do what was asked. The message says what."""
 
 
 class QuantizationError(UnsupportedError):
@@ -89,48 +101,56 @@ class QuantizationError(UnsupportedError):
 
 
 class UnsafePickleError(DcpRsError):
-    """A pickle asks for something that is not on the list of what a checkpoint may hold. Nothing was executed."""
+    """A pickle asks for something that a checkpoint may not hold. Nothing was executed."""
 
 
 class PlanError(DcpRsError, ValueError):
-    """The state dict and the checkpoint do not fit: a missing key, another shape, a dtype that policy refuses."""
+    """The state dict and the checkpoint do not fit.
+
+    A key is missing, a shape differs, or ``dtype_policy`` refuses a dtype.
+    """
 
 
 class RankLostError(DcpRsError):
-    """A rank was killed or stopped, or cannot be reached: a collective failed. Nothing can be done over its process group any more.
+    """A collective failed: a rank was killed or stopped, or cannot be reached.
 
-    The process group does not say which rank. What was being loaded may be partly filled. What was being saved may have been committed or not: the checkpoint at the
-    path is the new one or the one before, and whole.
+    The process group cannot be used any more, and does not say which rank it was. A state dict
+    that was being loaded may be partly filled. After a save, the checkpoint at the path is the new
+    one or the one before, and whole.
     """
 
 
 class RunTakenOverError(DcpRsError):
-    """Another job resumed this run, or began to save to its root. Nothing was committed or removed. The message names the job's process."""
+    """Another job resumed this run, or began to save to its root.
+
+    Nothing was committed or removed. The message names the process of that job.
+    """
 
 
 class SaveInProgressError(DcpRsError):
-    """Another save to the same path is not over in this process: wait for the future of that one first.
+    """Another save of this process to the same path is not over: wait for its future.
 
-    Or another process is saving there, or has kept the folder locked for ten minutes. The message names the process, or the lock.
+    Or another process is saving there, or has kept the folder locked for ten minutes. The message
+    names the process, or the lock.
     """
 
 
 class StateChangedError(DcpRsError):
-    """A tensor was changed while ``async_save(async_staging=True)`` copied it: the copy may be of both. Nothing was saved.
+    """A tensor changed while ``async_save(async_staging=True)`` copied it. Nothing was saved.
 
     Not every change is noticed: torch does not count those of its fused optimizers.
     """
 
 
 class StorageError(DcpRsError, OSError):
-    """A store could not be reached, or did not do what it was asked, after as many attempts as were allowed in the time that was allowed.
+    """A store could not be reached, or did not do what was asked.
 
-    The options ``max_retries`` and ``retry_timeout`` (seconds) say how many and how long.
+    ``max_retries`` and ``retry_timeout`` (seconds) in ``storage_options`` bound the attempts.
 
     Attributes:
         path: the URL.
-        operation: what was asked, as ``"read"``.
-        attempts: how often.
+        operation: what was asked, such as ``"read"``.
+        attempts: the number of attempts.
     """
 
     operation: str | None = None
@@ -149,20 +169,27 @@ class StorageNotFoundError(StorageError, FileNotFoundError):
 
 
 class StoragePermissionError(StorageError, PermissionError):
-    """The store refuses: credentials are missing, wrong, or do not suffice."""
+    """The store refused: credentials are missing, wrong, or do not allow this."""
 
 
 class StoragePreconditionError(StorageError):
-    """An object is another one than it was when it was first seen. For a save: another one was committed to its place meanwhile, and is whole."""
+    """An object is not the one that was seen first.
+
+    For a save: another save was committed there meanwhile, and is whole.
+    """
 
 
 class StorageUnclearError(StorageError):
-    """A store did not answer to the last request of a save or a conversion, or was not waited for: it may be there, now or in a moment.
+    """A store did not answer the last request of a save or a conversion.
 
-    Nothing of it is removed.
-    Where Ctrl-C or the handler of a signal ended the wait, what that raised has this as its ``__cause__``. The other ranks raise this one.
+    The result may be there, now or in a moment, so nothing of it is removed. If Ctrl-C or a signal
+    handler ended the wait, this is the ``__cause__`` of what that raised. The other ranks raise
+    this error.
     """
 
 
 class InternalError(DcpRsError, RuntimeError):
-    """A defect of dcp-rs. Please report it with its message; what was being saved was not committed, what was being loaded is not to be used."""
+    """A bug in dcp-rs. Please report it with its message.
+
+    Nothing was committed by a save. Do not use what a load filled.
+    """

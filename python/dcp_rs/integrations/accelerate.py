@@ -23,21 +23,24 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,  # as accelerate has it
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """``accelerate.utils.merge_fsdp_weights``, for checkpoints of this package and of stock DCP.
+    """Merge sharded weights, as ``accelerate.utils.merge_fsdp_weights`` does.
 
-    The first of all ranks writes, and memory stays bounded: no state dict is made of the whole. The file is there in one step, when it is complete.
+    It reads checkpoints of dcp-rs and of stock DCP. The first rank writes, in bounded memory, and
+    the file appears in one step.
 
     Args:
-        checkpoint_dir: a folder of a model (``pytorch_model_fsdp_0``) or of an optimizer (``optimizer_0``), which ``save_state`` makes.
-        output_path: the folder that gets ``model.safetensors``, or ``pytorch_model.bin``; one that is there is replaced.
-        safe_serialization: safetensors; else a file of ``torch.save``, which can hold the state of an optimizer.
+        checkpoint_dir: a folder of a model (``pytorch_model_fsdp_0``) or of an optimizer
+            (``optimizer_0``), which ``save_state`` makes.
+        output_path: the folder for ``model.safetensors`` or ``pytorch_model.bin``. A file that is
+            there is replaced.
+        safe_serialization: write safetensors. Otherwise write a file of ``torch.save``, which can
+            hold the state of an optimizer.
         remove_checkpoint_dir: remove ``checkpoint_dir`` afterwards.
 
     Raises:
-        CheckpointNotFoundError: (a ``FileNotFoundError``) there is no checkpoint; where ``save_state`` made the folder, the message says what to pass.
-        UnsupportedError: safetensors cannot hold what is there.
-        ValueError: ``output_path`` is in the folder that is to be removed.
-        Exception: as :func:`dcp_rs.convert`. What the first rank raises, all of them do.
+        CheckpointNotFoundError: there is no checkpoint. For a folder that ``save_state`` made, the
+            message says what to pass. It is a ``FileNotFoundError``.
+        UnsupportedError: safetensors cannot hold an entry.
     """
     RankGroup().broadcast(
         lambda: _merge(local_path(checkpoint_dir), local_path(output_path), safe_serialization, remove_checkpoint_dir)

@@ -46,14 +46,16 @@ def _bases(modules: dict[str, str], inner: str, name: str) -> Any:
 
 
 class DcpRsCheckpointIO(_bases(_FABRIC, "plugins", "CheckpointIO")):  # type: ignore[misc]
-    """Lightning's checkpoints as folders of this package: ``Trainer(plugins=[DcpRsCheckpointIO()])``, or ``Fabric(plugins=...)``.
+    """Lightning's checkpoints as folders of dcp-rs: ``Trainer(plugins=[DcpRsCheckpointIO()])``.
 
-    What a checkpoint holds comes back as it was, with its empty dicts, numbers for keys and hyper-parameters. Those that Lightning wrote
-    before, files of ``torch.save``, load too. The rank that Lightning asks writes all; models that are sharded have strategies.
+    ``Fabric(plugins=...)`` takes it too. A checkpoint loads as it was saved, with its empty dicts,
+    numbers for keys and hyper-parameters. Files that Lightning wrote before load too. The rank
+    that Lightning asks writes everything; for sharded models there are strategies.
 
     Args:
-        asynchronous: save in the background, from a copy in host memory. What fails is raised by the next call, or when the trainer ends.
-        write_options: arguments of :func:`dcp_rs.save`. ``strict_values=True`` refuses at the save what a load with ``weights_only=True`` would.
+        asynchronous: save in the background, from a copy in host memory. If a save fails, the next
+            call raises, or the end of the trainer.
+        write_options: arguments of :func:`dcp_rs.save`.
     """
 
     def __init__(self, *, asynchronous: bool = False, **write_options: Unpack[WriterArguments]) -> None:

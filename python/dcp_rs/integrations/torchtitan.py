@@ -33,15 +33,18 @@ _OF_OTHERS = (".metadata", "model.safetensors.index.json")
 
 
 class DcpRsCheckpointManager(_checkpointer.CheckpointManager):  # type: ignore[misc]
-    """torchtitan's ``CheckpointManager``, whose checkpoints are of this package: ``config.checkpoint = DcpRsCheckpointManager.Config(enable=True)``.
+    """torchtitan's ``CheckpointManager`` with checkpoints of dcp-rs.
 
-    Steps that torchtitan's own manager saved before load too, and so do Hugging Face folders, without torchtitan's reader. A step counts once it is
-    committed and whole; of others the log ``dcp_rs`` says why they are passed over. Where nothing tells whether a newer one is whole, that is an error. What is committed stays when a save fails. A step that is
-    removed is renamed before, so that a kill leaves no half of one.
+    Set ``config.checkpoint = DcpRsCheckpointManager.Config(enable=True)``. Steps of torchtitan's
+    own manager load too, and so do Hugging Face folders, without torchtitan's reader. A step
+    counts once it is committed and whole. The log ``dcp_rs`` says why others are not used. If
+    nothing tells whether a newer step is whole, that is an error. A failed save leaves committed
+    steps as they are. A step is renamed before it is removed, so a kill leaves no half of one.
 
-    Modes: ``"async"`` copies the state to host memory before it returns, and writes in a thread. ``"async_with_pinned_mem"`` writes in a thread too, from
-    memory that is pinned on an accelerator and kept for the next save. The copy goes on after the call returns. torchtitan waits for
-    it (``maybe_wait_for_staging``) before the optimizer steps.
+    ``"async"`` copies the state to host memory before it returns, and writes in a thread.
+    ``"async_with_pinned_mem"`` also writes in a thread, from memory that is pinned and kept for
+    the next save. The copy then goes on after the call returns, and torchtitan waits for it before
+    the optimizer steps (``maybe_wait_for_staging``).
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -31,22 +31,27 @@ def register() -> None:
 
 
 class DcpRsModelLoader(_loaders.BaseModelLoader):  # type: ignore[misc]
-    """``vllm serve FOLDER --load-format dcp_rs --model-loader-extra-config '{"checkpoint": "run/step-100"}'``.
+    """Model loader for vLLM: ``vllm serve FOLDER --load-format dcp_rs``.
 
-    The folder, or a name of the hub, is where configuration and tokenizer are. Tensors of the model alone are read, in the order of the files, ahead of
-    vLLM, which cuts them for its ranks: of an optimizer beside it nothing is. Memory stays bounded.
+    Pass ``--model-loader-extra-config '{"checkpoint": "run/step-100"}'`` for another checkpoint.
+    The folder, or a name of the hub, has the configuration and the tokenizer. It reads the model's
+    tensors in the order of the files, ahead of vLLM, which cuts them for its ranks. Memory stays
+    bounded. It does not read an optimizer that is in the checkpoint.
 
     ``model_loader_extra_config`` may have:
 
-    - ``checkpoint``: where the weights are: of this package, of stock DCP, of Hugging Face, or a file of ``torch.save``. Default: the model's folder.
-    - ``rename``: from stored names to those of the model as transformers has it, a mapping as for :func:`dcp_rs.convert`. Default: what the names are
-      behind (``model.`` in a state dict of model and optimizer) is found out. With it, all that ``include`` and ``exclude`` leave is for the model.
+    - ``checkpoint``: the weights: a checkpoint of dcp-rs, stock DCP or Hugging Face, or a file of
+      ``torch.save``. Default: the model's folder.
+    - ``rename``: a mapping from stored names to those of the model in transformers, as for
+      :func:`dcp_rs.convert`. By default a common prefix (``model.`` in a state dict of model and
+      optimizer) is found. With ``rename``, all entries that ``include`` and ``exclude`` leave
+      belong to the model.
     - ``include``, ``exclude``: globs over stored names.
-    - ``allow_partial_load``: take a checkpoint that lacks weights of the model.
+    - ``allow_partial_load``: accept a checkpoint that lacks weights of the model.
     - fields of :class:`dcp_rs.options.ReadOptions`.
 
     Raises:
-        TypeError, ValueError: an option that is none, or has a wrong value.
+        TypeError, ValueError: an unknown option, or an invalid value.
     """
 
     def __init__(self, load_config: Any) -> None:
