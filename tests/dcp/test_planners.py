@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 
 import dcp_rs
 from dcp_rs import RsReader, RsWriter
-from dcp_rs.dcp import item_reads
+from dcp_rs.dcp import reader
 from dcp_rs.errors import PlanError
 from support import ALL_DTYPES, assert_state_equal, blank, nested_state, random_tensor
 from support.both import load_rs, load_stock, save_rs, save_stock
@@ -73,7 +73,7 @@ def test_a_planner_may_allocate_and_copy_on_commit(saved, dtype):
 
 def test_batches_of_destinations_are_bounded(tmp_path, monkeypatch):
     """A planner that allocates for every item holds a batch of them, not the checkpoint."""
-    monkeypatch.setattr(item_reads, "BATCH_BYTES", 4096)
+    monkeypatch.setattr(reader, "BATCH_BYTES", 4096)
     want = {f"w{i}": random_tensor((256,), seed=i) for i in range(20)}
     save_rs(want, tmp_path)
     open_items, most = 0, 0

@@ -14,13 +14,15 @@ from typing import Any, Generic, Self, TypeVar
 
 from dcp_rs import _core
 from dcp_rs._shown import Report, size, table
+from dcp_rs.checkpoint.elements import safetensors_name, safetensors_shape
 from dcp_rs.checkpoint.names import hint
 from dcp_rs.errors import CheckpointReplacedError, DcpRsError, EntryNotFoundError, PlanError, UnsupportedError
 from dcp_rs.options import ReadOptions
+from dcp_rs.tensors.boxes import selection
 from dcp_rs.tensors.nesting import unwrap
 from dcp_rs.transfer.counts import Counts
 
-__all__ = ["ChunkInfo", "OpenCheckpoint", "ReadReport", "TensorInfo"]
+__all__ = ["ChunkInfo", "OpenCheckpoint", "ReadReport", "StoredSlice", "TensorInfo"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -428,7 +430,55 @@ def safetensors_metadata(paths: Iterable[Path]) -> dict[str, str]:
 
 def _reopen(open_again: Callable[[], OpenCheckpoint[Any]], identity: str) -> OpenCheckpoint[Any]:
     checkpoint = open_again()
-    if checkpoint._identity() != identity:  # noqa: SLF001  # of this module
+    if checkpoint._identity() != identity:  # of this module
         msg = f"the checkpoint at {checkpoint.path} was replaced by another save since it was opened"
         raise CheckpointReplacedError(msg, path=checkpoint.path)
     return checkpoint
+
+
+T = TypeVar("T")
+
+
+class StoredSlice(Generic[T]):
+    """A tensor of an open checkpoint, to be indexed.
+
+    Attributes:
+        dtype: of the framework that reads.
+        shape: sizes of the whole.
+    """
+
+    dtype: Any
+
+    def __init__(self, checkpoint: OpenCheckpoint[Any], tensor: int) -> None:
+        self._checkpoint = checkpoint
+        self._tensor = tensor
+        entry = checkpoint._index.tensor(tensor)
+        self._name, self._stored, self._chunks = entry.name, entry.dtype, entry.chunk_count
+        self.shape = entry.shape
+
+    def get_shape(self) -> list[int]:
+        """The sizes, as ``safetensors`` slices give them: of float4 the last one counts values, where ``shape`` counts torch's pairs."""
+        return safetensors_shape(self._stored or "", self.shape)
+
+    def get_dtype(self) -> str:
+        """What a header of safetensors calls the dtype, as its slices give it; torch's name of one that it lacks."""
+        return safetensors_name(self._stored or "")
+
+    def __getitem__(self, key: Any) -> T:
+        """The elements that ``key`` selects.
+
+        Raises:
+            IndexError: out of range, or too many indices.
+            ValueError: a slice with a negative step.
+            TypeError: another kind of index.
+        """
+        offsets, sizes, local = selection(key, self.shape)
+        checkpoint = self._checkpoint
+        checkpoint._find(self._name)
+        index = checkpoint._index
+        if self._chunks == 1 and checkpoint._is_in_place and index.is_in_place(index.first_chunk(self._tensor)):
+            part = checkpoint[self._name][tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+        else:
+            part = checkpoint._read(self._tensor, self._name, self.dtype, offsets, tuple(sizes))
+        found: T = part[local]
+        return found

@@ -13,8 +13,7 @@ import torch
 from dcp_rs import _core
 from dcp_rs._tracebacks import short_traceback
 from dcp_rs.checkpoint.locate import local_path, open_index
-from dcp_rs.checkpoint.open import Checkpoint
-from dcp_rs.checkpoint.whole import read_whole
+from dcp_rs.checkpoint.open import Checkpoint, read_whole
 from dcp_rs.conversion.place import new_place
 from dcp_rs.conversion.safetensors import header, why_not_of
 from dcp_rs.errors import PlanError, UnsupportedError
