@@ -52,6 +52,12 @@ def corrupt_index(path):
     dcp_rs.open(path)
 
 
+def quantized(path):
+    save_rs({"m.weight": torch.ones(2, 2)}, path)
+    (path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq", "bits": 4}}')
+    dcp_rs.open(path, dequantize=True)
+
+
 def corrupt_data(path):
     save_rs({"w": torch.ones(1)}, path)
     next(path.glob("g*")).unlink()
@@ -172,6 +178,7 @@ PROVOKED = {
     errors.CheckpointReplacedError: replaced,
     errors.CorruptIndexError: corrupt_index,
     errors.CorruptDataError: corrupt_data,
+    errors.QuantizationError: quantized,
     errors.UnsupportedError: unsupported,
     errors.UnsafePickleError: unsafe,
     errors.PlanError: plan,

@@ -1,3 +1,5 @@
+//! Codes and scales to numbers, beside slow and plain arithmetic.
+
 #![allow(clippy::cast_possible_truncation, clippy::cast_precision_loss, clippy::float_cmp)] // small numbers, to the bit
 
 use proptest::prelude::*;
