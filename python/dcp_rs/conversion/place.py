@@ -1,4 +1,4 @@
-"""Where a result is made, and how it gets its name: in one step, when it is complete."""
+"""Where a result is made, what it may take the place of, and how it gets its name: in one step, when it is complete."""
 
 from __future__ import annotations
 

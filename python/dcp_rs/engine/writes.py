@@ -1,4 +1,4 @@
-"""What one rank writes in a save, and how the state dict was nested."""
+"""What one rank writes in a save: items, how the state dict was nested, and the files with their index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an optimizer's parameters are called: in the model, and by the optimizer itself."""
+"""The parameters of an optimizer: what they are called, in the model and by the optimizer itself, and what FSDP1 makes of them."""
 
 from __future__ import annotations
 

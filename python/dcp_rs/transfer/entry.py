@@ -1,4 +1,4 @@
-"""One item of a save: a chunk of a tensor, or a value."""
+"""One item of a save, a chunk of a tensor or a value, and the parts that it is cut into to fit memory of bounded size."""
 
 from __future__ import annotations
 
