@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_rs
-from dcp_rs.checkpoint import elements
 from dcp_rs.errors import CorruptDataError, DcpRsError, EntryNotFoundError, UnsafePickleError
+from dcp_rs.tensors import elements
 from support import dtypes_state, nested_state, run_ranks, shapes_state
 from support.both import save_rs, save_stock
 

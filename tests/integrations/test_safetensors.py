@@ -12,8 +12,8 @@ import safetensors.torch as stock
 import torch
 
 import dcp_rs
-from dcp_rs.checkpoint import elements
 from dcp_rs.errors import CheckpointNotFoundError, DcpRsError, EntryNotFoundError, PlanError, UnsupportedError
+from dcp_rs.tensors import elements
 
 DTYPES = [
     *(

@@ -8,9 +8,9 @@ import numpy as np
 
 from dcp_rs import _core
 from dcp_rs._warnings import warn_caller
-from dcp_rs.checkpoint.elements import bits_dtype, numpy_dtype
 from dcp_rs.checkpoint.mapping import OpenCheckpoint, StoredSlice, TensorInfo
 from dcp_rs.options import ReadOptions
+from dcp_rs.tensors.elements import bits_dtype, numpy_dtype
 
 __all__ = ["ArraySlice", "NumpyCheckpoint"]
 

@@ -14,11 +14,11 @@ from typing import Any, Generic, Self, TypeVar
 
 from dcp_rs import _core
 from dcp_rs._shown import Report, size, table
-from dcp_rs.checkpoint.elements import safetensors_name, safetensors_shape
 from dcp_rs.checkpoint.names import hint
 from dcp_rs.errors import CheckpointReplacedError, DcpRsError, EntryNotFoundError, PlanError, UnsupportedError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.boxes import selection
+from dcp_rs.tensors.elements import safetensors_name, safetensors_shape
 from dcp_rs.tensors.nesting import unwrap
 from dcp_rs.transfer.counts import Counts
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from dcp_rs import _core
-from dcp_rs.checkpoint.elements import safetensors_name, safetensors_shape, why_not_safetensors
 from dcp_rs.checkpoint.merged_from import KEY
 from dcp_rs.conversion.job import Job, Task, split
 from dcp_rs.conversion.place import Place
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.dtypes import NAMES
+from dcp_rs.tensors.elements import safetensors_name, safetensors_shape, why_not_safetensors
 
 __all__ = ["RESERVED", "header", "why_not", "why_not_of", "write"]
 

@@ -16,7 +16,6 @@ import torch
 
 from dcp_rs import _core
 from dcp_rs._url import location
-from dcp_rs.checkpoint.elements import safetensors_name, safetensors_shape
 from dcp_rs.checkpoint.locate import local_path, open_index
 from dcp_rs.checkpoint.names import explain_missing, selector
 from dcp_rs.checkpoint.renaming import Rename, renamer
@@ -27,6 +26,7 @@ from dcp_rs.integrations._needs import framework
 from dcp_rs.options import ReadArguments, ReadOptions
 from dcp_rs.tensors.boxes import selection
 from dcp_rs.tensors.dtypes import NAMES
+from dcp_rs.tensors.elements import safetensors_name, safetensors_shape
 from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.target import Target, stored_dtype
 

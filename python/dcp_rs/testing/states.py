@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.testing.compare import raw_bytes
 
 __all__ = [
@@ -17,14 +18,8 @@ __all__ = [
     "strange_names_state",
 ]
 
-_NAMES = """
-bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 float32 float64 bfloat16
-complex32 complex64 complex128 bcomplex32 float8_e4m3fn float8_e4m3fnuz float8_e5m2
-float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2
-""".split()  # noqa: SIM905 - twenty-three quoted names, one a line, are no easier to read
-
 #: The dtypes of the format that the installed torch has (bcomplex32 is the newest).
-ALL_DTYPES: list[torch.dtype] = [getattr(torch, name) for name in _NAMES if hasattr(torch, name)]
+ALL_DTYPES: list[torch.dtype] = list(NAMES)
 
 
 def random_tensor(shape: tuple[int, ...] = (4, 6), dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
