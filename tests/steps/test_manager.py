@@ -235,6 +235,21 @@ def test_a_run_does_not_begin_anew_beside_checkpoints_that_it_cannot_take(run):
         assert loaded(manager) == 3
 
 
+@pytest.mark.parametrize("older", [[], [5]])
+def test_a_newer_checkpoint_under_another_form_of_the_name_is_an_error(run, older):
+    """With ``step-0010`` alone the job began at 0, and beside step 5 it went on from 5: in silence."""
+    with CheckpointManager(run) as manager:
+        for step in older:
+            manager.save(step, state_of(step))
+        dcp_rs.save(state_of(10), run / "step-0010", no_dist=True)
+        (run / "step-0099").mkdir()  # no checkpoint
+        with pytest.raises(UnsupportedError, match=r"step-0010: its name is not step-10\. Rename step-0010 to step-10"):
+            loaded(manager)
+        assert all(loaded(manager, step) == step for step in older)
+        (run / "step-0010").rename(run / "step-10")
+        assert loaded(manager) == 10
+
+
 def test_a_state_dict_that_does_not_fit_is_no_damage(run):
     with CheckpointManager(run) as manager:
         manager.save(1, state_of(1))

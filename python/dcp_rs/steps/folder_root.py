@@ -76,6 +76,9 @@ class FolderRoot(Root):
         except FileNotFoundError:
             return []
 
+    def _holds_index(self, path: Path) -> bool:
+        return _again(lambda: holds_index(path))
+
     def look_at(self, number: int) -> Step | SkippedStep | None:
         """Return the state of a step; None if there is nothing.
 

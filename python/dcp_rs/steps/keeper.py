@@ -218,7 +218,7 @@ class Keeper:
 
         Raises:
             CheckpointNotFoundError: there is no such step; or there are some, and all are damaged.
-            UnsupportedError: nothing tells whether a newer step is whole.
+            UnsupportedError: nothing tells whether a newer step is whole; or the newest checkpoint has the name of no step.
             OSError: a step cannot be looked at, and may be the one.
         """
         if step is not None:
@@ -239,12 +239,25 @@ class Keeper:
                 self._damaged.add(found.save_id)
                 passed.append(SkippedStep(number=found.number, path=found.path, why=why, kind="damaged"))
             else:
+                self._refuse_misnamed(found.number)
                 return found.number, passed
+        self._refuse_misnamed(-1)
         lost = [found for found in passed if found.kind not in _NEVER_WHOLE]
         if lost:
             msg = f"{self._root.path} has steps, and none can be resumed from: {'; '.join(map(str, lost))}"
             raise CheckpointNotFoundError(msg, path=self._root.path)
         return None, passed
+
+    def _refuse_misnamed(self, chosen: int) -> None:
+        """Raise if a checkpoint newer than the chosen step has a name such as ``step-007``: nothing finds it by its number."""
+        newest = max(self._root.misnamed(), key=lambda step: step.number, default=None)
+        if newest is not None and newest.number > chosen:
+            path = newest.path
+            msg = (
+                f"{self._root.path} cannot be resumed: {newest}. Rename {path.name} to {self._root.folder(newest.number).name}, move it "
+                "away, or make the manager with the step_name= of its folders"
+            )
+            raise UnsupportedError(msg, path=path)
 
     def _with_its_index(self, found: SkippedStep) -> Step | SkippedStep:
         """Make the index of a step again whose data is complete. Only the process that took the run over may."""

@@ -220,6 +220,19 @@ class Root(ABC):
         """
         return next((step for step in self.newest() if isinstance(step, Step)), None)
 
+    def misnamed(self) -> list[SkippedStep]:
+        """List checkpoints whose names have the number of a step in another form, such as ``step-007``.
+
+        Raises:
+            OSError: one cannot be looked at.
+        """
+        found = filter(None, map(self._misnamed, self._names()))
+        return [step for step in found if self._holds_index(step.path)]
+
+    @abstractmethod
+    def _holds_index(self, path: Path) -> bool:
+        """Return whether there is the index of a checkpoint."""
+
     def _misnamed(self, name: str) -> SkippedStep | None:
         number = self._step_names.number(name)
         if number is None or name == self._step_names.of(number):

@@ -141,6 +141,9 @@ class StoreRoot(Root):
         ((_, folders),) = self._store().list([self.path])
         return sorted(folders)
 
+    def _holds_index(self, path: Path) -> bool:
+        return self._store().has_index(os.fspath(path), None)
+
     def _look_at(self, numbers: Sequence[int]) -> list[Step | SkippedStep | None]:
         found: list[Step | SkippedStep | None] = []
         for begin in range(0, len(numbers), _AT_ONCE):
