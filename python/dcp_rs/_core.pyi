@@ -286,13 +286,6 @@ class Index:
         """Sources are chunks."""
     def read_regions(self, fills: Sequence[Fill], **options: Unpack[_ReadOptions]) -> ReadStats:
         """Sources are tensors."""
-    def add_regions(
-        self, fills: Sequence[Fill], weight: float, *, double: bool, begin: bool, **options: Unpack[_ReadOptions]
-    ) -> ReadStats:
-        """Sources are floating-point tensors. They are added, times `weight`, to sums of float32 or float64.
-
-        With `begin` the sums begin with zero.
-        """
     def read_bytes(self, chunks: Sequence[int], **options: Unpack[_ReadOptions]) -> list[bytes]: ...
     def verify(self, *, threads: int, progress: Callable[[int], object] | None = None) -> tuple[list[Damage], int, int]:
         """(damage, bytes hashed, bytes without a digest)."""
@@ -641,6 +634,15 @@ class Save:
         """Ends the claim on the files."""
     def abort(self) -> list[str]:
         """Remove the files. Return why something is still on the store."""
+
+def sum_regions(
+    inputs: Sequence[tuple[Index, float]],
+    sums: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int], int, bool]],
+    *,
+    double: bool,
+    **options: Unpack[_ReadOptions],
+) -> None:
+    """For each sum: a tensor of each input, offsets and sizes, the address of the result, and whether it is of bfloat16."""
 
 @final
 class Template:

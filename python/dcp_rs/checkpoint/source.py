@@ -187,21 +187,6 @@ class IndexSource:
         if regions:
             self.index.read_regions(regions, **self._options.engine())
 
-    def add(self, sums: Sequence[Request], weight: float, *, begin: bool) -> None:
-        """Add rectangles of floating-point tensors, times ``weight``, to what the destinations hold.
-
-        Args:
-            sums: rectangles of whole tensors. The destinations are all of float32, or all of float64.
-            weight: the factor.
-            begin: take the destinations for zero, whatever they hold.
-        """
-        double = sums[0].into.dtype == torch.float64
-        fills = [
-            _core.Fill(sum_.item.number, sum_.offsets, sum_.into.shape, sum_.into.data_ptr(), sum_.into.stride())
-            for sum_ in sums
-        ]
-        self.index.add_regions(fills, weight, double=double, begin=begin, **self._options.engine())
-
     def value(self, item: Item) -> bytes:
         """The stored bytes, as they are; of a file of ``torch.save``, what that writes for the value alone."""
         return self._bytes(item.number)

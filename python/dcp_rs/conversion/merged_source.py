@@ -9,11 +9,13 @@ from typing import Any, Literal
 
 import torch
 
+from dcp_rs import _core
 from dcp_rs.checkpoint.compare import Difference, difference
 from dcp_rs.checkpoint.names import globs
 from dcp_rs.checkpoint.source import IndexSource, Item, Request
 from dcp_rs.errors import PlanError, UnsupportedError
-from dcp_rs.tensors.dtypes import BY_NAME
+from dcp_rs.options import ReadOptions
+from dcp_rs.tensors.dtypes import BY_NAME, cast_to
 from dcp_rs.tensors.nesting import Container
 
 __all__ = ["Conflicts", "Input", "MergedSource"]
@@ -75,6 +77,8 @@ class MergedSource:
         inputs: at least one.
         include, exclude: globs over names.
         conflicts: what becomes of entries that are not summed and differ.
+        dtype: the type of floating-point tensors in the result; None: that of the first input.
+        options: how to read.
 
     Raises:
         PlanError: the inputs do not fit together; the message names the entry and both inputs.
@@ -88,8 +92,11 @@ class MergedSource:
         include: str | Iterable[str] | None,
         exclude: str | Iterable[str] | None,
         conflicts: Conflicts,
+        dtype: torch.dtype | None,
+        options: ReadOptions,
     ) -> None:
         self.inputs = inputs
+        self._dtype, self._options = dtype, options
         first = inputs[0].source
         names = [_chosen(one.source, include, exclude) for one in inputs]
         self.left_out = [item.name for item in first.items if include is None and _is_of_optimizer(item)]
@@ -111,10 +118,17 @@ class MergedSource:
     def _items(self, name: str) -> list[Item]:
         """What the result has under a name of the first input: nothing where it was dropped."""
         if name in self._entries.summed:
-            items = self._entries.summed[name]
-            is_double = any(item.dtype == torch.float64 for item in items)
-            return [replace(items[0], read_as=torch.float64 if is_double else torch.float32)]
+            item = self._entries.summed[name][0]
+            target = None if item.dtype is None else cast_to(item.dtype, self._dtype)
+            if self._is_double(name):
+                return [replace(item, read_as=torch.float64)]
+            # The engine rounds to bfloat16 itself, while the sums are in a cache.
+            return [replace(item, read_as=torch.bfloat16 if target == torch.bfloat16 else torch.float32)]
         return [self._entries.copied[name][0]] if name in self._entries.copied else []
+
+    def _is_double(self, name: str) -> bool:
+        """Whether a tensor is summed in float64."""
+        return any(item.dtype == torch.float64 for item in self._entries.summed[name])
 
     @property
     def summed(self) -> list[str]:
@@ -145,26 +159,29 @@ class MergedSource:
 
     def read(self, requests: Sequence[Request]) -> None:
         """Sum up, or copy, in the order of the inputs."""
-        sums = [request for request in requests if request.item.name in self._entries.summed]
-        for dtype in (torch.float32, torch.float64):
-            self._add([request for request in sums if request.into.dtype == dtype])
+        for double in (False, True):
+            sums = [
+                request
+                for request in requests
+                if request.item.name in self._entries.summed and self._is_double(request.item.name) == double
+            ]
+            if sums:
+                self._sum(sums, double=double)
         for one in {id(one.source): one.source for one in self.inputs}.values():
             copies = [request for request in requests if self._origin(request.item) is one]
             if copies:
                 one.read(copies)
 
-    def _add(self, requests: Sequence[Request]) -> None:
-        if not requests:
-            return
-        for number, one in enumerate(self.inputs):
-            one.source.add(
-                [
-                    Request(self._entries.summed[request.item.name][number], None, _offsets(request), request.into)
-                    for request in requests
-                ],
-                one.weight,
-                begin=number == 0,
-            )
+    def _sum(self, requests: Sequence[Request], *, double: bool) -> None:
+        sums = []
+        for request in requests:
+            tensors = [item.number for item in self._entries.summed[request.item.name]]
+            into = request.into
+            is_bfloat16 = into.dtype == torch.bfloat16
+            sums.append((tensors, _offsets(request), into.shape, into.data_ptr(), is_bfloat16))
+        _core.sum_regions(
+            [(one.source.index, one.weight) for one in self.inputs], sums, double=double, **self._options.engine()
+        )
 
     def value(self, item: Item) -> bytes:
         """A value, as the input has it that it comes from."""

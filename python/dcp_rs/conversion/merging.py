@@ -157,7 +157,14 @@ def merge(
         _open(path, factor, wish, allow_external, of_inputs, layout)
         for path, factor in zip(paths, factors, strict=True)
     ]
-    source = MergedSource(opened, include=include, exclude=exclude, conflicts=conflicts)
+    source = MergedSource(
+        opened,
+        include=include,
+        exclude=exclude,
+        conflicts=conflicts,
+        dtype=wish.dtype,
+        options=wish.read_options,
+    )
     report = MergeReport(
         summed=source.summed, conflicts=source.conflicts, left_out=source.left_out, weights=list(factors)
     )

@@ -21,6 +21,7 @@ mod rows;
 mod save_item;
 mod save_plan;
 mod slabs;
+mod sum;
 mod template;
 mod verify;
 mod wanted;
@@ -60,6 +61,8 @@ mod _core {
     use crate::save_plan::{SavePlan, assign_saves};
     #[pymodule_export]
     use crate::slabs::{Copy, SlabReader};
+    #[pymodule_export]
+    use crate::sum::sum_regions;
     #[pymodule_export]
     use crate::template::Template;
     #[pymodule_export]

@@ -4,15 +4,13 @@
 
 use std::sync::Arc;
 
-use dcp_rs_core::Dtype;
 use dcp_rs_core::checkpoint;
 use dcp_rs_core::checkpoint::gather::{Gather, Memory, Source, Turns};
 use dcp_rs_core::checkpoint::verify::verify_chunks;
-use dcp_rs_core::copy::Accumulate;
 use dcp_rs_core::format::{Kind, SourceKind};
 use dcp_rs_core::geometry::Dims;
 use dcp_rs_core::geometry::overlap::{self, Region};
-use dcp_rs_core::read::{Destination, IoMode, Operation, ReadOptions, ReadStats, Sharing, Verify};
+use dcp_rs_core::read::{Destination, IoMode, ReadOptions, ReadStats, Sharing, Verify};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
@@ -76,18 +74,6 @@ pub fn read_options(options: Option<Options>) -> PyResult<ReadOptions> {
 
 /// The memory of a tensor. One whose storage was freed has the address 0.
 pub fn memory(index: &Index, tensor: u32, address: usize, sizes: &Dims, strides: &Dims) -> PyResult<Memory> {
-    memory_of(index, tensor, address, sizes, strides, index.itemsize(tensor))
-}
-
-/// [`memory`], whose elements have `itemsize` bytes.
-fn memory_of(
-    index: &Index,
-    tensor: u32,
-    address: usize,
-    sizes: &Dims,
-    strides: &Dims,
-    itemsize: u64,
-) -> PyResult<Memory> {
     let refuse = |why: &str| {
         let name = index.inner.name(tensor);
         let message = format!("tensor {name:?}: the destination has {why}");
@@ -96,6 +82,7 @@ fn memory_of(
     if address == 0 && !sizes.contains(&0) {
         return Err(refuse("no memory: its storage has been freed"));
     }
+    let itemsize = index.itemsize(tensor);
     let strides: Option<Dims> = strides.iter().map(|stride| stride.checked_mul(itemsize)).collect();
     Ok(Memory {
         address: Destination(std::ptr::with_exposed_provenance_mut(address)),
@@ -183,48 +170,6 @@ impl Index {
         }
         // SAFETY: this method's contract: the caller holds the tensors at the addresses. Shapes and strides are the tensors' own.
         Ok(unsafe { run(py, &gather, &options)? }.into())
-    }
-
-    /// Adds regions of floating-point tensors, times `weight`, to sums of float32, or of float64 where `double` is set.
-    /// With `begin` the sums begin with zero.
-    ///
-    /// As with `read_chunks`, the caller holds the tensors. No two of them share memory.
-    #[pyo3(signature = (fills, weight, *, double, begin, **options))]
-    fn add_regions(
-        &self,
-        py: Python<'_>,
-        fills: Vec<Bound<'_, Fill>>,
-        weight: f64,
-        double: bool,
-        begin: bool,
-        options: Option<Options>,
-    ) -> PyResult<rows::ReadStats> {
-        let options = read_options(options)?;
-        let index = Arc::clone(&self.inner);
-        let mut gather = Gather::new(Arc::clone(&index), self.allow_external);
-        for fill in fills.iter().map(Bound::get) {
-            let tensor = u32::try_from(fill.source).unwrap_or(u32::MAX);
-            self.check_tensor(tensor)?;
-            let dtype = index.tensor(tensor).dtype;
-            let sink = dtype.and_then(|dtype| Accumulate::new(dtype, weight, double));
-            let sink = sink.ok_or_else(|| {
-                let name = index.name(tensor);
-                let dtype = dtype.map_or("a value", Dtype::name);
-                let message = format!("tensor {name:?}: elements of type {dtype} are not added to such sums");
-                plan_error(index.path(), Some(name), message)
-            })?;
-            let sink = if begin { sink.begin() } else { sink };
-            let to = memory_of(self, tensor, fill.address, &fill.sizes.0, &fill.strides.0, sink.size())?;
-            let region = Region::new(&fill.offsets.0, &fill.sizes.0);
-            gather
-                .add_with(Source::Tensor(tensor), &region, &to, Operation::Accumulate(sink))
-                .into_py(py)?;
-        }
-        // One turn for all: a destination that is hidden by a later one would be left out.
-        let all = Turns::default();
-        // SAFETY: this method's contract: the caller holds the tensors at the addresses, and no two share memory. Shapes and
-        // strides are the tensors' own.
-        Ok(unsafe { run_turn(py, &gather, &all, 0, &options, None)? }.into())
     }
 
     /// The bytes of whole chunks, as they are stored. A value of a file of `torch.save` is a part of that file's pickle: of one, what

@@ -14,6 +14,7 @@ mod index_file;
 mod locate;
 mod open;
 mod recover;
+pub mod sum;
 pub mod verify;
 mod views;
 

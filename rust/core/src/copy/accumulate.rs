@@ -274,6 +274,52 @@ unsafe fn one<T: Copy, S: Sum, const BEGINS: bool>(dst: *mut u8, src: *const u8,
     }
 }
 
+/// Rounds float32 to bfloat16, to nearest and to even.
+///
+/// # Safety
+/// `src` is valid for reads of `count` elements, and `dst` for writes of as many. They do not overlap.
+pub unsafe fn round_to_bfloat16(dst: *mut u8, src: *const u8, count: usize) {
+    /// # Safety
+    /// As the function around it, and the processor has AVX2.
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    #[target_feature(enable = "avx2")]
+    unsafe fn fast(dst: *mut u8, src: *const u8, count: usize) {
+        // SAFETY: as the caller vouches.
+        unsafe { round_all(dst, src, count) };
+    }
+    // SAFETY: as the caller vouches; for `fast`, the processor has what it is compiled for.
+    unsafe {
+        #[cfg(all(target_arch = "x86_64", not(miri)))]
+        if is_x86_feature_detected!("avx2") {
+            return fast(dst, src, count);
+        }
+        round_all(dst, src, count);
+    }
+}
+
+/// # Safety
+/// As [`round_to_bfloat16`].
+#[inline(always)]
+unsafe fn round_all(dst: *mut u8, src: *const u8, count: usize) {
+    for i in 0..count {
+        // SAFETY: as the caller vouches.
+        unsafe {
+            let bits = src.add(4 * i).cast::<u32>().read_unaligned();
+            dst.add(2 * i).cast::<u16>().write_unaligned(rounded(bits));
+        }
+    }
+}
+
+/// The upper half of a float32, rounded. NaN stays NaN, and becomes a quiet one.
+#[inline(always)]
+#[expect(clippy::cast_possible_truncation, reason = "the upper half")]
+fn rounded(bits: u32) -> u16 {
+    // Wrapping: only NaN has bits that exceed.
+    let up = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+    let is_nan = bits & 0x7fff_ffff > 0x7f80_0000;
+    (if is_nan { bits >> 16 | 0x40 } else { up }) as u16
+}
+
 /// A type of sums.
 trait Sum: Copy {
     const ZERO: Self;
@@ -398,6 +444,28 @@ mod tests {
             ("bool", false),
         ] {
             assert!(accumulate(dtype, 1.0, is_double).is_none(), "{dtype}");
+        }
+    }
+
+    #[test]
+    fn float32_is_rounded_to_the_nearest_bfloat16() {
+        for (from, to) in [
+            (0x3f80_0000_u32, 0x3f80_u16),
+            (0x3f80_7fff, 0x3f80),
+            (0x3f80_8000, 0x3f80), // halfway: to even
+            (0x3f81_8000, 0x3f82),
+            (0x3f80_8001, 0x3f81),
+            (0x8000_0000, 0x8000),
+            (0x0000_8001, 0x0001),
+            (0x7f7f_ffff, 0x7f80), // to infinity
+            (0x7f80_0000, 0x7f80),
+            (0x7f80_0001, 0x7fc0), // NaN
+            (0xffff_ffff, 0xffff),
+        ] {
+            let mut got = 0_u16;
+            // SAFETY: one element each.
+            unsafe { round_to_bfloat16((&raw mut got).cast(), (&raw const from).cast(), 1) };
+            assert_eq!(got, to, "{from:#x}");
         }
     }
 

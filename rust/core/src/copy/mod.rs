@@ -15,6 +15,7 @@ pub(crate) use run::copy_strided_unfenced;
 pub(crate) use stream::fence;
 
 pub use accumulate::Accumulate;
+pub(crate) use accumulate::round_to_bfloat16;
 pub use float8::float8;
 pub use run::copy_strided;
 pub use signs::{SignBits, Signs};
