@@ -16,8 +16,11 @@ use crate::{Control, Error, Result, parallel};
 
 /// Elements that are summed at a time: 2 MiB of float32, and one block of bfloat16, so that each is hashed once.
 const PART: u64 = 512 << 10;
-/// Threads at most where reads wait. Each has the memory of a part.
-const WAITING: usize = 16;
+/// Bytes that threads may take together where reads wait and there are more threads than cores. Each has the memory of
+/// a part, and a buffer for each summand,
+const WAITING: usize = 64 << 20;
+/// of this size, about.
+const BUFFER: usize = 2 << 20;
 
 /// A checkpoint, and what its elements are multiplied by.
 pub struct Summand {
@@ -99,7 +102,8 @@ pub unsafe fn sum(
         n => n,
     };
     let wanted = inputs.iter().map(|input| input.survey.workers(threads)).max();
-    let workers = wanted.unwrap_or(1).min(threads.max(WAITING));
+    let of_one = (if is_double { 4 << 20 } else { 2 << 20 }) + summands.len() * BUFFER;
+    let workers = wanted.unwrap_or(1).min(threads.max(WAITING / of_one));
     let connections = inputs
         .iter()
         .map(|input| connect(&input.files, threads))
