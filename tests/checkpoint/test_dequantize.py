@@ -28,6 +28,8 @@ def one_of_each(path: Path) -> dict[str, torch.Tensor]:
         quantized.channel("b.tensor", 9, 40, seed=5, scale_shape=()),
         quantized.channel("b.one", 9, 40, seed=6, scale_shape=(1,)),
         quantized.mxfp4("c.experts", 2, 5, 96, seed=7),
+        quantized.mxfp4("c.large", 33, 2048, seed=13),
+        quantized.nvfp4("e.large", 33, 1024, seed=14, modelopt=True),
         quantized.int4("d.int4", 10, 64, seed=8, group=32),
         quantized.int4("d.zeros", 10, 64, seed=9, group=32, zeros=True),
         quantized.int4("d.odd", 10, 21, seed=10, group=21),
@@ -120,7 +122,9 @@ def test_strided_destinations_and_slices(tmp_path):
 
 @given(
     data=st.data(),
-    name=st.sampled_from(["a.experts.weight", "c.experts", "d.zeros.weight", "e.modelopt.weight", "d.odd.weight"]),
+    name=st.sampled_from(
+        ["a.experts.weight", "c.experts", "c.large", "d.zeros.weight", "e.large.weight", "d.odd.weight"]
+    ),
 )
 def test_a_slice_is_the_slice_of_the_whole(tmp_path_factory, data, name):
     path = tmp_path_factory.getbasetemp() / "slices"

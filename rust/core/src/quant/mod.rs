@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use smallvec::{SmallVec, smallvec};
 
-use self::kernel::{Code, Row};
+use self::kernel::{Code, Row, Table};
 use crate::format::Index;
 use crate::geometry::{Dims, Region};
 use crate::{Dtype, Error, Result};
@@ -232,6 +232,15 @@ impl Coded {
         let groups = usize_of(steps(offsets[lead + 1], sizes[lead + 1], self.block[1]).1);
         let (first_scale, scale_rows) = steps(offsets[lead], sizes[lead], self.block[0]);
         let scales = self.scales(stored)?;
+        let rectangle = Rectangle {
+            rows,
+            columns,
+            bytes,
+            groups,
+        };
+        if self.target.size() == 2 && self.look_up(offsets, &rectangle, &scales, stored, out) {
+            return Ok(());
+        }
         let zeros = self.zeros.map(|_| stored[2]);
         let mut row_zeros = vec![0.0; if zeros.is_some() { groups } else { 0 }];
         let out_bytes = columns * self.target.size();
@@ -257,6 +266,54 @@ impl Coded {
             kernel::decode(row, self.target, out);
         }
         Ok(())
+    }
+
+    /// Decodes by tables, where each is used often enough: false, and nothing is done, where not.
+    fn look_up(&self, offsets: &[u64], of: &Rectangle, scales: &[f32], stored: &[&[u8]], out: &mut [u8]) -> bool {
+        let lead = self.shape.len() - 2;
+        let [tall, wide] = self.block.map(usize_of);
+        let [row, column] = [usize_of(offsets[lead]), usize_of(offsets[lead + 1])];
+        let code = self.format.code();
+        let codes = stored[0];
+        match self.format {
+            Format::Fp8 if of.rows.min(tall) * of.columns.min(wide) >= OFTEN => {
+                let scale_rows = (row + of.rows).div_ceil(tall) - row / tall;
+                for (number, scale) in scales.iter().enumerate() {
+                    let (outer, inner) = (number / (scale_rows * of.groups), number % (scale_rows * of.groups));
+                    let of_block = |at: usize, size: usize, first: usize, count: usize| {
+                        let begin = ((first / size + at) * size).max(first) - first;
+                        begin..((first / size + at + 1) * size - first).min(count)
+                    };
+                    let rows = of_block(inner / of.groups, tall, row, of.rows);
+                    let columns = of_block(inner % of.groups, wide, column, of.columns);
+                    let table: Table<2> = kernel::table(code, *scale, self.target);
+                    for row in rows {
+                        let at = (outer * of.rows + row) * of.columns;
+                        let (begin, end) = (at + columns.start, at + columns.end);
+                        kernel::look_up(&table, &codes[begin..end], &mut out[2 * begin..2 * end]);
+                    }
+                }
+                true
+            }
+            // A byte each: there are few scales, and they come again and again.
+            Format::Mxfp4 | Format::Nvfp4
+                if column % wide == 0 && of.columns.is_multiple_of(2) && scales.len() >= OFTEN =>
+            {
+                let mut tables: Vec<Option<Box<Table<4>>>> = vec![None; 256];
+                let rows = codes.chunks_exact(of.bytes).zip(out.chunks_exact_mut(2 * of.columns));
+                let of_rows = scales.chunks_exact(of.groups).zip(stored[1].chunks_exact(of.groups));
+                for ((codes, out), (scales, names)) in rows.zip(of_rows) {
+                    let groups = codes.chunks(wide / 2).zip(out.chunks_mut(2 * wide));
+                    for ((codes, out), (scale, name)) in groups.zip(scales.iter().zip(names)) {
+                        let table = tables[usize::from(*name)]
+                            .get_or_insert_with(|| Box::new(kernel::table(code, *scale, self.target)));
+                        kernel::look_up(table, codes, out);
+                    }
+                }
+                true
+            }
+            _ => false,
+        }
     }
 
     /// The scales of a rectangle, with the global one.
@@ -287,6 +344,17 @@ impl Coded {
         })
     }
 }
+
+/// A rectangle whose parts are in memory: its rows and columns, the bytes of a row of codes, and its groups of columns.
+struct Rectangle {
+    rows: usize,
+    columns: usize,
+    bytes: usize,
+    groups: usize,
+}
+
+/// Elements, or scales, for which tables are worth making.
+const OFTEN: usize = 2048;
 
 /// For sizes of what is in memory.
 fn usize_of(value: u64) -> usize {
