@@ -145,7 +145,7 @@ def test_another_device_may_be_the_current_one(ckpt, sim, device):
 
 
 @pytest.mark.parametrize("io", ["mmap", "direct", "buffered"])
-@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("verify", [False, True, "auto"])
 def test_every_way_to_read(ckpt, sim, device, io, verify):
     want = state() | {"large": torch.randn(1500, 1000), "tall": torch.randn(70_001, 3)}
     index = saved(ckpt, want)
@@ -314,14 +314,17 @@ def test_a_device_without_streams(ckpt, sim, device):
 # --- when things go wrong --------------------------------------------------------------------------
 
 
-def test_damage_in_the_middle_stops_the_load(ckpt, sim, device):
+@pytest.mark.parametrize(
+    "read", [{"verify": True, "max_inflight_bytes": 512 << 10}, {"verify": "auto", "io": "direct"}]
+)
+def test_damage_in_the_middle_stops_the_load(ckpt, sim, device, read):
     want = state(60)
     index = saved(ckpt, want)
     damage(ckpt, index)
     got = on(device, want)
     sim.delay = 2000
     with pytest.raises(CorruptDataError, match="digest"):
-        fill(index, got, ReadOptions(verify=True, max_inflight_bytes=512 << 10))
+        fill(index, got, ReadOptions(**read))
     sim.delay = 0
     after = host(got)
     sim.synchronize()

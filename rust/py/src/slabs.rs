@@ -38,7 +38,7 @@ pub struct Copy {
 }
 
 impl Copy {
-    fn new(py: Python<'_>, copy: slabs::Copy) -> PyResult<Self> {
+    fn new(py: Python<'_>, copy: slabs::SlabCopy) -> PyResult<Self> {
         let (begin, r#box) = match copy.to {
             To::Bytes(begin) => (Some(begin), None),
             To::Box(region) => {

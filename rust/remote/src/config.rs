@@ -24,7 +24,7 @@ use crate::unsupported;
 
 /// What speaks for itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum StoreKind {
     S3,
     Google,
     Azure,
@@ -58,7 +58,7 @@ impl Default for Limits {
 /// Where a store is, and how to speak to it. Its options may be secret: it has no `Debug`.
 pub struct Config {
     pub root: String,
-    pub kind: Kind,
+    pub kind: StoreKind,
     pub limits: Limits,
     pub secrets: Secrets,
     /// Bucket or container; of a server, its URL.
@@ -125,10 +125,10 @@ impl Config {
         let authority = rest.split('/').next().unwrap_or_default();
         let scheme = scheme.to_ascii_lowercase();
         let kind = match scheme.as_str() {
-            "s3" => Kind::S3,
-            "gs" => Kind::Google,
-            "az" => Kind::Azure,
-            "http" | "https" => Kind::Http,
+            "s3" => StoreKind::S3,
+            "gs" => StoreKind::Google,
+            "az" => StoreKind::Azure,
+            "http" | "https" => StoreKind::Http,
             _ => {
                 return Err(unsupported(format!(
                     "{scheme}:// is not one of s3://, gs://, az://, http://, https://, file://"
@@ -148,7 +148,7 @@ impl Config {
             kind,
             limits: Limits::default(),
             secrets: Secrets::default(),
-            place: if kind == Kind::Http {
+            place: if kind == StoreKind::Http {
                 format!("{scheme}://{authority}")
             } else {
                 authority.to_owned()
@@ -168,7 +168,7 @@ impl Config {
     fn take(&mut self, key: &str, value: String) -> Result<()> {
         match key {
             "retry_timeout" => self.limits.time = seconds(key, &value)?,
-            "aws_ca_bundle" if self.kind == Kind::S3 => self.authorities = Some(value),
+            "aws_ca_bundle" if self.kind == StoreKind::S3 => self.authorities = Some(value),
             "read_timeout" => self.limits.silence = seconds(key, &value)?,
             "max_retries" => {
                 self.limits.retries = value
@@ -177,10 +177,10 @@ impl Config {
             }
             _ => {
                 let known = match self.kind {
-                    Kind::S3 => key.parse::<AmazonS3ConfigKey>().is_ok(),
-                    Kind::Google => key.parse::<GoogleConfigKey>().is_ok(),
-                    Kind::Azure => key.parse::<AzureConfigKey>().is_ok(),
-                    Kind::Http => key.parse::<ClientConfigKey>().is_ok(),
+                    StoreKind::S3 => key.parse::<AmazonS3ConfigKey>().is_ok(),
+                    StoreKind::Google => key.parse::<GoogleConfigKey>().is_ok(),
+                    StoreKind::Azure => key.parse::<AzureConfigKey>().is_ok(),
+                    StoreKind::Http => key.parse::<ClientConfigKey>().is_ok(),
                 };
                 if !known {
                     return Err(unsupported(format!(
@@ -198,10 +198,10 @@ impl Config {
     /// What the environment says of such a store.
     fn environment(&self) -> Vec<(String, String)> {
         let prefix = match self.kind {
-            Kind::S3 => "AWS_",
-            Kind::Google => "GOOGLE_",
-            Kind::Azure => "AZURE_",
-            Kind::Http => return Vec::new(),
+            StoreKind::S3 => "AWS_",
+            StoreKind::Google => "GOOGLE_",
+            StoreKind::Azure => "AZURE_",
+            StoreKind::Http => return Vec::new(),
         };
         std::env::vars_os()
             .filter_map(|(key, value)| Some((key.into_string().ok()?, value.into_string().ok()?)))
@@ -228,7 +228,7 @@ impl Config {
             let _ = rustls::crypto::ring::default_provider().install_default();
         });
         let fingerprint = self.fingerprint();
-        let transport = Transport::of_link(self.kind, fingerprint, self.certificates()?, hold);
+        let transport = Transport::of_session(self.kind, fingerprint, self.certificates()?, hold);
         let (client, once) = (client_options(), once());
         // The builders have no trait in common.
         macro_rules! kept {
@@ -240,14 +240,14 @@ impl Config {
             };
         }
         let built: object_store::Result<Client> = match self.kind {
-            Kind::S3 => {
+            StoreKind::S3 => {
                 let builder = self.s3(client);
                 let credentials = kept!(AWS, builder);
                 credentials.and_then(|credentials| {
                     Client::on_s3(builder.with_credentials(credentials).with_http_connector(transport))
                 })
             }
-            Kind::Google => {
+            StoreKind::Google => {
                 let builder = GoogleCloudStorageBuilder::from_env().with_client_options(client);
                 let builder = self.apply(builder, GoogleCloudStorageBuilder::with_config);
                 let builder = builder.with_bucket_name(&self.place).with_retry(once);
@@ -257,7 +257,7 @@ impl Config {
                     builder.build().map(Client::storing)
                 })
             }
-            Kind::Azure => {
+            StoreKind::Azure => {
                 let builder = MicrosoftAzureBuilder::from_env().with_client_options(client);
                 let builder = self.apply(builder, MicrosoftAzureBuilder::with_config);
                 let builder = builder.with_container_name(&self.place).with_retry(once);
@@ -267,7 +267,7 @@ impl Config {
                     builder.build().map(Client::storing)
                 })
             }
-            Kind::Http => {
+            StoreKind::Http => {
                 let client = if self.place.starts_with("http://") {
                     client.with_allow_http(true)
                 } else {
@@ -293,7 +293,7 @@ impl Config {
     /// The authorities that are trusted, where they are not those of the system.
     fn certificates(&self) -> Result<Option<Arc<[Certificate]>>> {
         let environment = || {
-            let is_s3 = self.kind == Kind::S3;
+            let is_s3 = self.kind == StoreKind::S3;
             std::env::var("AWS_CA_BUNDLE")
                 .ok()
                 .filter(|file| is_s3 && !file.is_empty())
@@ -360,7 +360,7 @@ impl Config {
         let rest = text
             .strip_prefix(&self.root)
             .ok_or_else(|| unsupported(format!("{text} is not on {}", self.root)))?;
-        let name = if self.kind == Kind::Http {
+        let name = if self.kind == StoreKind::Http {
             object_store::path::Path::from_url_path(rest)
         } else {
             object_store::path::Path::parse(rest)

@@ -1,4 +1,4 @@
-//! What lives for a call: what a store is asked over a link.
+//! What lives for a call: what a store is asked over a session.
 #![allow(unsafe_code)] // parts are fetched to memory by address
 
 use std::collections::HashMap;
@@ -14,9 +14,9 @@ use futures_util::stream::FuturesUnordered;
 use object_store::list::{PaginatedListOptions, PaginatedListStore};
 use object_store::{ObjectMeta, ObjectStoreExt as _};
 
-use crate::config::{Config, Kind};
+use crate::config::{Config, StoreKind};
 use crate::fetch::{self, File};
-use crate::link::{Link, Shared, as_seen};
+use crate::session::{Session, Shared, as_seen};
 use crate::store::{self, Removal};
 use crate::{Seen, see};
 
@@ -29,15 +29,15 @@ const MOST_COPIED: u64 = 5 << 30;
 pub struct Connected {
     config: Arc<Config>,
     seen: Arc<Mutex<HashMap<PathBuf, Seen>>>,
-    link: Link,
+    session: Session,
 }
 
 impl Connected {
     pub fn new(config: Arc<Config>, seen: Arc<Mutex<HashMap<PathBuf, Seen>>>, threads: usize) -> Result<Self> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = if threads == 0 { cores } else { threads }.clamp(1, MOST_THREADS);
-        let link = Link::new(Arc::clone(&config), Arc::clone(&seen), threads)?;
-        Ok(Self { config, seen, link })
+        let session = Session::new(Arc::clone(&config), Arc::clone(&seen), threads)?;
+        Ok(Self { config, seen, session })
     }
 
     /// Waits for a question and its answer.
@@ -45,7 +45,7 @@ impl Connected {
     where
         F: Future<Output = Result<T>> + Send + 'static,
     {
-        self.link.wait(control, question(Arc::clone(&self.link.shared)))
+        self.session.wait(control, question(Arc::clone(&self.session.shared)))
     }
 
     /// [`ask`](Self::ask), as one of so many requests in flight.
@@ -53,9 +53,9 @@ impl Connected {
     where
         F: Future<Output = Result<T>> + Send + 'static,
     {
-        let shared = Arc::clone(&self.link.shared);
+        let shared = Arc::clone(&self.session.shared);
         let work = work(Arc::clone(&shared));
-        self.link.wait(control, async move {
+        self.session.wait(control, async move {
             let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
             work.await
         })
@@ -232,7 +232,7 @@ impl StoringConnection for Connected {
     }
 
     fn check_copied(&self, from: &Path, size: u64) -> Result<()> {
-        if self.config.kind == Kind::S3 && size > MOST_COPIED {
+        if self.config.kind == StoreKind::S3 && size > MOST_COPIED {
             return Err(Error::Unsupported(format!(
                 "{} is {size} bytes long, and stores copy at most {MOST_COPIED} at once",
                 from.display()

@@ -11,8 +11,8 @@ use object_store::{GetOptions, GetRange};
 use tokio::time::timeout;
 
 use crate::answers::Failure;
-use crate::link::Shared;
-use crate::patience::Patience;
+use crate::retry::RetryState;
+use crate::session::Shared;
 use crate::{Seen, see};
 
 /// A file of which parts are fetched.
@@ -28,20 +28,20 @@ pub struct File {
 /// As [`Connection::fetch`](dcp_rs_core::store::Connection::fetch) has it, for as long as the future lives.
 pub async unsafe fn fetch(shared: Arc<Shared>, file: Arc<File>, part: Part) -> Result<()> {
     let _permit = shared.permits.acquire().await.map_err(|_| Error::Interrupted)?;
-    let mut patience = shared.patience();
+    let mut retry = shared.retry();
     let mut progress = Progress {
         at: part.start,
         first: 0,
     };
     loop {
         // SAFETY: the caller's promise.
-        let attempt = unsafe { attempt(&shared, &file, &part, &mut progress, &mut patience).await };
+        let attempt = unsafe { attempt(&shared, &file, &part, &mut progress, &mut retry).await };
         let failure = match attempt {
             Ok(()) => return Ok(()),
             Err(failure) => failure,
         };
-        if !patience.endures(&failure).await {
-            return Err(explain(&shared, &file, failure, &patience));
+        if !retry.wait_to_retry(&failure).await {
+            return Err(explain(&shared, &file, failure, &retry));
         }
     }
 }
@@ -53,15 +53,15 @@ pub async fn start(
     name: &object_store::path::Path,
     most: u64,
 ) -> Result<(Seen, Vec<u8>)> {
-    let mut patience = shared.patience();
+    let mut retry = shared.retry();
     let mut begun = Begun::default();
     loop {
-        let failure = match begin(shared, name, most, &mut begun, &mut patience).await {
+        let failure = match begin(shared, name, most, &mut begun, &mut retry).await {
             Ok(seen) => return Ok((seen, begun.bytes)),
             Err(failure) => failure,
         };
-        if !patience.endures(&failure).await {
-            return Err(failure.into_error("read", path, patience.attempts(), &shared.config.secrets));
+        if !retry.wait_to_retry(&failure).await {
+            return Err(failure.into_error("read", path, retry.attempts(), &shared.config.secrets));
         }
     }
 }
@@ -79,7 +79,7 @@ async fn begin(
     name: &object_store::path::Path,
     most: u64,
     begun: &mut Begun,
-    patience: &mut Patience,
+    retry: &mut RetryState,
 ) -> std::result::Result<Seen, Failure> {
     let silent = || Failure::passing("no answer in time");
     let from = begun.bytes.len() as u64;
@@ -90,7 +90,7 @@ async fn begin(
         range: Some(GetRange::Bounded(from..most)),
         ..GetOptions::default()
     };
-    let asked = timeout(patience.silence(), shared.client.objects.get_opts(name, ranged)).await;
+    let asked = timeout(retry.silence(), shared.client.objects.get_opts(name, ranged)).await;
     let answer = match asked.map_err(|_| silent())? {
         Ok(answer) => answer,
         Err(error) => {
@@ -100,7 +100,7 @@ async fn begin(
             }
             // No range of an empty file can be had: it is asked for whole.
             let asked = timeout(
-                patience.silence(),
+                retry.silence(),
                 shared.client.objects.get_opts(name, GetOptions::default()),
             )
             .await;
@@ -116,13 +116,13 @@ async fn begin(
     }
     let end = now.size.min(most);
     let mut body = answer.into_stream();
-    while let Some(bytes) = timeout(patience.silence(), body.next()).await.map_err(|_| silent())? {
+    while let Some(bytes) = timeout(retry.silence(), body.next()).await.map_err(|_| silent())? {
         let bytes = bytes.map_err(|error| Failure::of(&error))?;
         if (begun.bytes.len() + bytes.len()) as u64 > end {
             return Err(Failure::passing("the server sent more than it was asked for"));
         }
         begun.bytes.extend_from_slice(&bytes);
-        if !patience.progressed(bytes.len() as u64) {
+        if !retry.progressed(bytes.len() as u64) {
             return Err(too_slow());
         }
     }
@@ -141,10 +141,10 @@ fn too_slow() -> Failure {
 }
 
 /// What is missing, or has another length, is what it is for files.
-fn explain(shared: &Shared, file: &File, failure: Failure, patience: &Patience) -> Error {
+fn explain(shared: &Shared, file: &File, failure: Failure, retry: &RetryState) -> Error {
     match failure.kind {
         StorageFault::NotFound => Error::corrupt_file(&file.path, "the file is missing"),
-        _ => failure.into_error("read", &file.path, patience.attempts(), &shared.config.secrets),
+        _ => failure.into_error("read", &file.path, retry.attempts(), &shared.config.secrets),
     }
 }
 
@@ -161,7 +161,7 @@ async unsafe fn attempt(
     file: &File,
     part: &Part,
     progress: &mut Progress,
-    patience: &mut Patience,
+    retry: &mut RetryState,
 ) -> std::result::Result<(), Failure> {
     if progress.at == part.end {
         return Ok(());
@@ -172,7 +172,7 @@ async unsafe fn attempt(
         ..GetOptions::default()
     };
     let silent = || Failure::passing("no answer in time");
-    let asked = timeout(patience.silence(), shared.client.objects.get_opts(&file.name, options)).await;
+    let asked = timeout(retry.silence(), shared.client.objects.get_opts(&file.name, options)).await;
     let answer = asked.map_err(|_| silent())?.map_err(|error| Failure::of(&error))?;
     let now = Seen::of(answer.meta.clone());
     if now.size != file.size {
@@ -184,7 +184,7 @@ async unsafe fn attempt(
     see(&shared.seen, &file.path, now).map_err(|reason| Failure::lasting(StorageFault::Precondition, reason))?;
     let mut body = answer.into_stream();
     loop {
-        let next = timeout(patience.silence(), body.next()).await.map_err(|_| silent())?;
+        let next = timeout(retry.silence(), body.next()).await.map_err(|_| silent())?;
         let Some(bytes) = next else { break };
         let bytes = bytes.map_err(|error| Failure::of(&error))?;
         if bytes.len() as u64 > part.end - progress.at {
@@ -192,7 +192,7 @@ async unsafe fn attempt(
         }
         // SAFETY: the caller's promise.
         unsafe { scatter(&part.runs, progress, &bytes) };
-        if !patience.progressed(bytes.len() as u64) {
+        if !retry.progressed(bytes.len() as u64) {
             return Err(too_slow());
         }
     }

@@ -8,9 +8,9 @@ mod config;
 mod connection;
 mod credentials;
 mod fetch;
-mod link;
-mod patience;
+mod retry;
 mod secrets;
+mod session;
 mod store;
 #[cfg(test)]
 mod testing;
@@ -24,7 +24,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use dcp_rs_core::store::{Connection, Remote, StoringConnection};
 use dcp_rs_core::{Error, Result};
 
-use self::config::{Config, Kind};
+use self::config::{Config, StoreKind};
 use self::connection::Connected;
 
 /// What a file was when it was first seen: it has to stay so.
@@ -92,7 +92,7 @@ impl Remote for Store {
     }
 
     fn connect_to_store(&self, threads: usize) -> Result<Arc<dyn StoringConnection>> {
-        if self.config.kind == Kind::Http {
+        if self.config.kind == StoreKind::Http {
             return Err(unsupported(format!(
                 "{}: a web server is read only; checkpoints are saved to s3://, gs:// and az://",
                 self.root()

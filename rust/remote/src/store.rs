@@ -20,9 +20,9 @@ use object_store::{
 use tokio::time::{Instant, timeout, timeout_at};
 
 use crate::answers::Failure;
-use crate::config::{Config, Kind};
-use crate::link::Shared;
-use crate::patience::Patience;
+use crate::config::{Config, StoreKind};
+use crate::retry::RetryState;
+use crate::session::Shared;
 use crate::{Seen, see};
 
 /// How long a store takes to make a part one with the others, at most.
@@ -37,11 +37,11 @@ const NO_VERSION: &str = "1";
 
 /// An answer, or that none came in time.
 async fn answered<T>(
-    patience: &Patience,
+    retry: &RetryState,
     work: Duration,
     attempt: impl Future<Output = object_store::Result<T>>,
 ) -> std::result::Result<T, Failure> {
-    match timeout(patience.answer(work), attempt).await {
+    match timeout(retry.answer(work), attempt).await {
         Ok(answer) => answer.map_err(|error| Failure::of(&error)),
         Err(_) => Err(Failure::passing("no answer in time")),
     }
@@ -83,17 +83,17 @@ pub async fn put(shared: &Shared, path: &Path, name: &Name, body: Body, conditio
         }
     };
     let (payload, length) = payload(body);
-    let mut patience = shared.patience();
+    let mut retry = shared.retry();
     let mut may_be_done = false;
     loop {
         let options = PutOptions::from(mode.clone());
         let attempt = shared.client.objects.put_opts(name, payload.clone(), options);
-        let Err(mut failure) = answered(&patience, Patience::sending(length), attempt).await else {
+        let Err(mut failure) = answered(&retry, RetryState::sending(length), attempt).await else {
             shared.forget(path);
             return Ok(());
         };
         may_be_done |= failure.may_be_done();
-        if patience.endures(&failure).await {
+        if retry.wait_to_retry(&failure).await {
             continue;
         }
         if may_be_done || failure.kind == StorageFault::Precondition {
@@ -102,7 +102,7 @@ pub async fn put(shared: &Shared, path: &Path, name: &Name, body: Body, conditio
         if condition != Condition::Always && may_be_done && failure.kind != StorageFault::Precondition {
             failure.kind = StorageFault::Unclear;
         }
-        return Err(failure.into_error("write", path, patience.attempts(), &shared.config.secrets));
+        return Err(failure.into_error("write", path, retry.attempts(), &shared.config.secrets));
     }
 }
 
@@ -156,16 +156,16 @@ pub async fn complete(shared: &Shared, upload: &Upload, name: &Name, answers: Ve
     };
     let ids: Vec<PartId> = answers.into_iter().map(|content_id| PartId { content_id }).collect();
     let work = JOINING.saturating_mul(u32::try_from(ids.len()).unwrap_or(u32::MAX));
-    let mut patience = shared.patience();
+    let mut retry = shared.retry();
     let mut may_be_done = false;
     loop {
         // Not all stores look at a condition.
         if upload.condition == Condition::New && !may_be_done && found(shared, &upload.path, name).await?.is_some() {
-            return Err(there_is_one(shared, &upload.path, patience.attempts()));
+            return Err(there_is_one(shared, &upload.path, retry.attempts()));
         }
         let parts = conditional.as_ref().unwrap_or(&plain);
         let attempt = parts.complete_multipart(name, &upload.id, ids.clone());
-        let Err(mut failure) = answered(&patience, work, attempt).await else {
+        let Err(mut failure) = answered(&retry, work, attempt).await else {
             shared.forget(&upload.path);
             return Ok(());
         };
@@ -194,14 +194,14 @@ pub async fn complete(shared: &Shared, upload: &Upload, name: &Name, answers: Ve
                 _ => {}
             }
         }
-        if patience.endures(&failure).await {
+        if retry.wait_to_retry(&failure).await {
             continue;
         }
         if !is_known {
             shared.forget(&upload.path);
             failure.kind = StorageFault::Unclear;
         }
-        return Err(failed(failure, patience.attempts()));
+        return Err(failed(failure, retry.attempts()));
     }
 }
 
@@ -278,13 +278,13 @@ pub async fn copy(shared: &Shared, path: &Path, from: &Name, to: &Name, size: u6
         _ => (Arc::clone(&shared.client.objects), CopyMode::Overwrite),
     };
     let work = copying(size);
-    let mut patience = shared.patience();
+    let mut retry = shared.retry();
     let mut may_be_done = false;
     loop {
         let attempt = objects.copy_opts(from, to, CopyOptions::new().with_mode(mode));
-        let failure = match answered(&patience, work, attempt).await {
+        let failure = match answered(&retry, work, attempt).await {
             // Azure may only have begun.
-            Ok(()) if shared.config.kind != Kind::Azure => return Ok(()),
+            Ok(()) if shared.config.kind != StoreKind::Azure => return Ok(()),
             Ok(()) => {
                 may_be_done = true;
                 Failure::passing("the store has not done it yet")
@@ -295,8 +295,8 @@ pub async fn copy(shared: &Shared, path: &Path, from: &Name, to: &Name, size: u6
         if may_be_done && is_stored(shared, path, to, size).await? {
             return Ok(());
         }
-        if !patience.endures(&failure).await {
-            return Err(refused(failure, patience.attempts()));
+        if !retry.wait_to_retry(&failure).await {
+            return Err(refused(failure, retry.attempts()));
         }
     }
 }
@@ -388,10 +388,10 @@ pub async fn remove_seen(shared: &Shared, path: &Path, name: &Name) -> Result<()
         None => Ok(None),
     };
     let mut conditional = conditional.map_err(|error| refused(Failure::of(&error), 1))?;
-    let mut patience = shared.patience();
-    while is_as_seen(shared, path, name, patience.attempts()).await? {
+    let mut retry = shared.retry();
+    while is_as_seen(shared, path, name, retry.attempts()).await? {
         let objects = conditional.as_ref().unwrap_or(&shared.client.objects);
-        let Err(failure) = answered(&patience, Duration::ZERO, objects.delete(name)).await else {
+        let Err(failure) = answered(&retry, Duration::ZERO, objects.delete(name)).await else {
             shared.forget(path);
             return Ok(());
         };
@@ -399,8 +399,8 @@ pub async fn remove_seen(shared: &Shared, path: &Path, name: &Name) -> Result<()
             (StorageFault::NotFound, _) => return Ok(()),
             // It is another one, or is gone, or has its tag and the store compares something else; or the store knows no such condition.
             (StorageFault::Precondition, _) | (_, Some(400 | 501)) if conditional.is_some() => conditional = None,
-            _ if patience.endures(&failure).await => {}
-            _ => return Err(refused(failure, patience.attempts())),
+            _ if retry.wait_to_retry(&failure).await => {}
+            _ => return Err(refused(failure, retry.attempts())),
         }
     }
     Ok(())
@@ -436,7 +436,7 @@ pub async fn keeps_conditions(shared: &Shared, path: &Path, name: &Name) -> Resu
 }
 
 async fn ask(shared: &Shared, path: &Path, name: &Name) -> Result<bool> {
-    let mut patience = shared.patience();
+    let mut retry = shared.retry();
     let mode = PutMode::Update(UpdateVersion {
         e_tag: Some(NEVER.into()),
         version: Some(NO_VERSION.into()),
@@ -446,7 +446,7 @@ async fn ask(shared: &Shared, path: &Path, name: &Name) -> Result<bool> {
             .client
             .objects
             .put_opts(name, PutPayload::new(), PutOptions::from(mode.clone()));
-        let failure = match timeout(patience.answer(Duration::ZERO), attempt).await {
+        let failure = match timeout(retry.answer(Duration::ZERO), attempt).await {
             Ok(Ok(_)) => {
                 let removal = Removal::File(path.to_owned(), name.clone());
                 removal.done(shared).await?;
@@ -461,8 +461,8 @@ async fn ask(shared: &Shared, path: &Path, name: &Name) -> Result<bool> {
             (_, Some(501)) => return Ok(false),
             _ => {}
         }
-        if !patience.endures(&failure).await {
-            return Err(failure.into_error("write", path, patience.attempts(), &shared.config.secrets));
+        if !retry.wait_to_retry(&failure).await {
+            return Err(failure.into_error("write", path, retry.attempts(), &shared.config.secrets));
         }
     }
 }

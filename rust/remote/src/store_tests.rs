@@ -232,8 +232,8 @@ fn a_store_that_knows_no_such_condition_completes_it_all_the_same() {
 #[test]
 fn many_parts_take_longer() {
     let limits = crate::config::Limits::default();
-    let patience = Patience::new(limits, Arc::default());
-    assert!(patience.answer(JOINING * 10_000) > limits.silence * 10);
+    let retry = RetryState::new(limits, Arc::default());
+    assert!(retry.answer(JOINING * 10_000) > limits.silence * 10);
 }
 
 /// Copies an object of this length on a store that answers the n-th attempt, and the n-th look at the copy, so. Returns also how many of both there were.
@@ -339,8 +339,8 @@ fn a_large_copy_takes_longer() {
     // A gigabyte a minute, and longer yet where that was not long enough.
     let work = copying(1 << 30);
     assert!(work >= Duration::from_secs(60));
-    let patience = Patience::new(crate::config::Limits::default(), Arc::default());
-    assert!(patience.answer(work) > work);
+    let retry = RetryState::new(crate::config::Limits::default(), Arc::default());
+    assert!(retry.answer(work) > work);
 }
 
 /// Removes an object of 77 bytes that was looked at, on a store that answers the n-th attempt, and the n-th look after the first attempt, so. Returns also how many of both

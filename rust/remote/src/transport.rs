@@ -20,7 +20,7 @@ use reqwest::redirect::Policy;
 use reqwest::tls::Certificate;
 use reqwest::{Method, NoProxy, Proxy, StatusCode, Url};
 
-use crate::config::Kind;
+use crate::config::StoreKind;
 use crate::{answers, credentials};
 
 /// Longest error message that is read. Stores send a few hundred bytes.
@@ -42,7 +42,7 @@ impl fmt::Display for Refused {
 
 impl std::error::Error for Refused {}
 
-/// Until when a store asked to be left alone (`Retry-After`), and what is to be told of requests that get nowhere. All requests of a link
+/// Until when a store asked to be left alone (`Retry-After`), and what is to be told of requests that get nowhere. All requests of a session
 /// share it.
 #[derive(Debug, Default)]
 pub struct Hold {
@@ -90,7 +90,7 @@ impl Hold {
 /// Makes the HTTP clients of a store.
 #[derive(Clone, Debug)]
 pub struct Transport {
-    kind: Kind,
+    kind: StoreKind,
     /// Of the configuration whose credentials the requests have.
     fingerprint: u64,
     authorities: Option<Arc<[Certificate]>>,
@@ -100,8 +100,13 @@ pub struct Transport {
 }
 
 impl Transport {
-    /// For the requests of a link, which share one pool of connections.
-    pub fn of_link(kind: Kind, fingerprint: u64, authorities: Option<Arc<[Certificate]>>, hold: Arc<Hold>) -> Self {
+    /// For the requests of a session, which share one pool of connections.
+    pub fn of_session(
+        kind: StoreKind,
+        fingerprint: u64,
+        authorities: Option<Arc<[Certificate]>>,
+        hold: Arc<Hold>,
+    ) -> Self {
         Self {
             kind,
             fingerprint,
@@ -111,7 +116,7 @@ impl Transport {
         }
     }
 
-    /// For the providers of credentials. They outlive a link and its runtime, so they keep no
+    /// For the providers of credentials. They outlive a session and its runtime, so they keep no
     /// connection open.
     pub fn of_credentials(&self) -> Self {
         Self {
@@ -220,8 +225,8 @@ impl HttpConnector for Transport {
 
 /// Stores redirect where a bucket is in another region, and the signature would not hold there.
 /// Web servers redirect to where their files are; no secret goes to them.
-fn redirects(kind: Kind) -> Policy {
-    if kind != Kind::Http {
+fn redirects(kind: StoreKind) -> Policy {
+    if kind != StoreKind::Http {
         return Policy::none();
     }
     Policy::custom(|attempt| {

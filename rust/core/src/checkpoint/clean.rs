@@ -23,12 +23,12 @@ const LONG_AGO: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// What a leftover is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum LeftoverKind {
     /// A data file that no index names.
     Data,
     /// An index that did not get its name.
     TemporaryIndex,
-    /// The index of a single rank beside one of all ranks, which comes before it; and then what it named is [`Kind::Data`].
+    /// The index of a single rank beside one of all ranks, which comes before it; and then what it named is [`LeftoverKind::Data`].
     RankIndex,
     /// The folder in which a conversion made its result, or what the result replaced.
     Conversion,
@@ -55,7 +55,7 @@ pub struct Leftover {
     /// Its length; of a folder, that of all in it.
     pub bytes: u64,
     /// What it is.
-    pub kind: Kind,
+    pub kind: LeftoverKind,
     /// Whether it may be removed.
     pub verdict: Verdict,
 }
@@ -137,7 +137,7 @@ fn clean_locked(
         }
         control.check()?;
         let removed = match leftover.kind {
-            Kind::Conversion => disk.remove_tree(&leftover.path),
+            LeftoverKind::Conversion => disk.remove_tree(&leftover.path),
             _ => disk.remove(&leftover.path),
         };
         match removed {
@@ -151,7 +151,7 @@ fn clean_locked(
 /// A file that no index of its folder needs.
 pub(super) struct Unneeded<'a> {
     pub name: &'a str,
-    pub kind: Kind,
+    pub kind: LeftoverKind,
     /// What it is called, where it is a data file.
     pub data: Option<DataFileName>,
     /// Whether it is part of a save that only lacks its index.
@@ -185,9 +185,9 @@ pub(super) fn unneeded<'a>(files: Files<'_>, dir: &Path, names: &BTreeSet<&'a st
         let data = DataFileName::parse(name);
         let kind = match name_of_temporary(name) {
             _ if named.contains(OsStr::new(name)) => return None,
-            Some(of) if of == INDEX_NAME || is_rank_index(of) => Kind::TemporaryIndex,
-            _ if data.is_some() => Kind::Data,
-            _ if has_index && is_rank_index(name) => Kind::RankIndex,
+            Some(of) if of == INDEX_NAME || is_rank_index(of) => LeftoverKind::TemporaryIndex,
+            _ if data.is_some() => LeftoverKind::Data,
+            _ if has_index && is_rank_index(name) => LeftoverKind::RankIndex,
             _ => return None,
         };
         Some(Unneeded {
@@ -269,7 +269,7 @@ fn of_conversions(path: &Path, older_than: Option<Duration>) -> Result<Vec<Lefto
         found.push(Leftover {
             path: place,
             bytes,
-            kind: Kind::Conversion,
+            kind: LeftoverKind::Conversion,
             verdict,
         });
     }

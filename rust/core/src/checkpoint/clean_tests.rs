@@ -73,7 +73,10 @@ fn what_a_killed_save_left_goes_and_nothing_else() {
     fs::create_dir(dir.join(data(3))).unwrap();
     let found = leftovers(dir, None).unwrap();
     assert_eq!(names(&found), [&data(2), &temporary]);
-    assert_eq!([found[0].kind, found[1].kind], [Kind::Data, Kind::TemporaryIndex]);
+    assert_eq!(
+        [found[0].kind, found[1].kind],
+        [LeftoverKind::Data, LeftoverKind::TemporaryIndex]
+    );
     assert_eq!(found[0].bytes, fs::metadata(dir.join(data(2))).unwrap().len());
     assert!(found.iter().all(|left| left.verdict == Verdict::Left));
 
@@ -175,7 +178,7 @@ fn indexes_of_single_ranks_count_until_there_is_one_of_all() {
     killed(dir, 1);
     let found = leftovers(dir, None).unwrap();
     assert_eq!(names(&found), [of_rank, &*data(1), &*data(2)]);
-    assert_eq!(found[0].kind, Kind::RankIndex);
+    assert_eq!(found[0].kind, LeftoverKind::RankIndex);
     cleaned(dir);
     assert_eq!(names_in(dir), [&data(3), INDEX_NAME]);
 }
@@ -221,7 +224,10 @@ fn what_a_killed_conversion_left_beside() {
     drop(lock);
     let found = leftovers(&to, None).unwrap();
     assert_eq!((found.len(), &found[0].path, found[0].bytes), (1, &place, 1000));
-    assert_eq!((found[0].kind, found[0].verdict), (Kind::Conversion, Verdict::Left));
+    assert_eq!(
+        (found[0].kind, found[0].verdict),
+        (LeftoverKind::Conversion, Verdict::Left)
+    );
 
     // Between the two steps of a replacement.
     fs::create_dir(place.join("out.replaced")).unwrap();

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use smallvec::{SmallVec, smallvec};
 
-use self::arrange::Elsewhere;
+use self::arrange::DeviceDestination;
 pub use self::arrange::{Rest, Turns, Want};
 pub use self::wanted::{Common, Wanted, compare};
 use super::data_files::{check_each, explain, file_ref};
@@ -19,7 +19,7 @@ use crate::format::{ChunkView, CodedChunk, Index};
 use crate::geometry::memory::Footprint;
 use crate::geometry::overlap::{self, Overlap, Region};
 use crate::geometry::{Dims, row_major};
-use crate::read::{self, Catalog, CodedReq, Destination, FileRef, Operation, ReadOptions, ReadReq, ReadStats, Sharing};
+use crate::read::{self, CodedReq, Destination, FileRef, Operation, ReadOptions, ReadReq, ReadStats, Sharing};
 use crate::{Control, Dtype, Error, Result};
 
 /// What a region is of.
@@ -51,7 +51,7 @@ pub struct Gather {
     /// The place in the plan of each request, and of what is added next.
     at: Vec<u64>,
     next_at: u64,
-    elsewhere: Vec<Elsewhere>,
+    elsewhere: Vec<DeviceDestination>,
     /// Of each of `files`, whether others want it too, once that is known.
     common: Option<Arc<[bool]>>,
 }
@@ -369,7 +369,7 @@ impl Gather {
         let requests = turns.requests(turn, &self.requests);
         let options = &self.options(options);
         // SAFETY: the caller's promise; no two requests of a turn share a byte. Files are never made shorter (section 9 of the format).
-        let read = unsafe { read::read(&self.files, &requests, &Names(&self.index), options, control) };
+        let read = unsafe { read::read(&self.files, &requests, &*self.index, options, control) };
         read.map_err(|error| explain(&self.index, error, control))
     }
 }
@@ -437,23 +437,4 @@ pub fn cover(index: &Index, tensor: u32, region: &Region) -> Result<Vec<Overlap>
         );
         Error::tensor_plan(Some(index.path()), index.name(tensor), reason)
     })
-}
-
-/// The names and digests of an index, for the engine.
-pub(crate) struct Names<'a>(pub &'a Index);
-
-impl Catalog for Names<'_> {
-    fn tensor_name(&self, tensor: u32) -> String {
-        self.0.name(tensor).to_owned()
-    }
-
-    fn digest(&self, i: u64) -> u64 {
-        self.0.digest(i)
-    }
-
-    fn tensor_bytes(&self, tensor: u32) -> Option<u64> {
-        let tensor = self.0.tensor(tensor);
-        let size = tensor.dtype?.size();
-        Some(tensor.shape.iter().fold(size, |n, &s| n.saturating_mul(s)))
-    }
 }

@@ -19,7 +19,7 @@ pub mod verify;
 mod views;
 
 pub use check::{check_files, check_regions};
-pub use clean::{Cleaned, Kind as LeftoverKind, Leftover, Verdict, clean, leftovers};
+pub use clean::{Cleaned, Leftover, LeftoverKind, Verdict, clean, leftovers};
 pub use clean_remote::{clean_remote, leftovers_remote};
 pub use commit::{Committed, commit, commit_index, discard, next_generation, replace_index};
 pub use commit_remote::{

@@ -8,7 +8,6 @@ use std::sync::Arc;
 use super::blocks::{Block, each_block};
 use super::data_header::DataHeader;
 use super::locate::{check_no_rank_names, names};
-use crate::copy::Signs;
 use crate::format::{
     BLOCK_SIZE, BlockCell, BlockDigests, ChunkEntry, DataFileName, IndexBuilder, SourceKind, Value, block_count,
     content_digest,
@@ -231,11 +230,9 @@ fn build(
                 length: chunk.length,
                 offsets: chunk.offsets.clone(),
                 sizes: chunk.sizes.clone(),
-                strides: None,
-                signs: Signs::default(),
                 digests: Some(digests),
                 content: Some(content),
-                frozen: false,
+                ..ChunkEntry::default()
             })?;
         }
     }

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::explain;
-use super::gather::{Gather, Memory, Names, Source};
+use super::gather::{Gather, Memory, Source};
 use crate::copy::{Accumulate, round_to_bfloat16};
 use crate::format::Index;
 use crate::geometry::{Region, row_major};
@@ -131,9 +131,17 @@ pub unsafe fn sum(
                         ..request.clone()
                     }),
             );
-            let names = Names(input.index);
             // SAFETY: the parts of a unit lie in its memory, apart from each other; that is this thread's alone.
-            let read = unsafe { reader.read(&input.files, requests, &input.survey, input.verify, &names, control) };
+            let read = unsafe {
+                reader.read(
+                    &input.files,
+                    requests,
+                    &input.survey,
+                    input.verify,
+                    input.index,
+                    control,
+                )
+            };
             read.map_err(|error| explain(input.index, error, control))?;
         }
         for part in &unit.parts {
@@ -208,7 +216,7 @@ fn input<'a>(
         ranges.push(first..gather.len());
     }
     let (files, mut requests) = gather.into_parts();
-    let survey = Survey::new(&files, &requests, options, &Names(index));
+    let survey = Survey::new(&files, &requests, options, &**index);
     let survey = survey.map_err(|error| explain(index, error, control))?;
     let verify = survey.choose(&mut requests, options.verify);
     Ok(Input {

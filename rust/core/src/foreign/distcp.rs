@@ -9,7 +9,7 @@ use super::fault::{Fault, FaultResult};
 use super::metadata_pickle::{self, StockItem, StockMetadata};
 use super::sharding::Sharding;
 use super::tensor_pickle::{self, StoredTensor};
-use super::window::{Fetched, MAX_PIECE, Source, Window};
+use super::window::{Fetched, MAX_PIECE, SourceFile, Window};
 use super::zip::{Archive, LOCAL_MAGIC};
 use crate::copy::Signs;
 use crate::format::safetensors as st;
@@ -59,9 +59,8 @@ pub(crate) fn index_items(files: Files<'_>, dir: &Path, metadata: StockMetadata,
             size: file.stat.size,
             data_start: 0,
             external: true,
-            linked: false,
-            head_digest: None,
             mtime_ns: file.stat.mtime_ns,
+            ..FileEntry::default()
         })?;
     }
     items.sort_by_key(|item| (item.file, item.offset));
@@ -172,7 +171,7 @@ fn locate_batch(
     };
     let file = &looked_at[first.file as usize];
     let opened = files.open(&file.path)?;
-    let source = Source {
+    let source = SourceFile {
         file: &opened,
         path: &file.path,
         size: file.stat.size,
@@ -216,7 +215,7 @@ fn name_fault(fault: Fault, path: &Path, entry: &TensorEntry, item: &StockItem) 
 
 fn locate(
     file: &DataFile,
-    source: &Source<'_>,
+    source: &SourceFile<'_>,
     fetched: &[Fetched],
     entry: &TensorEntry,
     item: &StockItem,
@@ -230,9 +229,7 @@ fn locate(
         sizes: item.sizes.clone(),
         strides,
         signs,
-        digests: None,
-        content: None,
-        frozen: false,
+        ..ChunkEntry::default()
     };
     let in_file = item
         .offset

@@ -1,5 +1,7 @@
 //! What can be wrong with an item, before anyone knows which tensor of which file it is.
 
+use std::path::Path;
+
 use crate::Error;
 
 /// Why an item (an archive or a pickle within a file) was refused. Offsets count from its first byte.
@@ -22,6 +24,19 @@ impl Fault {
         Self::Corrupt {
             at,
             reason: reason.into(),
+        }
+    }
+
+    /// As an error of the file at `path` that says what the others hold.
+    pub(super) fn in_index(self, path: &Path) -> Error {
+        match self {
+            Self::Corrupt { at, reason } => Error::corrupt_index(path, at, reason),
+            Self::Unsupported(what) => Error::Unsupported(format!("{}: {what}", path.display())),
+            Self::Forbidden(global) => Error::UnsafePickle {
+                path: path.to_owned(),
+                global,
+            },
+            Self::Read(error) => error,
         }
     }
 }

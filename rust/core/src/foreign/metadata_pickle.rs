@@ -8,7 +8,7 @@ use super::pickle::{Item, Node, Pickle, Rules, most_bytes};
 use crate::format::{Kind, TensorEntry, Value, parse_uuid};
 use crate::geometry::Dims;
 use crate::paths::{Reach, reach};
-use crate::{Dtype, Error, Result};
+use crate::{Dtype, Result};
 
 /// What a `.metadata` says, as plain data.
 #[derive(Clone, Debug, PartialEq)]
@@ -89,15 +89,7 @@ const RULES: Rules = Rules {
 
 /// Takes apart the bytes of a `.metadata`. `path` is for messages.
 pub fn parse(bytes: &[u8], path: &Path) -> Result<StockMetadata> {
-    read(bytes).map_err(|fault| match fault {
-        Fault::Corrupt { at, reason } => Error::corrupt_index(path, at, reason),
-        Fault::Unsupported(what) => Error::Unsupported(format!("{}: {what}", path.display())),
-        Fault::Forbidden(global) => Error::UnsafePickle {
-            path: path.to_owned(),
-            global,
-        },
-        Fault::Read(e) => e,
-    })
+    read(bytes).map_err(|fault| fault.in_index(path))
 }
 
 fn odd(what: impl Into<String>) -> Fault {

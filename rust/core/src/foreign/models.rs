@@ -164,10 +164,10 @@ pub(crate) fn known_names(from: Files<'_>, dir: &Path) -> Result<Vec<String>> {
 }
 
 /// What makes files one model, by their names alone: all ranks of one distributed save, a series with its length, or a file for itself.
-type Key<'a> = (Kind, &'a str, &'a str, u64);
+type Key<'a> = (Grouping, &'a str, &'a str, u64);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Kind {
+enum Grouping {
     File,
     Series,
     Shards,
@@ -189,11 +189,11 @@ fn key<'a>(name: &'a str, family: &Family) -> Key<'a> {
         .filter(|(rank, _)| is_number(rank));
     if let Some((_, rest)) = shard {
         let (stem, variant) = numbered(rest, family).map_or((rest, ""), |part| (part.stem, part.variant));
-        return (Kind::Shards, stem, variant, 0);
+        return (Grouping::Shards, stem, variant, 0);
     }
     match numbered(name, family) {
-        Some(part) => (Kind::Series, part.stem, part.variant, part.of),
-        None => (Kind::File, name, "", 0),
+        Some(part) => (Grouping::Series, part.stem, part.variant, part.of),
+        None => (Grouping::File, name, "", 0),
     }
 }
 
@@ -224,7 +224,7 @@ fn is_number(text: &str) -> bool {
 
 /// The files as a model, if none of them is missing.
 fn whole(dir: &Path, key: &Key<'_>, files: &[&str], family: &Family) -> Result<Model> {
-    if let (Kind::Series, stem, variant, of) = *key {
+    if let (Grouping::Series, stem, variant, of) = *key {
         let numbers: BTreeSet<u64> = files
             .iter()
             .filter_map(|name| Some(numbered(name, family)?.number))

@@ -10,7 +10,6 @@ use super::fault::{Fault, FaultResult};
 use super::models::Model;
 use super::sharding::Sharding;
 use crate::checkpoint::part_of;
-use crate::copy::Signs;
 use crate::format::safetensors as st;
 use crate::format::{ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry, Value};
 use crate::geometry::{Dims, element_count, tiling};
@@ -37,7 +36,7 @@ pub(crate) fn index_model(files: Files<'_>, dir: &Path, model: &Model, threads: 
 }
 
 /// A file of the checkpoint, with its header.
-struct Part {
+struct ModelFile {
     name: String,
     stat: Stat,
     header: st::Header,
@@ -47,7 +46,7 @@ struct Part {
 /// Long enough for most headers, so that one read is all it takes.
 const FIRST_READ: u64 = 64 << 10;
 
-fn read_part(files: Files<'_>, dir: &Path, name: &str) -> Result<Part> {
+fn read_part(files: Files<'_>, dir: &Path, name: &str) -> Result<ModelFile> {
     let path = dir.join(name);
     let (stat, mut head) = files.stat_with_start(&path, FIRST_READ)?;
     let bad = |e: st::HeaderError| Error::corrupt_index(&path, e.offset, e.reason);
@@ -59,25 +58,13 @@ fn read_part(files: Files<'_>, dir: &Path, name: &str) -> Result<Part> {
         }
     }
     let header = st::parse(&head, stat.size).map_err(bad)?;
-    let sharding = Sharding::of(&header).map_err(|fault| fault_of(fault, &path))?;
-    Ok(Part {
+    let sharding = Sharding::of(&header).map_err(|fault| fault.in_index(&path))?;
+    Ok(ModelFile {
         name: name.to_owned(),
         stat,
         header,
         sharding,
     })
-}
-
-fn fault_of(fault: Fault, path: &Path) -> Error {
-    match fault {
-        Fault::Corrupt { at, reason } => Error::corrupt_index(path, at, reason),
-        Fault::Unsupported(what) => Error::Unsupported(format!("{}: {what}", path.display())),
-        Fault::Forbidden(global) => Error::UnsafePickle {
-            path: path.to_owned(),
-            global,
-        },
-        Fault::Read(e) => e,
-    }
 }
 
 /// What is known of a tensor when all files are read.
@@ -97,7 +84,7 @@ struct Chunk {
     length: u64,
 }
 
-fn build(dir: &Path, parts: &[Part], weight_map: &HashMap<String, String>) -> Result<Vec<u8>> {
+fn build(dir: &Path, parts: &[ModelFile], weight_map: &HashMap<String, String>) -> Result<Vec<u8>> {
     let mut tensors: BTreeMap<&str, Known> = BTreeMap::new();
     for (i, part) in parts.iter().enumerate() {
         let path = dir.join(&part.name);
@@ -105,7 +92,7 @@ fn build(dir: &Path, parts: &[Part], weight_map: &HashMap<String, String>) -> Re
             if weight_map.get(&tensor.name).is_some_and(|file| *file != part.name) {
                 continue; // a copy: the index names another file for it
             }
-            let (dtype, chunk) = chunk_of(i, part, tensor).map_err(|fault| fault_of(fault, &path))?;
+            let (dtype, chunk) = chunk_of(i, part, tensor).map_err(|fault| fault.in_index(&path))?;
             let ends = chunk
                 .offsets
                 .iter()
@@ -156,9 +143,8 @@ fn build(dir: &Path, parts: &[Part], weight_map: &HashMap<String, String>) -> Re
             size: part.stat.size,
             data_start: part.header.data_start,
             external: true,
-            linked: false,
-            head_digest: None,
             mtime_ns: part.stat.mtime_ns,
+            ..FileEntry::default()
         })?;
     }
     for (name, known) in tensors {
@@ -167,7 +153,7 @@ fn build(dir: &Path, parts: &[Part], weight_map: &HashMap<String, String>) -> Re
     builder.build()
 }
 
-fn chunk_of(i: usize, part: &Part, tensor: &st::HeaderTensor) -> FaultResult<(Dtype, Chunk)> {
+fn chunk_of(i: usize, part: &ModelFile, tensor: &st::HeaderTensor) -> FaultResult<(Dtype, Chunk)> {
     let unsupported = || {
         let (name, dtype) = (&tensor.name, tensor.dtype.name());
         Fault::Unsupported(format!(
@@ -214,7 +200,7 @@ fn check_weight_map(dir: &Path, tensors: &BTreeMap<&str, Known>, weight_map: &Ha
     }
 }
 
-fn add(builder: &mut IndexBuilder, dir: &Path, parts: &[Part], name: &str, known: Known) -> Result<()> {
+fn add(builder: &mut IndexBuilder, dir: &Path, parts: &[ModelFile], name: &str, known: Known) -> Result<()> {
     let Known {
         dtype,
         shape,
@@ -256,11 +242,7 @@ fn add(builder: &mut IndexBuilder, dir: &Path, parts: &[Part], name: &str, known
             length: chunk.length,
             offsets: chunk.offsets,
             sizes: chunk.sizes,
-            strides: None,
-            signs: Signs::default(),
-            digests: None,
-            content: None,
-            frozen: false,
+            ..ChunkEntry::default()
         })?;
     }
     Ok(())

@@ -7,7 +7,7 @@
 use std::path::Path;
 
 use super::fault::{Fault, FaultResult};
-use super::window::{Fetched, Source, Window};
+use super::window::{Fetched, SourceFile, Window};
 use super::zip::{Archive, DESCRIPTOR_MAGIC};
 use crate::store::Opened;
 use crate::{Error, Result, parallel};
@@ -69,7 +69,7 @@ impl Template {
     /// # Errors
     /// [`Error::CorruptData`] where no archive of stored records is. Nothing is entered then.
     pub fn seal(&mut self, path: &Path, archives: &[(u64, u64)], filled: &[Filled], threads: usize) -> Result<()> {
-        let source = Source {
+        let source = SourceFile {
             file: &Opened::Nowhere,
             path,
             size: self.size,

@@ -14,13 +14,13 @@ pub(super) struct Fetched {
 }
 
 /// A file to read ranges of.
-pub(super) struct Source<'a> {
+pub(super) struct SourceFile<'a> {
     pub file: &'a Opened<'a>,
     pub path: &'a Path,
     pub size: u64,
 }
 
-impl Source<'_> {
+impl SourceFile<'_> {
     /// Reads `[at, at + len)`, which must lie in the file.
     pub(super) fn fetch(&self, at: u64, len: u64) -> Result<Fetched> {
         let bytes = self.file.fetch(self.path, self.size, at, len)?;
@@ -38,8 +38,8 @@ impl Source<'_> {
 
 /// Has `read` look at a file that is these bytes, and in memory.
 #[cfg(any(test, fuzzing))]
-pub(super) fn in_memory<T>(path: &str, bytes: &[u8], read: impl FnOnce(&Source<'_>, &[Fetched]) -> T) -> T {
-    let source = Source {
+pub(super) fn in_memory<T>(path: &str, bytes: &[u8], read: impl FnOnce(&SourceFile<'_>, &[Fetched]) -> T) -> T {
+    let source = SourceFile {
         file: &Opened::Nowhere,
         path: Path::new(path),
         size: bytes.len() as u64,
@@ -54,7 +54,7 @@ pub(super) const MAX_PIECE: u64 = 16 << 20;
 
 /// The bytes `[start, start + len)` of a file. Positions count from `start`.
 pub(super) struct Window<'a> {
-    pub source: &'a Source<'a>,
+    pub source: &'a SourceFile<'a>,
     pub start: u64,
     pub len: u64,
     /// Longest piece that a parser may ask for.
@@ -66,7 +66,7 @@ pub(super) struct Window<'a> {
 impl<'a> Window<'a> {
     /// A whole file as one item.
     #[cfg(any(test, fuzzing))]
-    pub(super) fn whole(source: &'a Source<'a>, fetched: &'a [Fetched]) -> Self {
+    pub(super) fn whole(source: &'a SourceFile<'a>, fetched: &'a [Fetched]) -> Self {
         Self {
             source,
             start: 0,

@@ -6,7 +6,7 @@ use crate::copy::Signs;
 use crate::geometry::Dims;
 
 /// A data file, to be named by an index.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct FileEntry {
     /// Path relative to the folder of the index.
     pub name: String,
@@ -57,8 +57,8 @@ pub struct TensorEntry {
     pub position: Option<u32>,
 }
 
-/// A chunk of a tensor that was added before.
-#[derive(Clone, Debug)]
+/// A chunk of a tensor that was added before. By default it is contiguous, and nothing is known of its bytes.
+#[derive(Clone, Debug, Default)]
 pub struct ChunkEntry {
     /// What [`IndexBuilder::add_tensor`](super::IndexBuilder::add_tensor) returned.
     pub tensor: u32,

@@ -204,7 +204,7 @@ pub fn turns(writes: &[Write], every: bool) -> Vec<Option<u32>> {
         items.extend(
             (write.footprints.iter())
                 .filter(|_| happens[number])
-                .map(|footprint| Item {
+                .map(|footprint| Stretch {
                     write: number,
                     space: footprint.space,
                     start: footprint.start,
@@ -232,21 +232,21 @@ pub fn turns(writes: &[Write], every: bool) -> Vec<Option<u32>> {
         .collect()
 }
 
-struct Item<'a> {
+struct Stretch<'a> {
     write: usize,
     space: u32,
     start: u64,
     layout: Layout<'a>,
 }
 
-impl Item<'_> {
+impl Stretch<'_> {
     fn end(&self) -> u64 {
         self.start + self.layout.reach()
     }
 }
 
 /// The writes that may share memory, each crowd of them in a list.
-fn find_crowds(items: &mut [Item<'_>], crowds: &mut Vec<Vec<usize>>) {
+fn find_crowds(items: &mut [Stretch<'_>], crowds: &mut Vec<Vec<usize>>) {
     items.sort_unstable_by_key(|item| (item.space, item.start));
     let mut rest = items;
     while let Some(first) = rest.first() {
@@ -270,7 +270,7 @@ fn find_crowds(items: &mut [Item<'_>], crowds: &mut Vec<Vec<usize>>) {
 
 /// Where all have the same outermost loop, and together fit between its steps, as columns of a matrix do, only those in the same step can
 /// meet: takes the loop away.
-fn enter_common_loop(items: &mut [Item<'_>]) -> bool {
+fn enter_common_loop(items: &mut [Stretch<'_>]) -> bool {
     let Some((outer, _)) = items[0].layout.split() else {
         return false;
     };

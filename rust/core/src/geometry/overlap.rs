@@ -193,7 +193,6 @@ mod tests {
 
     use super::*;
     use crate::Dtype;
-    use crate::copy::Signs;
     use crate::format::{ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry};
 
     fn index(shape: &[u64], chunks: &[Region]) -> Index {
@@ -204,9 +203,7 @@ mod tests {
                 size: 1 << 20,
                 data_start: 0,
                 external: false,
-                linked: false,
-                head_digest: None,
-                mtime_ns: 0,
+                ..FileEntry::default()
             })
             .unwrap();
         let tensor = builder
@@ -231,11 +228,7 @@ mod tests {
                     length,
                     offsets: chunk.offsets.clone(),
                     sizes: chunk.sizes.clone(),
-                    strides: None,
-                    signs: Signs::default(),
-                    digests: None,
-                    content: None,
-                    frozen: false,
+                    ..ChunkEntry::default()
                 })
                 .unwrap();
             offset += length;

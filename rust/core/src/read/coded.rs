@@ -11,7 +11,7 @@ use super::plan::stored_strides;
 use super::sequential::{Sequential, Survey};
 use super::worker::there;
 use super::{FileRef, Operation, ReadOptions, ReadReq, ReadStats, Verify, connect};
-use crate::checkpoint::gather::{Names, bytes_of, cover};
+use crate::checkpoint::gather::{bytes_of, cover};
 use crate::copy::{Strided, copy_strided};
 use crate::geometry::{Dims, row_major};
 use crate::quant::Coded;
@@ -120,9 +120,8 @@ pub unsafe fn read(
     let Some(coded) = reqs.first().and_then(|req| req.coded.as_ref()) else {
         return Ok(ReadStats::default());
     };
-    let names = Names(&coded.of.index);
     let stored: Vec<ReadReq> = reqs.iter().map(|req| wanted(req)).collect::<Result<Vec<_>>>()?.concat();
-    let survey = Survey::new(files, &stored, options, &names)?;
+    let survey = Survey::new(files, &stored, options, &*coded.of.index)?;
     let window = survey.window();
     let mut windows = Vec::new();
     for (number, req) in reqs.iter().enumerate() {
@@ -222,7 +221,7 @@ unsafe fn fill_window(
     let delivered = reader.stats().bytes_wanted;
     let verify = survey.choose(&mut requests, verify);
     // SAFETY: the parts lie in `memory` one after another, and the chunks of a part do not overlap in it. Nobody else has it.
-    unsafe { reader.read(files, &requests, survey, verify, &Names(&coded.of.index), control)? };
+    unsafe { reader.read(files, &requests, survey, verify, &*coded.of.index, control)? };
     reader.count_as(delivered, decoded as u64);
     control.add((decoded as u64).saturating_sub(stored as u64));
     let (codes, out) = memory[..stored + decoded].split_at_mut(stored);

@@ -18,6 +18,12 @@ impl Catalog for Index {
     fn digest(&self, i: u64) -> u64 {
         Index::digest(self, i)
     }
+
+    fn tensor_bytes(&self, tensor: u32) -> Option<u64> {
+        let tensor = self.tensor(tensor);
+        let size = tensor.dtype?.size();
+        Some(tensor.shape.iter().fold(size, |n, &s| n.saturating_mul(s)))
+    }
 }
 
 /// [`Verify::Auto`] compares blocks where that reads at most one part in this many more.

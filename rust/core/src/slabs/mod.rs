@@ -12,6 +12,6 @@ mod session;
 mod split;
 
 pub use pack::{ALIGN, Batch};
-pub use plan::{Copy, Plan, To};
+pub use plan::{Plan, SlabCopy, To};
 pub use session::{Next, Session, Slab};
 pub(crate) use split::split;

@@ -11,7 +11,7 @@ const LEFT_OVER: u64 = 16;
 
 /// Something to load.
 #[derive(Clone, Debug)]
-pub struct Item {
+pub struct SlabItem {
     /// The file it is in.
     pub file: u32,
     /// Its first byte in the file.
@@ -28,7 +28,7 @@ pub struct Item {
     pub group: u32,
 }
 
-impl Item {
+impl SlabItem {
     /// Bytes. Chunks are known to fit their files, so this cannot overflow.
     pub fn length(&self) -> u64 {
         self.sizes.iter().product::<u64>() * self.itemsize
@@ -37,7 +37,7 @@ impl Item {
 
 /// Which part of an item.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Part {
+pub enum ItemPart {
     /// Bytes from this one on, of a flat item.
     Bytes(u64),
     /// The rectangle of these offsets and sizes, packed in row-major order.
@@ -54,7 +54,7 @@ pub struct Piece {
     /// Bytes.
     pub length: u64,
     /// Of the item.
-    pub part: Part,
+    pub part: ItemPart,
 }
 
 /// What one slab is filled with.
@@ -68,7 +68,7 @@ pub struct Batch {
 
 /// Packs items, in their order, into slabs of `slab_bytes`, a multiple of [`ALIGN`]. Batches of different groups take turns.
 /// With `verify`, items are cut where blocks of their chunks end, if a slab holds a block.
-pub fn pack(items: &[Item], slab_bytes: u64, verify: bool) -> Vec<Batch> {
+pub fn pack(items: &[SlabItem], slab_bytes: u64, verify: bool) -> Vec<Batch> {
     let mut groups: Vec<u32> = items.iter().map(|item| item.group).collect();
     groups.sort_unstable();
     groups.dedup();
@@ -122,13 +122,13 @@ impl Packer {
         }
     }
 
-    fn add(&mut self, i: usize, item: &Item) {
+    fn add(&mut self, i: usize, item: &SlabItem) {
         if item.flat {
             self.bytes(i, item);
         } else {
             split(&item.sizes, item.itemsize, self.slab, &mut |offsets, sizes| {
                 let length = sizes.iter().product::<u64>() * item.itemsize;
-                let part = Part::Rectangle(Dims::from_slice(offsets), Dims::from_slice(sizes));
+                let part = ItemPart::Rectangle(Dims::from_slice(offsets), Dims::from_slice(sizes));
                 if self.next() + length > self.slab {
                     self.flush();
                 }
@@ -137,7 +137,7 @@ impl Packer {
         }
     }
 
-    fn bytes(&mut self, i: usize, item: &Item) {
+    fn bytes(&mut self, i: usize, item: &SlabItem) {
         let length = item.length();
         let mut from = 0;
         while from < length {
@@ -148,13 +148,13 @@ impl Packer {
                 self.flush();
                 continue;
             }
-            self.push(i, n, Part::Bytes(from));
+            self.push(i, n, ItemPart::Bytes(from));
             from += n;
         }
     }
 
     /// How much of the rest of an item goes into `room` bytes that cannot hold all of it.
-    fn cut(&self, item: &Item, from: u64, room: u64) -> u64 {
+    fn cut(&self, item: &SlabItem, from: u64, room: u64) -> u64 {
         let room = room / ALIGN * ALIGN;
         let begin = item.chunk_begin + from;
         let block_end = (begin + room) / BLOCK_SIZE * BLOCK_SIZE;
@@ -174,7 +174,7 @@ impl Packer {
         self.used.next_multiple_of(ALIGN)
     }
 
-    fn push(&mut self, item: usize, length: u64, part: Part) {
+    fn push(&mut self, item: usize, length: u64, part: ItemPart) {
         let at = self.next();
         self.used = at + length;
         self.batch.pieces.push(Piece { item, at, length, part });

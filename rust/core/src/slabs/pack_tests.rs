@@ -2,12 +2,12 @@
 
 use proptest::prelude::*;
 
-use super::pack::{ALIGN, Batch, Item, Part, pack};
+use super::pack::{ALIGN, Batch, ItemPart, SlabItem, pack};
 use crate::format::BLOCK_SIZE;
 use crate::geometry::Dims;
 
-fn flat(file: u32, offset: u64, length: u64) -> Item {
-    Item {
+fn flat(file: u32, offset: u64, length: u64) -> SlabItem {
+    SlabItem {
         file,
         offset,
         chunk_begin: 0,
@@ -48,7 +48,7 @@ fn verified_items_are_cut_at_blocks() {
 
 #[test]
 fn groups_take_turns() {
-    let item = |group| Item {
+    let item = |group| SlabItem {
         group,
         ..flat(0, 0, 3 * ALIGN)
     };
@@ -57,7 +57,7 @@ fn groups_take_turns() {
     assert_eq!(groups, [7, 9, 7, 7]);
 }
 
-fn items() -> impl Strategy<Value = Vec<Item>> {
+fn items() -> impl Strategy<Value = Vec<SlabItem>> {
     let item = (
         0_u32..2,
         0_u64..200_000,
@@ -75,7 +75,7 @@ fn items() -> impl Strategy<Value = Vec<Item>> {
                 let itemsize = 1 << power;
                 // Mostly neighbours, which is what files hold.
                 let offset = end[file as usize] + if near > 2 { near % 3 * itemsize } else { gap };
-                let item = Item {
+                let item = SlabItem {
                     file,
                     offset,
                     chunk_begin: 0,
@@ -108,11 +108,11 @@ proptest! {
                 prop_assert_eq!(piece.length % item.itemsize, 0);
                 end = piece.at + piece.length;
                 match &piece.part {
-                    Part::Bytes(from) => {
+                    ItemPart::Bytes(from) => {
                         prop_assert!(item.flat);
                         prop_assert_eq!(*from, seen[piece.item]);
                     }
-                    Part::Rectangle(_, sizes) => {
+                    ItemPart::Rectangle(_, sizes) => {
                         prop_assert_eq!(sizes.iter().product::<u64>() * item.itemsize, piece.length);
                     }
                 }

@@ -3,9 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::pack::{ALIGN, Batch, Item, Part, pack};
+use super::pack::{ALIGN, Batch, ItemPart, SlabItem, pack};
 use crate::checkpoint::explain;
-use crate::checkpoint::gather::{Common, Gather, Memory, Names, Source, Want, bytes_of};
+use crate::checkpoint::gather::{Common, Gather, Memory, Source, Want, bytes_of};
 use crate::copy::Signs;
 use crate::format::{Index, Kind};
 use crate::geometry::{Dims, Region, is_run, row_major};
@@ -63,10 +63,10 @@ impl Plan {
                 let want = &wants[piece.item];
                 let place = place(piece.at)?;
                 match &piece.part {
-                    Part::Bytes(from) => {
+                    ItemPart::Bytes(from) => {
                         gather.add_bytes(want.chunk, items[piece.item].chunk_begin + from, piece.length, place)?;
                     }
-                    Part::Rectangle(offsets, sizes) => {
+                    ItemPart::Rectangle(offsets, sizes) => {
                         let region = Region {
                             offsets: sum(offsets, &want.chunk_offsets),
                             sizes: sizes.clone(),
@@ -88,7 +88,7 @@ impl Plan {
         }
         let options = gather.options(options).into_owned();
         let (files, mut requests) = gather.into_parts();
-        let survey = Survey::new(&files, &requests, &options, &Names(&index))
+        let survey = Survey::new(&files, &requests, &options, &*index)
             .map_err(|error| explain(&index, error, &Control::new()))?;
         let verify = survey.choose(&mut requests, options.verify);
         let threads = match options.threads {
@@ -116,17 +116,17 @@ impl Plan {
     }
 
     /// The copies that empty a batch, in the order of their places in the slab.
-    pub fn copies(&self, batch: &Batch) -> impl Iterator<Item = Copy> {
+    pub fn copies(&self, batch: &Batch) -> impl Iterator<Item = SlabCopy> {
         batch.pieces.iter().map(|piece| {
             let want = &self.wants[piece.item];
-            Copy {
+            SlabCopy {
                 target: want.target,
                 want: piece.item,
                 at: piece.at,
                 length: piece.length,
                 to: match &piece.part {
-                    Part::Bytes(from) => To::Bytes(want.begin.unwrap_or_default() + from),
-                    Part::Rectangle(offsets, sizes) => To::Box(Region {
+                    ItemPart::Bytes(from) => To::Bytes(want.begin.unwrap_or_default() + from),
+                    ItemPart::Rectangle(offsets, sizes) => To::Box(Region {
                         offsets: sum(offsets, &want.offsets),
                         sizes: sizes.clone(),
                     }),
@@ -156,7 +156,7 @@ impl Plan {
 
 /// Bytes of a slab, and the part of a target that they fill.
 #[derive(Clone, Debug)]
-pub struct Copy {
+pub struct SlabCopy {
     /// Number of the target.
     pub target: usize,
     /// Which of the wants of the plan it is a part of.
@@ -183,10 +183,10 @@ fn sum(a: &[u64], b: &[u64]) -> Dims {
 }
 
 /// Packs items in the order of their files.
-fn pack_sorted(items: &[Item], slab_bytes: u64, verify: bool) -> Vec<Batch> {
+fn pack_sorted(items: &[SlabItem], slab_bytes: u64, verify: bool) -> Vec<Batch> {
     let mut order: Vec<usize> = (0..items.len()).collect();
     order.sort_by_key(|&i| (items[i].file, items[i].offset));
-    let sorted: Vec<Item> = order.iter().map(|&i| items[i].clone()).collect();
+    let sorted: Vec<SlabItem> = order.iter().map(|&i| items[i].clone()).collect();
     let mut batches = pack(&sorted, slab_bytes, verify);
     for piece in batches.iter_mut().flat_map(|batch| &mut batch.pieces) {
         piece.item = order[piece.item];
@@ -199,7 +199,7 @@ fn place(at: u64) -> Result<Destination> {
     Ok(Destination(std::ptr::without_provenance_mut(at)))
 }
 
-fn item(index: &Index, want: &Want) -> Result<Item> {
+fn item(index: &Index, want: &Want) -> Result<SlabItem> {
     let view = index.chunk(want.chunk);
     let tensor = index.tensor(view.tensor);
     let refuse = |reason: String| Error::tensor_plan(Some(index.path()), tensor.name, reason);
@@ -220,7 +220,7 @@ fn item(index: &Index, want: &Want) -> Result<Item> {
     let first = if empty { 0 } else { first };
     let stands_for_itself = view.signs == Signs::default() && view.coded.is_none();
     let strides = view.strides.unwrap_or_else(|| row_major(&view.sizes));
-    Ok(Item {
+    Ok(SlabItem {
         file: view.file,
         offset: view.offset + first,
         chunk_begin: first,

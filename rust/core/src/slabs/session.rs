@@ -10,7 +10,6 @@ use std::time::Duration;
 use super::pack::ALIGN;
 use super::plan::Plan;
 use crate::checkpoint::explain;
-use crate::checkpoint::gather::Names;
 use crate::read::{Destination, ReadReq, ReadStats, Sequential, connect};
 use crate::{Control, Error, Result, parallel};
 
@@ -290,7 +289,6 @@ fn fill(
         dst: Destination(base.wrapping_add(request.dst.0.addr())),
         ..request.clone()
     }));
-    let names = Names(&plan.index);
     // SAFETY: the pieces of a batch lie in its slab, apart from each other; the slab is this thread's until it is handed out,
     // and valid, as the caller of `start` promised.
     unsafe {
@@ -299,7 +297,7 @@ fn fill(
             requests,
             &plan.survey,
             plan.verify,
-            &names,
+            &*plan.index,
             &shared.control,
         )
     }

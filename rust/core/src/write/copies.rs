@@ -8,7 +8,7 @@ use super::item::SaveInfo;
 use super::layout::HEADER_LIMIT;
 use super::links::Links;
 use super::object::give_up;
-use super::reuse::{Reuse, Source};
+use super::reuse::{ParentFile, Reuse};
 use crate::format::{Index, block_digest};
 use crate::store::{Remote, StoringConnection, random_token};
 use crate::{Control, Error, Result, parallel};
@@ -108,7 +108,7 @@ impl Copies {
             for source in sources {
                 if let Some(draft) = made.draft(parent, info, &source)? {
                     files.push((source.file, dir.join(&draft.name)));
-                    kept.push(Source {
+                    kept.push(ParentFile {
                         file: source.file,
                         chunks: source.chunks.clone(),
                     });

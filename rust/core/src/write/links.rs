@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::files::DataFiles;
 use super::item::SaveInfo;
-use super::reuse::{Reuse, Source};
+use super::reuse::{ParentFile, Reuse};
 use crate::format::{DataFileName, FileEntry, Index};
 use crate::{Control, Error, Result};
 
@@ -57,7 +57,7 @@ impl Links {
     }
 
     /// The name that the next file gets, and what is said of it; `None` where that would be too much.
-    pub(super) fn draft(&self, parent: &Index, info: &SaveInfo, source: &Source) -> Result<Option<Draft>> {
+    pub(super) fn draft(&self, parent: &Index, info: &SaveInfo, source: &ParentFile) -> Result<Option<Draft>> {
         let number = u32::try_from(self.files.len() + 1).map_err(|_| Error::Plan("too many files to link".into()))?;
         let view = parent.file(source.file);
         let mut note = self.note.clone();
@@ -74,7 +74,7 @@ impl Links {
     }
 
     /// The file has the name.
-    pub(super) fn take(&mut self, parent: &Index, draft: Draft, source: Source) {
+    pub(super) fn take(&mut self, parent: &Index, draft: Draft, source: ParentFile) {
         self.note = draft.note;
         self.files.push(Link {
             entry: FileEntry {

@@ -44,7 +44,7 @@ struct Candidate {
 }
 
 /// A file of the parent of which enough is reused to link it.
-pub(super) struct Source {
+pub(super) struct ParentFile {
     /// Index of the file in the parent.
     pub file: u32,
     /// (item, chunk of the parent), in the order of the bytes.
@@ -247,7 +247,7 @@ impl Reuse {
     }
 
     /// The bytes of a source that are reused: (first, the one after the last), in order.
-    pub(super) fn ranges(parent: &Index, source: &Source) -> Vec<(u64, u64)> {
+    pub(super) fn ranges(parent: &Index, source: &ParentFile) -> Vec<(u64, u64)> {
         let mut ranges: Vec<(u64, u64)> = Vec::new();
         for &(_, chunk) in &source.chunks {
             let view = parent.chunk(chunk);
@@ -261,7 +261,7 @@ impl Reuse {
     }
 
     /// The files of the parent of which at least half is reused, in their order.
-    pub(super) fn sources(&self) -> Vec<Source> {
+    pub(super) fn sources(&self) -> Vec<ParentFile> {
         let Some(parent) = self.parent() else {
             return Vec::new();
         };
@@ -281,7 +281,7 @@ impl Reuse {
                 chunks.sort_by_key(|&(_, chunk)| parent.chunk(chunk).offset);
                 let reused: u64 = chunks.iter().map(|&(item, _)| self.items[item].length).sum();
                 let view = parent.file(file);
-                (reused >= (view.size - view.data_start).div_ceil(2)).then_some(Source { file, chunks })
+                (reused >= (view.size - view.data_start).div_ceil(2)).then_some(ParentFile { file, chunks })
             })
             .collect()
     }

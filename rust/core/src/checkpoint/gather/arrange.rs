@@ -10,7 +10,7 @@ use crate::geometry::{Dims, Region, is_run, row_major};
 use crate::read::ReadReq;
 
 /// A destination that the caller fills: on a device, say.
-pub(super) struct Elsewhere {
+pub(super) struct DeviceDestination {
     /// As [`Gather::set_place`] had it.
     at: u64,
     file: u32,
@@ -57,28 +57,40 @@ pub struct Rest {
 }
 
 /// In which turn what is filled. Those of one turn share no memory. By default all of it in one.
-#[derive(Default)]
-pub struct Turns(Option<Vec<Turn>>);
+pub struct Turns {
+    count: usize,
+    /// Of the requests, then of what the caller fills: `None` is never filled.
+    of: Option<Vec<Option<u32>>>,
+}
 
-/// Numbers of requests, and of what the caller fills.
-#[derive(Default)]
-struct Turn {
-    requests: Vec<usize>,
-    elsewhere: Vec<usize>,
+impl Default for Turns {
+    fn default() -> Self {
+        Self { count: 1, of: None }
+    }
 }
 
 impl Turns {
     /// How many there are, at least one.
     #[expect(clippy::len_without_is_empty, reason = "there is always one")]
     pub fn len(&self) -> usize {
-        self.0.as_ref().map_or(1, Vec::len)
+        self.count
+    }
+
+    /// Whether what has this number has this turn.
+    fn has(&self, turn: usize, i: usize) -> bool {
+        self.of
+            .as_ref()
+            .map_or(turn == 0, |of| of[i].is_some_and(|of| of as usize == turn))
     }
 
     pub(super) fn requests<'a>(&self, turn: usize, all: &'a [ReadReq]) -> Cow<'a, [ReadReq]> {
-        match &self.0 {
-            None => Cow::Borrowed(all),
-            Some(turns) => turns[turn].requests.iter().map(|&i| all[i].clone()).collect(),
+        if self.of.is_none() {
+            return Cow::Borrowed(all);
         }
+        (0..all.len())
+            .filter(|&i| self.has(turn, i))
+            .map(|i| all[i].clone())
+            .collect()
     }
 }
 
@@ -101,7 +113,7 @@ impl Gather {
             let footprint = start.and_then(|start| lies(start, &part.sizes));
             let flat = is_flat && is_run(&part.sizes, &row_major);
             let file = self.place(index.chunk_file(part.chunk))?;
-            self.elsewhere.push(Elsewhere {
+            self.elsewhere.push(DeviceDestination {
                 at: self.next_at,
                 file,
                 write: Write {
@@ -140,7 +152,7 @@ impl Gather {
             return Ok(());
         };
         let file = self.place(index.chunk_file(first.chunk))?;
-        self.elsewhere.push(Elsewhere {
+        self.elsewhere.push(DeviceDestination {
             at: self.next_at,
             file,
             write: Write {
@@ -165,7 +177,7 @@ impl Gather {
         }
         let runs = contested(&mut reaches);
         if runs.is_empty() {
-            return Turns(None);
+            return Turns::default();
         }
         let mut sharing: Vec<usize> = runs
             .into_iter()
@@ -175,28 +187,12 @@ impl Gather {
         sharing.sort_unstable_by_key(|&i| (files[&self.file(i)], self.at(i), i));
         sharing.dedup();
         let writes: Vec<Write> = sharing.iter().map(|&i| self.write(i)).collect();
-        let mut turns = vec![Some(0); self.count()];
+        let mut of = vec![Some(0); self.count()];
         for (i, turn) in sharing.into_iter().zip(memory::turns(&writes, every)) {
-            turns[i] = turn;
+            of[i] = turn;
         }
-        self.split(&turns)
-    }
-
-    fn split(&self, turns: &[Option<u32>]) -> Turns {
-        let mut split: Vec<Turn> = Vec::new();
-        for (i, turn) in turns.iter().enumerate() {
-            let Some(turn) = turn.map(|turn| turn as usize) else {
-                continue;
-            };
-            if split.len() <= turn {
-                split.resize_with(turn + 1, Turn::default);
-            }
-            match i.checked_sub(self.requests.len()) {
-                None => split[turn].requests.push(i),
-                Some(i) => split[turn].elsewhere.push(i),
-            }
-        }
-        Turns(Some(split))
+        let count = of.iter().flatten().max().map_or(1, |&last| last as usize + 1);
+        Turns { count, of: Some(of) }
     }
 
     /// Numbers of what the caller fills from slabs in a turn, for [`want`](Self::want).
@@ -224,15 +220,16 @@ impl Gather {
     }
 
     fn elsewhere(&self, turns: &Turns, turn: usize) -> Vec<usize> {
-        match &turns.0 {
-            None => (0..self.elsewhere.len()).collect(),
-            Some(turns) => turns[turn].elsewhere.clone(),
-        }
+        let first = self.requests.len();
+        (0..self.elsewhere.len())
+            .filter(|i| turns.has(turn, first + i))
+            .collect()
     }
 
     /// Places in the plan of all that is filled in a turn.
     pub fn places(&self, turns: &Turns, turn: usize) -> Vec<u64> {
-        let mut places: Vec<u64> = self.in_turn(turns, turn).map(|i| self.at(i)).collect();
+        let filled = (0..self.count()).filter(|&i| turns.has(turn, i));
+        let mut places: Vec<u64> = filled.map(|i| self.at(i)).collect();
         places.sort_unstable();
         places.dedup();
         places
@@ -240,47 +237,20 @@ impl Gather {
 
     /// Places in the plan of which all is filled in the first turn.
     pub fn at_once(&self, turns: &Turns) -> Vec<u64> {
+        let late = (0..self.count()).filter(|&i| !turns.has(0, i));
+        let late: HashSet<u64> = late.map(|i| self.at(i)).collect();
         let mut first = self.places(turns, 0);
-        if turns.0.is_some() {
-            let mut filled = vec![false; self.count()];
-            self.in_turn(turns, 0).for_each(|i| filled[i] = true);
-            let late: HashSet<u64> = (0..filled.len()).filter(|&i| !filled[i]).map(|i| self.at(i)).collect();
-            first.retain(|place| !late.contains(place));
-        }
+        first.retain(|place| !late.contains(place));
         first
     }
 
     /// Takes all of these places out of the turns.
     pub fn leave_out(&self, turns: &mut Turns, places: &[u64]) {
         let places: HashSet<u64> = places.iter().copied().collect();
-        let stays = |i: usize| !places.contains(&self.at(i));
-        let split = (0..turns.len()).map(|turn| Turn {
-            requests: self
-                .requests_in(turns, turn)
-                .into_iter()
-                .filter(|&i| stays(i))
-                .collect(),
-            elsewhere: self
-                .elsewhere(turns, turn)
-                .into_iter()
-                .filter(|&i| stays(self.requests.len() + i))
-                .collect(),
-        });
-        *turns = Turns(Some(split.collect()));
-    }
-
-    fn requests_in(&self, turns: &Turns, turn: usize) -> Vec<usize> {
-        match &turns.0 {
-            None => (0..self.requests.len()).collect(),
-            Some(turns) => turns[turn].requests.clone(),
+        let of = turns.of.get_or_insert_with(|| vec![Some(0); self.count()]);
+        for (i, turn) in of.iter_mut().enumerate() {
+            *turn = turn.filter(|_| !places.contains(&self.at(i)));
         }
-    }
-
-    /// All that is filled in a turn, as numbers for [`at`](Self::at).
-    fn in_turn(&self, turns: &Turns, turn: usize) -> impl Iterator<Item = usize> {
-        let (here, count) = (self.requests_in(turns, turn), self.requests.len());
-        here.into_iter()
-            .chain(self.elsewhere(turns, turn).into_iter().map(move |i| count + i))
     }
 
     fn count(&self) -> usize {

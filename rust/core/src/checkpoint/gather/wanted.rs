@@ -303,7 +303,6 @@ mod tests {
     use super::*;
     use crate::Dtype;
     use crate::checkpoint::Memory;
-    use crate::copy::Signs;
     use crate::format::{ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry};
     use crate::geometry::Dims;
     use crate::read::{Destination, ReadOptions, Sharing};
@@ -319,9 +318,7 @@ mod tests {
                 size: 64 << 20,
                 data_start: 0,
                 external: false,
-                linked: false,
-                head_digest: None,
-                mtime_ns: 0,
+                ..FileEntry::default()
             };
             builder.add_file(entry).unwrap();
         }
@@ -352,11 +349,7 @@ mod tests {
                     length: rows * 1024,
                     offsets: Dims::from_slice(&[0, 0]),
                     sizes: Dims::from_slice(&[rows, 1024]),
-                    strides: None,
-                    signs: Signs::default(),
-                    digests: None,
-                    content: None,
-                    frozen: false,
+                    ..ChunkEntry::default()
                 })
                 .unwrap();
         }

@@ -1,6 +1,6 @@
 //! How deep the values of a pickle nest, and how large they are where nothing is shared.
 
-use super::{Item, Pickle};
+use super::{Item, Made, Node, Pickle, Then};
 
 /// The size of a node with everything in it. A reference back to an enclosing node counts as one part.
 #[derive(Clone, Copy, Debug, Default)]
@@ -59,5 +59,44 @@ impl Pickle<'_> {
         });
         let sum = Extent { depth: 0, parts: small };
         Visit { node, left, sum }
+    }
+
+    /// Calls `each` with what a node refers to.
+    fn each_part(&self, node: &Node, mut each: impl FnMut(Item)) {
+        match node {
+            Node::Tuple { first, len } => {
+                let first = *first as usize;
+                self.pool[first..first + *len as usize].iter().copied().for_each(each);
+            }
+            Node::List { items, .. } | Node::Set { items, .. } => items.iter().copied().for_each(each),
+            Node::Dict { pairs, state, .. } => {
+                pairs
+                    .iter()
+                    .flat_map(|(key, value)| [*key, *value])
+                    .chain(*state)
+                    .for_each(each);
+            }
+            Node::Object {
+                callable,
+                args,
+                how,
+                then,
+            } => {
+                each(Item::Node(*callable));
+                each(Item::Node(*args));
+                if let Made::NewWith(named) = how {
+                    each(*named);
+                }
+                for then in then {
+                    match then {
+                        Then::State(state) => each(*state),
+                        Then::Append(items) => items.iter().copied().for_each(&mut each),
+                        Then::Set(pairs) => pairs.iter().flat_map(|(key, value)| [*key, *value]).for_each(&mut each),
+                    }
+                }
+            }
+            Node::Persistent(id) => each(*id),
+            Node::ByteArray(_) | Node::Global { .. } => {}
+        }
     }
 }

@@ -4,7 +4,6 @@
 
 mod extent;
 mod machine;
-mod reach;
 mod write;
 
 pub(super) use self::extent::Extent;

@@ -8,7 +8,7 @@ use super::legacy;
 use super::tree::{self, Leaf};
 use crate::foreign::fault::{Fault, FaultResult};
 use crate::foreign::pickle::{Pickle, Rules};
-use crate::foreign::window::{Fetched, Source, Window};
+use crate::foreign::window::{Fetched, SourceFile, Window};
 use crate::foreign::zip::{Archive, LOCAL_MAGIC, Record};
 use crate::format::Value;
 use crate::store::{Files, Stat};
@@ -91,7 +91,7 @@ impl TorchFile {
     pub(super) fn open(files: Files<'_>, path: &Path, threads: usize) -> Result<Self> {
         let stat = files.stat(path)?;
         let file = files.open(path)?;
-        let source = Source {
+        let source = SourceFile {
             file: &file,
             path,
             size: stat.size,
@@ -127,7 +127,7 @@ fn name_fault(fault: Fault, path: &Path, tensor: &str) -> Error {
 }
 
 /// Takes a file apart. Nothing of its tensors is read.
-pub(super) fn look_at(source: &Source<'_>, fetched: &[Fetched], threads: usize) -> FaultResult<Parts> {
+pub(super) fn look_at(source: &SourceFile<'_>, fetched: &[Fetched], threads: usize) -> FaultResult<Parts> {
     let window = Window {
         source,
         start: 0,
@@ -142,7 +142,7 @@ pub(super) fn look_at(source: &Source<'_>, fetched: &[Fetched], threads: usize) 
 }
 
 /// Takes a value apart, which is a file of `torch.save` in memory, and as large as it likes.
-pub(super) fn look_at_value(source: &Source<'_>) -> FaultResult<Parts> {
+pub(super) fn look_at_value(source: &SourceFile<'_>) -> FaultResult<Parts> {
     let window = Window {
         source,
         start: 0,
@@ -237,7 +237,7 @@ fn look_at_archive(window: &Window<'_>, threads: usize) -> FaultResult<Parts> {
 
 /// The headers of all records, those that lie near each other together: on a store each look is a
 /// request, and all are made at a time.
-fn fetch_headers(source: &Source<'_>, records: &[Record]) -> Result<Vec<Fetched>> {
+fn fetch_headers(source: &SourceFile<'_>, records: &[Record]) -> Result<Vec<Fetched>> {
     let mut headers: Vec<(u64, u64)> = records
         .iter()
         .map(Record::header)

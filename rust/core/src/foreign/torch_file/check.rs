@@ -12,7 +12,7 @@ use crate::Error;
 use crate::foreign::fault::{Fault, FaultResult};
 use crate::foreign::pickle::{Extent, Item, MAX_DEPTH, Node, Pickle, Then, most_bytes};
 use crate::foreign::tensor_pickle;
-use crate::foreign::window::Source;
+use crate::foreign::window::SourceFile;
 use crate::geometry::element_count;
 use crate::store::Opened;
 
@@ -40,7 +40,7 @@ pub fn check_value(bytes: &[u8]) -> Result<(), Refusal> {
 }
 
 fn check(bytes: &[u8]) -> FaultResult<()> {
-    let source = Source {
+    let source = SourceFile {
         file: &Opened::Memory(bytes),
         path: Path::new("its archive"),
         size: bytes.len() as u64,

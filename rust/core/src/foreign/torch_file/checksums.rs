@@ -88,11 +88,18 @@ fn name_values(torch: &TorchFile, damaged: &HashMap<&str, usize>, checked: &mut 
         return Ok(());
     }
     let pickle = &torch.parts.pickle;
-    let holders = pickle.leading_to(|id| damaged.get(tensor_pickle::storage_key(pickle, id)?).copied());
-    for leaf in torch.leaves()?.0 {
-        if let (Content::Value, Item::Node(node)) = (&leaf.content, leaf.item)
-            && let Some(&record) = holders.get(&node)
-        {
+    for leaf in torch
+        .leaves()?
+        .0
+        .into_iter()
+        .filter(|leaf| matches!(leaf.content, Content::Value))
+    {
+        // What cannot be written is no value that anybody gets.
+        let Ok((_, storages)) = pickle.write(leaf.item) else {
+            continue;
+        };
+        let damaged = |id: &Item| damaged.get(tensor_pickle::storage_key(pickle, *id)?).copied();
+        if let Some(record) = storages.iter().find_map(damaged) {
             checked[record].values.push(leaf.name);
         }
     }

@@ -24,7 +24,7 @@ use super::fault::{Fault, FaultResult};
 use super::models::Model;
 use super::tensor_pickle::StoredTensor;
 #[cfg(any(test, fuzzing))]
-use super::window::{Fetched, Source};
+use super::window::{Fetched, SourceFile};
 use crate::copy::Signs;
 use crate::format::{ChunkEntry, FileEntry, IndexBuilder, Kind, SourceKind, TensorEntry, Value};
 use crate::geometry::Dims;
@@ -33,7 +33,7 @@ use crate::{Error, Result};
 
 /// Takes bytes apart as such a file, down to every tensor and value, for [`crate::fuzzing`]. Whether it is one.
 #[cfg(any(test, fuzzing))]
-pub(super) fn take_apart(source: &Source<'_>, fetched: &[Fetched]) -> bool {
+pub(super) fn take_apart(source: &SourceFile<'_>, fetched: &[Fetched]) -> bool {
     let Ok(parts) = archive::look_at(source, fetched, 1) else {
         return false;
     };
@@ -71,9 +71,8 @@ pub(crate) fn index_model(files: Files<'_>, dir: &Path, model: &Model, threads: 
             size: file.stat.size,
             data_start: 0,
             external: true,
-            linked: false,
-            head_digest: None,
             mtime_ns: file.stat.mtime_ns,
+            ..FileEntry::default()
         })?;
         let (leaves, nesting) = file.leaves()?;
         builder.merge_nesting(nesting);
@@ -133,9 +132,7 @@ fn add(builder: &mut IndexBuilder, file: &TorchFile, number: u32, leaf: Leaf, po
         sizes: shape,
         strides: place.strides,
         signs: place.signs,
-        digests: None,
-        content: None,
-        frozen: false,
+        ..ChunkEntry::default()
     })
 }
 

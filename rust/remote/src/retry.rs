@@ -17,7 +17,7 @@ const SLOWEST: u64 = 256 << 10;
 const LEAST_RATE: u64 = 1 << 10;
 
 /// What is left of it, for one request.
-pub struct Patience {
+pub struct RetryState {
     limits: Limits,
     /// When it last got anywhere.
     since: Instant,
@@ -30,7 +30,7 @@ pub struct Patience {
     hold: Arc<Hold>,
 }
 
-impl Patience {
+impl RetryState {
     pub fn new(limits: Limits, hold: Arc<Hold>) -> Self {
         Self {
             limits,
@@ -76,7 +76,7 @@ impl Patience {
     }
 
     /// It failed: waits until it is to be tried again. False where it is not.
-    pub async fn endures(&mut self, failure: &Failure) -> bool {
+    pub async fn wait_to_retry(&mut self, failure: &Failure) -> bool {
         let wait = self.failed().filter(|_| failure.is_worth_another_try);
         if let Some(wait) = wait {
             let passed = self.since.elapsed();
@@ -130,20 +130,20 @@ mod tests {
             silence: Duration::from_secs(1),
             notice: Duration::from_secs(1),
         };
-        let mut patience = Patience::new(limits, Arc::default());
-        let first = patience.failed().unwrap();
+        let mut retry = RetryState::new(limits, Arc::default());
+        let first = retry.failed().unwrap();
         assert!(first >= FIRST / 2 && first <= FIRST);
-        assert!(patience.failed().is_some());
-        assert!(patience.failed().is_none());
-        assert_eq!(patience.attempts(), 3);
-        assert!(patience.progressed(1));
-        assert!(patience.failed().is_some_and(|wait| wait <= FIRST));
-        assert_eq!(patience.attempts(), 4);
+        assert!(retry.failed().is_some());
+        assert!(retry.failed().is_none());
+        assert_eq!(retry.attempts(), 3);
+        assert!(retry.progressed(1));
+        assert!(retry.failed().is_some_and(|wait| wait <= FIRST));
+        assert_eq!(retry.attempts(), 4);
         let none = Limits {
             time: Duration::ZERO,
             ..limits
         };
-        assert!(Patience::new(none, Arc::default()).failed().is_none());
+        assert!(RetryState::new(none, Arc::default()).failed().is_none());
     }
 
     #[test]
@@ -158,8 +158,8 @@ mod tests {
             .build()
             .unwrap();
         runtime.block_on(async {
-            for mut patience in [limits, limits].map(|limits| Patience::new(limits, Arc::clone(&hold))) {
-                assert!(patience.endures(&Failure::passing("503 Slow Down")).await);
+            for mut retry in [limits, limits].map(|limits| RetryState::new(limits, Arc::clone(&hold))) {
+                assert!(retry.wait_to_retry(&Failure::passing("503 Slow Down")).await);
             }
         });
         let [notice] = &hold.take_notices()[..] else {
@@ -178,11 +178,11 @@ mod tests {
             time: Duration::from_millis(30),
             ..Limits::default()
         };
-        let mut patience = Patience::new(limits, Arc::default());
-        assert!(patience.progressed(1));
+        let mut retry = RetryState::new(limits, Arc::default());
+        assert!(retry.progressed(1));
         std::thread::sleep(limits.time);
-        assert!(!patience.progressed(1));
+        assert!(!retry.progressed(1));
         // Bytes that were too few before still count.
-        assert!(patience.progressed(LEAST_RATE - 2) && patience.progressed(1));
+        assert!(retry.progressed(LEAST_RATE - 2) && retry.progressed(1));
     }
 }

@@ -15,15 +15,15 @@ use tokio::time::timeout;
 
 use crate::Seen;
 use crate::answers::Failure;
-use crate::config::{Client, Config, Kind};
-use crate::patience::Patience;
+use crate::config::{Client, Config, StoreKind};
+use crate::retry::RetryState;
 use crate::transport::Hold;
 
 /// Requests in flight at most, of one connection.
 const IN_FLIGHT: usize = 96;
 /// How often a waiting call looks whether it is to stop.
 const PERIOD: Duration = Duration::from_millis(50);
-/// What is in the midst of something when a link ends is waited for no longer than this: a look-up of a name can hang.
+/// What is in the midst of something when a session ends is waited for no longer than this: a look-up of a name can hang.
 const LAST_WAIT: Duration = Duration::from_millis(200);
 
 /// What every request needs.
@@ -44,7 +44,7 @@ pub fn as_seen(config: &Config, seen: &Mutex<HashMap<PathBuf, Seen>>, path: &Pat
     let version = seen.version.clone();
     // Google's clients name the version, all others the tag.
     let is_known = match config.kind {
-        Kind::Google => version.is_some(),
+        StoreKind::Google => version.is_some(),
         _ => e_tag.is_some(),
     };
     is_known.then_some(UpdateVersion { e_tag, version })
@@ -52,8 +52,8 @@ pub fn as_seen(config: &Config, seen: &Mutex<HashMap<PathBuf, Seen>>, path: &Pat
 
 impl Shared {
     /// For one request.
-    pub fn patience(&self) -> Patience {
-        Patience::new(self.config.limits, Arc::clone(&self.hold))
+    pub fn retry(&self) -> RetryState {
+        RetryState::new(self.config.limits, Arc::clone(&self.hold))
     }
 
     /// The tag that a file has to have, if it was seen before.
@@ -97,22 +97,22 @@ impl Shared {
     where
         F: Future<Output = object_store::Result<T>>,
     {
-        let mut patience = self.patience();
+        let mut retry = self.retry();
         loop {
-            let failure = match timeout(patience.answer(Patience::sending(body)), attempt()).await {
+            let failure = match timeout(retry.answer(RetryState::sending(body)), attempt()).await {
                 Ok(Ok(done)) => return Ok(done),
                 Ok(Err(error)) => Failure::of(&error),
                 Err(_) => Failure::passing("no answer in time"),
             };
-            if !patience.endures(&failure).await {
-                return Err(failure.into_error(action, path, patience.attempts(), &self.config.secrets));
+            if !retry.wait_to_retry(&failure).await {
+                return Err(failure.into_error(action, path, retry.attempts(), &self.config.secrets));
             }
         }
     }
 }
 
 /// Dropped, it ends its threads.
-pub struct Link {
+pub struct Session {
     pub shared: Arc<Shared>,
     handle: Handle,
     /// Taken when it ends.
@@ -121,7 +121,7 @@ pub struct Link {
     process: u32,
 }
 
-impl Link {
+impl Session {
     pub fn new(config: Arc<Config>, seen: Arc<Mutex<HashMap<PathBuf, Seen>>>, threads: usize) -> Result<Self> {
         let runtime = Builder::new_multi_thread()
             .worker_threads(threads)
@@ -185,7 +185,7 @@ impl Link {
     }
 }
 
-impl Drop for Link {
+impl Drop for Session {
     fn drop(&mut self) {
         let runtime = self.runtime.take();
         if std::process::id() == self.process {
@@ -209,7 +209,7 @@ mod tests {
     #[test]
     fn what_a_fork_has_of_it_is_left_alone() {
         let config = Arc::new(Config::new("s3://bucket", [("region".into(), "x".into())]).unwrap());
-        let new = || Link::new(Arc::clone(&config), Arc::default(), 1).unwrap();
+        let new = || Session::new(Arc::clone(&config), Arc::default(), 1).unwrap();
         let own = new();
         let shared = Arc::downgrade(&own.shared);
         drop(own);
