@@ -89,8 +89,8 @@ def test_pruning_first_says_what_would_go(dcp_rs_does, run):
     [
         ((), [100, 200, 300]),
         (("--keep-every", 200), [200, 300]),
-        (("--keep-within", "1h"), [100, 200, 300]),
-        (("--max-bytes", "20kB"), [200, 300]),
+        pytest.param(("--keep-within", "1h"), [100, 200, 300], marks=pytest.mark.slow),
+        pytest.param(("--max-bytes", "20kB"), [200, 300], marks=pytest.mark.slow),
         (("--max-bytes", "1"), [300]),  # never the latest
         (("--keep-best", 1, "--metric", "loss", "--mode", "max"), [300]),
         (("--keep-best", 1, "--metric", "loss", "--verify"), [200, 300]),

@@ -15,6 +15,7 @@ from support.commands import COMMAND, in_a_process
 from support.terminal import shown_on_a_terminal
 
 
+@pytest.mark.slow
 def test_no_escapes_when_piped(world: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS")}
     for arguments in (

@@ -47,6 +47,7 @@ def test_a_killed_save_leaves_the_old_checkpoint_or_the_new(tmp_path):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_a_call_that_fails_at_any_step_of_a_save():
     tallies = faults.run("1", "1")
     assert len(tallies) == 2 * (1 + 4)  # saves, and conversions to each format

@@ -272,6 +272,7 @@ def hooks_on_two_ranks(path, ways, kind):
     return wrong
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("kind", ["loads", "saves"])
 @pytest.mark.parametrize(
     "ways",

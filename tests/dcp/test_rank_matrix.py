@@ -191,7 +191,7 @@ def run_cells(folder, culprit):
 
 
 @pytest.mark.filterwarnings("ignore:value 'bad'")
-@pytest.mark.parametrize("culprit", [0, SIZE - 1])
+@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.slow), SIZE - 1])
 def test_an_error_on_one_rank_is_raised_on_all(tmp_path, culprit):
     prepare(tmp_path)
     for count, wrong in run_ranks(SIZE, run_cells, tmp_path, culprit, timeout=240):

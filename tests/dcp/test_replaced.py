@@ -197,6 +197,7 @@ def read_or_write(path, seconds):
     return len(set(seen))
 
 
+@pytest.mark.slow
 def test_processes_and_threads_read_while_another_overwrites(ckpt):
     save(ckpt, 2)
     saves, *readers = run_ranks(4, read_or_write, ckpt, 3)

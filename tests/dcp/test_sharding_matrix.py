@@ -182,6 +182,7 @@ def stock_functions(path):
             assert_state_equal((whole_parameters(model), optimizer_state(model, optimizer)), want)
 
 
+@pytest.mark.slow
 def test_torchs_own_functions_read_and_write_the_same_checkpoints(tmp_path):
     run_ranks(2, stock_functions, tmp_path)
 

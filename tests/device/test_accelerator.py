@@ -208,7 +208,7 @@ def test_a_stream_taken_by_several(ckpt, device):
     assert_state_equal(host(copies), want)
 
 
-@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("cache", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_async_save(tmp_path, device, cache):
     stager = HostStager(cache=cache)
     want = state(large=3)

@@ -122,7 +122,7 @@ def save_and_wait(url, options, pid, how):
     ("how", "number"),
     [
         ("api", signal.SIGINT),
-        ("torch", signal.SIGUSR2),
+        pytest.param("torch", signal.SIGUSR2, marks=pytest.mark.slow),
         pytest.param("api", signal.SIGUSR2, marks=pytest.mark.slow),
         pytest.param("torch", signal.SIGINT, marks=pytest.mark.slow),
     ],

@@ -35,8 +35,8 @@ def is_index(request):
     [
         Fault(status=503),
         Fault(status=500, code="InternalError"),
-        Fault(status=429, code="TooManyRequests"),
-        Fault(cut=0),
+        pytest.param(Fault(status=429, code="TooManyRequests"), marks=pytest.mark.slow),
+        pytest.param(Fault(cut=0), marks=pytest.mark.slow),
         Fault(cut=1000, matches=is_data),
         Fault(cut=700_001, matches=is_data, times=3),
         Fault(cut=1000, matches=is_index, times=3),
@@ -45,8 +45,8 @@ def is_index(request):
         Fault(silent=1000, delay=1.5, matches=is_index),
         Fault(reset=True),
         Fault(lose=True),
-        Fault(silent=5000, delay=1.5, matches=is_data),
-        Fault(delay=1.5),
+        pytest.param(Fault(silent=5000, delay=1.5, matches=is_data), marks=pytest.mark.slow),
+        pytest.param(Fault(delay=1.5), marks=pytest.mark.slow),
     ],
     ids=lambda fault: ",".join(
         f"{name}={value}"

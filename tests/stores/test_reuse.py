@@ -327,7 +327,9 @@ def cut_file(server):
     replace(server, data_file(server, "step-1"), lambda data: data.__delitem__(slice(-1, None)))
 
 
-@pytest.mark.parametrize("harm", [lose_all, lose_index, lose_file, cut_file])
+@pytest.mark.parametrize(
+    "harm", [lose_all, cut_file, *(pytest.param(harm, marks=pytest.mark.slow) for harm in (lose_index, lose_file))]
+)
 def test_a_parent_that_cannot_be_used_is_named_and_all_is_written(server, harm):
     save(server, 1)
     harm(server)

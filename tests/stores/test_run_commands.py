@@ -37,6 +37,7 @@ def run(server):
     return server.url("run")
 
 
+@pytest.mark.slow
 def test_the_steps_of_a_run(does, run):
     out = does("steps", run).splitlines()
     assert out[0].split() == ["step", "age", "size", "new", "reused", "verified", "metrics"]

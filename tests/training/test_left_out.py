@@ -255,5 +255,6 @@ def sharded(path):
                 train_step(other, [resumed], 9)
 
 
+@pytest.mark.slow
 def test_state_of_sharded_parameters(tmp_path):
     run_ranks(2, sharded, tmp_path)

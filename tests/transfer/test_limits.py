@@ -71,7 +71,9 @@ def folder():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
-@pytest.mark.parametrize("code", [LITTLE_MEMORY, NO_THREADS], ids=["memory", "threads"])
+@pytest.mark.parametrize(
+    "code", [LITTLE_MEMORY, pytest.param(NO_THREADS, marks=pytest.mark.slow)], ids=["memory", "threads"]
+)
 def test_fewer_threads_do_the_work(folder, code):
     command = [sys.executable, "-c", code, str(folder)]
     done = programs.run(command, capture_output=True, text=True, timeout=120, check=False)
