@@ -237,6 +237,53 @@ def test_shapes_that_contradict_the_codes_are_refused(tmp_path):
         dcp_rs.open(tmp_path / "q", dequantize=True)
 
 
+def test_zero_points_of_each_expert_are_its_own(tmp_path):
+    """All experts of a 3-D weight took the zero points of the first."""
+    made = [quantized.int4("m", 10, 64, seed=seed, group=16, zeros=True, has_shape=False) for seed in (1, 3, 5)]
+    tensors = {name: torch.stack([stored[name] for stored, _ in made]) for name in made[0][0]}
+    quantized.write(tmp_path / "q", tensors)
+    checkpoint = dcp_rs.open(tmp_path / "q", dequantize=torch.float32)
+    whole = torch.stack([weight for _, weight in made])
+    assert same(checkpoint["m.weight"], whole)
+    assert same(checkpoint.get_slice("m.weight")[1:, 3:9, 5:40], whole[1:, 3:9, 5:40].contiguous())
+
+
+@pytest.mark.parametrize("is_configured", [False, True])
+def test_rows_that_end_within_a_word_are_as_long_as_their_shape_says(tmp_path, is_configured):
+    """Two groups of 30 in eight words were taken for two groups of 32."""
+    tensors, whole = quantized.int4("m", 10, 60, seed=3, group=30)
+    weights = {"num_bits": 4, "type": "int", "group_size": 30}
+    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+    quantized.write(tmp_path / "q", tensors, config if is_configured else None)
+    assert same(dcp_rs.open(tmp_path / "q", dequantize=torch.float32)["m.weight"], whole)
+
+
+def test_scales_of_another_count_than_the_configuration_says_are_refused(tmp_path):
+    """One scale for a block went for one of the whole weight, and groups of 64 for those of 128."""
+    tensors = {"m.weight": quantized.codes(256, 256, seed=1, dtype=torch.float8_e4m3fn)}
+    tensors["m.weight_scale_inv"] = torch.ones(1, 1)
+    quantized.write(tmp_path / "fp8", tensors, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+    with pytest.raises(dcp_rs.QuantizationError, match=r"\[1, 1\], and should have the shape \[2, 2\]"):
+        dcp_rs.open(tmp_path / "fp8", dequantize=True)
+
+    tensors, _ = quantized.int4("m", 4, 256, seed=1, group=64)
+    weights = {"num_bits": 4, "type": "int", "group_size": 128}
+    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+    quantized.write(tmp_path / "int4", tensors, config)
+    with pytest.raises(dcp_rs.QuantizationError, match="no groups of 128 for 256 columns"):
+        dcp_rs.open(tmp_path / "int4", dequantize=True)
+
+
+def test_parts_of_a_weight_are_not_tied(tmp_path):
+    """Experts cut from one decoded tensor went for one tensor with several names: all but the first were not written."""
+    tensors, whole = quantized.mxfp4("experts", 3, 5, 64, seed=1)
+    quantized.write(tmp_path / "q", tensors)
+    views = dcp_rs.Unstack("experts", into="experts.{expert}")
+    dcp_rs.convert(tmp_path / "q", tmp_path / "out", to="safetensors", dequantize=True, views=views)
+    written = dcp_rs.open(tmp_path / "out")
+    assert_same(dict(written), {f"experts.{i}": expert for i, expert in enumerate(whole.to(BF16))})
+
+
 def test_torchs_reader_is_the_judge(tmp_path):
     """Of MXFP4 its kernel: the reader corrects the size of a tensor and not that of its chunk, and fills 1/32 of it."""
     module = pytest.importorskip("torch.distributed.checkpoint.quantized_hf_storage")

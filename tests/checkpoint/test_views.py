@@ -105,6 +105,19 @@ def test_and_back(tmp_path, kind):
     assert_same(dict(both), experts())
 
 
+@pytest.mark.parametrize("to", ["dcp-rs", "safetensors", "dcp"])
+def test_parts_without_elements_are_written(tmp_path, to):
+    """They had no chunk, so that a conversion left them out and its report named them."""
+    save_file({"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(0, 2)}, tmp_path / "model.safetensors")
+    views = [Split("a", into=["a.first", "a.rest"], sizes=[0, 2]), Unstack("b", into="b.{n}", dim=1)]
+    expected = {"a.first": torch.zeros(0, 3), "a.rest": torch.arange(6.0).view(2, 3)}
+    expected |= {"b.0": torch.zeros(0), "b.1": torch.zeros(0)}
+    dcp_rs.convert(tmp_path / "model.safetensors", tmp_path / "out", to=to, views=views)
+    assert_same(dict(dcp_rs.open(tmp_path / "out")), expected)
+    dcp_rs.merge([tmp_path / "model.safetensors"], tmp_path / "merged", to=to, views=views)
+    assert_same(dict(dcp_rs.open(tmp_path / "merged")), expected)
+
+
 def test_damage_to_a_part_is_found(tmp_path):
     """Digests are over what is stored: a part of it that is an entry of its own is checked with them."""
     dcp_rs.save({"w": torch.zeros(4, 100_000)}, tmp_path / "ckpt")
@@ -163,6 +176,9 @@ def test_views_of_quantized_weights(tmp_path):
         (Split("norm", into=["a", "b"], sizes=[1, 2]), "are no sizes"),
         (Split("norm", into=["a", "b", "c"]), "are no sizes"),
         (Split("norm", into=["{a}", "b"]), "in no name"),
+        (Split("norm", into="ab"), "no list of names"),
+        (Split("norm", into=[]), "no list of names"),
+        (Concat([], into="norm"), "no names to join"),
         (Unstack("norm", into="norm.x"), "one field more"),
         (Unstack("norm", into="norm.{i}", dim=1), "no dim 1"),
         (Transpose("norm", (1, 0)), "no dim 1"),

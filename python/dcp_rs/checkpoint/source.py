@@ -209,6 +209,9 @@ class IndexSource:
         for item in sorted(items, key=_precedence):
             if item.dtype is None or item.nbytes == 0 or len(item.chunks) != 1:
                 continue
+            if self.index.coded_from(item.number) is not None:
+                # What is decoded has no place of its own: parts of one tensor say that they are where it begins.
+                continue
             kept = first.setdefault(self._place(item), item.name)
             if kept != item.name:
                 tied[item.name] = kept

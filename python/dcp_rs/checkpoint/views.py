@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -30,6 +30,11 @@ Tensor: TypeAlias = tuple[str, list[int], list[Rectangle]]
 
 def _fields(pattern: str) -> list[str]:
     return _FIELD.findall(pattern)
+
+
+def _filled(pattern: str, fields: Mapping[str, object]) -> str:
+    """Return a name: the pattern with what its fields stand for."""
+    return _FIELD.sub(lambda field: str(fields[field[1]]), pattern)
 
 
 def _regex(pattern: str) -> re.Pattern[str]:
@@ -77,6 +82,8 @@ class _Names:
             if match is not None and not (entry := self._index.tensor(number)).is_bytes:
                 found.append((match.groupdict(), name, number, entry.shape))
         if not found:
+            if pattern in self._names:
+                raise self.fail(f"{pattern!r} is a value, not a tensor")
             raise self.fail(f"no tensor matches {pattern!r}{hint(pattern, self._names)}")
         self.used.update(number for _, _, number, _ in found)
         return found
@@ -96,7 +103,7 @@ class _Names:
                     raise self.fail(
                         f"tensor {tensor!r}: {at!r} is no number, and {{{joined[0]}}} is joined over", tensor
                     )
-                group = groups.setdefault(into.format_map(fields), {})
+                group = groups.setdefault(_filled(into, fields), {})
                 if (place, int(at)) in group:
                     raise self.fail(f"tensor {tensor!r} and another one have the same number", tensor)
                 group[place, int(at)] = tensor, number, shape
@@ -189,6 +196,8 @@ class Concat(LayoutView):
     def _tensors(self, found: _Names) -> Iterator[Tensor]:
         """Yield one tensor for each name of ``into``."""
         patterns = [self.names] if isinstance(self.names, str) else list(self.names)
+        if not patterns:
+            raise found.fail(f"Concat into {self.into!r} has no names to join")
         for name, parts in found.groups(patterns, self.into).items():
             first = parts[0][2]
             dim, at, made = found.dim(self.dim, len(first), name), 0, []
@@ -236,7 +245,7 @@ class Unstack(LayoutView):
             rest = [shape[d] for d in range(len(shape)) if d != dim]
             for i in range(shape[dim]):
                 part = (number, _moved(shape, dim, i), _sized(shape, dim, 1), dims, [0] * len(rest))
-                yield self.into.format_map({**fields, new[0]: i}), rest, [part]
+                yield _filled(self.into, {**fields, new[0]: i}), rest, [part]
 
 
 @dataclass(frozen=True)
@@ -263,6 +272,8 @@ class Split(LayoutView):
 
     def _tensors(self, found: _Names) -> Iterator[Tensor]:
         """Yield the parts of each stored tensor."""
+        if isinstance(self.into, str) or not self.into:
+            raise found.fail(f"Split of {self.pattern!r}: into={self.into!r} is no list of names")
         for fields, name, number, shape in found.match(self.pattern):
             dim, at = found.dim(self.dim, len(shape), name), 0
             sizes = [shape[dim] // len(self.into)] * len(self.into) if self.sizes is None else list(self.sizes)
@@ -281,7 +292,7 @@ class Split(LayoutView):
                     [*range(len(shape))],
                     [0] * len(shape),
                 )
-                yield into.format_map(fields), _sized(shape, dim, size), [part]
+                yield _filled(into, fields), _sized(shape, dim, size), [part]
                 at += size
 
 

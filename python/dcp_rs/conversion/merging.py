@@ -208,7 +208,7 @@ def _check_weights(weights: Iterable[float] | None, count: int) -> list[float]:
 def _is_finite(factor: float) -> bool:
     try:
         return math.isfinite(struct.unpack("f", struct.pack("f", factor))[0])
-    except OverflowError:
+    except (OverflowError, struct.error):
         return False
 
 

@@ -284,6 +284,9 @@ impl Making<'_> {
         let id = self
             .builder
             .add_tensor(entry(self.base, first.tensor, name, dtype, shape.clone()))?;
+        if shape.contains(&0) {
+            return self.empty(id, name, shape, first.tensor);
+        }
         for source in sources {
             for part in overlap::touching(self.base, source.tensor, &source.region) {
                 let (view, piece) = placed(self.base, source, &part, dtype.map_or(1, Dtype::size));
@@ -291,6 +294,25 @@ impl Making<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Adds a chunk without elements, so that those who write chunk by chunk do not lose the tensor.
+    fn empty(&mut self, tensor: u32, name: &str, shape: &Dims, of: u32) -> Result<()> {
+        let chunks = self.base.tensor(of).chunks;
+        if chunks.is_empty() {
+            return Ok(());
+        }
+        let view = ChunkView {
+            length: 0,
+            offsets: Dims::from_elem(0, shape.len()),
+            sizes: shape.clone(),
+            strides: None,
+            digests: None,
+            content: None,
+            frozen: false,
+            ..self.base.chunk(chunks.start)
+        };
+        self.add(tensor, name, view, chunks.start, Piece::default())
     }
 }
 

@@ -7,7 +7,7 @@ use serde_json::Value;
 pub struct Config {
     /// Rows and columns of a block, where it says so.
     pub block: Option<[u64; 2]>,
-    /// Columns of a group, where it says so.
+    /// Columns of a group, where it says so, and says the same of all weights.
     pub group: Option<u64>,
 }
 
@@ -48,6 +48,7 @@ impl Config {
             block: block(&config["weight_block_size"], "weight_block_size")?,
             group: None,
         };
+        let mut groups = Vec::new();
         for group in config["config_groups"]
             .as_object()
             .into_iter()
@@ -62,8 +63,12 @@ impl Config {
             if !matches!(kind, ("float", None | Some(4 | 8)) | ("int", None | Some(4))) {
                 return Err(format!("weights of {} bits of type {:?}", weights["num_bits"], kind.0));
             }
-            found.group = found.group.or(weights["group_size"].as_u64().filter(|&size| size > 0));
+            groups.push(weights["group_size"].as_u64().filter(|&size| size > 0));
             found.block = found.block.or(block(&weights["block_structure"], "block_structure")?);
+        }
+        groups.dedup();
+        if let [group] = groups[..] {
+            found.group = group;
         }
         Ok(found)
     }

@@ -203,15 +203,22 @@ impl Detector<'_> {
         let (lead, rows, columns) = self.matrix(name, &shape)?;
         let scales = self.index.tensor(scale).shape;
         let is_one = scales.iter().all(|&size| size == 1) && lead.iter().all(|&size| size == 1);
-        let block = match scales.strip_prefix(lead) {
+        let is_inverse = self.index.name(scale).ends_with("_inv");
+        let block = match (scales.strip_prefix(lead), self.config.block) {
+            // The configuration tells how many there should be.
+            (Some([_, _]), Some(block)) if is_inverse => block,
             _ if is_one => [rows, columns],
-            Some([1, 1]) => [rows, columns],
-            Some([count, 1]) if *count == rows && !self.index.name(scale).ends_with("_inv") => [1, columns],
-            _ => self.config.block.unwrap_or([128, 128]),
+            (Some([1, 1]), _) => [rows, columns],
+            (Some([count, 1]), _) if *count == rows && !is_inverse => [1, columns],
+            (_, block) => block.unwrap_or([128, 128]),
         };
         let mut expected = Dims::from_slice(lead);
         expected.extend([rows.div_ceil(block[0].max(1)), columns.div_ceil(block[1].max(1))]);
-        let expected = if is_one { scales } else { expected };
+        let expected = if is_one && block == [rows, columns] {
+            scales
+        } else {
+            expected
+        };
         let dtypes = ["float32", "bfloat16", "float16", "float8_e8m0fnu"];
         self.check_scale(name, scale, &dtypes, &expected)?;
         let coded = self.coded(shape, Format::Fp8, block, [codes, scale]);
@@ -280,24 +287,25 @@ impl Detector<'_> {
             return self.bad(name, format!("{words} words a row are too many"));
         };
         let shape_part = self.beside(name, "_shape");
-        let is_even = groups > 1 && most.is_multiple_of(groups) && (most / groups).is_multiple_of(8);
+        // Rows that end within a word can look like those of whole words with longer groups.
+        let is_even = self
+            .config
+            .group
+            .is_some_and(|group| Some(most) == group.checked_mul(groups) && group.is_multiple_of(8));
         let columns = match shape_part {
             Some(part) if !is_even => self.columns(name, part, rows, words)?,
             _ => most,
         };
-        let fits = |group: &u64| *group > 0 && columns.div_ceil(*group) == groups;
-        let Some(group) = self
-            .config
-            .group
-            .filter(fits)
-            .or((groups > 0).then(|| columns.div_ceil(groups)))
-            .filter(fits)
-        else {
+        let group = self.config.group.unwrap_or_else(|| columns.div_ceil(groups.max(1)));
+        if group == 0 || columns.div_ceil(group) != groups {
             return self.bad(
                 name,
-                format!("{}, and has no groups for {columns} columns", self.describe(scale)),
+                format!(
+                    "{}, and has no groups of {group} for {columns} columns",
+                    self.describe(scale)
+                ),
             );
-        };
+        }
         let mut shape = Dims::from_slice(lead);
         shape.extend([rows, columns]);
         let mut scales = Dims::from_slice(lead);

@@ -242,13 +242,14 @@ impl Coded {
             return Ok(());
         }
         let zeros = self.zeros.map(|_| stored[2]);
+        let zero_rows = usize_of(steps(offsets[lead], sizes[lead], 8).1);
         let mut row_zeros = vec![0.0; if zeros.is_some() { groups } else { 0 }];
         let out_bytes = columns * self.target.size();
         for (i, out) in out.chunks_exact_mut(out_bytes).enumerate() {
             let (outer, row) = (i / rows, offsets[lead] + (i % rows) as u64);
             let scale_row = outer * usize_of(scale_rows) + usize_of(row / self.block[0] - first_scale);
             if let Some(zeros) = zeros {
-                let at = usize_of(row / 8 - offsets[lead] / 8) * groups;
+                let at = (outer * zero_rows + usize_of(row / 8 - offsets[lead] / 8)) * groups;
                 for (group, zero) in row_zeros.iter_mut().enumerate() {
                     let byte = zeros[4 * (at + group) + usize_of(row % 8 / 2)];
                     *zero = f32::from(if row % 2 == 0 { byte & 15 } else { byte >> 4 }) - 8.0;
