@@ -1,6 +1,6 @@
 //! Quantized weights: which stored tensors make up a logical one, and the numbers that they stand for. No I/O.
 //!
-//! A checkpoint holds codes of 4 or 8 bits and a scale for each block of them. [`detect`] finds these parts by the configuration and by their
+//! A checkpoint holds codes of 4 or 8 bits and a scale for each block of them. `detect` finds these parts by the configuration and by their
 //! names, and describes each weight as a [`Coded`] tensor. The read engine reads the parts of a window and [decodes](Coded::decode) it.
 
 mod config;
