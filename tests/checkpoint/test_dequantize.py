@@ -274,6 +274,14 @@ def test_scales_of_another_count_than_the_configuration_says_are_refused(tmp_pat
         dcp_rs.open(tmp_path / "int4", dequantize=True)
 
 
+def test_blocks_find_their_weight_beside_views(tmp_path):
+    """With any view they were unknown."""
+    tensors, whole = quantized.mxfp4("m", 5, 64, seed=1)
+    quantized.write(tmp_path / "q", {**tensors, "norm": torch.zeros(2, 3)})
+    checkpoint = dcp_rs.open(tmp_path / "q", dequantize=True, views=dcp_rs.Transpose("norm", (1, 0)))
+    assert same(checkpoint["m_blocks"], whole.to(BF16))
+
+
 def test_parts_of_a_weight_are_not_tied(tmp_path):
     """Experts cut from one decoded tensor went for one tensor with several names: all but the first were not written."""
     tensors, whole = quantized.mxfp4("experts", 3, 5, 64, seed=1)

@@ -48,12 +48,16 @@ def test_statistics_trees_and_differences(dcp_rs_cli, folder: Path, tmp_path: Pa
     assert status == 0, out
 
 
-def test_convert_rounds_once(dcp_rs_cli, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_convert_rounds_once(dcp_rs_cli, folder: Path, tmp_path: Path, dtype: str) -> None:
     """A dtype that is wanted beside the dequantization is what weights are decoded to: through bfloat16, they were rounded twice."""
     views = ["--views", folder / "views.json"]
-    dcp_rs_cli("convert", folder, tmp_path / "out", "--dequantize", "--dtype", "float32", *views)
+    status, _, err = dcp_rs_cli("convert", folder, tmp_path / "out", "--dequantize", "--dtype", dtype, *views)
+    assert status == 0, err
     whole = torch.stack([quantized.fp8("x", 130, 70, seed=expert)[1] for expert in range(2)])
-    assert quantized.same(dcp_rs.open(tmp_path / "out")["experts.w"], whole)
+    written = dcp_rs.open(tmp_path / "out")["experts.w"]
+    assert written.dtype == getattr(torch, dtype)
+    assert quantized.same(written.float(), whole)
 
 
 @pytest.mark.parametrize("text", ["[", "{}", '["x"]', '[{"stick": "a"}]', '[{"stack": "a", "from": "b"}]'])

@@ -178,10 +178,16 @@ def _show_written(report: ConvertReport, out: Path) -> None:
 
 def _layout_arguments(layout: Layout, dtype: str | None) -> dict[str, Any]:
     """Return ``dequantize`` and ``views``. A dtype that is asked for is decoded to at once, so that nothing is rounded twice."""
+    import torch
+
     from dcp_rs.conversion.job import parse_dtype
 
-    is_quantized = layout.dequantize is not None
-    return {"dequantize": (parse_dtype(dtype) or True) if is_quantized else False, "views": layout.views}
+    wanted = parse_dtype(dtype)
+    if layout.dequantize is None or wanted is None:
+        return {"dequantize": layout.dequantize is not None, "views": layout.views}
+    # Other dtypes are cast from the one in which weights are computed.
+    is_decoded_to = wanted in (torch.bfloat16, torch.float16)
+    return {"dequantize": wanted if is_decoded_to else torch.float32, "views": layout.views}
 
 
 def _renames(pairs: Sequence[str]) -> dict[str, str] | None:

@@ -32,7 +32,7 @@ pub struct Index {
     contents: Option<Range<usize>>,
     is_in_memory: bool,
     remote: Option<Arc<dyn Remote>>,
-    view: View,
+    pub(super) view: View,
 }
 
 /// A data file.

@@ -149,7 +149,10 @@ pub fn derive(base: &Arc<Index>, hidden: &[u32], logical: &[Logical], aliases: V
     Index::of_view(builder.lay_out()?, base, |index| View {
         is_logical: true,
         pieces: by_number(index, pieces),
-        aliases: (aliases.into_iter())
+        // Those of the base stay where there is still a tensor of that name.
+        aliases: (base.view.aliases.iter())
+            .map(|(alias, tensor)| (alias.clone(), base.name(*tensor).to_owned()))
+            .chain(aliases)
             .filter_map(|(alias, name)| Some((alias, index.find(&name)?)))
             .collect(),
     })
