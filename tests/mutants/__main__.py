@@ -94,7 +94,7 @@ def tests_of(tests: set[str]) -> tuple[float, str]:
         return seconds, ""
     if done.returncode < 0:
         return seconds, f"the process died of signal {-done.returncode}"
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+\.py.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
     if done.returncode != FAILED or failed is None:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     return seconds, failed[1]
