@@ -149,8 +149,8 @@ MUTANTS = [
         "rust/core/src/store/publish.rs",
         "        if fsync {\n            disk.sync(&file, &temporary, control)?;\n        }\n        control.check()?;\n"
         "        disk.rename(&temporary, &dir.join(file_name))\n",
-        "        control.check()?;\n        disk.rename(&temporary, &dir.join(file_name))?;\n"
-        "        if fsync {\n            disk.sync(&file, &temporary, control)?;\n        }\n        Ok(())\n",
+        "        control.check()?;\n        let renamed = disk.rename(&temporary, &dir.join(file_name));\n"
+        "        if fsync {\n            disk.sync(&file, &temporary, control)?;\n        }\n        renamed\n",
         ("tests/testing/test_disk.py",),
         "After a loss of power the index may be empty.",
     ),
