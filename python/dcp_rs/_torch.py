@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import io
-import pickle
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,7 +60,6 @@ __all__ = [
     "is_strided_shard",
     "is_wrapper_subclass",
     "modules_that_name",
-    "pickle_without",
     "place_in_whole",
     "put_back_remembered",
     "remembered_plans",
@@ -71,7 +68,6 @@ __all__ = [
     "storage_id",
     "storage_writer_for",
     "timeout_of",
-    "unpickle_with",
     "wait_tensor",
     "with_dim",
     "without_checksums",
@@ -211,42 +207,6 @@ def spec_of(tensor: DTensor) -> Any:
 def dtensor_of(local: torch.Tensor, spec: Any, *, requires_grad: bool) -> DTensor:
     """A DTensor whose local part is ``local``, on whichever device that is."""
     return DTensor(local, spec, requires_grad=requires_grad)
-
-
-class _WithoutMemory(pickle.Pickler):
-    """A pickler that names the storages of some tensors by their numbers."""
-
-    def __init__(self, file: IO[bytes], memory: Sequence[torch.Tensor]) -> None:
-        super().__init__(file)
-        self._numbers = {tensor.data_ptr(): number for number, tensor in enumerate(memory)}
-
-    def persistent_id(self, value: Any) -> tuple[int, torch.dtype] | None:
-        if not isinstance(value, torch.TypedStorage):
-            return None
-        number = self._numbers.get(value._untyped_storage.data_ptr())
-        return None if number is None else (number, value.dtype)
-
-
-class _WithMemory(pickle.Unpickler):
-    def __init__(self, file: IO[bytes], memory: Sequence[torch.Tensor]) -> None:
-        super().__init__(file)
-        self._memory = memory
-
-    def persistent_load(self, number: tuple[int, torch.dtype]) -> torch.TypedStorage:
-        storage = self._memory[number[0]].untyped_storage()
-        return torch.TypedStorage(wrap_storage=storage, dtype=number[1], _internal=True)  # type: ignore[no-untyped-call]
-
-
-def pickle_without(memory: Sequence[torch.Tensor], value: Any) -> bytes:
-    """Pickle a value, but for the bytes of tensors that lie in ``memory``."""
-    file = io.BytesIO()
-    _WithoutMemory(file, memory).dump(value)
-    return file.getvalue()
-
-
-def unpickle_with(memory: Sequence[torch.Tensor], data: bytes) -> Any:
-    """Return the value that was pickled, whose tensors lie in ``memory`` now, a copy of what it was."""
-    return _WithMemory(io.BytesIO(data), memory).load()
 
 
 def host_copy_of_sharded(tensor: ShardedTensor) -> ShardedTensor:

@@ -8,6 +8,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -333,8 +334,21 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return copied.requires_grad_() if tensor.requires_grad else copied
 
 
+@dataclass(frozen=True)
+class _At:
+    """A place in a block."""
+
+    block: int
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    requires_grad: bool
+    attributes: dict[str, Any]
+    spec: Any  # of a DTensor, else None
+
+
 class _Staged(StandIn):
-    """A staged state dict that pickles with copies of its blocks, which torch shares with the other process.
+    """A staged state dict that pickles as its blocks, mapped by the other process, and places in them.
 
     torch would share the memory of each tensor as it comes to it, and where two tensors lie in one storage it ends with SIGSEGV (2.15): its Python
     object is that of other memory by then.
@@ -345,5 +359,55 @@ class _Staged(StandIn):
         self._blocks = blocks
 
     def __reduce__(self) -> tuple[Any, ...]:
-        data = _torch.pickle_without([block.memory for block in self._blocks], like(self, self.items()))
-        return _torch.unpickle_with, ([block.shared_memory() for block in self._blocks], data)
+        return _from_blocks, ([block.shared_memory() for block in self._blocks], self.placed())
+
+    def placed(self) -> dict[str, Any]:
+        """The state dict with places in the blocks for its tensors."""
+        return like(self, ((key, self._placed(value)) for key, value in self.items()))
+
+    def _placed(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._place(value) or value
+        if isinstance(value, dict):
+            return like(value, ((key, self._placed(entry)) for key, entry in value.items()))
+        if type(value) in (list, tuple):
+            return type(value)(self._placed(entry) for entry in value)
+        return value
+
+    def _place(self, tensor: torch.Tensor) -> _At | None:
+        """Where it lies in which block; None: it was not copied to one."""
+        spec = _torch.spec_of(tensor) if isinstance(tensor, DTensor) else None
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if type(local) not in _torch.PLAIN_TYPES or local.layout != torch.strided or local.device.type != "cpu":
+            return None
+        number, at = 0, 0
+        if local.numel():
+            starts = [local.data_ptr() - block.memory.data_ptr() for block in self._blocks]
+            within = [number for number, start in enumerate(starts) if 0 <= start < self._blocks[number].nbytes]
+            if not within:
+                return None
+            number, at = within[0], starts[within[0]]
+        return _At(
+            number, at, local.dtype, tuple(local.shape), tensor.requires_grad, _torch.place_in_whole(tensor), spec
+        )
+
+
+def _from_blocks(blocks: list[torch.Tensor], placed: dict[str, Any]) -> dict[str, Any]:
+    return like(placed, ((key, _unplaced(value, blocks)) for key, value in placed.items()))
+
+
+def _unplaced(value: Any, blocks: list[torch.Tensor]) -> Any:
+    if isinstance(value, _At):
+        if 0 in value.shape:
+            target = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+        else:
+            target = _view(blocks[value.block], value.offset, value.dtype, torch.Size(value.shape))
+        if value.spec is not None:
+            return _torch.dtensor_of(target, value.spec, requires_grad=value.requires_grad)
+        target.__dict__.update(value.attributes)
+        return target.requires_grad_() if value.requires_grad else target
+    if isinstance(value, dict):
+        return like(value, ((key, _unplaced(entry, blocks)) for key, entry in value.items()))
+    if type(value) in (list, tuple):
+        return type(value)(_unplaced(entry, blocks) for entry in value)
+    return value
