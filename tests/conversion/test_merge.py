@@ -282,7 +282,7 @@ def test_mistakes_are_answered_by_what_to_do(tmp_path: Path) -> None:
         ({"weights": [1.0]}, "2 inputs need 2 weights"),
         ({"weights": [1.0, float("nan")]}, "finite numbers"),
         ({"weights": [1.0, 1e300]}, "within the range of float32"),
-        ({"weights": [True, 1.0]}, "finite numbers"),
+        ({"weights": [True, 1.0]}, "True is no Python or NumPy number"),
         ({"conflicts": "ignore"}, "conflicts='ignore': one of 'error', 'first', 'last', 'drop'"),
         ({"dtype": "int8"}, "dtype='int8'"),
     ):

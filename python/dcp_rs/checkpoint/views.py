@@ -352,7 +352,11 @@ class Layout:
             if target not in _TARGETS:
                 msg = f"dequantize={dequantize!r}: True, or one of {', '.join(f'torch.{name}' for name in _TARGETS)}"
                 raise ValueError(msg)
-        given: tuple[Any, ...] = (views,) if isinstance(views, LayoutView) else tuple(views or ())
+        given: tuple[Any, ...] = ()
+        if isinstance(views, Iterable):
+            given = tuple(views)
+        elif views is not None:
+            given = (views,)
         for view in given:
             if not isinstance(view, LayoutView):
                 msg = f"views={view!r}: Stack, Concat, Unstack, Split or Transpose"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import os
 import struct
 import time
@@ -194,20 +195,23 @@ def _check_inputs(inputs: Iterable[str | os.PathLike[str]]) -> list[Path]:
 def _check_weights(weights: Iterable[float] | None, count: int) -> list[float]:
     if weights is None:
         return [1 / count] * count
-    factors = list(weights)
+    factors: list[Any] = list(weights)
     if len(factors) != count:
         msg = f"weights={factors!r}: {count} inputs need {count} weights, one for each"
         raise ValueError(msg)
     for factor in factors:
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not _is_finite(factor):
+        if isinstance(factor, bool) or not isinstance(factor, numbers.Real):
+            msg = f"weights={factors!r}: {factor!r} is no Python or NumPy number"
+            raise ValueError(msg)  # noqa: TRY004 - as for the other wrong weights
+        if not _is_finite(factor):
             msg = f"weights={factors!r}: finite numbers, within the range of float32"
             raise ValueError(msg)
     return [float(factor) for factor in factors]
 
 
-def _is_finite(factor: float) -> bool:
+def _is_finite(factor: numbers.Real) -> bool:
     try:
-        return math.isfinite(struct.unpack("f", struct.pack("f", factor))[0])
+        return math.isfinite(struct.unpack("f", struct.pack("f", float(factor)))[0])
     except (OverflowError, struct.error):
         return False
 
