@@ -97,4 +97,9 @@ def test_examples_without_ranks(tmp_path, name):
 def test_examples_run_as_they_say(tmp_path, name):
     torchrun = str(Path(sys.executable).with_name("torchrun"))
     command = [torchrun, "--standalone", "--nproc-per-node", "2", str(EXAMPLES / f"{name}.py"), str(tmp_path)]
-    subprocess.run(command, check=True, timeout=240)
+    for _ in range(3):
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
+        # Seen on a busy machine, after all was printed: a process with gloo ends so at its exit.
+        if "terminate called without an active exception" not in done.stderr:
+            break
+    assert done.returncode == 0, done.stderr
