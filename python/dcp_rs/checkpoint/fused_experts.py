@@ -31,12 +31,15 @@ _FUSED = {"gpt_oss", "granitemoe", "llama4", "llama4_text", "qwen3_vl_moe", "qwe
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def views_for(config: Mapping[str, Any] | str | os.PathLike[str] | Any, *, fuse: bool = True) -> list[LayoutView]:
+def views_for(
+    config: Mapping[str, Any] | str | os.PathLike[str] | Any, *, fuse: bool = True, prefix: str = ""
+) -> list[LayoutView]:
     """Return the views from the names of experts in folders of Hugging Face to the fused names of transformers 5.
 
     Args:
         config: a configuration of transformers, its dict, or a folder with a ``config.json``.
         fuse: ``False`` gives the views the other way, from fused names to those of single experts.
+        prefix: what all names of the model begin with in the checkpoint: ``"model."`` in a state dict of model and optimizer.
 
     Returns:
         Views for ``views=``, none for a model that has no experts, or whose files have them fused.
@@ -62,7 +65,7 @@ def views_for(config: Mapping[str, Any] | str | os.PathLike[str] | Any, *, fuse:
             raise UnsupportedError(msg)
         return []
     stored, fused, (gate, up, down) = _TYPES[kind]
-    layer = "model.layers.{layer}"
+    layer = f"{prefix}model.layers.{{layer}}"
     experts, into = f"{layer}.{stored}.experts", f"{layer}.{fused}.experts"
     single = {name: f"{experts}.{{expert}}.{name}.weight" for name in (gate, up, down)}
     half = {name: f"{into}.{name}.stacked" for name in (gate, up)}

@@ -22,6 +22,7 @@ from dcp_rs.checkpoint.renaming import Rename, renamer
 from dcp_rs.conversion import ConvertReport, convert
 from dcp_rs.conversion.place import check_place, new_place
 from dcp_rs.errors import CheckpointExistsError, PlanError
+from dcp_rs.integrations._experts import single_experts
 from dcp_rs.integrations._needs import framework
 from dcp_rs.options import ReadArguments, ReadOptions
 from dcp_rs.tensors.boxes import selection
@@ -272,7 +273,8 @@ def save_pretrained(
         config: a folder with the model's configuration, whose configuration, tokenizer and code are copied. What is in it decides whose names
             the files get: ``adapter_config.json`` is of peft, a ``_class_name`` in ``config.json`` of diffusers. Default: ``path``, if it is a folder.
         rename, include, exclude, dtype: as for :func:`dcp_rs.convert`; names are those of the model, so that ``rename={"model": ""}`` and
-            ``include="model.*"`` take it out of a training state. Names that transformers has of its own (fused experts) stay as they are.
+            ``include="model.*"`` take it out of a training state. Fused experts of transformers 5 are exported one by one, under the names
+            of the hub; globs and ``rename`` see those.
         shards: how many files; default: as many as keep each below 5 GB. Peft reads one.
         overwrite: replace such a folder at ``out``, of one model.
 
@@ -301,7 +303,10 @@ def save_pretrained(
         raise CheckpointExistsError(msg, path=target)
     paths = [location(path), index.path, *index.file_paths(), source, *beside.values()]
     before = check_place(paths, target, overwrite=overwrite, is_part=_is_of_a_model)
-    tied = _tied_head(index, beside[kind], rename, selector(include, exclude))
+    chosen, new_name = selector(include, exclude), renamer(rename)
+    names = {name: new_name(name) for name in index.names() if chosen is None or chosen(name)}
+    views = single_experts(names, source) if kind == "config.json" else []
+    tied = _tied_head(index, beside[kind], rename, chosen)
     if tied:
         left_out = [exclude] if isinstance(exclude, str) else list(exclude or ())
         exclude = [*left_out, *map(escape, tied)]
@@ -316,8 +321,9 @@ def save_pretrained(
             dtype=dtype,
             shards=shards,
             name=_stem(beside[kind]),
+            views=views,
         )
-        report.tied.update({renamer(rename)(head): renamer(rename)(kept) for head, kept in tied.items()})
+        report.tied.update({new_name(head): new_name(kept) for head, kept in tied.items()})
         for name, file in beside.items():
             (place.result / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(file, place.result / name)

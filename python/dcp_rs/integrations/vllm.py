@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+import math
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from typing import Any
 
 import torch
 
 from dcp_rs import _core
+from dcp_rs._shown import size
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import explain_missing, selector
 from dcp_rs.checkpoint.stream import stream
+from dcp_rs.checkpoint.views import Layout
 from dcp_rs.errors import PlanError
+from dcp_rs.integrations._experts import names_of_rank, single_experts
 from dcp_rs.integrations._needs import framework
 from dcp_rs.integrations.transformers import prefix_of, renamed, skeleton_of
 from dcp_rs.options import ReadOptions
+from dcp_rs.transfer.counts import Counts
+from dcp_rs.transfer.target import stored_dtype
 
 __all__ = ["DcpRsModelLoader", "register"]
 
 _loaders: Any = framework("vllm.model_executor.model_loader", "vllm")
 #: What of ``model_loader_extra_config`` is no option of reading.
 _OWN = ("checkpoint", "rename", "include", "exclude", "allow_partial_load")
+
+#: A logger below vLLM's own, so that its lines are in the log of the server.
+_log = logging.getLogger("vllm.dcp_rs")
 
 
 @cache  # vLLM may call it more than once
@@ -36,7 +46,10 @@ class DcpRsModelLoader(_loaders.BaseModelLoader):  # type: ignore[misc]
     Pass ``--model-loader-extra-config '{"checkpoint": "run/step-100"}'`` for another checkpoint.
     The folder, or a name of the hub, has the configuration and the tokenizer. It reads the model's
     tensors in the order of the files, ahead of vLLM, which cuts them for its ranks. Memory stays
-    bounded. It does not read an optimizer that is in the checkpoint.
+    bounded. It does not read an optimizer that is in the checkpoint. It takes fused experts of
+    transformers apart. With vLLM's ``--enable-expert-parallel --enable-ep-weight-filter``, a rank
+    does not read the weights of experts that other ranks hold. It skips none with EPLB, where a
+    rank may hold any expert. The log says how many bytes the rank read, and how many it skipped.
 
     ``model_loader_extra_config`` may have:
 
@@ -80,7 +93,21 @@ class DcpRsModelLoader(_loaders.BaseModelLoader):  # type: ignore[misc]
         """
         index = self._index(model_config)
         names = self._names(index, model_config.hf_config)
-        loaded = model.load_weights(self._weights(index, names, next(model.parameters()).device))
+        views = single_experts({index.name(number): name for number, name in names.items()}, model_config.hf_config)
+        if views:
+            index = Layout.of(False, views).apply(index)
+            names = self._names(index, model_config.hf_config)
+        wanted = _names_to_read(names.values(), model_config)
+        skipped = (index.tensor(number) for number, name in names.items() if name not in wanted)
+        skipped_bytes = sum(
+            math.prod(entry.shape) * stored_dtype(entry.name, entry.dtype).itemsize for entry in skipped
+        )
+        names = {number: name for number, name in names.items() if name in wanted}
+        counts = Counts()
+        loaded = model.load_weights(self._weights(index, names, next(model.parameters()).device, counts))
+        _log.info(
+            "read %s of %s; skipped %s of experts of other ranks", size(counts.read), index.path, size(skipped_bytes)
+        )
         # Models of vLLM say what they loaded, under their own names. What is quantized has parameters that no checkpoint has.
         if loaded is None or model_config.quantization is not None or self._own.get("allow_partial_load", False):
             return
@@ -106,12 +133,30 @@ class DcpRsModelLoader(_loaders.BaseModelLoader):  # type: ignore[misc]
         return {number: name.removeprefix(prefix) for name, number in stored.items() if name.startswith(prefix)}
 
     def _weights(
-        self, index: _core.Index, names: Mapping[int, str], device: torch.device
+        self, index: _core.Index, names: Mapping[int, str], device: torch.device, counts: Counts
     ) -> Iterator[tuple[str, torch.Tensor]]:
         new_names = {index.name(number): name for number, name in names.items()}
         target = torch.device("cpu") if device.type == "meta" else device
-        for name, tensor in stream(index, target, self._options, _no_value, numbers=names):
+        for name, tensor in stream(index, target, self._options, _no_value, numbers=names, counts=counts):
             yield new_names[name], tensor
+
+
+def _names_to_read(names: Collection[str], model_config: Any) -> set[str]:
+    """Return the names of the tensors that this rank reads: all, unless vLLM is to skip experts of other ranks."""
+    config = framework("vllm.config", "vllm").get_current_vllm_config_or_none()
+    parallel = None if config is None else config.parallel_config
+    skips = getattr(parallel, "enable_expert_parallel", False) and getattr(parallel, "enable_ep_weight_filter", False)
+    # With EPLB, a rank has slots for copies of any expert.
+    if parallel is None or not skips or parallel.enable_eplb or not model_config.is_moe:
+        return set(names)
+    group = framework("vllm.distributed", "vllm").get_ep_group()
+    return names_of_rank(
+        names,
+        rank=group.rank_in_group,
+        size=group.world_size,
+        experts=model_config.get_num_experts(),
+        placement=parallel.expert_placement_strategy,
+    )
 
 
 def _wanted(config: Any) -> list[str]:
