@@ -45,8 +45,8 @@ from dcp_rs.engine.reports import LoadReport, SavedMetadata
 from dcp_rs.engine.reuse import Frozen
 from dcp_rs.engine.save import SaveOptions, SaveRequest
 from dcp_rs.engine.save import save as engine_save
+from dcp_rs.tensors.flatten import stateful_values
 from dcp_rs.tensors.nesting import like
-from dcp_rs.tensors.trees import stateful_values
 from dcp_rs.transfer.stage import HostStager, Staging
 
 __all__ = ["async_save", "load", "load_state_dict", "save"]

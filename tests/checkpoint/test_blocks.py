@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_rs.tensors.boxes import ALIGNMENT, cut, read_ahead, rectangles
+from dcp_rs.tensors.regions import ALIGNMENT, cut, read_ahead, rectangles
 
 
 @given(

@@ -17,7 +17,7 @@ import torch
 
 import dcp_rs
 from dcp_rs.errors import CorruptDataError, UnsupportedError
-from dcp_rs.tensors import objects
+from dcp_rs.tensors import pickles
 from support import programs, same_bits
 from support.torch_files import rich_state
 
@@ -142,7 +142,7 @@ DAMAGED = {
 
 def mutations():
     """A good value with a bit of the file flipped, and with bytes of its pickle changed by somebody who mends the checksum."""
-    data = objects.dump(VALUE)
+    data = pickles.dump(VALUE)
     for at in range(0, len(data), 5):
         yield data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
     with zipfile.ZipFile(io.BytesIO(data)) as file:
@@ -161,7 +161,7 @@ def mutations():
 SCRIPT = """
 import resource, signal, sys, time
 from dcp_rs.errors import CorruptDataError, UnsafePickleError
-from dcp_rs.tensors import objects
+from dcp_rs.tensors import pickles
 sys.path.insert(0, {tests!r})
 from checkpoint.test_hostile_values import DAMAGED, UNSAFE, mutations
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -171,7 +171,7 @@ for inputs, expected in ((UNSAFE, UnsafePickleError), (DAMAGED, CorruptDataError
     for name, data in inputs.items():
         before, began = peak(), time.monotonic()
         try:
-            loaded = objects.load("the name", data, weights_only=True)
+            loaded = pickles.load("the name", data, weights_only=True)
         except BaseException as error:
             if type(error) is not expected or "'the name'" not in str(error) or error.tensor != "the name":
                 wrong.append((name, type(error), str(error)[:300]))
@@ -181,7 +181,7 @@ for inputs, expected in ((UNSAFE, UnsafePickleError), (DAMAGED, CorruptDataError
             wrong.append((name, "kB and seconds", peak() - before, time.monotonic() - began))
 for data in mutations():
     try:
-        objects.load("the name", data, weights_only=True)
+        pickles.load("the name", data, weights_only=True)
     except (CorruptDataError, UnsafePickleError):
         pass
     except BaseException as error:
@@ -209,12 +209,12 @@ def test_what_torch_saves_is_let_through():
     within = [1]
     within.append(within)
     for value in [*values, nested]:
-        got = objects.load("v", objects.dump(value), weights_only=True)
+        got = pickles.load("v", pickles.dump(value), weights_only=True)
         if isinstance(value, torch.Tensor):
             assert same_bits(got, value)
         elif not isinstance(value, dict | tuple | list):
             assert got == value
-    got = objects.load("v", objects.dump(within), weights_only=True)
+    got = pickles.load("v", pickles.dump(within), weights_only=True)
     assert got[1] is got
 
 
@@ -239,11 +239,11 @@ class Gone:
 
 
 def test_without_the_check_errors_have_types_too(monkeypatch):
-    data = objects.dump(Gone())
-    assert isinstance(objects.load("v", data, weights_only=False), Gone)
+    data = pickles.dump(Gone())
+    assert isinstance(pickles.load("v", data, weights_only=False), Gone)
     monkeypatch.delattr(sys.modules[__name__], "Gone")
     with pytest.raises(UnsupportedError, match=r"'v' cannot be unpickled here: .*Gone"):
-        objects.load("v", data, weights_only=False)
+        pickles.load("v", data, weights_only=False)
     for bad in (b"", data[:-100], archive(pickle.dumps([])[:-3])):
         with pytest.raises(CorruptDataError, match="'v'"):
-            objects.load("v", bad, weights_only=False)
+            pickles.load("v", bad, weights_only=False)

@@ -12,7 +12,7 @@ import dcp_rs
 from dcp_rs import _core
 from dcp_rs.errors import CorruptDataError, PlanError, UnsupportedError
 from dcp_rs.options import ReadOptions
-from dcp_rs.transfer import lanes, load, slabs, upload
+from dcp_rs.transfer import copy_stream, load, slabs, upload
 from dcp_rs.transfer.target import Target
 from support import ALL_DTYPES, assert_state_equal, random_tensor, same_bits, threads
 from support.simulated import host, on
@@ -209,14 +209,14 @@ def test_slabs_are_filled_while_copies_run(ckpt, sim, device):
     for number, target in enumerate(targets):
         batch.add_elsewhere(number, target, 1, there=True)
     sim.delay = 20_000
-    lane = lanes.lane_for(device)
+    stream = copy_stream.copy_stream_for(device)
     options = ReadOptions(max_inflight_bytes=1 << 20)
     running = upload.SlabLoad(batch, batch.wants(0), sort=True, accelerator=True, options=options)
     unfinished = 0
     with running:
         for _, copies, slab in running:
-            unfinished += any(not lane.done(token) for _, token, _ in running._pending)
-            running.sent(lane, lane.upload(slab, upload.make_transfer(slab, lane, targets, copies)))
+            unfinished += any(not stream.done(token) for _, token, _ in running._pending)
+            running.sent(stream, stream.upload(slab, upload.make_transfer(slab, stream, targets, copies)))
     assert unfinished > 5  # slabs were ready before the copies of the ones before were over
 
 

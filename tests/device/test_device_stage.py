@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_rs
 from dcp_rs import RsWriter
-from dcp_rs.transfer.lanes import lane_for
+from dcp_rs.transfer.copy_stream import copy_stream_for
 from dcp_rs.transfer.stage import HostStager
 from support import assert_state_equal
 from support.faults import Slow
@@ -244,16 +244,16 @@ def test_torchs_async_save(tmp_path, sim, device):
 
 
 class HeldUp:
-    """The lanes that a staging makes: their streams wait at a gate before the first copy."""
+    """The streams that a staging makes: their streams wait at a gate before the first copy."""
 
     def __init__(self, sim):
-        self.sim, self.lanes, self.gates = sim, [], []
+        self.sim, self.streams, self.gates = sim, [], []
 
     def __call__(self, device):
-        lane = lane_for(device)
-        self.lanes.append(lane)
-        self.gates += [self.sim.gate(stream) for stream in lane._streams]
-        return lane
+        stream = copy_stream_for(device)
+        self.streams.append(stream)
+        self.gates += [self.sim.gate(stream) for stream in stream._streams]
+        return stream
 
     def let_go(self):
         for gate in self.gates:
@@ -281,7 +281,7 @@ def test_copies_come_after_the_kernels_that_were_queued_before_the_call(ckpt, si
 def test_copies_have_a_stream_of_their_own_and_training_goes_on(ckpt, sim, device, monkeypatch):
     """Kernels that are queued after the call wait for no copy, and staged comes after the last of the copies."""
     held = HeldUp(sim)
-    monkeypatch.setattr("dcp_rs.transfer.stage.lane_for", held)
+    monkeypatch.setattr("dcp_rs.transfer.stage.copy_stream_for", held)
     training = torch.accelerator.current_stream(device)
     weights = {f"w{i}": torch.empty(300, 100 + i, device=device) for i in range(10)}
     batch = torch.ones(1000, device=device)
@@ -292,8 +292,8 @@ def test_copies_have_a_stream_of_their_own_and_training_goes_on(ckpt, sim, devic
     try:
         future = dcp_rs.async_save(weights, ckpt, async_staging=True)
         assert not future.staged.done()
-        (lane,) = held.lanes
-        assert all(stream != training for stream in lane._streams)
+        (stream,) = held.streams
+        assert all(stream != training for stream in stream._streams)
         batch.fill_(3)  # the next forward and backward pass
         training.synchronize()
         assert batch.cpu().eq(3).all()

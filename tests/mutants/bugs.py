@@ -106,15 +106,15 @@ MUTANTS = [
     ),
     Mutant(
         "zeros-compared-by-value",
-        "python/dcp_rs/tensors/same.py",
+        "python/dcp_rs/tensors/equality.py",
         "return torch.equal(raw_bytes(one), raw_bytes(other))",
         "return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)",
-        ("tests/tensors/test_same.py",),
+        ("tests/tensors/test_equality.py",),
         "A comparison takes -0.0 for 0.0, and any NaN for any other.",
     ),
     Mutant(
         "last-element-dropped",
-        "python/dcp_rs/tensors/boxes.py",
+        "python/dcp_rs/tensors/regions.py",
         "for offsets, extent in rectangles(sizes[1:], 0, rest):",
         "for offsets, extent in rectangles(sizes[1:], 0, rest - 1):",
         ("tests/dcp/test_save_casts.py",),
@@ -122,7 +122,7 @@ MUTANTS = [
     ),
     Mutant(
         "slice-too-short",
-        "python/dcp_rs/tensors/boxes.py",
+        "python/dcp_rs/tensors/regions.py",
         "extent = max(0, stop - start)",
         "extent = max(0, (stop - start) // step * step)",
         ("tests/checkpoint/test_open_slices.py",),

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import dcp_rs
 from dcp_rs import RsSavePlanner, RsWriter
 from dcp_rs._url import StorageOptions, Url
-from dcp_rs.engine.destination import Destination, unclear
+from dcp_rs.engine.destination import Destination, commit_outcome
 from dcp_rs.errors import CheckpointExistsError, CorruptDataError, StoragePreconditionError, StorageUnclearError
 from support import assert_state_equal, rank_outcomes
 from support.object_server import Fault
@@ -180,8 +180,8 @@ def test_a_second_interrupt_hides_nothing():
     first = StorageUnclearError("no answer")
     with pytest.raises(KeyboardInterrupt) as caught:
         interrupted_twice(first)
-    assert unclear(caught.value) is first
-    assert unclear(KeyboardInterrupt()) is None
+    assert commit_outcome(caught.value) is first
+    assert commit_outcome(KeyboardInterrupt()) is None
 
 
 class Refusing(RsSavePlanner):
@@ -205,8 +205,8 @@ def test_the_next_save_is_not_taken_for_the_one_that_it_follows(tmp_path):
         save_in_handler(tmp_path / "fallback")
     first = StorageUnclearError("no answer")
     caught.value.__context__ = first
-    assert unclear(caught.value) is first
-    assert unclear(caught.value, first) is None
+    assert commit_outcome(caught.value) is first
+    assert commit_outcome(caught.value, first) is None
 
 
 def test_overwrite_false_looks_once_more_where_it_begins(server):

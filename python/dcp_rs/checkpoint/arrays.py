@@ -41,9 +41,9 @@ class NumpyCheckpoint(OpenCheckpoint["ArraySlice"]):
         self._warned: set[str] = set()
 
     def _value(self, name: str, data: bytes) -> Any:
-        from dcp_rs.tensors import objects  # it imports torch
+        from dcp_rs.tensors import pickles  # it imports torch
 
-        return objects.load(name, data, weights_only=True)
+        return pickles.load(name, data, weights_only=True)
 
     def _tensor(self, tensor: int, entry: _core.TensorEntry) -> np.ndarray[Any, Any]:
         dtype, shape = self._element_dtype(entry.name, entry.dtype), entry.shape

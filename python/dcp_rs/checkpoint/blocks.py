@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from dcp_rs.checkpoint.source import Item, Request, Source
-from dcp_rs.tensors.boxes import Cut, cut, read_ahead, rectangles
+from dcp_rs.tensors.regions import Cut, cut, read_ahead, rectangles
 
 __all__ = ["Block", "Region", "Slabs", "blocks"]
 

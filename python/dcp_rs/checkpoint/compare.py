@@ -18,10 +18,10 @@ from dcp_rs.checkpoint.source import Item, Request, Source, open_source
 from dcp_rs.checkpoint.views import Layout
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
-from dcp_rs.tensors import objects
-from dcp_rs.tensors.boxes import rectangles
+from dcp_rs.tensors import pickles
+from dcp_rs.tensors.equality import same
 from dcp_rs.tensors.nesting import TreePath, name_of, remaining, shown
-from dcp_rs.tensors.same import same
+from dcp_rs.tensors.regions import rectangles
 
 __all__ = ["Comparison", "Difference", "compare", "difference"]
 
@@ -214,7 +214,7 @@ def _value_differs(name: str, one: bytes, other: bytes) -> Difference | None:
         return None
     try:
         # One value has many pickles.
-        a, b = (objects.load(name, data, weights_only=True) for data in (one, other))
+        a, b = (pickles.load(name, data, weights_only=True) for data in (one, other))
         return None if same(a, b) else Difference(name, "value", _short(a), _short(b))
     except Exception:  # noqa: BLE001  # of classes that the caller allowed, whatever: what cannot be compared, or shown, counts as different
         return Difference(name, "value", f"{len(one)} bytes", f"{len(other)} bytes")

@@ -17,9 +17,9 @@ from dcp_rs._shown import Report, size, table
 from dcp_rs.checkpoint.names import hint
 from dcp_rs.errors import CheckpointReplacedError, DcpRsError, EntryNotFoundError, PlanError, UnsupportedError
 from dcp_rs.options import ReadOptions
-from dcp_rs.tensors.boxes import selection
 from dcp_rs.tensors.elements import safetensors_name, safetensors_shape
 from dcp_rs.tensors.nesting import unwrap
+from dcp_rs.tensors.regions import selection
 from dcp_rs.transfer.counts import Counts
 
 __all__ = ["ChunkInfo", "OpenCheckpoint", "ReadReport", "StoredSlice", "TensorInfo"]

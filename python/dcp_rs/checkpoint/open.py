@@ -12,10 +12,10 @@ from dcp_rs.checkpoint.mapping import OpenCheckpoint, StoredSlice, TensorInfo
 from dcp_rs.checkpoint.stream import stream
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
-from dcp_rs.tensors import objects
+from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import REQUIRES_GRAD, can_require_grad
+from dcp_rs.tensors.flatten import number_parameters
 from dcp_rs.tensors.nesting import Container, TreePath, nest
-from dcp_rs.tensors.trees import number_parameters
 from dcp_rs.transfer.counts import Counts
 from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.target import Target, stored_dtype
@@ -80,7 +80,7 @@ class Checkpoint(OpenCheckpoint["TensorSlice"]):
         self._weights_only = weights_only
 
     def _value(self, name: str, data: bytes) -> Any:
-        return objects.load(name, data, weights_only=self._weights_only)
+        return pickles.load(name, data, weights_only=self._weights_only)
 
     def _tensor(self, tensor: int, entry: _core.TensorEntry) -> torch.Tensor:
         dtype, shape = stored_dtype(entry.name, entry.dtype), entry.shape

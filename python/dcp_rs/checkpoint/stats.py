@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from dcp_rs import _core
 from dcp_rs.options import ReadOptions
-from dcp_rs.tensors.boxes import ALIGNMENT, Cut, cut, read_ahead
 from dcp_rs.tensors.elements import ITEMSIZES
+from dcp_rs.tensors.regions import ALIGNMENT, Cut, cut, read_ahead
 
 if TYPE_CHECKING:
     import torch

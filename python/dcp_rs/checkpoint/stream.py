@@ -13,11 +13,10 @@ from typing_extensions import override
 
 from dcp_rs import _core
 from dcp_rs.options import ReadOptions
-from dcp_rs.tensors.boxes import read_ahead
 from dcp_rs.tensors.memory import space_of
-from dcp_rs.transfer import lanes
+from dcp_rs.tensors.regions import read_ahead
+from dcp_rs.transfer.copy_stream import CopyStream, copy_stream_for, is_accelerator
 from dcp_rs.transfer.counts import Counts
-from dcp_rs.transfer.lanes import Lane
 from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.target import Target, stored_dtype
 from dcp_rs.transfer.upload import SlabLoad, make_transfer
@@ -57,7 +56,7 @@ def stream(
     counts = Counts() if counts is None else counts
     entries = [_entry(index, number) for number in index.file_order() if numbers is None or number in numbers]
     stored = [entry for entry in entries if not entry.is_bytes]
-    if not lanes.is_accelerator(device):
+    if not is_accelerator(device):
         tensors = _read_ahead(index, stored, options, counts)
     else:
         tensors = _through_slabs(index, stored, device, options, counts)
@@ -123,8 +122,8 @@ def _emptied(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
 class _Made(Sequence[Target]):
     """Targets whose memory is made when it is first asked for."""
 
-    def __init__(self, lane: Lane, entries: Sequence[_Entry]) -> None:
-        self._lane = lane
+    def __init__(self, stream: CopyStream, entries: Sequence[_Entry]) -> None:
+        self._stream = stream
         self._entries = entries
         self.made: dict[int, Target] = {}
 
@@ -136,37 +135,37 @@ class _Made(Sequence[Target]):
         target = self.made.get(number)
         if target is None:
             entry = self._entries[number]
-            target = self.made[number] = entry.target(self._lane.empty(entry.shape, entry.dtype))
+            target = self.made[number] = entry.target(self._stream.empty(entry.shape, entry.dtype))
         return target
 
     def take(self, number: int) -> torch.Tensor:
         """The tensor, for the stream that is current now. It is not held any longer."""
         tensor = self[number].tensor
         del self.made[number]
-        return self._lane.hand_over(tensor)
+        return self._stream.hand_over(tensor)
 
 
 def _through_slabs(
     index: _core.Index, entries: Sequence[_Entry], device: torch.device, options: ReadOptions, counts: Counts
 ) -> Generator[torch.Tensor, None, None]:
-    lane = lanes.lane_for(device)
-    targets = _Made(lane, entries)
+    stream = copy_stream_for(device)
+    targets = _Made(stream, entries)
     batch = _core.Batch(index)
     for number, entry in enumerate(entries):
         shape = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         batch.add_elsewhere(number, entry.target(shape), space_of(device), there=False)
     left = [entry.nbytes for entry in entries]
     with ExitStack() as stack:
-        stack.callback(lane.order_before_caller)
+        stack.callback(stream.order_before_caller)
         load = stack.enter_context(SlabLoad(batch, batch.wants(0), sort=False, accelerator=True, options=options))
         first = 0
         for _, copies, slab in load:
             known = len(targets.made)
-            transfer = make_transfer(slab, lane, targets, copies)
+            transfer = make_transfer(slab, stream, targets, copies)
             if len(targets.made) > known:
                 # New memory may be old memory that the caller's stream is not done with.
-                lane.order_after_caller()
-            load.sent(lane, lane.upload(slab, transfer))
+                stream.order_after_caller()
+            load.sent(stream, stream.upload(slab, transfer))
             del transfer
             for copy in copies:
                 left[copy.target] -= copy.nbytes

@@ -152,11 +152,11 @@ class Contents:
             UnsafePickleError: it needs more than ``torch.load(weights_only=True)`` allows.
             UnsupportedError: its text would be many times longer than what is stored.
         """
-        from dcp_rs.tensors import objects  # it imports torch
+        from dcp_rs.tensors import pickles  # it imports torch
 
         first = self._index.first_chunk(entry.number)
         (data,) = self._index.read_bytes([first], io="buffered", threads=1, verify=False, max_inflight_bytes=1 << 22)
-        value = objects.load(entry.name, data, weights_only=True)
+        value = pickles.load(entry.name, data, weights_only=True)
         if not _is_short(value, 16 * len(data)):
             msg = f"value {entry.name!r} repeats itself: it is much longer as text than the {len(data):,} bytes that are stored"
             raise UnsupportedError(msg, tensor=entry.name)

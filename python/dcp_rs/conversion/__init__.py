@@ -32,7 +32,7 @@ from dcp_rs.conversion.job import (
 )
 from dcp_rs.conversion.place import Place, check_apart, check_place, new_place, place_before_store, place_on_store
 from dcp_rs.options import ReadOptions, WriteOptions, checks_pickles
-from dcp_rs.tensors import objects
+from dcp_rs.tensors import pickles
 
 __all__ = ["ConvertReport", "Target", "Wish", "convert", "stores_of", "write_result"]
 
@@ -275,7 +275,7 @@ def write_result(
     if source.kind == "torch" and wish.weights_only:
         for task in tasks:
             if task.dtype is None:
-                objects.check_loadable(task.item.name, source.value(task.item))
+                pickles.check_loadable(task.item.name, source.value(task.item))
     if to == "safetensors":
         tasks = refuse_unsupported(tasks, safetensors.why_not, to, report if wish.skip_unsupported else None)
         tasks = _without_tied(source.tied([task.item for task in tasks]), tasks, report)

@@ -12,10 +12,10 @@ from dcp_rs.conversion.job import Job, Task
 from dcp_rs.conversion.place import Place
 from dcp_rs.conversion.stand_ins import StandIns
 from dcp_rs.errors import UnsafePickleError
-from dcp_rs.tensors import objects
+from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import REQUIRES_GRAD, can_require_grad
+from dcp_rs.tensors.flatten import number_parameters
 from dcp_rs.tensors.nesting import Container, name_of, nest, shown
-from dcp_rs.tensors.trees import number_parameters
 
 __all__ = ["write"]
 
@@ -43,7 +43,7 @@ def write(job: Job, place: Place) -> None:
             continue
         if task.dtype is None:
             data = job.source.value(task.item)
-            flat[task.name] = objects.load(task.item.name, data, weights_only=job.weights_only)
+            flat[task.name] = pickles.load(task.item.name, data, weights_only=job.weights_only)
             job.advance(len(data))
             continue
         tensors.append(task)

@@ -40,9 +40,9 @@ from dcp_rs.engine.reads import LoadOptions
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
+from dcp_rs.tensors.flatten import Flat, WriteThrough, flatten, is_hollow, is_plain_state_dict, set_at
 from dcp_rs.tensors.materialize import NewTensors
 from dcp_rs.tensors.shards import Layouts, Piece, local_pieces
-from dcp_rs.tensors.trees import Flat, WriteThrough, flatten, is_hollow, is_plain_state_dict, set_at
 
 __all__ = ["RsLoadPlanner", "is_plain", "items_of", "missing_elements"]
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from dcp_rs.checkpoint.locate import is_rank_local
 from dcp_rs.dcp.reader import RsReader
 from dcp_rs.dcp.writer import RsWriter
-from dcp_rs.engine.destination import unclear
+from dcp_rs.engine.destination import commit_outcome
 from dcp_rs.engine.load import MIXED, again_where_replaced, hand_back, take_states
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import SavedMetadata
@@ -140,7 +140,7 @@ def save(ranks: RankGroup, planner: SavePlanner, ask: Callable[[], SaveRequest])
         plan = ranks.reduce_scatter(plan_own, plan_all)
         saved = ranks.all_reduce(write, commit)
     except BaseException:
-        if ranks.failures and not any(unclear(error, handled) for error in ranks.failures.values()):
+        if ranks.failures and not any(commit_outcome(error, handled) for error in ranks.failures.values()):
             for writer in made:
                 writer._discard()  # all ranks know that it failed, so nobody commits
         raise

@@ -34,7 +34,7 @@ from dcp_rs.engine.reads import warn_of_left_out_state
 from dcp_rs.engine.reports import LoadReport, Phases
 from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError, PlanError, UnsupportedError
 from dcp_rs.options import ReadOptions, checks_pickles
-from dcp_rs.tensors import objects
+from dcp_rs.tensors import pickles
 from dcp_rs.tensors.memory import changing
 from dcp_rs.transfer.counts import Counts
 from dcp_rs.transfer.load import fill
@@ -135,7 +135,7 @@ class ItemReads:
         self._counts.add_values(sum(map(len, stored)))
         for (_, item), data in zip(items, stored, strict=True):
             if self._weights_only:
-                objects.check_loadable(item.storage_index.fqn, data)
+                pickles.check_loadable(item.storage_index.fqn, data)
             self._planner.load_bytes(item, io.BytesIO(data))
 
 

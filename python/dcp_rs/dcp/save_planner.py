@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from dcp_rs._shown import call
 from dcp_rs.engine.local_plan import PlanOptions, Selected, select
 from dcp_rs.engine.writes import Nesting
-from dcp_rs.tensors import objects
+from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import NAMES, is_counter
 
 __all__ = ["RsSavePlanner", "is_plain"]
@@ -120,7 +120,7 @@ class RsSavePlanner(DefaultSavePlanner):
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  # torch's name
         """Return what torch's planner makes of it, cast to ``dtype``. An error about a value names it."""
         if write_item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(objects.dump_named(write_item.index.fqn, object))
+            return io.BytesIO(pickles.dump_named(write_item.index.fqn, object))
         made = super().transform_object(write_item, object)
         if not isinstance(made, torch.Tensor) or is_counter(write_item.index.fqn, made.shape):
             return made

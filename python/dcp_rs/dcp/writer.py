@@ -38,7 +38,7 @@ from dcp_rs.engine.reuse import Frozen, Parent
 from dcp_rs.engine.save import SaveOptions
 from dcp_rs.engine.writes import Nesting, Place, Writes, Written, packed, unpacked, write_files
 from dcp_rs.errors import PlanError, SaveInProgressError
-from dcp_rs.tensors import objects
+from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.tensors.memory import parts
 from dcp_rs.transfer.entry import Entry
@@ -184,7 +184,7 @@ def _judge(item: WriteItem, data: Any, planner: SavePlanner, *, strict: bool) ->
     if item.type != WriteItemType.BYTE_IO or not isinstance(planner, DefaultSavePlanner):
         return
     if _is_own(planner, "lookup_object"):
-        objects.warn_unless_loadable(item.index.fqn, planner.lookup_object(item.index), data.getvalue(), strict=strict)
+        pickles.warn_unless_loadable(item.index.fqn, planner.lookup_object(item.index), data.getvalue(), strict=strict)
 
 
 def _entry(item: WriteItem, data: torch.Tensor | io.BytesIO, path: Any, position: int | None) -> Entry:

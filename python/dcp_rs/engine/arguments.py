@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.optim import Optimizer
 
-from dcp_rs.tensors.trees import is_stateful
+from dcp_rs.tensors.flatten import is_stateful
 from dcp_rs.transfer.stage import HostStager
 
 __all__ = ["check_planner", "check_reader", "check_stager", "check_state_dict"]

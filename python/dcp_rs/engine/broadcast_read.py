@@ -20,11 +20,11 @@ import torch.distributed as dist
 from dcp_rs import _core, _torch
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.options import ReadOptions
-from dcp_rs.tensors.boxes import Cut, cut, narrow, rectangles
 from dcp_rs.tensors.memory import check_made, is_plain
+from dcp_rs.tensors.regions import Cut, cut, narrow, rectangles
 from dcp_rs.transfer import slabs
+from dcp_rs.transfer.copy_stream import Transfer, copy_stream_for, is_accelerator
 from dcp_rs.transfer.counts import Counts
-from dcp_rs.transfer.lanes import Transfer, is_accelerator, lane_for
 from dcp_rs.transfer.target import Target, fills
 
 __all__ = ["Offer", "SharedReads", "is_shared", "offer", "read_shared", "share"]
@@ -219,7 +219,7 @@ class _Stages:
     """Two slabs of pinned memory on the way from the storage to a device: one is read into while the other one is copied."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
-        self._lane = lane_for(device)
+        self._stream = copy_stream_for(device)
         self._slabs = slabs.kept.take(2, nbytes, pinned=True)
         self._tokens: list[Any] = [None, None]
         self._next = 0
@@ -228,21 +228,21 @@ class _Stages:
         """The one that is free sooner, once it is."""
         token, self._tokens[self._next] = self._tokens[self._next], None
         if token is not None:
-            self._lane.wait(token)
+            self._stream.wait(token)
         return self._slabs[self._next]
 
     def send(self, memory: torch.Tensor, buffer: torch.Tensor) -> None:
         """Copies what was read into the slab that was taken last. The current stream sees it there."""
-        self._lane.order_after_caller()
-        self._tokens[self._next] = self._lane.upload(memory, Transfer(direct=[(buffer, memory)]))
-        self._lane.order_before_caller()
+        self._stream.order_after_caller()
+        self._tokens[self._next] = self._stream.upload(memory, Transfer(direct=[(buffer, memory)]))
+        self._stream.order_before_caller()
         self._next = 1 - self._next
 
     def close(self) -> None:
         """Gives the slabs back."""
         for token in self._tokens:
             if token is not None:
-                self._lane.wait(token)
+                self._stream.wait(token)
         slabs.kept.give(self._slabs)
         self._slabs = []
 

@@ -15,10 +15,10 @@ from dcp_rs.checkpoint.folders import make_folder
 from dcp_rs.checkpoint.locate import INDEX_NAME, rank_index_name
 from dcp_rs.errors import CheckpointExistsError, DcpRsError, SaveInProgressError, StorageUnclearError
 
-__all__ = ["Destination", "unclear"]
+__all__ = ["Destination", "commit_outcome"]
 
 
-def unclear(error: BaseException | None, handled: BaseException | None = None) -> StorageUnclearError | None:
+def commit_outcome(error: BaseException | None, handled: BaseException | None = None) -> StorageUnclearError | None:
     """Return the ``StorageUnclearError`` in the chain of an error, if there is one.
 
     Args:
@@ -137,9 +137,9 @@ class Destination:
     ) -> None:
         """After a commit that failed with ``error``: removes what the ranks wrote, all of them, since some may never hear of it.
 
-        Not where the save may yet be found committed, since a store did not answer: ``error`` says that. ``handled`` as for :func:`unclear`.
+        Not where the save may yet be found committed, since a store did not answer: ``error`` says that. ``handled`` as for :func:`commit_outcome`.
         """
-        if self.store is None or not unclear(error, handled):
+        if self.store is None or not commit_outcome(error, handled):
             self.remove(rank, indexes)
 
     def remove(self, rank: int | None, indexes: Sequence[bytes]) -> None:

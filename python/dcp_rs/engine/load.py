@@ -20,10 +20,10 @@ from dcp_rs.engine.reads import LoadOptions, Reads, differing_ties, plan_reads, 
 from dcp_rs.engine.reports import LoadReport, Phases
 from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError, PlanError
 from dcp_rs.options import ReadOptions
-from dcp_rs.tensors import objects
+from dcp_rs.tensors import pickles
+from dcp_rs.tensors.flatten import set_at, stateful_values
 from dcp_rs.tensors.memory import changing, is_opaque
 from dcp_rs.tensors.nesting import unwrap_in
-from dcp_rs.tensors.trees import set_at, stateful_values
 from dcp_rs.transfer.counts import Counts
 from dcp_rs.transfer.load import Load
 
@@ -325,7 +325,7 @@ def _read_values(reads: Reads, index: _core.Index, source: Source, counts: Count
         counts.expected = reads.nbytes() + nbytes
     counts.add_values(nbytes)
     return {
-        fqn: objects.load(fqn, data, weights_only=source.weights_only)
+        fqn: pickles.load(fqn, data, weights_only=source.weights_only)
         for (_, fqn), data in zip(reads.blobs, stored, strict=True)
     }
 

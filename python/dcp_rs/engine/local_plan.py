@@ -15,9 +15,9 @@ from dcp_rs.checkpoint.names import selector, some
 from dcp_rs.engine.writes import Nesting, Writes
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.tensors.dtypes import NAMES, can_require_grad, cast_to, is_counter
+from dcp_rs.tensors.flatten import flatten
 from dcp_rs.tensors.nesting import TreePath
 from dcp_rs.tensors.shards import Layouts, global_shape, local_pieces
-from dcp_rs.tensors.trees import flatten
 from dcp_rs.transfer.entry import Entry
 from dcp_rs.transfer.save import dump, refuse_meta, why_not_raw
 

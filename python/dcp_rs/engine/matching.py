@@ -15,11 +15,11 @@ from dcp_rs.checkpoint.open import Checkpoint
 from dcp_rs.checkpoint.renaming import Rename, Renamed
 from dcp_rs.engine.reports import LoadReport, Mismatch
 from dcp_rs.errors import EntryNotFoundError, PlanError
+from dcp_rs.tensors.flatten import Flat, get_at, is_hollow
 from dcp_rs.tensors.materialize import NewTensors
 from dcp_rs.tensors.memory import twins
 from dcp_rs.tensors.nesting import name_of
 from dcp_rs.tensors.shards import global_shape
-from dcp_rs.tensors.trees import Flat, get_at, is_hollow
 from dcp_rs.transfer.target import stored_dtype
 
 __all__ = [

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dcp_rs import _torch
 from dcp_rs._tracebacks import shorten
-from dcp_rs.engine.destination import unclear
+from dcp_rs.engine.destination import commit_outcome
 from dcp_rs.errors import DcpRsError, PlanError, RankLostError, UnsupportedError
 
 __all__ = ["RankGroup", "failures_among", "has_group"]
@@ -305,7 +305,7 @@ class _Failure:
         text = traceback.format_exception_only(error)[-1].strip()
         trace = "".join(traceback.format_exception(error)) if error.__traceback__ else ""
         pickled = None
-        sent = unclear(error, handled) or error
+        sent = commit_outcome(error, handled) or error
         if isinstance(sent, Exception):  # not an exit, nor Ctrl-C: those are this process's
             with suppress(Exception):
                 pickled = pickle.dumps(sent)

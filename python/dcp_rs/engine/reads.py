@@ -18,13 +18,13 @@ from dcp_rs.checkpoint.renaming import Rename
 from dcp_rs.engine.matching import CastRule, EntryInfo, IndexEntries, LoadNames, Matching, add_hollow, why_nothing
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.options import ReadOptions
-from dcp_rs.tensors.boxes import narrow
 from dcp_rs.tensors.dtypes import NAMES as DTYPE_NAMES
+from dcp_rs.tensors.flatten import flatten, is_plain_state_dict
 from dcp_rs.tensors.materialize import NewTensors
 from dcp_rs.tensors.memory import twins
 from dcp_rs.tensors.nesting import TreePath
+from dcp_rs.tensors.regions import narrow
 from dcp_rs.tensors.shards import Layouts, local_pieces
-from dcp_rs.tensors.trees import flatten, is_plain_state_dict
 from dcp_rs.transfer.target import Target, fills, stored_dtype
 
 __all__ = ["LoadOptions", "Reads", "differing_ties", "plan_reads", "warn_of_left_out_state"]

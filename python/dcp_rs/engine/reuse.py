@@ -19,8 +19,8 @@ from dcp_rs.engine.writes import Writes
 from dcp_rs.errors import DcpRsError
 from dcp_rs.options import WriteOptions
 from dcp_rs.tensors.dtypes import NAMES
+from dcp_rs.tensors.flatten import flatten
 from dcp_rs.tensors.memory import identity
-from dcp_rs.tensors.trees import flatten
 from dcp_rs.transfer.save import write_entries
 
 __all__ = ["Frozen", "Parent"]

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from dcp_rs import _core
 from dcp_rs._progress import Progress
 from dcp_rs._url import StorageOptions
-from dcp_rs.engine.destination import Destination, unclear
+from dcp_rs.engine.destination import Destination, commit_outcome
 from dcp_rs.engine.local_plan import LocalPlan, PlanOptions, plan_locally
 from dcp_rs.engine.metadata import make_metadata
 from dcp_rs.engine.ranks import RankGroup
@@ -264,7 +264,11 @@ def save(ranks: RankGroup, plan: PlanOptions, ask: Callable[[], SaveRequest]) ->
         share = ranks.reduce_scatter(describe, divide)
         metadata = ranks.all_reduce(write, commit)
     except BaseException:
-        if written is not None and ranks.failures and not any(unclear(e, handled) for e in ranks.failures.values()):
+        if (
+            written is not None
+            and ranks.failures
+            and not any(commit_outcome(e, handled) for e in ranks.failures.values())
+        ):
             to.remove(None, [written.index])
         raise
     finally:

@@ -19,8 +19,8 @@ from dcp_rs.engine.reports import SaveReport
 from dcp_rs.errors import UnsupportedError
 from dcp_rs.options import WriteOptions
 from dcp_rs.tensors.dtypes import NAMES
+from dcp_rs.tensors.flatten import Flat
 from dcp_rs.tensors.nesting import Container, TreePath, name_of, remaining, storable
-from dcp_rs.tensors.trees import Flat
 from dcp_rs.transfer.entry import Entry
 from dcp_rs.transfer.save import turns, write_entries
 

@@ -25,9 +25,9 @@ from dcp_rs.errors import CheckpointExistsError, PlanError
 from dcp_rs.integrations._experts import single_experts
 from dcp_rs.integrations._needs import framework
 from dcp_rs.options import ReadArguments, ReadOptions
-from dcp_rs.tensors.boxes import selection
 from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.tensors.elements import safetensors_name, safetensors_shape
+from dcp_rs.tensors.regions import selection
 from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.target import Target, stored_dtype
 

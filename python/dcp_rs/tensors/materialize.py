@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from dcp_rs import _torch
 from dcp_rs.errors import PlanError
 from dcp_rs.tensors.dtypes import is_counter
+from dcp_rs.tensors.flatten import get_at
 from dcp_rs.tensors.memory import identity
 from dcp_rs.tensors.nesting import TreePath
 from dcp_rs.tensors.shards import Layouts, local_pieces
-from dcp_rs.tensors.trees import get_at
 
 __all__ = ["NewTensors"]
 

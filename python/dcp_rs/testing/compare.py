@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp_rs.tensors.same import raw_bytes, same
+from dcp_rs.tensors.equality import raw_bytes, same
 from dcp_rs.transfer.save import why_not_raw
 
 __all__ = ["assert_state_equal", "raw_bytes", "same_bits", "state_differences"]

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from dcp_rs import _torch
 from dcp_rs.errors import PlanError, UnsafePickleError
-from dcp_rs.tensors import objects
+from dcp_rs.tensors import pickles
+from dcp_rs.tensors.flatten import flatten, is_stateful
 from dcp_rs.tensors.nesting import WHOLE, is_plain, unwrap
-from dcp_rs.tensors.objects import plain_numbers
-from dcp_rs.tensors.trees import flatten, is_stateful
+from dcp_rs.tensors.pickles import plain_numbers
 
 __all__ = [
     "PerRank",
@@ -149,7 +149,7 @@ def check_values(name: str, tree: Any) -> None:
     for fqn, value in flatten({name: tree}).values.items():
         if isinstance(value, torch.Tensor):
             continue
-        why = objects.why_not_loadable(fqn, value)
+        why = pickles.why_not_loadable(fqn, value)
         if why is not None:
             msg = (
                 f"{why}. Save plain types in its place (numbers, text, lists, dicts, tensors): this is the state that a restart needs. "

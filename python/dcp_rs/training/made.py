@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dcp_rs import _torch
+from dcp_rs.tensors.flatten import flatten
 from dcp_rs.tensors.nesting import TreePath, text_path
 from dcp_rs.tensors.shards import global_shape
-from dcp_rs.tensors.trees import flatten
 
 __all__ = ["Made", "MadeState", "keys_of", "unclear_in", "with_keys"]
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.errors import PlanError
-from dcp_rs.tensors.objects import plain_numbers
+from dcp_rs.tensors.pickles import plain_numbers
 from dcp_rs.training.parameters import fsdp1_group, is_fsdp1, names_by_key, sharded_state_dicts, without_compiler
 
 __all__ = ["WHO", "fsdp1_state", "optimizer_state", "text_of"]

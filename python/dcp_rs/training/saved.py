@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from dcp_rs import _torch
 from dcp_rs.errors import PlanError
+from dcp_rs.tensors.flatten import get_at
 from dcp_rs.tensors.nesting import TreePath
 from dcp_rs.tensors.shards import global_shape
-from dcp_rs.tensors.trees import get_at
 from dcp_rs.training.choice import Choice
 from dcp_rs.training.made import Made, MadeState
 from dcp_rs.training.optimizers import WHO, fsdp1_state, text_of

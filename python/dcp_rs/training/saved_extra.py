@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from dcp_rs._warnings import warn_caller
 from dcp_rs.errors import PlanError
+from dcp_rs.tensors.flatten import flatten, is_stateful
 from dcp_rs.tensors.nesting import TreePath, remaining, text_path
-from dcp_rs.tensors.trees import flatten, is_stateful
 from dcp_rs.training.choice import Choice
 from dcp_rs.training.extra import PerRank, RngState, merge, pack, state_of, unpack, why_not_found
 from dcp_rs.training.saved_state import branch_at, join, tree_of

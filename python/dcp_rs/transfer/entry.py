@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 
 from dcp_rs import _core
-from dcp_rs.tensors.boxes import ALIGNMENT, cut, narrow, rectangles
 from dcp_rs.tensors.dtypes import AS_INTEGERS, NAMES
+from dcp_rs.tensors.regions import ALIGNMENT, cut, narrow, rectangles
 
 __all__ = ["ALIGNMENT", "BLOCK_BYTES", "Entry", "Part", "flat", "gathered", "pack"]
 

@@ -12,12 +12,12 @@ from dcp_rs import _core, _torch
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs.errors import CorruptDataError, UnsafePickleError, UnsupportedError
 from dcp_rs.options import WriteOptions
-from dcp_rs.tensors import objects
+from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.tensors.memory import check_made
 from dcp_rs.transfer import slabs
+from dcp_rs.transfer.copy_stream import CopyStream, Transfer, copy_stream_for
 from dcp_rs.transfer.entry import ALIGNMENT, BLOCK_BYTES, Entry, Part, flat, gathered, pack
-from dcp_rs.transfer.lanes import Lane, Transfer, lane_for
 
 __all__ = ["as_object", "dump", "refuse_meta", "turns", "why_not_raw", "write_entries", "write_from_device"]
 
@@ -32,33 +32,33 @@ def write_from_device(
     count = max(1, min(max_bytes // nbytes, -(-total // nbytes) + 1))
     taken = slabs.kept.take(count, nbytes, pinned=True)
     free = list(reversed(taken))
-    lane = lane_for(device)
+    stream = copy_stream_for(device)
     copying: deque[tuple[torch.Tensor, list[Part], Transfer, Any]] = deque()
     filled = pack(entries, nbytes)
     try:
         while True:
             while free and (parts := next(filled, None)):
                 slab = free.pop()
-                transfer = _transfer(slab, lane, parts)
+                transfer = _transfer(slab, stream, parts)
                 # It may read what the caller's stream is still conjugating. Until it is done, somebody has to keep that.
-                lane.order_after_caller()
-                copying.append((slab, parts, transfer, lane.download(slab, transfer)))
+                stream.order_after_caller()
+                copying.append((slab, parts, transfer, stream.download(slab, transfer)))
             if not copying:
                 break
             # Half of what there is: the disk gets large writes, and the copies to the other half go on meanwhile.
             ready = [copying.popleft() for _ in range(min(len(copying), max(1, count // 2)))]
             for *_, token in ready:
-                lane.wait(token)
+                stream.wait(token)
             save.write([part.write_from(slab.data_ptr()) for slab, parts, *_ in ready for part in parts])
             free += [slab for slab, *_ in ready]
     finally:
-        lane.order_before_caller()
+        stream.order_before_caller()
         for *_, token in copying:
-            lane.wait(token)
+            stream.wait(token)
     slabs.kept.give(taken)
 
 
-def _transfer(slab: torch.Tensor, lane: Lane, parts: Sequence[Part]) -> Transfer:
+def _transfer(slab: torch.Tensor, stream: CopyStream, parts: Sequence[Part]) -> Transfer:
     """The copies of the parts into the slab.
 
     What lies on the device as it is written comes straight, if it is large. The rest is gathered in the scratch memory first, where it
@@ -74,7 +74,7 @@ def _transfer(slab: torch.Tensor, lane: Lane, parts: Sequence[Part]) -> Transfer
             transfer.direct.append((slab[begin:end], whole[part.begin : part.end]))
             continue
         if scratch is None:
-            scratch = lane.scratch(slab)
+            scratch = stream.scratch(slab)
         if transfer.runs and begin - transfer.runs[-1][1] < ALIGNMENT:
             transfer.runs[-1] = (transfer.runs[-1][0], end)
         else:
@@ -120,16 +120,16 @@ def dump(fqn: str, value: Any, *, strict: bool) -> bytes:
     refusal = why_not_raw(value) if isinstance(value, torch.Tensor) else None
     if refusal is not None:
         return as_object(fqn, value, refusal)
-    data = objects.dump_named(fqn, value)
-    objects.warn_unless_loadable(fqn, value, data, strict=strict)
+    data = pickles.dump_named(fqn, value)
+    pickles.warn_unless_loadable(fqn, value, data, strict=strict)
     return data
 
 
 def as_object(fqn: str, tensor: torch.Tensor, refusal: str) -> bytes:
     """The tensor as ``torch.save`` bytes, if those load under ``weights_only=True``."""
     try:
-        data = objects.dump(tensor)
-        objects.check_loadable(fqn, data)
+        data = pickles.dump(tensor)
+        pickles.check_loadable(fqn, data)
     except (
         *(CorruptDataError, UnsafePickleError, RuntimeError, NotImplementedError, TypeError, AttributeError),
         KeyError,  # of a dtype that torch.save does not know

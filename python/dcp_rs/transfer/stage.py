@@ -20,7 +20,7 @@ from dcp_rs.errors import StateChangedError
 from dcp_rs.tensors.memory import changes_seen, identity
 from dcp_rs.tensors.nesting import StandIn, like
 from dcp_rs.transfer.blocks import BLOCK_BYTES, Block, BlockPool, blocks
-from dcp_rs.transfer.lanes import Transfer, lane_for
+from dcp_rs.transfer.copy_stream import Transfer, copy_stream_for
 
 __all__ = ["HostStager", "Staging"]
 
@@ -154,9 +154,9 @@ class Staging:
         self._process = os.getpid()
         self._released = threading.Event()
         # Made here: what is copied waits for what the caller's stream of each device holds now, and for nothing that comes later.
-        self._copies = [(lane_for(device), targets, sources) for device, (targets, sources) in pairs.items()]
-        for lane, _, _ in self._copies:
-            lane.order_after_caller()
+        self._copies = [(copy_stream_for(device), targets, sources) for device, (targets, sources) in pairs.items()]
+        for stream, _, _ in self._copies:
+            stream.order_after_caller()
         self._versions = versions
 
     def finish(self) -> None:
@@ -167,9 +167,9 @@ class Staging:
         """
         try:
             with ExitStack() as stack:
-                for lane, targets, sources in self._copies:
-                    stack.callback(lane.drain)
-                    lane.download(targets[0], Transfer(grouped=[(targets, sources)]))
+                for stream, targets, sources in self._copies:
+                    stack.callback(stream.drain)
+                    stream.download(targets[0], Transfer(grouped=[(targets, sources)]))
             changed = [name for name, tensor, version in self._versions if changes_seen(tensor) != version]
         finally:
             targets = sources = []  # an error is kept longer than what was to be saved

@@ -10,8 +10,8 @@ import torch
 
 from dcp_rs import _core
 from dcp_rs.errors import UnsupportedError
-from dcp_rs.tensors.boxes import rectangles
 from dcp_rs.tensors.dtypes import BY_NAME
+from dcp_rs.tensors.regions import rectangles
 
 __all__ = ["Target", "fills", "stored_dtype"]
 

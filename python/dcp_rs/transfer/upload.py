@@ -12,11 +12,11 @@ import torch
 
 from dcp_rs import _core, _torch
 from dcp_rs.options import ReadOptions
-from dcp_rs.tensors.boxes import narrow
 from dcp_rs.tensors.dtypes import AS_INTEGERS, COPIED_IN_GROUPS
 from dcp_rs.tensors.memory import space_of
+from dcp_rs.tensors.regions import narrow
 from dcp_rs.transfer import slabs
-from dcp_rs.transfer.lanes import Lane, Transfer, is_accelerator, lane_for
+from dcp_rs.transfer.copy_stream import CopyStream, Transfer, copy_stream_for, is_accelerator
 from dcp_rs.transfer.target import Target
 
 __all__ = ["SlabLoad", "make_transfer", "upload"]
@@ -53,8 +53,10 @@ class _Goal:
         self.nbytes = tensor.numel() * dtype.itemsize
 
 
-def make_transfer(slab: torch.Tensor, lane: Lane, targets: Sequence[Target], copies: Sequence[_core.Copy]) -> Transfer:
-    """The copies out of ``slab``, in the order of their places, as the lane takes them."""
+def make_transfer(
+    slab: torch.Tensor, stream: CopyStream, targets: Sequence[Target], copies: Sequence[_core.Copy]
+) -> Transfer:
+    """The copies out of ``slab``, in the order of their places, as the stream takes them."""
     transfer = Transfer()
     groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     views: _Views | None = None
@@ -71,7 +73,7 @@ def make_transfer(slab: torch.Tensor, lane: Lane, targets: Sequence[Target], cop
             transfer.direct.append((flat[begin : begin + nbytes], slab[at : at + nbytes]))
             continue
         if views is None:
-            views = _Views(lane.scratch(slab))
+            views = _Views(stream.scratch(slab))
         _extend(transfer.runs, at, at + nbytes)
         if box is not None:
             source = views.tensor(goal.dtype, at, nbytes).view(box[1])
@@ -148,7 +150,7 @@ class SlabLoad:
         self._slabs: list[torch.Tensor] = []
         self._spare = 1
         self._current: int | None = None
-        self._pending: deque[tuple[Lane, Any, int]] = deque()
+        self._pending: deque[tuple[CopyStream, Any, int]] = deque()
 
     def __enter__(self) -> Self:
         reader = self._reader
@@ -176,12 +178,12 @@ class SlabLoad:
                 reader.release(self._current)
                 self._current = None
 
-    def sent(self, lane: Lane, token: Any) -> None:
+    def sent(self, stream: CopyStream, token: Any) -> None:
         """Says that the copies behind ``token`` read the slab given last."""
         if self._current is None:
             msg = "no slab was handed out for these copies"
             raise RuntimeError(msg)
-        self._pending.append((lane, token, self._current))
+        self._pending.append((stream, token, self._current))
         self._current = None
 
     def stats(self) -> _core.ReadStats:
@@ -191,10 +193,10 @@ class SlabLoad:
     def _recycle(self) -> None:
         """Gives back the slabs whose copies are done. No more than the spare ones stay: the threads need the others."""
         while self._pending:
-            lane, token, slab = self._pending[0]
+            stream, token, slab = self._pending[0]
             if len(self._pending) >= self._spare:
-                lane.wait(token)
-            elif not lane.done(token):
+                stream.wait(token)
+            elif not stream.done(token):
                 return
             self._pending.popleft()
             self._reader.release(slab)
@@ -205,8 +207,8 @@ class SlabLoad:
         self._reader.close()
         # Copies that cannot be waited for may still read their slabs: those are not used again.
         while self._pending:
-            lane, token, _ = self._pending[0]
-            lane.wait(token)
+            stream, token, _ = self._pending[0]
+            stream.wait(token)
             self._pending.popleft()
         slabs.kept.give(self._slabs)
         self._slabs = []
@@ -228,14 +230,14 @@ def upload(
     accelerator = any(map(is_accelerator, devices.values()))
     load = SlabLoad(batch, wants, sort=True, accelerator=accelerator, options=options)
     with ExitStack() as stack:
-        lanes = {number: lane_for(device) for number, device in devices.items()}
-        for lane in lanes.values():
-            stack.callback(lane.order_before_caller)
+        streams = {number: copy_stream_for(device) for number, device in devices.items()}
+        for stream in streams.values():
+            stack.callback(stream.order_before_caller)
         stack.enter_context(load)
         sent = 0
         for device, copies, slab in load:
-            lane = lanes[device]
-            load.sent(lane, lane.upload(slab, make_transfer(slab, lane, targets, copies)))
+            stream = streams[device]
+            load.sent(stream, stream.upload(slab, make_transfer(slab, stream, targets, copies)))
             if tell is not None:
                 sent += sum(copy.nbytes for copy in copies)
                 tell(sent)

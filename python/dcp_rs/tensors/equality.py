@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dcp_rs._torch import PLAIN_TYPES
-from dcp_rs.tensors import objects
+from dcp_rs.tensors import pickles
 from dcp_rs.tensors.nesting import kind_of
 
 __all__ = ["raw_bytes", "same"]
@@ -44,7 +44,7 @@ def same(one: Any, other: Any) -> bool:
         return bool(one.getvalue() == other.getvalue() and one.tell() == other.tell())
     if type(one) in (float, complex):
         return _exact(one) == _exact(other)
-    return objects.dump(one) == objects.dump(other)
+    return pickles.dump(one) == pickles.dump(other)
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ def _same_mappings(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
 
 def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
     if type(one) not in PLAIN_TYPES:
-        return objects.dump(one) == objects.dump(other)
+        return pickles.dump(one) == pickles.dump(other)
 
     def kind(tensor: torch.Tensor) -> tuple[Any, ...]:
         return tensor.dtype, tensor.shape, tensor.layout, tensor.device, tensor.requires_grad, tensor.is_quantized

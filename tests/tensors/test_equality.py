@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dcp_rs.checkpoint.compare import compare
-from dcp_rs.tensors.same import same
+from dcp_rs.tensors.equality import same
 from support import same_bits
 
 MINUS_NAN = struct.unpack("<d", struct.pack("<Q", 0xFFF8 << 48))[0]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-__all__ = ["Lane", "StreamLane", "Transfer", "is_accelerator", "lane_for", "synchronize"]
+__all__ = ["CopyStream", "PairedCopyStream", "Transfer", "copy_stream_for", "is_accelerator", "synchronize"]
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -65,10 +65,10 @@ class Transfer:
     single: list[Pair] = field(default_factory=list)
 
 
-class Lane:
+class CopyStream:
     """The way of slabs to one device, or back. This one is to host memory, where a copy is done when it returns.
 
-    :meth:`scratch` and the transfer that uses it take turns. The *caller's stream* is the one that was current when the lane was made.
+    :meth:`scratch` and the transfer that uses it take turns. The *caller's stream* is the one that was current when the copy stream was made.
     """
 
     def __init__(self, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008  # it never changes
@@ -119,7 +119,7 @@ class Lane:
         return tensor
 
 
-class StreamLane(Lane):
+class PairedCopyStream(CopyStream):
     """To an accelerator: copies go on two streams in turn, each with scratch memory of its own.
 
     So what is scattered from one slab does not hold up the copy of the next.
@@ -250,7 +250,7 @@ class StreamLane(Lane):
             destination.copy_(source, non_blocking=True)
 
 
-class BlockingLane(Lane):
+class BlockingCopyStream(CopyStream):
     """To a device that has one stream: every copy waits. Scratch memory would save nothing."""
 
     @override
@@ -258,13 +258,13 @@ class BlockingLane(Lane):
         synchronize(self._device)  # whichever thread copies
 
 
-def lane_for(device: torch.device) -> Lane:
-    """The lane to a device. The current stream is its caller's."""
+def copy_stream_for(device: torch.device) -> CopyStream:
+    """Return the copy stream to a device. The current stream is its caller's."""
     if not is_accelerator(device):
-        return Lane()
+        return CopyStream()
     if _is_current(device):
         try:
-            return StreamLane(device)
+            return PairedCopyStream(device)
         except RuntimeError:  # it has no streams
             pass
-    return BlockingLane(device)
+    return BlockingCopyStream(device)
