@@ -475,7 +475,8 @@ def async_save(
         if ranks.is_coordinator:
             warn_of_a_foreign_model(where)
         state = _without_stateful(state_dict, copy_buffers=async_staging)
-        options.parent = options.parent.looked_up(state)
+        if options.parent is not None:
+            options.parent = options.parent.looked_up(state)
         # In a callback of a save, what it would wait for may come after it.
         may_wait = not background.saving.is_current
         staging = (stager or HostStager())._begin(state, watched=async_staging, wait=may_wait)

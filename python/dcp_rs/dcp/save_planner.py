@@ -13,10 +13,9 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from dcp_rs._shown import call
-from dcp_rs.engine.local_plan import PlanOptions, Selected, select
-from dcp_rs.engine.writes import Nesting
+from dcp_rs.engine.local_plan import Nesting, PlanOptions, Selected, select
 from dcp_rs.tensors import pickles
-from dcp_rs.tensors.dtypes import NAMES, is_counter
+from dcp_rs.tensors.dtypes import NAMES, cast_to, is_counter
 
 __all__ = ["RsSavePlanner", "is_plain"]
 
@@ -32,9 +31,7 @@ class RsSavePlanner(DefaultSavePlanner):
         flatten_state_dict, flatten_sharded_tensors, dedup_replicated_tensors: as in torch's
             ``DefaultSavePlanner``.
         dedup_save_to_lowest_rank: the lowest of the ranks that hold an entry saves it.
-        enable_plan_caching: a rank whose plan has not changed since its last save through the same
-            process group sends only a digest of it. It has no effect under torch's own
-            ``dcp.save``.
+        enable_plan_caching: accepted, and without effect: planning costs little.
         dtype: store floating-point tensors of 16 bits and more in this dtype. :func:`dcp_rs.save`
             casts them while it writes, in bounded memory. Tensors of 8 bits and fewer keep their
             dtype, as their scales are elsewhere. So does the ``step`` of an optimizer's state.
@@ -79,7 +76,6 @@ class RsSavePlanner(DefaultSavePlanner):
         self.dtype = dtype
         self.include = include
         self.exclude = exclude
-        self._remember = enable_plan_caching
         self._selected: Selected | None = None
 
     def __repr__(self) -> str:
@@ -91,7 +87,6 @@ class RsSavePlanner(DefaultSavePlanner):
             flatten=self.flatten_state_dict,
             flatten_sharded=self.flatten_sharded_tensors,
             lowest_rank=self.dedup_save_to_lowest_rank,
-            remember=self._remember,
             dtype=self.dtype,
             include=self.include,
             exclude=self.exclude,
@@ -124,7 +119,7 @@ class RsSavePlanner(DefaultSavePlanner):
         made = super().transform_object(write_item, object)
         if not isinstance(made, torch.Tensor) or is_counter(write_item.index.fqn, made.shape):
             return made
-        return made.to(self._options().stored_dtype(made.dtype))
+        return made.to(cast_to(made.dtype, self.dtype))
 
     def _nesting(self, paths: Any) -> Nesting | None:
         """Return the nesting of the state dict, if ``paths`` are still those that this planner gave it."""
@@ -133,12 +128,11 @@ class RsSavePlanner(DefaultSavePlanner):
     def _with_dtype(self, plan: SavePlan) -> SavePlan:
         if self.dtype is None:
             return plan
-        options, items = self._options(), []
+        items = []
         for item in plan.items:
             data = item.tensor_data
             if data is not None and not is_counter(item.index.fqn, data.size):
-                dtype = options.stored_dtype(data.properties.dtype)
-                properties = dataclasses.replace(data.properties, dtype=dtype)
+                properties = dataclasses.replace(data.properties, dtype=cast_to(data.properties.dtype, self.dtype))
                 item = dataclasses.replace(item, tensor_data=dataclasses.replace(data, properties=properties))  # noqa: PLW2901
             items.append(item)
         return dataclasses.replace(plan, items=items)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import os
@@ -32,17 +33,17 @@ from dcp_rs.checkpoint.locate import rank_index_name, warn_of_a_foreign_model
 from dcp_rs.dcp.save_planner import RsSavePlanner
 from dcp_rs.dcp.stock_arguments import STOCK_COPY_AHEAD, judge_writer, one_of
 from dcp_rs.engine.destination import Destination
+from dcp_rs.engine.local_plan import Writes
 from dcp_rs.engine.metadata import describe_saved, plain_data, tensor_flags
 from dcp_rs.engine.reports import Phases, SaveReport
 from dcp_rs.engine.reuse import Frozen, Parent
-from dcp_rs.engine.save import SaveOptions
-from dcp_rs.engine.writes import Nesting, Place, Writes, Written, packed, unpacked, write_files
+from dcp_rs.engine.save import Place, SaveOptions, Written, packed, unpacked, write_files
 from dcp_rs.errors import PlanError, SaveInProgressError
+from dcp_rs.options import WriteOptions
 from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import NAMES
 from dcp_rs.tensors.memory import parts
-from dcp_rs.transfer.entry import Entry
-from dcp_rs.transfer.save import as_object, refuse_meta, why_not_raw
+from dcp_rs.transfer.save import Entry, as_object, refuse_meta, why_not_raw
 from dcp_rs.transfer.stage import HostStager, Staging
 
 __all__ = ["Resolved", "RsWriter", "writes_of"]
@@ -105,42 +106,15 @@ def writes_of(plan: SavePlan, planner: SavePlanner, *, strict: bool) -> Writes:
     """
     # Else somebody changed the plan's paths, or the planner does not know them.
     nesting = planner._nesting(plan.planner_data) if isinstance(planner, RsSavePlanner) else None
-    resolved = None if _resolves_for_good(planner) else Resolved(planner)
-    writes = _collect(plan, planner, nesting, resolved, strict=strict)
-    if nesting is not None:
-        nesting.judge(strict=strict)
-    return writes
-
-
-def _resolves_for_good(planner: SavePlanner) -> bool:
-    """Return whether what it resolves is the state dict's, or a copy that nobody else has, as with torch's planner and ours."""
-    return isinstance(planner, DefaultSavePlanner) and all(_is_own(planner, name) for name in _OWN)
-
-
-def _collect(
-    plan: SavePlan, planner: SavePlanner, nesting: Nesting | None, resolved: Resolved | None, *, strict: bool
-) -> Writes:
-    """Resolves every item of the plan.
-
-    Args:
-        plan, planner: of this rank.
-        nesting: of the state dict, if the planner knows it; else paths are those of the plan.
-        resolved: keeps what the planner resolves; None: it is nobody else's to change, and no tensor is copied here.
-        strict: refuse values that would not load back.
-
-    Raises:
-        UnsupportedError: a value that the format cannot hold.
-        PlanError: a tensor has another shape than the plan says.
-        UnsafePickleError: a value that would not load back.
-    """
     paths: Mapping[str, Any] = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
     positions: Mapping[str, int] = {}
     if nesting is not None:
         paths, positions = nesting.paths, nesting.positions
+    # torch's planner and ours resolve what is the state dict's, or a copy that nobody else has.
+    is_own = isinstance(planner, DefaultSavePlanner) and all(_is_own(planner, name) for name in _OWN)
+    resolved = None if is_own else Resolved(planner)
     whole: list[WriteItem] = []
-    names: list[str] = []
     tensors: list[Any] = []
-    shapes: list[Any] = []
     entries: list[Entry] = []
     for item in plan.items:
         data = planner.resolve_data(item)
@@ -149,18 +123,19 @@ def _collect(
             data, is_passing = resolved.apart(data), resolved.is_passing(data)
         if not is_passing and item.type == WriteItemType.TENSOR and item.tensor_data and _is_whole(item.tensor_data):
             whole.append(item)
-            names.append(fqn)
             tensors.append(data)
-            shapes.append(item.tensor_data.size)
         else:
             entries.append(_entry(item, data, paths.get(fqn), positions.get(fqn)))
             _judge(item, data, planner, strict=strict)
     core = _core.SavePlan()
-    where = list(map(paths.get, names))
-    at = list(map(positions.get, names))
+    names = [item.index.fqn for item in whole]
+    where, at = [paths.get(name) for name in names], [positions.get(name) for name in names]
+    shapes = [item.tensor_data.size for item in whole if item.tensor_data]
     others = core.add_plain(names, where, tensors, PLAIN_TYPES, NAMES, positions=at, shapes=shapes)
     entries += [_entry(whole[i], tensors[i], where[i], at[i]) for i in others]
     core.add([entry.item() for entry in entries])
+    if nesting is not None:
+        nesting.judge(strict=strict)
     return Writes(core, None, tensors, entries, nesting)
 
 
@@ -307,60 +282,56 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         super().__init__()
         judge_writer(path, _extensions, single_file_per_rank, per_thread_copy_ahead)
         fsync = one_of("fsync", fsync, "sync_files", sync_files)
-        self._use(
-            SaveOptions(
-                io=io,
-                threads=one_of("threads", threads, "thread_count", thread_count),
-                fsync=True if fsync is None else fsync,
-                max_inflight_bytes=max_inflight_bytes,
-                overwrite=overwrite,
-                strict_values=strict_values,
-                progress=progress,
-                parent=parent,
-                reuse=reuse,
-                verify_reuse=verify_reuse,
-                storage_options=storage_options,
-                save_id=save_id,
-                guard=guard,
-            )
+        self._how = SaveOptions(
+            io=io,
+            threads=one_of("threads", threads, "thread_count", thread_count),
+            fsync=True if fsync is None else fsync,
+            max_inflight_bytes=max_inflight_bytes,
+            overwrite=overwrite,
+            strict_values=strict_values,
+            progress=progress,
+            parent=parent,
+            reuse=reuse,
+            verify_reuse=verify_reuse,
+            storage_options=storage_options,
+            save_id=save_id,
+            guard=guard,
         )
         self.path = location(path)
+        self.save_id = str(self._how.save_id)
+        self.report: SaveReport | None = None
         self._stager = HostStager()
-        self._staging: Staging | None = None  # the last copy, until it is written
-        self._staged_parent: Parent | None = None  # the parent, as it is for the next save: that of the copy
-        self._parent_of_save = self._parent
-        self._staged_ranks = 0  # when it was made; 0: no process group
-        self._rank = 0
-        self._use_collectives = True
+        self._staged: _Staged | None = None  # the last copy, until a save begins
+        self._staged_of_save: _Staged | None = None  # what was the last copy when the save under way began
+        self._rank: int | None = None  # of a rank-local save
         self._is_used = False  # whether something was written under this save id
         self._commits = True
         self._clock = Phases()
-        self.report: SaveReport | None = None
         self._thread: int | None = None  # that began the save under way
         self._looked_at: Path | None = None
         self._to: Destination | None = None  # of the save under way
         self._plans_before: dict[str, SavePlan] = {}  # what torch's planner remembered when it began
         self._written: Written | None = None  # until it is known to be committed
 
-    def _use(self, how: SaveOptions) -> None:
-        self.options = how.write
-        self.overwrite = how.overwrite
-        self.strict_values = how.strict_values
-        self.progress = how.progress
-        self.storage_options = how.storage_options
-        self.save_id = str(how.save_id)
-        self._parent = how.parent
-        self._guard = how.guard
-
     @classmethod
     def _of(cls, path: str | os.PathLike[str], how: SaveOptions) -> RsWriter:
         """Return a writer with options that were checked before."""
         writer = cls(path)
-        writer._use(how)
+        writer._how, writer.save_id = how, str(how.save_id)
         return writer
 
+    @property
+    def options(self) -> WriteOptions:
+        """How bytes are written."""
+        return self._how.write
+
+    @property
+    def overwrite(self) -> bool:
+        """Whether a checkpoint that is there is replaced."""
+        return self._how.overwrite
+
     def __repr__(self) -> str:
-        given = {"path": os.fspath(self.path), **self.options.given(), "storage_options": self.storage_options}
+        given = {"path": os.fspath(self.path), **self.options.given(), "storage_options": self._how.storage_options}
         return call("RsWriter", given)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -395,33 +366,22 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         return self.path
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return the path and the id of this save. torch asks for them first, in the thread that saves.
-
-        Raises:
-            PlanError: the process group under which the state dict was staged is gone.
-        """
+        """Return the path and the id of this save. torch asks for them first, in the thread that saves."""
         self._thread = threading.get_ident()
-        # They are of this save, or of none: one that fails must not leave them to the next.
-        self._parent_of_save, self._staged_parent = self._staged_parent or self._parent, None
-        staged_ranks, self._staged_ranks = self._staged_ranks, 0
-        if staged_ranks > 1 and _ranks() == 0:
-            # torch would take that for a save of one rank, and each rank would commit what it has.
-            msg = (
-                f"the process group of {staged_ranks} ranks was destroyed before the save that was staged under it "
-                "began: wait for its future first"
-            )
-            raise PlanError(msg, path=self.path)
+        # It is of this save, or of none: one that fails must not leave it to the next.
+        self._staged_of_save, self._staged = self._staged, None
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the state dict to host memory, for ``dcp.async_save``."""
-        self._staged_ranks = _ranks()
-        if not (dist.is_available() and dist.is_initialized() and dist.get_rank() != 0):
+        ranks = _ranks()
+        if not (ranks and dist.get_rank() != 0):
             self._look_at_folder()
-        parent = self._parent.looked_up(state_dict)
+        parent = self._how.parent and self._how.parent.looked_up(state_dict)
+        self._staged = None
         staging = self._stager._begin(state_dict)
         staging.finish()
-        self._staging, self._staged_parent = staging, parent
+        self._staged = _Staged(staging, parent, ranks)
         return staging.state_dict
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -432,17 +392,16 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         """
         if self._thread is None:
             self._thread = threading.get_ident()
-        to = Destination(self.path, self.storage_options)
+        to = Destination(self.path, self._how.storage_options)
         self._check_alone()
         if self._is_used:  # nothing said that this is another save with the same writer
             self._take_new_id()
-        self._rank = kwargs.get("rank") or 0
-        self._use_collectives = kwargs.get("use_collectives", True)
+        self._rank = None if kwargs.get("use_collectives", True) else kwargs.get("rank") or 0
         self._to = to
         if is_coordinator:
             self._look_at_folder()
         self._clock = Phases()
-        self._commits = is_coordinator or not self._use_collectives
+        self._commits = is_coordinator or self._rank is not None
 
     def _look_at_folder(self) -> None:
         """Once a save: where it is staged, that is on the caller's thread, and the rest is not."""
@@ -454,7 +413,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         """Creates the folder, and looks at what is in it."""
         to = self._where()
         self._check_alone()
-        to.prepare(self._own_rank(), overwrite=self.overwrite)
+        to.prepare(self._rank, overwrite=self._how.overwrite)
         # Not what a save left that ended between the two methods: such a plan has no items.
         known = _torch.remembered_plans().items()
         self._plans_before = {
@@ -466,12 +425,10 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         """Chooses the save's generation and id, and tells each rank. No rank writes before it is told."""
         to, save_id = self._where(), uuid.UUID(self.save_id).bytes
         self._check_alone()
-        chosen = save_id, to.begin(self._own_rank(), overwrite=self.overwrite)
-        places = (
-            [Place(rank, len(plans), *chosen) for rank in range(len(plans))]
-            if self._use_collectives
-            else [Place(self._rank, 0, *chosen)]
-        )
+        chosen = save_id, to.begin(self._rank, overwrite=self._how.overwrite)
+        places = [Place(rank, len(plans), *chosen) for rank in range(len(plans))]
+        if self._rank is not None:
+            places = [Place(self._rank, 0, *chosen)]
         # Of a plan that it remembers (`enable_plan_caching`), torch sends none, and the rank's planner would drop what comes in its place.
         # So it goes as a plan that is to be used, and `write_data` puts the remembered one there.
         return [
@@ -482,7 +439,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
     def _where(self) -> Destination:
         """Where this save goes."""
         if self._to is None or self._to.path != self.path:
-            self._to = Destination(self.path, self.storage_options)
+            self._to = Destination(self.path, self._how.storage_options)
         return self._to
 
     def _told(self, plan: SavePlan) -> tuple[SavePlan, Place]:
@@ -510,18 +467,21 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         self._clock.end("plan")
         # All ranks have come this far, so the save before this one is over.
         self._forget()
-        writes = writes_of(plan, planner, strict=self.strict_values)
-        staging, parent = self._staging_of(writes), self._parent_of_save
-        values = getattr(planner, "state_dict", {})
+        writes = writes_of(plan, planner, strict=self._how.strict_values)
+        staged = self._staged_in(writes)
+        parent = self._how.parent if staged is None else staged.parent
+        reuse = None
         try:
-            reuse = parent.find_reuse(writes, to, values, rank=place.own_rank, options=self.options)
-            if reuse is not None:
+            if parent is not None:
+                values = getattr(planner, "state_dict", {})
+                reuse = parent.find_reuse(writes, to, values, rank=place.own_rank, options=self.options)
                 self._clock.end("compare")
-            written = write_files(writes, to, place, self.options, reuse=reuse, progress=self.progress)
+            written = write_files(writes, to, place, self.options, reuse=reuse, progress=self._how.progress)
         finally:
-            if staging is not None:
-                staging.release()
-        parent.warn(to, written.save.problems)
+            if staged is not None and staged.staging is not None:
+                staged.staging.release()
+        if parent is not None:
+            parent.warn(to, written.save.problems)
         try:
             self._check_alone()
         except SaveInProgressError:
@@ -529,7 +489,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             raise
         self._written = written
         self._clock.end("write")
-        self.report = written.report()
+        self.report = written.report
         if not self._commits:
             self._clock.tell(self.report)
         result = WriteResult(
@@ -540,13 +500,25 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         (future := Future[list[WriteResult]]()).set_result([result])
         return future
 
-    def _staging_of(self, writes: Writes) -> Staging | None:
-        """Return the copy that is written; None where it is none of :meth:`stage`, or an earlier one."""
-        staging = self._staging
-        if staging is None or not staging.holds([*writes.tensors, *(entry.data for entry in writes.entries)]):
+    def _staged_in(self, writes: Writes) -> _Staged | None:
+        """Return what :meth:`stage` made for this save; None where what is written is not that.
+
+        Raises:
+            PlanError: the process group under which the state dict was staged is gone.
+        """
+        staged, self._staged_of_save = self._staged_of_save, None
+        if staged is None or staged.staging is None:
+            return staged
+        if not staged.staging.holds([*writes.tensors, *(entry.data for entry in writes.entries)]):
             return None
-        self._staging = None
-        return staging
+        if staged.ranks > 1 and _ranks() == 0:
+            # torch takes that for a save of one rank, and each rank would commit what it has.
+            msg = (
+                f"the process group of {staged.ranks} ranks was destroyed before the save that was staged under it "
+                "began: wait for its future first"
+            )
+            raise PlanError(msg, path=self.path)
+        return staged
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Merges the indexes of all ranks and commits the checkpoint."""
@@ -559,7 +531,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             raise SaveInProgressError(msg, path=self.path)
         to, place = written.to, written.place
         try:
-            with self._guard():
+            with self._how.guard():
                 index = to.commit(
                     place.own_rank,
                     indexes,
@@ -569,7 +541,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
                     items=None,
                     names=entries,
                     fsync=self.options.fsync,
-                    overwrite=self.overwrite,
+                    overwrite=self._how.overwrite,
                 )
         except BaseException as error:
             self.close()
@@ -584,11 +556,7 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
         if _torch.is_remembered(metadata):  # by the planner, for the next save
             metadata.storage_meta = meta
         else:
-            describe_saved(metadata, index, meta, rank=place.own_rank, storage_options=self.storage_options)
-
-    def _own_rank(self) -> int | None:
-        """The rank whose index it is, in a rank-local save."""
-        return None if self._use_collectives else self._rank
+            describe_saved(metadata, index, meta, rank=place.own_rank, storage_options=self._how.storage_options)
 
     def _discard(self) -> None:
         """Removes what this rank wrote for a save that failed since, on this rank or another. Without such a save it does nothing."""
@@ -597,9 +565,15 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             written.discard()
 
     def _forget(self) -> None:
-        written, self._written = self._written, None
-        if written is not None:
-            written.forget()
+        """Give up on hearing whether the save was committed.
+
+        In a folder the index tells. On a store the commit of another rank may still be on its way:
+        there :func:`dcp_rs.clean` removes files that no index names.
+        """
+        if self._written is not None and self._written.to.store is not None:
+            self._written.let_go()
+            self._written = None
+        self._discard()
 
     def close(self) -> None:
         """Leave what this rank wrote as it is: the save is over, or :func:`dcp_rs.clean` is to look at it."""
@@ -613,11 +587,12 @@ class RsWriter(StorageWriter, BlockingAsyncStager):
             self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        # For a save in another process, which begins anew there. What was staged goes with it: it is not of the next save here.
-        here = dict.fromkeys(("_thread", "_staging", "_written", "_to", "_stager", "progress"))
-        state = {**self.__dict__, **here, "_parent_of_save": self._parent, "_plans_before": {}}
-        self._staging, self._staged_parent, self._staged_ranks = None, None, 0
-        return state
+        # For a save in another process, which begins anew there. The state dict goes beside it.
+        here = dict.fromkeys(("_thread", "_staged_of_save", "_written", "_to", "_stager"))
+        staged = self._staged and dataclasses.replace(self._staged, staging=None)
+        how = copy.copy(self._how)
+        how.progress = None
+        return {**self.__dict__, **here, "_how": how, "_staged": staged, "_plans_before": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -641,6 +616,21 @@ class _Told:
 
     place: Place
     remembered: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Staged:
+    """A state dict that was copied for the next save.
+
+    Attributes:
+        staging: the copy; None in another process, to which the writer was sent.
+        parent: the parent, as it is for a save of the copy.
+        ranks: how many there were; 0: no process group.
+    """
+
+    staging: Staging | None
+    parent: Parent | None
+    ranks: int
 
 
 def _ranks() -> int:

@@ -1,9 +1,10 @@
-"""What one rank holds for a save: the flattened state dict, its items, and the objects behind them."""
+"""What one rank holds for a save: its state dict, flattened, and an item for each tensor, piece of one, or value."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,100 +12,16 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from dcp_rs import _core, _torch
+from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.names import selector, some
-from dcp_rs.engine.writes import Nesting, Writes
 from dcp_rs.errors import PlanError, UnsupportedError
-from dcp_rs.tensors.dtypes import NAMES, can_require_grad, cast_to, is_counter
-from dcp_rs.tensors.flatten import flatten
-from dcp_rs.tensors.nesting import TreePath
+from dcp_rs.tensors.dtypes import NAMES, REQUIRES_GRAD, can_require_grad, cast_to, is_counter
+from dcp_rs.tensors.flatten import Flat, flatten
+from dcp_rs.tensors.nesting import Container, TreePath, name_of, remaining, storable
 from dcp_rs.tensors.shards import Layouts, global_shape, local_pieces
-from dcp_rs.transfer.entry import Entry
-from dcp_rs.transfer.save import dump, refuse_meta, why_not_raw
+from dcp_rs.transfer.save import Entry, dump, refuse_meta, why_not_raw
 
-__all__ = ["HeldItem", "LocalPlan", "PlanOptions", "Selected", "held_items", "plan_locally", "select"]
-
-
-@dataclass(slots=True)
-class HeldItem:
-    """An item that is no plain tensor: a tensor of another kind, or a value."""
-
-    fqn: str
-    value: Any
-    path: tuple[Any, ...] | None
-    position: int | None
-    shape: tuple[int, ...] = ()
-    offsets: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None  # what it is stored as; None for values
-
-    def item(self) -> _core.SaveItem:
-        """What of it the coordinator and the engine get to know."""
-        if self.dtype is None:
-            return _core.SaveItem(self.fqn, 0, path=self.path, position=self.position)
-        return _core.SaveItem(
-            self.fqn,
-            self.value.numel() * self.dtype.itemsize,
-            dtype=NAMES[self.dtype],
-            shape=self.shape,
-            offsets=self.offsets,
-            sizes=tuple(self.value.shape),
-            flags=1 if self.value.requires_grad else 0,
-            path=self.path,
-            position=self.position,
-        )
-
-    def entry(self, *, strict: bool) -> Entry:
-        """What is written; with ``strict``, a value that would not load back is refused."""
-        if self.dtype is not None:
-            return Entry(self.fqn, self.value.detach(), dtype=self.dtype)
-        return Entry(self.fqn, dump(self.fqn, self.value, strict=strict))
-
-
-def held_items(
-    fqn: str,
-    value: Any,
-    path: tuple[Any, ...] | None,
-    position: int | None,
-    layouts: Layouts,
-    becomes: Callable[[torch.dtype], torch.dtype],
-) -> list[HeldItem]:
-    """The items of an entry of a state dict.
-
-    Args:
-        fqn, value: its name, and what it is.
-        path, position: of the entry in the state dict, where that is known.
-        layouts: what is known of the layouts of other tensors.
-        becomes: what tensors of a dtype are stored as.
-
-    Raises:
-        PlanError: a tensor whose pieces torch cannot tell, or that is on ``meta``.
-        UnsupportedError: a shard that the format cannot hold.
-    """
-    if not isinstance(value, torch.Tensor):
-        return [HeldItem(fqn, value, path, position)]
-    is_sharded = isinstance(value, (DTensor, ShardedTensor)) or hasattr(value, "global_shape")
-    if not is_sharded:
-        value = _torch.wait_tensor(value)
-        refuse_meta(fqn, value)
-        if why_not_raw(value) is not None:
-            return [HeldItem(fqn, value, path, position)]
-    try:
-        pieces = local_pieces(fqn, value, layouts)
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        msg = f"tensor {fqn!r} cannot be saved: {error}"
-        raise PlanError(msg, tensor=fqn) from error
-    shape = tuple(global_shape(value))
-    others = []
-    for piece in pieces:
-        tensor = _torch.wait_tensor(piece.tensor)
-        refuse_meta(fqn, tensor)
-        refusal = why_not_raw(tensor)
-        if refusal is not None:
-            msg = f"tensor {fqn!r}: a shard of it cannot be saved: {refusal}"
-            raise UnsupportedError(msg, tensor=fqn)
-        if value.requires_grad and not tensor.requires_grad and can_require_grad(tensor.dtype):
-            tensor = tensor.detach().requires_grad_()
-        others.append(HeldItem(fqn, tensor, path, position, shape, tuple(piece.offsets), becomes(tensor.dtype)))
-    return others
+__all__ = ["LocalPlan", "Nesting", "PlanOptions", "Selected", "Value", "Writes", "plan_locally", "select"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +30,6 @@ class PlanOptions:
 
     Attributes:
         flatten, flatten_sharded, lowest_rank: as in torch's ``DefaultSavePlanner``.
-        remember: send a digest of a rank's plan where the coordinator has that plan from the save before.
         dtype: what floating-point tensors of 16 bits and more are stored as; None: as they are.
         include, exclude: globs over names.
     """
@@ -121,14 +37,73 @@ class PlanOptions:
     flatten: bool = True
     flatten_sharded: bool = True
     lowest_rank: bool = False
-    remember: bool = False
     dtype: torch.dtype | None = None
     include: Any = None
     exclude: Any = None
 
-    def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return what a tensor of this dtype is stored as."""
-        return cast_to(dtype, self.dtype)
+
+@dataclass
+class Nesting:
+    """How a state dict was nested.
+
+    Attributes:
+        paths: of its leaves, by FQN, in its order, with keys as they are.
+        containers: those that the paths do not tell.
+        lost: keys that the format cannot hold, by the name of what they lead to. They are text here.
+    """
+
+    paths: dict[str, TreePath]
+    containers: list[Container]
+    lost: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, flat: Flat) -> Nesting:
+        """Return the nesting of a flattened state dict."""
+        if flat.is_text:
+            return cls(flat.paths, flat.containers)
+        lost: dict[str, Any] = {}
+
+        def kept(path: TreePath) -> TreePath:
+            path, keys = storable(path)
+            if keys:
+                lost[name_of(path)] = keys[0]
+            return path
+
+        paths = {fqn: kept(path) for fqn, path in flat.paths.items()}
+        return cls(paths, [Container(c.position, kept(c.path), c.kind) for c in flat.containers], lost)
+
+    def judge(self, *, strict: bool) -> None:
+        """Warn of keys that come back as text.
+
+        Raises:
+            UnsupportedError: there are some, with ``strict``; or a number of more than 64 bits, infinity, or a tuple with such.
+        """
+        for name, key in self.lost.items():
+            keys = "keys are text, numbers, None, and tuples of such"
+            if isinstance(key, int | float | tuple):  # its text could not be told from a text
+                msg = f"{name!r}: the key {key!r} cannot be kept: {keys}, and integers have 64 bits"
+                raise UnsupportedError(msg, tensor=name)
+            msg = f"{name!r}: the key {key!r} ({type(key).__name__}) is kept as text, {str(key)!r}: {keys}"
+            if strict:
+                raise UnsupportedError(f"{msg} (strict_values=True)", tensor=name)
+            warn_caller(msg)
+
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        """The places of the leaves."""
+        return {fqn: position for position, fqn in enumerate(self.paths)}
+
+    def places(self, names: list[str]) -> tuple[list[TreePath | None], list[int | None]]:
+        """Return the path and the position of each leaf; None for what is no leaf."""
+        if list(self.paths) == names:  # nothing was added, taken or moved
+            return list(self.paths.values()), list(range(len(names)))
+        return [self.paths.get(name) for name in names], [self.positions.get(name) for name in names]
+
+    def only(self, names: Iterable[str], passes: Callable[[str], bool]) -> Nesting:
+        """Return that of a state dict of which only the leaves ``names`` are left, and other containers that pass."""
+        leaves = [self.paths[name] for name in names]
+        lost = {name: key for name, key in self.lost.items() if passes(name)}
+        return Nesting(self.paths, remaining(self.containers, leaves, passes), lost)
 
 
 @dataclass
@@ -167,7 +142,7 @@ def select(state_dict: Mapping[Any, Any], options: PlanOptions) -> Selected:
     if options.flatten:
         flat = flatten(state_dict)
         values, paths, nesting = flat.values, flat.text_paths(), Nesting.of(flat)
-    if options.flatten_sharded and _has_nested(values.values()):
+    if options.flatten_sharded and any(issubclass(kind, ShardedTensor) for kind in set(map(type, values.values()))):
         values = _torch.flatten_sharded_tensors(values)
     passes = selector(options.include, options.exclude)
     if passes is None:
@@ -180,6 +155,39 @@ def select(state_dict: Mapping[Any, Any], options: PlanOptions) -> Selected:
     return Selected(values, paths, nesting, options, names)
 
 
+@dataclass(slots=True)
+class Value:
+    """A value, or a tensor that raw bytes cannot hold. The rank that writes it pickles it."""
+
+    fqn: str
+    value: Any
+    path: tuple[Any, ...] | None
+    position: int | None
+
+    def item(self) -> _core.SaveItem:
+        """Return what the coordinator and the engine get to know of it."""
+        return _core.SaveItem(self.fqn, 0, path=self.path, position=self.position)
+
+
+@dataclass
+class Writes:
+    """What one rank writes.
+
+    Attributes:
+        plan: its items.
+        keep: which of them it writes, a bit for each; None: all.
+        tensors: the list that the plan's plain tensors are places in.
+        entries: the other items that it writes.
+        nesting: of the state dict, where the planner is one that knows.
+    """
+
+    plan: _core.SavePlan
+    keep: bytes | None
+    tensors: list[Any]
+    entries: list[Entry]
+    nesting: Nesting | None = None
+
+
 @dataclass
 class LocalPlan:
     """The items that a rank holds.
@@ -188,16 +196,16 @@ class LocalPlan:
         selected: the entries of the state dict.
         items: what the coordinator and the engine know of them: plain tensors first, then ``others``.
         tensors: the list in which the plain tensors have their places.
-        others: pieces of sharded tensors, values, and tensors that are no plain memory.
+        others: pieces of sharded tensors, tensors that are no plain memory, and values.
     """
 
     selected: Selected
     items: _core.SavePlan
     tensors: list[Any]
-    others: list[HeldItem] = field(default_factory=list)
+    others: list[Entry | Value]
 
     def writes(self, keep: bytes | None, *, strict: bool) -> Writes:
-        """Return what the rank writes of its items.
+        """Return what the rank writes of its items. Pickle the values among them.
 
         Args:
             keep: a bit for each item; None: all of them.
@@ -207,10 +215,12 @@ class LocalPlan:
             UnsupportedError: with ``strict``, a key that comes back as text; a value that cannot be stored.
             UnsafePickleError: with ``strict``, a value that would not load under ``weights_only=True``.
         """
-        entries = [self.others[i].entry(strict=strict) for i in self.items.kept_others(keep)]
-        if self.selected.nesting is not None:
-            self.selected.nesting.judge(strict=strict)
-        return Writes(self.items, keep, self.tensors, entries, self.selected.nesting)
+        kept = (self.others[i] for i in self.items.kept_others(keep))
+        entries = [Entry(e.fqn, dump(e.fqn, e.value, strict=strict)) if isinstance(e, Value) else e for e in kept]
+        nesting = self.selected.nesting
+        if nesting is not None and nesting.lost:
+            nesting.judge(strict=strict)
+        return Writes(self.items, keep, self.tensors, entries, nesting)
 
 
 def plan_locally(state_dict: Mapping[Any, Any], options: PlanOptions) -> LocalPlan:
@@ -226,11 +236,10 @@ def plan_locally(state_dict: Mapping[Any, Any], options: PlanOptions) -> LocalPl
     if options.dtype is not None:
         entries = selected.values.items()
         uncast = {name for name, value in entries if isinstance(value, torch.Tensor) and is_counter(name, value.shape)}
-    if uncast:
         names.sort(key=uncast.__contains__)  # they come last: Rust casts the others in one call
+    end = len(names) - len(uncast)
     values = list(map(selected.values.__getitem__, names))
     paths, positions = (None, None) if selected.nesting is None else selected.nesting.places(names)
-    end = sum(name not in uncast for name in names) if uncast else len(names)
     items = _core.SavePlan()
     not_plain = items.add_plain(
         names[:end],
@@ -241,27 +250,63 @@ def plan_locally(state_dict: Mapping[Any, Any], options: PlanOptions) -> LocalPl
         positions=None if positions is None else positions[:end],
         cast=None if options.dtype is None else NAMES[options.dtype],
     )
-    plan = LocalPlan(selected, items, values)
     layouts: Layouts = {}
+    others: list[Entry | Value] = []
     for i in (*not_plain, *range(end, len(names))):
         path, position = paths[i] if paths else None, positions[i] if positions else None
-        stored_dtype = options.stored_dtype if i < end else _as_it_is
-        plan.others += held_items(names[i], values[i], path, position, layouts, stored_dtype)
-    items.add([other.item() for other in plan.others])
-    return plan
+        others += _items_of(names[i], values[i], path, position, layouts, options.dtype if i < end else None)
+    items.add([other.item() for other in others])
+    return LocalPlan(selected, items, values, others)
 
 
-def _as_it_is(dtype: torch.dtype) -> torch.dtype:
-    return dtype
+def _items_of(
+    fqn: str,
+    value: Any,
+    path: tuple[Any, ...] | None,
+    position: int | None,
+    layouts: Layouts,
+    dtype: torch.dtype | None,
+) -> list[Entry | Value]:
+    """Return the items of an entry of a state dict that is no plain tensor: one for each piece that this rank holds.
 
+    Args:
+        fqn, value: its name, and what it is.
+        path, position: of the entry in the state dict, where that is known.
+        layouts: what is known of the layouts of other tensors.
+        dtype: what floating-point tensors are stored as; None: as they are.
 
-def _has_nested(values: Collection[Any]) -> bool:
-    """Return whether a ShardedTensor is within another, as torch's FSDP over tensor parallelism once made them."""
-    if not any(issubclass(kind, ShardedTensor) for kind in set(map(type, values))):
-        return False
-    return any(
-        isinstance(shard.tensor, ShardedTensor)
-        for value in values
-        if isinstance(value, ShardedTensor)
-        for shard in value.local_shards()
-    )
+    Raises:
+        PlanError: a tensor whose pieces torch cannot tell, or that is on ``meta``.
+        UnsupportedError: a shard that the format cannot hold.
+    """
+    if not isinstance(value, torch.Tensor):
+        return [Value(fqn, value, path, position)]
+    is_sharded = isinstance(value, (DTensor, ShardedTensor)) or hasattr(value, "global_shape")
+    if not is_sharded:
+        value = _torch.wait_tensor(value)
+        refuse_meta(fqn, value)
+        if why_not_raw(value) is not None:
+            return [Value(fqn, value, path, position)]
+    try:
+        pieces = local_pieces(fqn, value, layouts)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        msg = f"tensor {fqn!r} cannot be saved: {error}"
+        raise PlanError(msg, tensor=fqn) from error
+    shape = tuple(global_shape(value))
+    items: list[Entry | Value] = []
+    for piece in pieces:
+        tensor = piece.tensor
+        if is_sharded:
+            tensor = _torch.wait_tensor(tensor)
+            refuse_meta(fqn, tensor)
+            if (refusal := why_not_raw(tensor)) is not None:
+                msg = f"tensor {fqn!r}: a shard of it cannot be saved: {refusal}"
+                raise UnsupportedError(msg, tensor=fqn)
+        stored = tensor.dtype if dtype is None else cast_to(tensor.dtype, dtype)
+        requires_grad = tensor.requires_grad or (value.requires_grad and can_require_grad(tensor.dtype))
+        flags = REQUIRES_GRAD if requires_grad else 0
+        sizes = tuple(tensor.shape)
+        items.append(
+            Entry(fqn, tensor.detach(), shape, tuple(piece.offsets), sizes, flags, path, position, dtype=stored)
+        )
+    return items

@@ -15,7 +15,7 @@ from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.blocks import BLOCK_BYTES
 from dcp_rs.checkpoint.names import globs
 from dcp_rs.engine.destination import Destination
-from dcp_rs.engine.writes import Writes
+from dcp_rs.engine.local_plan import Writes
 from dcp_rs.errors import DcpRsError
 from dcp_rs.options import WriteOptions
 from dcp_rs.tensors.dtypes import NAMES
@@ -123,8 +123,8 @@ class Parent:
         *,
         rank: int | None,
         options: WriteOptions,
-    ) -> _core.Reuse | None:
-        """What of a rank's writes is held by the parent, or known not to change. None where there is neither.
+    ) -> _core.Reuse:
+        """Return what of a rank's writes is held by the parent, or known not to change.
 
         Warns of what could be reused and cannot.
 
@@ -134,8 +134,6 @@ class Parent:
             values: the flattened state dict that is saved.
             rank: whose index of the parent, in a rank-local save.
         """
-        if not self:
-            return None
         names = self._frozen.names_in(values)
         index = self._open(to, rank)
         kept = writes.plan.kept_names(writes.keep)
