@@ -28,7 +28,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
             {"tensors"},
             {"options", "_torch", "_tracebacks", "_warnings"},
             {"_progress"},
-            {"_arguments", "_log", "_shown"},
+            {"_log", "_shown"},
             {"_url"},
             {"errors"},
             {"_core"},

@@ -6,11 +6,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+from dcp_rs import _core
 from dcp_rs._shown import size
 
-__all__ = ["Progress", "Watch", "watching"]
+__all__ = ["Counts", "Progress", "Watch", "watching"]
 
 #: Called with the bytes done, and all of them: None where that is not known.
 Watch = Callable[[int, int | None], Any]
@@ -126,3 +128,38 @@ class _NotebookBar(_Bar):
 
     def end(self) -> None:
         self.draw()
+
+
+@dataclass
+class Counts:
+    """Bytes of loads so far: that were asked for, that were read for it, of those past the page cache, and from mappings; and the pieces of files that were read.
+
+    Attributes:
+        expected: what is going to be asked for in all, if anybody watches.
+        watch: hears of what is there, and of what is expected.
+    """
+
+    wanted: int = 0
+    read: int = 0
+    direct: int = 0
+    mapped: int = 0
+    verified: int = 0
+    requests: int = 0
+    expected: int = 0
+    watch: Watch | None = None
+
+    def add(self, part: _core.ReadStats | Counts) -> None:
+        """Adds a part of a load."""
+        self.wanted += part.wanted
+        self.read += part.read
+        self.direct += part.direct
+        self.mapped += part.mapped
+        self.verified += part.verified
+        self.requests += part.requests
+        if self.watch is not None:
+            self.tell(0)
+
+    def tell(self, more: int) -> None:
+        """Says how far the load is: so many bytes further than what was added."""
+        if self.watch is not None and self.wanted + more:
+            self.watch(self.wanted + more, self.expected)

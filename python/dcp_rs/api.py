@@ -17,14 +17,13 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp_rs import _torch
-from dcp_rs._arguments import check_arguments
 from dcp_rs._log import log as _log
 from dcp_rs._progress import Progress
-from dcp_rs._tracebacks import short_traceback, shorten
-from dcp_rs._url import location
+from dcp_rs._tracebacks import check_arguments, short_traceback, shorten
+from dcp_rs._url import StorageOptions, location
 from dcp_rs.checkpoint.locate import warn_of_a_foreign_model
-from dcp_rs.checkpoint.renaming import Rename
-from dcp_rs.checkpoint.views import LayoutView
+from dcp_rs.checkpoint.names import Rename
+from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.dcp import protocol
 from dcp_rs.dcp.load_planner import RsLoadPlanner, is_plain
 from dcp_rs.dcp.reader import RsReader
@@ -39,12 +38,13 @@ from dcp_rs.engine.arguments import (
 )
 from dcp_rs.engine.background import SaveFuture
 from dcp_rs.engine.local_plan import PlanOptions
+from dcp_rs.engine.matching import LoadOptions
 from dcp_rs.engine.ranks import RankGroup
-from dcp_rs.engine.reads import LoadOptions
 from dcp_rs.engine.reports import LoadReport, SavedMetadata
 from dcp_rs.engine.reuse import Frozen
 from dcp_rs.engine.save import SaveOptions, SaveRequest
 from dcp_rs.engine.save import save as engine_save
+from dcp_rs.options import ReadOptions, checks_pickles
 from dcp_rs.tensors.flatten import stateful_values
 from dcp_rs.tensors.nesting import like
 from dcp_rs.transfer.stage import HostStager, Staging
@@ -95,7 +95,7 @@ def load_state_dict(
         if planner is None:
             planner = RsLoadPlanner() if isinstance(storage_reader, RsReader) else DefaultLoadPlanner()
     if type(storage_reader) is RsReader and is_plain(planner):
-        report = engine.load(state_dict, storage_reader._source_of_load(), planner._options(), ranks)
+        report = engine.load(state_dict, storage_reader._source, planner._options(), ranks)
         storage_reader.report = report
         planner._end_load(report, storage_reader.path)
     else:
@@ -183,7 +183,8 @@ def load(
     ranks = RankGroup(process_group, no_dist=no_dist)
     with _failing_on_all(ranks):
         check_state_dict(state_dict, path)
-        check_arguments(load, unknown)
+        if unknown:
+            check_arguments(load, unknown)
         check_planner("load", planner)
         given = LoadOptions(
             rename=rename,
@@ -197,28 +198,24 @@ def load(
         if planner is not None and given != LoadOptions():
             msg = "give the planner the options of the load, or no planner: RsLoadPlanner takes the same ones"
             raise TypeError(msg)
-        reader = RsReader(
-            path,
-            io=io,
-            threads=threads,
-            verify=verify,
-            shared=shared,
-            max_inflight_bytes=max_inflight_bytes,
-            weights_only=weights_only,
+        read = ReadOptions(io=io, threads=threads, verify=verify, shared=shared, max_inflight_bytes=max_inflight_bytes)
+        source = engine.Source(
+            path=location(path),
+            read=read,
+            weights_only=checks_pickles(weights_only),
             allow_external=allow_external,
             replicas=replicas,
-            storage_options=storage_options,
-            dequantize=dequantize,
-            views=views,
+            storage_options=StorageOptions.of(storage_options),
+            layout=Layout.of(dequantize, views) if dequantize or views is not None else None,
             progress=progress,
         )
     if planner is None:
-        return engine.load(state_dict, reader._source_of_load(), given, ranks, stateful=True)
+        return engine.load(state_dict, source, given, ranks, stateful=True)
     if is_plain(planner):
-        options = planner._options()
-        report = engine.load(state_dict, reader._source_of_load(), options, ranks, stateful=True)
-        planner._end_load(report, reader.path)
+        report = engine.load(state_dict, source, planner._options(), ranks, stateful=True)
+        planner._end_load(report, source.path)
         return report
+    reader = RsReader._of(source)
     protocol.load(ranks, state_dict, reader, planner, stateful=True)
     return reader.report or LoadReport()
 

@@ -354,7 +354,7 @@ def _load(
     if not is_plain(planner):
         protocol.load(ranks, state, reader, planner, metadata=metadata)
         return
-    report = engine.load(state, reader._source_of_load(), planner._options(), ranks, index=index_of(metadata))
+    report = engine.load(state, reader._source, planner._options(), ranks, index=index_of(metadata))
     planner._end_load(report, reader.path)
 
 

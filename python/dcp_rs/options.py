@@ -28,14 +28,12 @@ __all__ = [
 MIB = 1 << 20
 
 
-def default_threads() -> int:
-    """Return the cores this process may use, by its affinity and its cgroup's CPU quota, divided by the local ranks."""
-    return max(1, _core.available_cores() // (local_ranks() or 1))
-
-
 def default_shared() -> bool:
     """Whether there are other ranks on this machine; where nobody says, as many as the process group has."""
-    ranks = local_ranks()
+    return _has_others(local_ranks())
+
+
+def _has_others(ranks: int | None) -> bool:
     if ranks is None:
         dist = sys.modules.get("torch.distributed")  # where nobody imported it, there is no process group
         return dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -161,7 +159,7 @@ class ReadOptions:
 
     def engine(self) -> dict[str, Any]:
         """The keyword arguments of the engine's calls."""
-        return {**self.slabs(), "max_inflight_bytes": self.inflight_bytes(accelerator=False)}
+        return {**self.slabs(), "max_inflight_bytes": self.max_inflight_bytes or 64 * MIB}
 
     def asks_what_others_want(self) -> bool:
         """Whether what other ranks of this machine want makes a difference, and nobody has said what to make of them."""
@@ -173,11 +171,12 @@ class ReadOptions:
 
     def slabs(self) -> dict[str, Any]:
         """Those of a load through slabs."""
+        ranks = local_ranks()
         return {
             "io": self.io,
-            "threads": self.threads or default_threads(),
+            "threads": self.threads or max(1, _core.available_cores() // (ranks or 1)),
             "verify": None if self.verify == "auto" else self.verify,
-            "shared": default_shared() if self.shared is None else self.shared,
+            "shared": _has_others(ranks) if self.shared is None else self.shared,
         }
 
 

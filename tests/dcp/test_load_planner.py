@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_rs
-from dcp_rs import RsLoadPlanner, RsReader, RsWriter
+from dcp_rs import RsLoadPlanner, RsReader
 from dcp_rs.engine.reports import Mismatch
 from dcp_rs.errors import PlanError
 from support import RankDiedError, assert_state_equal, rank_outcomes, run_ranks
@@ -298,16 +298,24 @@ class Watching(RsLoadPlanner):
         super().commit_tensor(read_item, tensor)
 
 
-@pytest.mark.parametrize("reader", [RsReader, dcp.FileSystemReader])
-def test_subclasses_see_items_by_either_reader(tmp_path, reader):
-    state = {"model": {"w": W, "b": W[0]}, "step": 3}
-    writer = RsWriter if reader is RsReader else dcp.FileSystemWriter
-    dcp.save(state, storage_writer=writer(tmp_path / "c"), no_dist=True)
+def test_subclasses_see_items(tmp_path):
+    dcp_rs.save({"model": {"w": W, "b": W[0]}, "step": 3}, tmp_path, no_dist=True)
     planner = Watching(rename={"model.w": "model.x"}, exclude="model.skip")
     got = {"model": {"x": torch.zeros(4, 6), "b": torch.zeros(6), "skip": torch.zeros(1)}, "step": 0}
-    dcp.load(got, storage_reader=reader(tmp_path / "c"), planner=planner, no_dist=True)
+    dcp.load(got, storage_reader=RsReader(tmp_path), planner=planner, no_dist=True)
     assert_state_equal(got, {"model": {"x": W * 2, "b": W[0] * 2, "skip": torch.zeros(1)}, "step": 3})
     assert sorted(planner.seen) == ["model.b", "model.w"]
+
+
+def test_with_a_reader_of_others_it_is_torchs_planner(tmp_path):
+    state = {"model": {"w": W, "b": W[0]}, "step": 3}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    got = {"model": {"w": torch.zeros(4, 6), "b": torch.zeros(6)}, "step": 0}
+    dcp.load(got, storage_reader=dcp.FileSystemReader(tmp_path), planner=RsLoadPlanner(), no_dist=True)
+    assert_state_equal(got, state)
+    planner = RsLoadPlanner(rename={"model.w": "model.x"}, include="*")
+    with pytest.raises(CheckpointException, match=r"rename= and include= of RsLoadPlanner need an RsReader"):
+        dcp.load(got, storage_reader=dcp.FileSystemReader(tmp_path), planner=planner, no_dist=True)
 
 
 # --- ranks -----------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def test_one_option_under_two_names(ckpt, arguments, message):
 def test_the_reader_s_arguments(ckpt, recwarn):
     round_trip(RsWriter(ckpt))
     reader = RsReader(ckpt, thread_count=2)
-    assert reader.options.engine()["threads"] == 2
+    assert reader._source.read.engine()["threads"] == 2
     RsReader(ckpt, _extension_registry=None)
     assert not complaints(recwarn)
     with pytest.warns(UserWarning, match="RsReader.*_extension_registry"):

@@ -76,7 +76,7 @@ SHOWN = {
     "path report save_id source",
     "ReadReport": "bytes_direct bytes_mapped bytes_read bytes_wanted gb_per_second path requests to_dict",
     "RsLoadPlanner": "create_global_plan create_local_plan finish_plan load_bytes resolve_tensor set_up_planner",
-    "RsReader": "checkpoint_id prepare_global_plan prepare_local_plan read_data read_metadata reset "
+    "RsReader": "checkpoint_id path prepare_global_plan prepare_local_plan read_data read_metadata reset "
     "set_up_storage_reader source validate_checkpoint_id",
     "RsSavePlanner": "create_global_plan create_local_plan set_up_planner transform_object",
     "RsWriter": "checkpoint_id close finish prepare_global_plan prepare_local_plan reset set_up_storage_writer stage "

@@ -82,7 +82,7 @@ MUTANTS = [
     ),
     Mutant(
         "rename-backwards",
-        "python/dcp_rs/checkpoint/renaming.py",
+        "python/dcp_rs/checkpoint/names.py",
         'news = {old.removesuffix("."): new.removesuffix(".") for old, new in rename.items()}',
         'news = {new.removesuffix("."): old.removesuffix(".") for old, new in rename.items()}\n    olds = list(news)',
         ("tests/dcp/test_load_rename.py",),

@@ -29,16 +29,16 @@ def options(server):
 
 def test_repr_and_pickle(server, options):
     reader = RsReader(server.url("x"), storage_options=options)
-    shown = [repr(reader), repr(reader.storage_options), str(vars(reader))]
+    shown = [repr(reader), repr(reader._source.storage_options), str(vars(reader))]
     assert "aws_endpoint=" in shown[0]
     assert "aws_secret_access_key=***" in shown[0]
     assert not any(map(has_secret, shown))
-    for held in (reader, reader.storage_options):
+    for held in (reader, reader._source.storage_options):
         data = pickle.dumps(held)
         assert not any(secret.encode() in data for secret in SECRETS)
     copy = pickle.loads(pickle.dumps(reader))
-    assert copy.storage_options["aws_endpoint"] == server.endpoint
-    assert "aws_secret_access_key" not in copy.storage_options
+    assert copy._source.storage_options["aws_endpoint"] == server.endpoint
+    assert "aws_secret_access_key" not in copy._source.storage_options
 
 
 @pytest.mark.parametrize(

@@ -119,13 +119,6 @@ def test_a_load_that_fails_leaves_numbered_values_alone(ckpt):
     assert got == {"a": {5: 0}, "b": {7: 0}}
 
 
-def test_items_of_a_reader_of_torch_reach_numbered_keys(tmp_path):
-    dcp.save({"a": {5: 1, 0: torch.ones(1)}}, checkpoint_id=tmp_path, no_dist=True)
-    got = {"a": {5: 0, 0: torch.zeros(1)}}
-    dcp.load(got, storage_reader=dcp.FileSystemReader(tmp_path), planner=RsLoadPlanner(), no_dist=True)
-    assert identical(got, {"a": {5: 1, 0: torch.ones(1)}})
-
-
 def test_two_keys_of_one_name_are_refused(ckpt):
     with pytest.raises(PlanError, match=r"\['a'\]\[5\] and \['a'\]\['5'\]"):
         dcp_rs.save({"a": {5: 1, "5": 2}}, ckpt)

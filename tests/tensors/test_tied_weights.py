@@ -76,16 +76,6 @@ def test_what_is_replaced_stays_tied(one_name, read_items):
         assert state[HEAD].data_ptr() == state[EMBED].data_ptr()
 
 
-def test_stocks_reader_under_this_planner(tmp_path):
-    model = Model(seed=1)
-    save_stock(without_head(model), tmp_path)
-    with torch.device("meta"):
-        state = Model().state_dict()
-    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path), planner=RsLoadPlanner(), no_dist=True)
-    assert_state_equal(dict(state), dict(model.state_dict()))
-    assert state[HEAD].data_ptr() == state[EMBED].data_ptr()
-
-
 def test_only_the_same_memory_counts(tmp_path):
     weight = torch.zeros(6, 6)
     dcp_rs.save({"w": torch.ones(6, 6), "other": torch.ones(6, 6)}, tmp_path, fsync=False)

@@ -18,7 +18,8 @@ import dcp_rs
 from dcp_rs import RsLoadPlanner, RsReader, RsWriter, _core
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.engine.cache_sharing import demand_of, sample_of
-from dcp_rs.engine.reads import LoadOptions, plan_reads
+from dcp_rs.engine.load import plan_reads
+from dcp_rs.engine.matching import LoadOptions
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions, default_shared
 from support import assert_state_equal, run_ranks
@@ -253,7 +254,9 @@ def test_what_is_said_of_what_is_wanted_does_not_grow(tmp_path, monkeypatch):
 def planned(path, state):
     """What a rank tells the coordinator."""
     index = open_index(path, rank=None, allow_external=False)
-    return pickle.dumps(demand_of(sample_of(plan_reads(state, index, LoadOptions()), index, ReadOptions())))
+    reads = plan_reads(state, index, LoadOptions())
+    sample = sample_of(index, reads.batch, reads.targets, ReadOptions())
+    return pickle.dumps(sample and demand_of(sample))
 
 
 def test_machines_are_compared_apart(tmp_path):

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from dcp_rs import _core
+from dcp_rs._progress import Counts
 from dcp_rs._shown import Report, size, table
 from dcp_rs.checkpoint.names import hint
 from dcp_rs.errors import CheckpointReplacedError, DcpRsError, EntryNotFoundError, PlanError, UnsupportedError
@@ -20,7 +21,6 @@ from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.elements import safetensors_name, safetensors_shape
 from dcp_rs.tensors.nesting import unwrap
 from dcp_rs.tensors.regions import selection
-from dcp_rs.transfer.counts import Counts
 
 __all__ = ["ChunkInfo", "OpenCheckpoint", "ReadReport", "StoredSlice", "TensorInfo"]
 
@@ -135,7 +135,7 @@ class OpenCheckpoint(Mapping[str, Any], Generic[Slice]):
         if not entry.is_bytes:
             return self._tensor(tensor, entry)
         (data,) = self._index.read_bytes([self._index.first_chunk(tensor)], **self._options.engine())
-        self._counts.add_values(len(data))
+        self._counts.add(Counts(len(data), len(data)))
         value = self._value(fqn, data)
         return unwrap(value) if self.source == "dcp-rs" else value  # who else has the mark has it as a value
 

@@ -1,13 +1,28 @@
-"""Names of entries: choosing some of them, and finding the one that was meant."""
+"""Names of entries: choosing some, renaming them (``rename=``), and finding the one that was meant."""
 
 from __future__ import annotations
 
 import fnmatch
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-__all__ = ["explain_missing", "globs", "hint", "natural", "nearest", "selector", "some"]
+from dcp_rs import _core
+from dcp_rs.errors import PlanError
+
+__all__ = [
+    "LoadNames",
+    "Rename",
+    "Renamed",
+    "explain_missing",
+    "globs",
+    "hint",
+    "natural",
+    "nearest",
+    "renamer",
+    "selector",
+    "some",
+]
 
 #: Names that are compared letter by letter: more would take seconds.
 _COMPARED = 5_000
@@ -131,3 +146,117 @@ def _changed_prefix(missing: Sequence[str], stored: Collection[str]) -> tuple[st
             break
     # One name that ends as many others do is no prefix.
     return found if found[2] > 1 or (found[2] == len(missing) == 1 and (not found[0] or not found[1])) else ("", "", 0)
+
+
+#: A mapping of names, or of what names begin with up to a dot; or a function of a name.
+Rename = Mapping[str, str] | Callable[[str], str] | None
+
+
+def renamer(rename: Rename) -> Callable[[str], str]:
+    """From a stored name to the wanted one."""
+    if rename is None:
+        return lambda name: name
+    if not isinstance(rename, Mapping):
+        return rename
+    olds = sorted((old.removesuffix(".") for old in rename), key=len, reverse=True)
+    news = {old.removesuffix("."): new.removesuffix(".") for old, new in rename.items()}
+    pattern = re.compile("|".join(rf"{re.escape(old)}(?=\.|\Z)" if old else "" for old in olds))
+
+    def renamed(name: str) -> str:
+        found = pattern.match(name) if olds else None
+        if found is None:
+            return name
+        new, rest = news[found[0]], name[found.end() :].removeprefix(".")
+        return f"{new}.{rest}" if new and rest else new or rest
+
+    return renamed
+
+
+class Renamed:
+    """The names of a checkpoint after ``rename``, and the stored name of each.
+
+    Args:
+        rename: as for :func:`renamer`.
+        stored: all names of the checkpoint.
+    """
+
+    def __init__(self, rename: Mapping[str, str] | Callable[[str], str], stored: Iterable[str]) -> None:
+        new_name = renamer(rename)
+        self._stored: dict[str, str] = {}
+        self._twice: dict[str, str] = {}
+        for name in stored:
+            if self._stored.setdefault(new_name(name), name) != name:
+                self._twice[new_name(name)] = name
+
+    def stored_name(self, name: str) -> str | None:
+        """Return the stored name of the entry that ``rename`` calls ``name``, or None.
+
+        Raises:
+            PlanError: two entries would have that name.
+        """
+        if name in self._twice:
+            msg = f"{self._stored[name]!r} and {self._twice[name]!r} of the checkpoint would both be named {name!r}, by rename="
+            raise PlanError(msg, tensor=name)
+        return self._stored.get(name)
+
+    def explain(self, name: str) -> str:
+        """The end of a message that says that there is no ``name``."""
+        return f" (rename= gives this name to no entry{hint(name, self._stored)})"
+
+
+class LoadNames:
+    """The names of a load.
+
+    Args:
+        rename: from stored names to those of the state dict.
+        include, exclude: globs over names of the state dict.
+        index: of the checkpoint. Without one, nothing is renamed.
+    """
+
+    def __init__(
+        self,
+        rename: Rename,
+        include: str | Iterable[str] | None,
+        exclude: str | Iterable[str] | None,
+        index: _core.Index | None = None,
+    ) -> None:
+        self._passes = None if include is None and exclude is None else selector(include, exclude)
+        self._renamed = None if rename is None or index is None else Renamed(rename, index.names())
+        #: Names that are to be loaded, and that nothing is renamed to.
+        self.unnamed: list[str] = []
+
+    @property
+    def is_selective(self) -> bool:
+        """Whether there is an ``include`` or an ``exclude``."""
+        return self._passes is not None
+
+    def wants(self, fqn: str) -> bool:
+        """Return whether an entry of the state dict is to be loaded."""
+        return self._passes is None or self._passes(fqn)
+
+    def choose(self, names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+        """Return the names of a state dict that are to be loaded, with what the checkpoint calls them; and those that are excluded.
+
+        Names that no stored name is renamed to are in neither, but in ``unnamed``.
+        """
+        wanted, excluded = list(names), []
+        if self._passes is not None:
+            excluded = [fqn for fqn in wanted if not self._passes(fqn)]
+            wanted = list(filter(self._passes, wanted))
+        if self._renamed is None:
+            return dict(zip(wanted, wanted, strict=True)), excluded
+        named = self.named(wanted)
+        self.unnamed = [fqn for fqn in wanted if fqn not in named]
+        return named, excluded
+
+    def stored_name(self, fqn: str) -> str | None:
+        """Return what the checkpoint calls an entry of the state dict; None where nothing is renamed to that."""
+        return fqn if self._renamed is None else self._renamed.stored_name(fqn)
+
+    def named(self, names: Iterable[str]) -> dict[str, str]:
+        """Return what the checkpoint calls names of the state dict, without those that nothing is renamed to."""
+        return {fqn: name for fqn in names if (name := self.stored_name(fqn)) is not None}
+
+    def explain(self, missing: list[str], wanted: Collection[str], stored: Collection[str]) -> str:
+        """Return why names may be missing, for the end of a message."""
+        return explain_missing(missing, wanted, stored) if self._renamed is None else self._renamed.explain(missing[0])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dcp_rs import _core
+from dcp_rs._progress import Counts
 from dcp_rs.checkpoint.mapping import OpenCheckpoint, StoredSlice, TensorInfo
 from dcp_rs.checkpoint.stream import stream
 from dcp_rs.errors import PlanError
@@ -16,7 +17,6 @@ from dcp_rs.tensors import pickles
 from dcp_rs.tensors.dtypes import REQUIRES_GRAD, can_require_grad
 from dcp_rs.tensors.flatten import number_parameters
 from dcp_rs.tensors.nesting import Container, TreePath, nest
-from dcp_rs.transfer.counts import Counts
 from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.target import Target, stored_dtype
 

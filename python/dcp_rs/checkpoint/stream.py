@@ -12,11 +12,11 @@ import torch
 from typing_extensions import override
 
 from dcp_rs import _core
+from dcp_rs._progress import Counts
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.memory import space_of
 from dcp_rs.tensors.regions import read_ahead
 from dcp_rs.transfer.copy_stream import CopyStream, copy_stream_for, is_accelerator
-from dcp_rs.transfer.counts import Counts
 from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.target import Target, stored_dtype
 from dcp_rs.transfer.upload import SlabLoad, make_transfer

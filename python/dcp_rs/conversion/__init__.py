@@ -16,7 +16,7 @@ from dcp_rs import _core
 from dcp_rs._progress import Progress, watching
 from dcp_rs._tracebacks import short_traceback
 from dcp_rs._url import StorageOptions, Url, location, options_for
-from dcp_rs.checkpoint.renaming import Rename
+from dcp_rs.checkpoint.names import Rename
 from dcp_rs.checkpoint.source import Source, open_source
 from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.conversion import native, safetensors, stock, torch_file

@@ -13,8 +13,7 @@ from dcp_rs import _core
 from dcp_rs._progress import Watch
 from dcp_rs._shown import Report
 from dcp_rs.checkpoint.blocks import Region, Slabs, blocks
-from dcp_rs.checkpoint.names import globs, selector
-from dcp_rs.checkpoint.renaming import Rename, renamer
+from dcp_rs.checkpoint.names import Rename, globs, renamer, selector
 from dcp_rs.checkpoint.source import Item, Source
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.options import WriteOptions

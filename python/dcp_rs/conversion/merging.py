@@ -18,7 +18,7 @@ from dcp_rs._progress import Progress
 from dcp_rs._tracebacks import short_traceback
 from dcp_rs._url import StorageOptions, Url, location
 from dcp_rs.checkpoint.locate import open_index
-from dcp_rs.checkpoint.renaming import Rename
+from dcp_rs.checkpoint.names import Rename
 from dcp_rs.checkpoint.source import IndexSource
 from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.conversion import ConvertReport, Target, Wish, stores_of, write_result

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_rs import _core
-from dcp_rs._progress import Progress, watching
+from dcp_rs._progress import Counts, Progress, watching
 from dcp_rs._shown import call
 from dcp_rs._torch import PLAIN_TYPES
 from dcp_rs._url import StorageOptions, location
@@ -29,14 +29,12 @@ from dcp_rs.checkpoint.views import Layout, LayoutView
 from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.dcp.stock_arguments import one_of, say_ignored
 from dcp_rs.engine.load import Source
+from dcp_rs.engine.matching import warn_of_left_out_state
 from dcp_rs.engine.metadata import index_of, make_metadata
-from dcp_rs.engine.reads import warn_of_left_out_state
 from dcp_rs.engine.reports import LoadReport, Phases
 from dcp_rs.errors import CheckpointNotFoundError, CheckpointReplacedError, PlanError, UnsupportedError
 from dcp_rs.options import ReadOptions, checks_pickles
 from dcp_rs.tensors import pickles
-from dcp_rs.tensors.memory import changing
-from dcp_rs.transfer.counts import Counts
 from dcp_rs.transfer.load import fill
 from dcp_rs.transfer.target import Target, stored_dtype
 
@@ -122,8 +120,10 @@ class ItemReads:
         self._fill(batch, targets)
 
     def _fill(self, batch: list[tuple[ReadItem, torch.Tensor]], targets: list[Target]) -> None:
-        with changing([target.tensor for target in targets]):
+        try:
             fill(self._index, targets, self._options, self._counts)
+        finally:  # what failed may have filled some, and autograd refuses gradients that need the old values
+            torch.autograd.graph.increment_version([target.tensor for target in targets])
         if _commits(self._planner):
             with torch.no_grad():  # a resolved tensor may require grad, and a planner may copy from it
                 for item, tensor in batch:
@@ -131,8 +131,9 @@ class ItemReads:
 
     def _read_values(self, items: list[tuple[int, ReadItem]]) -> None:
         stored = self._index.read_bytes([c for c, _ in items], **self._options.engine())
-        self._counts.expected += sum(map(len, stored))
-        self._counts.add_values(sum(map(len, stored)))
+        nbytes = sum(map(len, stored))
+        self._counts.expected += nbytes
+        self._counts.add(Counts(nbytes, nbytes))
         for (_, item), data in zip(items, stored, strict=True):
             if self._weights_only:
                 pickles.check_loadable(item.storage_index.fqn, data)
@@ -264,48 +265,47 @@ class RsReader(StorageReader):
         if token is not None:
             say_ignored("RsReader", "token", "nothing is read from the Hub; stores take storage_options=")
         threads = one_of("threads", threads, "thread_count", thread_count)
-        if replicas not in ("each", "node", "all"):
-            msg = f"replicas={replicas!r}: must be one of 'each', 'node', 'all'"
-            raise ValueError(msg)
-        self.path = location(path)
-        self.storage_options = StorageOptions.of(storage_options)
-        self.layout = Layout.of(dequantize, views)
-        self.options = ReadOptions(
-            io=io, threads=threads, verify=verify, shared=shared, max_inflight_bytes=max_inflight_bytes
+        self._source = Source(
+            path=location(path),
+            read=ReadOptions(
+                io=io, threads=threads, verify=verify, shared=shared, max_inflight_bytes=max_inflight_bytes
+            ),
+            weights_only=checks_pickles(weights_only),
+            allow_external=allow_external,
+            replicas=replicas,
+            storage_options=StorageOptions.of(storage_options),
+            layout=Layout.of(dequantize, views),
+            progress=progress,
         )
-        self.weights_only = checks_pickles(weights_only)
-        self.allow_external = allow_external
-        self.replicas = replicas
-        self.progress = progress
         self.report: LoadReport | None = None
         self.load_id = str(uuid.uuid4())
         self._index: _core.Index | None = None
         self._is_of_all = True
         self._clock = Phases()
 
-    def __repr__(self) -> str:
-        replicas = None if self.replicas == "each" else self.replicas
-        shown = {"path": os.fspath(self.path), **self.options.given(), "replicas": replicas}
-        shown |= {"dequantize": self.layout.dequantize, "views": self.layout.views or None}
-        return call("RsReader", {**shown, "storage_options": self.storage_options})
+    @classmethod
+    def _of(cls, source: Source) -> RsReader:
+        """Return a reader of a source whose options were checked before."""
+        reader = cls(source.path)
+        reader._source = source
+        return reader
 
-    def _source_of_load(self) -> Source:
-        """Return where this reader reads, and how."""
-        return Source(
-            path=self.path,
-            read=self.options,
-            weights_only=self.weights_only,
-            allow_external=self.allow_external,
-            replicas=self.replicas,
-            storage_options=self.storage_options,
-            layout=self.layout,
-            progress=self.progress,
-        )
+    def __repr__(self) -> str:
+        source, layout = self._source, self._source.layout or Layout()
+        replicas = None if source.replicas == "each" else source.replicas
+        shown = {"path": os.fspath(source.path), **source.read.given(), "replicas": replicas}
+        shown |= {"dequantize": layout.dequantize, "views": layout.views or None}
+        return call("RsReader", {**shown, "storage_options": source.storage_options})
+
+    @property
+    def path(self) -> os.PathLike[str]:
+        """The path."""
+        return self._source.path
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new load, of another path where one is given."""
         if checkpoint_id:
-            self.path = location(checkpoint_id)
+            self._source = dataclasses.replace(self._source, path=location(checkpoint_id))
         self.load_id = str(uuid.uuid4())
         self._index = None
 
@@ -322,14 +322,14 @@ class RsReader(StorageReader):
         """
         self._clock = Phases()
         rank = kwargs.get("rank")
-        self._index = self._source_of_load().open() if rank is None else self._open_own(rank)
+        self._index = self._source.open() if rank is None else self._open_own(rank)
         metadata = make_metadata(
             self._index,
             rank=rank,
             checkpoint_id=os.fspath(self.path),
             load_id=self.load_id,
-            storage_options=self.storage_options,
-            layout=self.layout,
+            storage_options=self._source.storage_options,
+            layout=self._source.layout,
         )
         self._clock.end("metadata")
         return metadata
@@ -361,22 +361,22 @@ class RsReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill what ``planner`` resolves for the items of ``plan``, and commit it. The future is done when this returns."""
-        if self.replicas != "each":
+        if self._source.replicas != "each":
             why = "torch's planners and your own name each item: dcp_rs.load() and dcp_rs.load_state_dict() without them do"
             say_ignored("RsReader under dcp.load, or with a planner of your own,", "replicas", why)
         index, clock = self._opened(), self._clock
         clock.end("plan")
         warn_of_left_out_state(index, [item.storage_index.fqn for item in plan.items], ())
-        with watching(self.progress, "loading") as watch:
+        with watching(self._source.progress, "loading") as watch:
             counts = Counts(watch=watch)
-            how = self.options if self._is_of_all else self.options.alone()
-            ItemReads(index, how, counts, planner, weights_only=self.weights_only).read(plan)
+            how = self._source.read if self._is_of_all else self._source.read.alone()
+            ItemReads(index, how, counts, planner, weights_only=self._source.weights_only).read(plan)
             if watch is not None and counts.expected:  # of what lies under other destinations nothing was read
                 watch(counts.expected, counts.expected)
         clock.end("read")
         self.report = planner.report if isinstance(planner, RsLoadPlanner) else LoadReport()
         self.report.path = os.fspath(self.path)
-        self.report._take(counts, io=self.options.io)
+        self.report._take(counts, io=self._source.read.io)
         clock.tell(self.report)
         future: Future[None] = Future()
         future.set_result(None)
@@ -388,7 +388,7 @@ class RsReader(StorageReader):
         Raises:
             KeyError: there is none.
         """
-        return Checkpoint(self._opened(), weights_only=self.weights_only, options=self.options)[fqn]
+        return Checkpoint(self._opened(), weights_only=self._source.weights_only, options=self._source.read)[fqn]
 
     @property
     def source(self) -> str:
@@ -407,25 +407,25 @@ class RsReader(StorageReader):
     def _open_own(self, rank: int) -> _core.Index:
         """Open what a rank saved alone, where there is nothing of all ranks."""
         try:
-            self._source_of_load().open()
+            self._source.open()
         except CheckpointNotFoundError:
             if is_of_all_ranks(self.path):  # a link that leads nowhere is one all the same
                 raise
-            return self._source_of_load().open(rank)
+            return self._source.open(rank)
         msg = f"the checkpoint is one of all ranks, and none of rank {rank} alone: {self.path}"
         raise CheckpointNotFoundError(msg, path=self.path)
 
     def _opened(self) -> _core.Index:
         if self._index is None:
-            self._index = self._source_of_load().open()
+            self._index = self._source.open()
         return self._index
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("_index", "_clock", "progress")
-        return {key: value for key, value in self.__dict__.items() if key not in left_out}
+        left_out = ("_index", "_clock")
+        source = dataclasses.replace(self._source, progress=None)
+        return {key: value for key, value in self.__dict__.items() if key not in left_out} | {"_source": source}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.progress = None
         self._index = None
         self._clock = Phases()

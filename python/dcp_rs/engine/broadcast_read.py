@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from dcp_rs import _core, _torch
+from dcp_rs._progress import Counts
 from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.memory import check_made, is_plain
 from dcp_rs.tensors.regions import Cut, cut, narrow, rectangles
 from dcp_rs.transfer import slabs
 from dcp_rs.transfer.copy_stream import Transfer, copy_stream_for, is_accelerator
-from dcp_rs.transfer.counts import Counts
 from dcp_rs.transfer.target import Target, fills
 
 __all__ = ["Offer", "SharedReads", "is_shared", "offer", "read_shared", "share"]

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from dcp_rs import _core
-from dcp_rs.engine.reads import Reads
 from dcp_rs.options import ReadOptions, local_ranks
+from dcp_rs.transfer.target import Target
 
 __all__ = ["Answer", "Demand", "answers_to", "demand_of", "in_common", "sample_of"]
 
@@ -44,19 +44,21 @@ class Answer:
     bits: bytes
 
 
-def sample_of(reads: Reads, index: _core.Index, options: ReadOptions) -> _core.Wanted | None:
+def sample_of(
+    index: _core.Index, batch: _core.Batch, targets: Sequence[Target], options: ReadOptions
+) -> _core.Wanted | None:
     """Return what this rank reads of each section of the checkpoint; None where it makes no difference what other ranks read."""
     if index.is_remote or not options.asks_what_others_want():
         return None
     sample = _core.Wanted(index)
-    sample.add_batch(reads.batch)
-    sample.add([(t.index, t.of_chunk, t.offsets, t.tensor.shape) for t in reads.targets])
+    sample.add_batch(batch)
+    sample.add([(t.index, t.of_chunk, t.offsets, t.tensor.shape) for t in targets])
     return sample
 
 
-def demand_of(sample: _core.Wanted | None) -> Demand | None:
+def demand_of(sample: _core.Wanted) -> Demand:
     """Return what this rank tells the coordinator."""
-    return None if sample is None else Demand(_machine(), sample.told())
+    return Demand(_machine(), sample.told())
 
 
 def answers_to(demands: Sequence[Demand | None]) -> list[Answer | None]:
@@ -70,7 +72,7 @@ def answers_to(demands: Sequence[Demand | None]) -> list[Answer | None]:
     return [None if demand is None else Answer(*next(answers)) for demand in demands]
 
 
-def in_common(sample: _core.Wanted | None, answer: Answer | None, ranks: int) -> _core.Common | None:
+def in_common(sample: _core.Wanted, answer: Answer, ranks: int) -> _core.Common | None:
     """Return what other ranks of this machine read too; None where some of them did not tell.
 
     Args:
@@ -78,8 +80,6 @@ def in_common(sample: _core.Wanted | None, answer: Answer | None, ranks: int) ->
         answer: of the coordinator.
         ranks: how many ranks the load has.
     """
-    if sample is None or answer is None:
-        return None
     here = local_ranks()
     is_known = ranks >= dist.get_world_size() if here is None else answer.ranks >= here
     return sample.judged(answer.bits) if is_known else None

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Generic, NoReturn, TypeVar
+from types import TracebackType
+from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -79,6 +80,7 @@ class RankGroup:
     Attributes:
         rank: of this process, in the group.
         size: how many ranks there are.
+        is_alone: whether there is one.
         is_coordinator: whether this is the one.
         failures: the errors of the step that failed, by rank in the group; the same ranks are in it everywhere. Empty while all is well.
 
@@ -101,18 +103,14 @@ class RankGroup:
         if self.rank < 0:
             msg = "this process is not in the process group that it was called with"
             raise ValueError(msg)
+        self.is_alone = self.size == 1
         self.is_coordinator = self.rank == coordinator or not together
         self.failures: dict[int, BaseException] = {}
-        self._handled = sys.exception()  # by the caller: Python puts it into the chain of each error here
+        self.handled = sys.exception()  # by the caller: Python puts it into the chain of each error here
         self._coordinator = self.global_rank(coordinator) if together else 0
         self._is_single = not together
         #: What this rank raised, and all know of: an outer step raises it, and says nothing.
-        self._met: BaseException | None = None
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is nobody else."""
-        return self.size == 1
+        self.met: BaseException | None = None
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -127,14 +125,16 @@ class RankGroup:
 
     def run(self, work: Callable[[], T]) -> T:
         """Every rank does its part. Returns what this one's gave."""
-        mine = self._do(work)
+        with _Part[T](self) as mine:
+            mine.value = work()
         if not self.is_alone:
             self._meet(failures_among(self._all_gather(mine.failure)), mine)
         return mine.value
 
     def all_gather(self, work: Callable[[], T]) -> list[T]:
         """Every rank does its part. Returns what all of them gave, by rank."""
-        mine = self._do(work)
+        with _Part[T](self) as mine:
+            mine.value = work()
         if self.is_alone:
             return [mine.value]
         said = self._all_gather(mine.told())
@@ -147,9 +147,10 @@ class RankGroup:
 
     def reduce_scatter(self, work: Callable[[], T], divide: Callable[[list[T]], Sequence[R]]) -> R:
         """Every rank does its part, and the coordinator makes something for each of them out of what all gave. Returns this one's."""
-        mine = self._do(work)
-        if self.is_alone:
-            return self._do(lambda: divide([mine.value])[0]).value
+        with _Part[T](self) as mine:
+            mine.value = work()
+            if self.is_alone:
+                return divide([mine.value])[0]
         said, parts = self._gather(mine.told()), None
         if said is not None:
             whole = self._conclude(said, mine, lambda values: [pickle.dumps(part) for part in divide(values)])
@@ -159,9 +160,10 @@ class RankGroup:
 
     def all_reduce(self, work: Callable[[], T], join: Callable[[list[T]], R]) -> R:
         """Every rank does its part, and the coordinator makes one thing out of what all gave. Returns that on all ranks."""
-        mine = self._do(work)
-        if self.is_alone:
-            return self._do(lambda: join([mine.value])).value
+        with _Part[T](self) as mine:
+            mine.value = work()
+            if self.is_alone:
+                return join([mine.value])
         said = self._gather(mine.told())
         if said is None:
             told: R = self._take(self._broadcast(None), mine)
@@ -182,30 +184,20 @@ class RankGroup:
         Raises:
             RankLostError: in place of any other error.
         """
-        if isinstance(self._met, RankLostError):
-            raise self._met
+        if isinstance(self.met, RankLostError):
+            raise self.met
         try:
             yield
         except BaseException as error:
             lost = self._give_up(error)
-            self._met = lost if isinstance(error, Exception) else error
-            if self._met is error:
+            self.met = lost if isinstance(error, Exception) else error
+            if self.met is error:
                 raise
             raise lost from error
 
     # --- what a step is made of -----------------------------------------------------------------------
 
-    def _do(self, work: Callable[[], T]) -> _Done[T]:
-        try:
-            return _Done(work())
-        except BaseException as error:
-            if self.is_alone:
-                self.failures = {self.rank: error}
-            if self.is_alone or error is self._met:
-                raise
-            return _Done(error=error, handled=self._handled)
-
-    def _meet(self, said: Any, mine: _Done[Any]) -> None:
+    def _meet(self, said: Any, mine: _Part[Any]) -> None:
         """Raises if there are failures, on every rank: each knows the same."""
         if not isinstance(said, dict) or not said:
             return
@@ -221,9 +213,9 @@ class RankGroup:
         """Raises what some ranks raised, of which all of them know."""
         self.failures = errors
         rank = self.rank if self.rank in errors else min(errors)
-        self._met = errors[rank]
-        self._met.add_note(self._note(sorted(errors), rank))
-        raise self._met
+        self.met = errors[rank]
+        self.met.add_note(self._note(sorted(errors), rank))
+        raise self.met
 
     def _note(self, ranks: list[int], rank: int) -> str:
         named = [str(self.global_rank(r)) for r in ranks]
@@ -232,18 +224,19 @@ class RankGroup:
         which = ", ".join(named[:_NAMED]) + (f" and {len(named) - _NAMED} more" if named[_NAMED:] else "")
         return f"raised on ranks {which}; this is rank {self.global_rank(rank)}'s"
 
-    def _conclude(self, said: list[Any], mine: _Done[Any], work: Callable[[list[Any]], T]) -> T | dict[int, _Failure]:
+    def _conclude(self, said: list[Any], mine: _Part[Any], work: Callable[[list[Any]], T]) -> T | dict[int, _Failure]:
         """What the coordinator makes of what all gave, or who failed, itself among them."""
         failures = failures_among(said)
         if not failures:
-            whole = self._do(lambda: work([pickle.loads(value) for value in said]))  # noqa: S301  # of a rank of this job
+            with _Part[T](self) as whole:
+                whole.value = work([pickle.loads(value) for value in said])  # noqa: S301  # of a rank of this job
             if whole.error is None:
                 return whole.value
             mine.error = whole.error
-            failures = {self.rank: _Failure.of(whole.error, self._handled)}
+            failures = {self.rank: _Failure.of(whole.error, self.handled)}
         return failures
 
-    def _take(self, said: Any, mine: _Done[Any]) -> Any:
+    def _take(self, said: Any, mine: _Part[Any]) -> Any:
         self._meet(said, mine)
         return pickle.loads(said)  # noqa: S301  # of the coordinator
 
@@ -321,20 +314,34 @@ class _Failure:
         return DcpRsError(self.text)
 
 
-class _Done(Generic[T]):
-    """What this rank's work came to."""
+class _Part(Generic[T]):
+    """One rank's part of a step, done within ``with``. An error in it is kept, to be raised on all ranks; a rank that is alone raises it."""
 
-    def __init__(
-        self, value: Any = None, error: BaseException | None = None, handled: BaseException | None = None
-    ) -> None:
-        self.value: T = value
-        self.error = error
-        self._handled = handled
+    value: T
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self.error: BaseException | None = None
+        self._ranks = ranks
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None:
+            return False
+        if self._ranks.is_alone:
+            self._ranks.failures = {self._ranks.rank: error}
+        elif error is not self._ranks.met:
+            self.error = error
+            return True
+        return False
 
     @property
     def failure(self) -> _Failure | None:
         """The error, for the others."""
-        return None if self.error is None else _Failure.of(self.error, self._handled)
+        return None if self.error is None else _Failure.of(self.error, self._ranks.handled)
 
     def told(self) -> bytes | _Failure:
         """The value or the error, for the others."""
@@ -343,7 +350,7 @@ class _Done(Generic[T]):
                 return pickle.dumps(self.value)
             except Exception as reason:  # noqa: BLE001  # whatever it is that does not pickle
                 self.error = UnsupportedError(f"what the ranks tell each other does not pickle: {reason}")
-        return _Failure.of(self.error, self._handled)
+        return _Failure.of(self.error, self._ranks.handled)
 
 
 def failures_among(said: list[Any]) -> dict[int, _Failure]:

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_rs._log import log as _log
+from dcp_rs._progress import Counts
 from dcp_rs._shown import Report, size
-from dcp_rs.transfer.counts import Counts
 
 __all__ = ["LoadReport", "Mismatch", "Phases", "SaveReport", "SavedMetadata"]
 
@@ -94,10 +94,11 @@ class LoadReport(_Timed):
         self.bytes_wanted, self.bytes_read = counts.wanted, counts.read
         self.bytes_direct, self.bytes_mapped, self.requests = counts.direct, counts.mapped, counts.requests
         self.bytes_verified = counts.verified
-        _log.debug(
-            "io=%r: of %s, %s from mappings, %s past the page cache, in %d requests",
-            *(io, size(counts.read), size(counts.mapped), size(counts.direct), counts.requests),
-        )
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug(
+                "io=%r: of %s, %s from mappings, %s past the page cache, in %d requests",
+                *(io, size(counts.read), size(counts.mapped), size(counts.direct), counts.requests),
+            )
 
     def __str__(self) -> str:
         found = {

@@ -17,8 +17,7 @@ import torch
 from dcp_rs import _core
 from dcp_rs._url import location
 from dcp_rs.checkpoint.locate import local_path, open_index
-from dcp_rs.checkpoint.names import explain_missing, selector
-from dcp_rs.checkpoint.renaming import Rename, renamer
+from dcp_rs.checkpoint.names import Rename, explain_missing, renamer, selector
 from dcp_rs.conversion import ConvertReport, convert
 from dcp_rs.conversion.place import check_place, new_place
 from dcp_rs.errors import CheckpointExistsError, PlanError

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dcp_rs import _core
+from dcp_rs._progress import Counts
 from dcp_rs._shown import size
 from dcp_rs.checkpoint.locate import open_index
 from dcp_rs.checkpoint.names import explain_missing, selector
@@ -21,7 +22,6 @@ from dcp_rs.integrations._experts import names_of_rank, single_experts
 from dcp_rs.integrations._needs import framework
 from dcp_rs.integrations.transformers import prefix_of, renamed, skeleton_of
 from dcp_rs.options import ReadOptions
-from dcp_rs.transfer.counts import Counts
 from dcp_rs.transfer.target import stored_dtype
 
 __all__ = ["DcpRsModelLoader", "register"]

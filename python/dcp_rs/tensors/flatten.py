@@ -16,11 +16,9 @@ from dcp_rs.tensors.nesting import Container, TreePath, kind_of, name_of, shown,
 
 __all__ = [
     "Flat",
-    "WriteThrough",
     "flatten",
     "get_at",
     "holds_only_tensors",
-    "is_hollow",
     "is_plain_state_dict",
     "is_stateful",
     "number_parameters",
@@ -71,11 +69,6 @@ def flatten(state_dict: Mapping[Any, Any]) -> Flat:
 def holds_only_tensors(state_dict: Mapping[Any, Any]) -> bool:
     """Whether every value is a tensor. Asked of the few types there are, and not of every value."""
     return all(issubclass(kind, torch.Tensor) for kind in set(map(type, state_dict.values())))
-
-
-def is_hollow(value: Any) -> bool:
-    """Return whether the value is a mapping in which there is nothing but such mappings: nothing is saved for it."""
-    return isinstance(value, Mapping) and all(map(is_hollow, value.values()))
 
 
 def _enter(node: Any, prefix: str, path: TreePath, flat: Flat) -> None:
@@ -141,18 +134,6 @@ def _may_be_stateful(kind: type) -> bool:
 
 
 _NEVER_STATEFUL = {dict, list, tuple, str, bytes, int, float, bool, type(None), *_torch.PLAIN_TYPES}
-
-
-class WriteThrough(dict[str, Any]):
-    """A copy of a state dict that is not flattened: what a planner sets in it is set in the caller's."""
-
-    def __init__(self, behind: dict[str, Any]) -> None:
-        super().__init__(behind)
-        self._behind = behind
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value)
-        self._behind[key] = value
 
 
 def get_at(root: Any, path: TreePath, default: Any = None) -> Any:

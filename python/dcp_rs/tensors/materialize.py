@@ -34,9 +34,9 @@ class NewTensors:
         new: the tensors that replace them.
     """
 
-    def __init__(self, dtype: torch.dtype | None, device: torch.device | None) -> None:
+    def __init__(self, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
         self._dtype = dtype
-        self._device = device
+        self._device = None if device is None else torch.device(device)
         self.old: dict[str, torch.Tensor] = {}
         self.new: dict[str, torch.Tensor] = {}
         self._names: dict[int, list[str]] = {}  # by storage of the old ones

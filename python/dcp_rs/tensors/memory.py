@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,6 @@ from dcp_rs.errors import PlanError, UnsupportedError
 __all__ = [
     "Part",
     "changes_seen",
-    "changing",
     "check_fillable",
     "check_made",
     "identity",
@@ -138,15 +136,6 @@ def check_made(memory: torch.Tensor) -> torch.Tensor:
         msg = f"there is no memory to copy through: torch makes a {type(memory).__name__} where it is asked for some, as under FakeTensorMode"
         raise UnsupportedError(msg)
     return memory
-
-
-@contextmanager
-def changing(tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Tells autograd that the tensors are other ones now, as torch's own operations do: it refuses gradients that need the old values."""
-    try:
-        yield
-    finally:  # what failed may have filled some
-        torch.autograd.graph.increment_version(tensors)
 
 
 def changes_seen(tensor: torch.Tensor) -> int | None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from dcp_rs.dcp.load_planner import RsLoadPlanner, missing_elements
+from dcp_rs.dcp.load_planner import RsLoadPlanner
 from dcp_rs.engine.arguments import check_planner
+from dcp_rs.engine.metadata import index_of
 from dcp_rs.engine.reports import LoadReport, Mismatch
 from dcp_rs.errors import PlanError
-from dcp_rs.tensors.shards import Piece
 
 __all__ = ["Choice"]
 
@@ -66,20 +65,18 @@ class Choice:
         """
         if not self._looks_for_holes:
             return set()
-        found = []
-        for name in names:
-            entry = self._metadata.state_dict_metadata[name]
-            if not isinstance(entry, TensorStorageMetadata):
-                continue
-            zeros = (0,) * len(entry.size)
-            hole = missing_elements(Piece(zeros, torch.empty(entry.size, device="meta"), zeros, zeros), entry)
-            if hole is None:
-                continue
-            if not self.is_lenient:
-                offsets, sizes = map(list, hole)
-                msg = f"tensor {name!r}: the checkpoint does not hold {sizes} elements at {offsets}"
-                raise PlanError(msg, tensor=name)
-            found.append(name)
+        index = index_of(self._metadata)
+        assert index is not None  # noqa: S101  # an RsReader read it
+        tensors = [(number, name) for name in names if (number := index.find(name)) is not None]
+        whole = [
+            (number, index.tensor(number).shape, name) for number, name in tensors if not index.tensor(number).is_bytes
+        ]
+        holes = index.check_regions([(number, (0,) * len(shape), shape) for number, shape, _ in whole], [])
+        if holes and not self.is_lenient:
+            at, offsets, sizes = holes[0]
+            msg = f"tensor {whole[at][2]!r}: the checkpoint does not hold {list(sizes)} elements at {list(offsets)}"
+            raise PlanError(msg, tensor=whole[at][2])
+        found = list(dict.fromkeys(whole[at][2] for at, _, _ in holes))
         self.report.partly_filled += found
         return set(found)
 

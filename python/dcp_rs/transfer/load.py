@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 
 from dcp_rs import _core
+from dcp_rs._progress import Counts
 from dcp_rs.errors import PlanError
 from dcp_rs.options import ReadOptions
 from dcp_rs.tensors.memory import check_fillable, check_made, is_opaque, is_plain, parts, space_of
-from dcp_rs.transfer.counts import Counts
 from dcp_rs.transfer.target import Target
 from dcp_rs.transfer.upload import upload
 
@@ -97,7 +97,8 @@ class Load:
         wants = self._batch.wants(turn)
         if wants:
             self._counts.add(upload(self._batch, wants, self._elsewhere, self._options, tell))
-        _fill_opaque(self._index, [self._elsewhere[i] for i in self._batch.opaque(turn)], self._options, self._counts)
+        if opaque := self._batch.opaque(turn):
+            _fill_opaque(self._index, [self._elsewhere[i] for i in opaque], self._options, self._counts)
         return stats.read
 
     def run_all(self) -> int:
