@@ -25,7 +25,7 @@ from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list  # 2.8, 2.11, 2.15
-from torch.distributed.checkpoint.state_dict import _get_fqns  # 2.8, 2.11, 2.15
+from torch.distributed.checkpoint.state_dict import _get_fqns, _init_optim_state  # 2.8, 2.11, 2.15
 from torch.distributed.checkpoint.utils import find_tensor_shard  # 2.8, 2.11, 2.15
 from torch.distributed.distributed_c10d import _get_default_group, _world  # 2.8, 2.11, 2.15
 from torch.distributed.remote_device import _remote_device  # 2.8, 2.11, 2.15
@@ -177,6 +177,11 @@ def put_back_remembered(plan: SavePlan, before: dict[str, SavePlan], *, storage_
 def is_remembered(metadata: Metadata) -> bool:
     """Return whether a planner of torch's remembers this metadata for its next save (2.8, 2.11, 2.15)."""
     return any(metadata is known for known in SavePlanner._cached_metadata.values())
+
+
+def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer make its state as torch's ``get_optimizer_state_dict`` does, unless it has some, or gradients."""
+    _init_optim_state(optimizer)
 
 
 def flatten_sharded_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:

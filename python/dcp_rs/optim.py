@@ -24,11 +24,17 @@ from dcp_rs.engine.ranks import RankGroup
 from dcp_rs.engine.reports import LoadReport
 from dcp_rs.errors import PlanError, UnsupportedError
 from dcp_rs.training.choice import Choice
-from dcp_rs.training.extra import PerRank, RngState, check_values, state_of, with_buffers_copied
-from dcp_rs.training.optimizers import optimizer_state
-from dcp_rs.training.parameters import is_fsdp1
+from dcp_rs.training.extra import (
+    EXTRA,
+    PerRank,
+    RngState,
+    SavedExtra,
+    check_values,
+    state_of,
+    with_buffers_copied,
+)
+from dcp_rs.training.optimizers import is_fsdp1, optimizer_state
 from dcp_rs.training.saved import SavedOptimizers
-from dcp_rs.training.saved_extra import EXTRA, SavedExtra
 from dcp_rs.training.saved_state import branch_at, join, tree_of
 
 __all__ = [
@@ -193,7 +199,8 @@ def load_training_state(
         path: a checkpoint.
         model: filled in place.
         optimizers: as in the save, in any order: parameters are matched by name. Their state is
-            replaced.
+            replaced. One without state makes it as under torch's ``get_state_dict``, by a step with
+            gradients and learning rates of zero.
         extra: as in the save. Objects get their state, tensors are filled in place, and other
             values are replaced in ``extra``.
         allow_partial_load: leave alone what the checkpoint lacks, and the state of parameters that

@@ -6,13 +6,12 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.optim.named_optimizer import _NamedOptimizer
 from torch.optim import Optimizer
 
 from dcp_rs import _torch
@@ -21,18 +20,19 @@ from dcp_rs.tensors.flatten import get_at
 from dcp_rs.tensors.nesting import TreePath
 from dcp_rs.tensors.shards import global_shape
 from dcp_rs.training.choice import Choice
-from dcp_rs.training.made import Made, MadeState
-from dcp_rs.training.optimizers import WHO, fsdp1_state, text_of
-from dcp_rs.training.parameters import (
+from dcp_rs.training.optimizers import (
+    WHO,
     compiler_names,
     fsdp1_group,
+    fsdp1_state,
     is_fsdp1,
     is_named,
     names_by_key,
     parameter_names,
     sharded_state_dicts,
+    text_of,
 )
-from dcp_rs.training.saved_state import SavedState, join
+from dcp_rs.training.saved_state import Made, SavedState, join, made_state
 
 __all__ = ["SavedOptimizers"]
 
@@ -113,10 +113,10 @@ class SavedOptimizers:
                 own = fsdp1_state(models[0], optimizer)["state"]
             part = _Part(optimizer, number, keys, groups, own, kept)
             self._parts.append(part)
-            made = MadeState(optimizer)
-            group_of = [at for at, group in enumerate(optimizer.param_groups) for _ in group["params"]]
-            for (param, fqns), group in zip(names, group_of, strict=True):
-                makes = Made() if fsdp1 else made.of(param, group)  # a flat parameter stands for several
+            # A flat parameter stands for several, of which an optimizer knows nothing.
+            made = {} if fsdp1 or not any(map(self._state.of, keys.values())) else made_state(optimizer)
+            for param, fqns in names:
+                makes = made.get(param, Made())
                 rooms: dict[str, dict[str, Any] | None] = {}
                 for fqn in fqns:
                     if fqn not in kept:
@@ -150,7 +150,6 @@ class SavedOptimizers:
         return self._values[name] if name in self._values else get_at(own[fqn], path)
 
     def _apply_plain(self, models: Sequence[torch.nn.Module], part: _Part, state: dict[str, Any]) -> None:
-        _prepare(part.optimizer)
         osd = part.optimizer.state_dict()
         by_key = names_by_key(models, part.optimizer, osd, part.number)
         kept = {key: osd["state"][key] for key, fqn in by_key.items() if fqn in part.kept and key in osd["state"]}
@@ -182,7 +181,6 @@ class SavedOptimizers:
             "state": {names.get(fqn, fqn): value for fqn, value in state.items()},
             "param_groups": [group | {"params": [names.get(fqn, fqn) for fqn in group["params"]]} for group in groups],
         }
-        _prepare(optimizer)
         with sharded_state_dicts(model):
             flat = FullyShardedDataParallel.optim_state_dict_to_load(
                 model,
@@ -349,6 +347,8 @@ def _memory(
         expected = like
     if expected is None or shape == ():
         return torch.empty(shape, dtype=dtype, device="cpu")
+    if expected is not like and expected.dtype == dtype and expected.device == device:
+        return expected
     return _torch.empty_like(expected.detach(), dtype=dtype, device=device)
 
 
@@ -357,22 +357,3 @@ def _sizes(groups: list[list[Any]]) -> str:
     return (
         f"{len(groups)} group{'s' if groups[1:] else ''} of {', '.join(str(len(group)) for group in groups)} parameters"
     )
-
-
-def _prepare(optimizer: Optimizer) -> None:
-    """Optimizers that load only into state that they have (torch's ``_NamedOptimizer``) make it: by a step, of which nothing else is to stay."""
-    if optimizer.state or not isinstance(optimizer, _NamedOptimizer):
-        return
-    groups = [group for group in cast(list[dict[str, Any]], optimizer.param_groups) if "lr" in group]
-    rates = [group["lr"] for group in groups]
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    gradients = [param.grad for param in params]
-    for group in groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-    try:
-        optimizer.init_state()
-    finally:
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
-        for param, gradient in zip(params, gradients, strict=True):
-            param.grad = gradient

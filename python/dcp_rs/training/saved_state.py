@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from dcp_rs import _torch
 from dcp_rs._warnings import warn_caller
 from dcp_rs.checkpoint.open import containers_of
 from dcp_rs.engine.metadata import index_of
 from dcp_rs.errors import UnsupportedError
+from dcp_rs.tensors.flatten import flatten
 from dcp_rs.tensors.nesting import Container, TreePath, name_of, nest, remaining, text_path
 from dcp_rs.training.choice import Choice
-from dcp_rs.training.made import Made, keys_of, unclear_in, with_keys
 
-__all__ = ["Branch", "SavedState", "branch_at", "join", "tree_of"]
+__all__ = ["Branch", "Made", "SavedState", "branch_at", "join", "made_state", "tree_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,3 +189,100 @@ class SavedState:
 
     def _wants(self, above: str, name: str) -> bool:
         return self._choice.wants(join(above, name))
+
+
+# --- what the optimizer makes, and what it calls it ---------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """The state that an optimizer makes for a parameter.
+
+    Attributes:
+        tensors: by path.
+        keys: as :func:`keys_of` gives them.
+    """
+
+    tensors: Mapping[TreePath, torch.Tensor] = field(default_factory=dict)
+    keys: Mapping[TreePath, Any] = field(default_factory=dict)
+
+
+def made_state(optimizer: Optimizer) -> dict[torch.Tensor, Made]:
+    """Return the state that an optimizer without state makes for its parameters, as torch's ``get_optimizer_state_dict`` has it made.
+
+    That is by a step with gradients and learning rates of zero. Afterwards the optimizer is as it was. One that cannot take such a step
+    tells nothing: one that needs a closure, say.
+    """
+    if optimizer.state:
+        return {}
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    gradients = [param.grad for param in params]
+    with contextlib.suppress(Exception), warnings.catch_warnings():  # whatever goes wrong in the code of others
+        warnings.simplefilter("ignore")
+        for param in params:
+            param.grad = None
+        _torch.init_optimizer_state(optimizer)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if rate is not None:
+            group["lr"] = rate
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = gradient
+    made = {}
+    for param, state in optimizer.state.items():
+        flat = flatten(state)
+        leaves = ((flat.paths[name], value) for name, value in flat.values.items())
+        tensors = {path: v for path, v in leaves if isinstance(v, torch.Tensor) and not _is_partial(v)}
+        made[param] = Made(tensors, keys_of(state))
+    optimizer.state.clear()
+    return made
+
+
+def _is_partial(tensor: torch.Tensor) -> bool:
+    """Whether its values are yet to be summed: nothing can be loaded into that."""
+    return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
+
+
+def keys_of(tree: Any) -> dict[TreePath, Any]:
+    """The last part of the path to whatever is in a tree, by the path as text."""
+    found: dict[TreePath, Any] = {}
+    _collect(tree, (), found)
+    return found
+
+
+def with_keys(path: TreePath, keys: Mapping[TreePath, Any]) -> TreePath:
+    """The path with the keys that are known in place of the text that stands for them."""
+    text = text_path(path)
+    return tuple(keys.get(text[:end], part) if type(part) is str else part for end, part in enumerate(path, 1))
+
+
+def unclear_in(path: TreePath, keys: Mapping[TreePath, Any]) -> str | None:
+    """The first part of a path of text that is not among the known keys, and reads as if it was a number, a tuple or None; None if no part does."""
+    text = text_path(path)
+    for end, part in enumerate(path, 1):
+        if type(part) is str and text[:end] not in keys and _reads_as_no_text(part):
+            return part
+    return None
+
+
+def _collect(tree: Any, path: TreePath, found: dict[TreePath, Any]) -> None:
+    if isinstance(tree, Mapping):
+        for key, child in tree.items():
+            here = (*path, str(key))
+            if type(key) is str:
+                found[here] = key
+            else:
+                found.setdefault(here, (key,))
+            _collect(child, here, found)
+    elif isinstance(tree, list):
+        for place, child in enumerate(tree):
+            _collect(child, (*path, place), found)
+
+
+def _reads_as_no_text(text: str) -> bool:
+    if text.isidentifier() and text not in ("None", "True", "False"):
+        return False
+    try:
+        return not isinstance(ast.literal_eval(text), str)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return False
