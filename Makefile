@@ -63,7 +63,7 @@ $(VENV)/.deps: $(VENV)/.uv pyproject.toml
 	@touch $@
 
 # Two builds of one extension: `.built` is what users get and what is timed; `.fast` compiles in a third
-# of the time, with assertions, for the tests. Tests take either; the one that was made last is there.
+# of the time, with assertions, for the tests. The one that was made last is there, and tests take either.
 MATURIN_DEVELOP = PATH="$(abspath $(BIN)):$$PATH" VIRTUAL_ENV="$(abspath $(VENV))" maturin develop --uv --quiet
 
 $(VENV)/.built: $(VENV)/.deps $(RUST_SOURCES)
@@ -71,7 +71,7 @@ $(VENV)/.built: $(VENV)/.deps $(RUST_SOURCES)
 	@touch $(VENV)/.fast $@
 
 $(VENV)/.fast: $(VENV)/.deps $(RUST_SOURCES)
-	$(MATURIN_DEVELOP) --profile fast
+	$(MATURIN_DEVELOP)
 	@rm -f $(VENV)/.built
 	@touch $@
 
@@ -82,14 +82,16 @@ build: $(VENV)/.built  ## Build the extension into the virtual environment
 demo: $(VENV)/.built  ## Save and restore a real model's state with stock DCP and dcp-rs, and compare
 	$(PY) examples/demo.py $(ARGS)
 
-# Rust compiles while Python's packages are installed: neither keeps two cores busy alone.
+# Rust's tests compile while Python's packages are installed, and run while the extension compiles: none of it keeps
+# two cores busy alone.
 test:  ## All tests but the slow ones: minutes
 	@$(MAKE) --no-print-directory --jobs=2 rust-tests $(VENV)/.simulated
-	@$(MAKE) --no-print-directory --keep-going test-python test-rust
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-rust $(VENV)/.fast; rust=$$?; \
+		$(MAKE) --no-print-directory test-python && exit $$rust
 
 .PHONY: rust-tests
 rust-tests:
-	cargo test --quiet --profile fast --no-run --package dcp-rs-core --package dcp-rs-remote --tests
+	cargo test --quiet --no-run --package dcp-rs-core --package dcp-rs-remote --tests
 
 # Where it cannot be built, each test that needs it says why.
 $(VENV)/.simulated: $(VENV)/.deps tests/support/simulated/device.cpp
@@ -100,8 +102,8 @@ test-all: test-rust $(VENV)/.fast  ## The slow Python tests as well
 	$(PY) $(PYTEST) --slow $(ARGS)
 
 test-rust: $(VENV)/.uv  ## The Rust tests alone
-	cargo test --profile fast --no-fail-fast --package dcp-rs-core --package dcp-rs-remote --tests
-	cargo test --profile fast --package dcp-rs-core --package dcp-rs-remote --doc
+	cargo test --no-fail-fast --package dcp-rs-core --package dcp-rs-remote --tests
+	cargo test --package dcp-rs-core --package dcp-rs-remote --doc
 
 test-python: $(VENV)/.fast  ## The Python tests alone
 	$(PY) $(PYTEST) $(ARGS)
@@ -259,7 +261,7 @@ test-posix: $(VENV)/.uv  ## The core's tests without what only Linux has
 MIRI_TESTS := copy::run::tests::equals copy::strided copy::signs format::name format::value geometry:: --skip many_
 sanitize:  ## The core's tests under AddressSanitizer, and those of its copies under Miri (needs nightly Rust)
 	@cargo +nightly --version >/dev/null 2>&1 || { echo 'needs: rustup toolchain install nightly'; exit 1; }
-	RUSTFLAGS=-Zsanitizer=address CARGO_TARGET_DIR=target/sanitize cargo +nightly test --profile fast --package dcp-rs-core --tests \
+	RUSTFLAGS=-Zsanitizer=address CARGO_TARGET_DIR=target/sanitize cargo +nightly test --package dcp-rs-core --tests \
 		--target $$(rustc --print host-tuple)
 	@cargo +nightly miri --version >/dev/null 2>&1 \
 		|| { echo 'Miri did not run; it needs: rustup component add --toolchain nightly miri rust-src'; exit 1; }
