@@ -276,6 +276,10 @@ def test_no_expert_is_lost_where_transformers_loads_what_was_saved(name, tmp_pat
     loaded, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
     same(loaded, model)
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
 def test_what_is_saved_transformers_loads(tmp_path):
