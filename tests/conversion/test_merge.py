@@ -160,6 +160,37 @@ def test_large_tensors_are_summed_in_parts(tmp_path: Path) -> None:
     same_numbers(read(tmp_path / "out")["w"], summed([state["w"] for state in states], [0.75, 0.5]))
 
 
+def pieces(vector, *begins):
+    """The vector in pieces, which begin at these places."""
+    ends = [*begins[1:], len(vector)]
+    parts = [vector[begin:end].clone() for begin, end in zip(begins, ends, strict=True)]
+    return _shards_wrapper.LocalShardsWrapper(parts, [(begin,) for begin in begins])
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "verify"),
+    [
+        ((torch.bfloat16, torch.bfloat16, torch.bfloat16), True),
+        ((torch.bfloat16, torch.bfloat16, torch.bfloat16), False),
+        ((torch.float32, torch.bfloat16, torch.float16), True),
+        ((torch.bfloat16, torch.float64, torch.float32), True),
+        ((torch.float8_e4m3fn, torch.bfloat16, torch.float32), True),
+    ],
+)
+def test_pieces_that_begin_elsewhere_in_each_input_are_summed_in_place(dtypes, verify: bool, tmp_path: Path) -> None:
+    """Runs of several blocks, cut where any input begins a piece: there, blocks of the others are hashed as a whole."""
+    shape = (1_294_071,)
+    whole = [random_tensor(shape, dtype, seed) for seed, dtype in enumerate(dtypes)]
+    save_rs({"w": pieces(whole[0], 0, 650_112)}, tmp_path / "a")
+    save_stock({"w": pieces(whole[1], 0, 6153, 835_700)}, tmp_path / "b")
+    save_rs({"w": pieces(whole[2], 0, 382_983)}, tmp_path / "c")
+    paths = [tmp_path / name for name in "abc"]
+    for order in ((0, 1, 2), (2, 1, 0)):
+        out = tmp_path / f"out-{order[0]}"
+        dcp_rs.merge([paths[i] for i in order], out, to="safetensors", weights=[1, -1, 0.25], verify=verify)
+        same_numbers(read(out)["w"], summed([whole[i] for i in order], [1, -1, 0.25]))
+
+
 def training(step, *, rng=0):
     linear = torch.nn.Linear(3, 2)
     with torch.no_grad():
@@ -360,6 +391,27 @@ def test_damage_in_an_input_is_found_and_leaves_nothing(tmp_path: Path) -> None:
         dcp_rs.merge([a, b], tmp_path / "out")
     assert {entry.name for entry in tmp_path.iterdir()} == {"in-0", "in-1"}
     dcp_rs.merge([a, b], tmp_path / "out", verify=False)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_damage_in_any_block_is_found(first: int, tmp_path: Path) -> None:
+    """Also in one that lies in pieces of another input."""
+    whole = random_tensor((1_294_071,), torch.bfloat16, 0)
+    save_rs({"w": pieces(whole, 0)}, tmp_path / "a")
+    save_rs({"w": pieces(whole, 0, 382_983)}, tmp_path / "b")
+    inputs = [tmp_path / "a", tmp_path / "b"]
+    for folder in inputs:
+        with dcp_rs.open(folder) as ckpt:
+            ends = [(chunk.file, chunk.offset + at) for chunk in ckpt.chunks("w") for at in (0, chunk.nbytes - 1)]
+            places = [*ends, *((chunk.file, chunk.offset + 700_000) for chunk in ckpt.chunks("w"))]
+        for data, place in places:
+            with (folder / data).open("r+b") as file:
+                byte = os.pread(file.fileno(), 1, place)
+                os.pwrite(file.fileno(), bytes([byte[0] ^ 64]), place)
+                with pytest.raises(CorruptDataError, match=str(folder / data)):
+                    dcp_rs.merge(inputs[first:] + inputs[:first], tmp_path / "out")
+                os.pwrite(file.fileno(), byte, place)
+    dcp_rs.merge(inputs, tmp_path / "out")
 
 
 def test_progress_goes_to_the_end(tmp_path: Path) -> None:

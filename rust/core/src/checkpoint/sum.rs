@@ -2,6 +2,8 @@
 
 #![allow(unsafe_code)] // destinations are addresses that a caller vouches for
 
+mod runs;
+
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -66,12 +68,36 @@ struct Part {
 struct Input<'a> {
     index: &'a Index,
     files: Vec<FileRef>,
-    /// Destinations are places in a unit.
+    /// Destinations are places in the sums of a unit, or of a group.
     requests: Vec<ReadReq>,
-    /// The requests of each unit.
+    /// The requests of each.
     ranges: Vec<Range<usize>>,
     survey: Survey,
     verify: bool,
+}
+
+impl<'a> Input<'a> {
+    fn new(
+        summand: &'a Summand,
+        gather: Gather,
+        ranges: Vec<Range<usize>>,
+        options: &ReadOptions,
+        control: &Control,
+    ) -> Result<Self> {
+        let index = &summand.index;
+        let (files, mut requests) = gather.into_parts();
+        let survey = Survey::new(&files, &requests, options, &**index);
+        let survey = survey.map_err(|error| explain(index, error, control))?;
+        let verify = survey.choose(&mut requests, options.verify);
+        Ok(Self {
+            index,
+            files,
+            requests,
+            ranges,
+            survey,
+            verify,
+        })
+    }
 }
 
 /// Sums up in float32, or in float64 (`is_double`), and rounds once.
@@ -93,7 +119,12 @@ pub unsafe fn sum(
     if sums.iter().any(|sum| sum.tensors.len() != summands.len()) {
         return Err(Error::Plan("a sum has a tensor of each summand".into()));
     }
-    let units = units(sums);
+    // SAFETY: as the caller vouches.
+    let left = unsafe { runs::sum_runs(summands, sums, is_double, options, control)? };
+    let units = units(sums, &left);
+    if units.is_empty() {
+        return Ok(());
+    }
     let inputs = (0..summands.len())
         .map(|number| input(number, summands, sums, &units, is_double, options, control))
         .collect::<Result<Vec<_>>>()?;
@@ -108,13 +139,16 @@ pub unsafe fn sum(
         .iter()
         .map(|input| connect(&input.files, threads))
         .collect::<Result<Vec<_>>>()?;
+    // What is in memory fits in it.
+    let fit = |x: u64| usize::try_from(x).unwrap_or(usize::MAX);
+    let size = if is_double { 8 } else { 4 };
     let state = || {
         let readers: Vec<Sequential> = connections.iter().cloned().map(Sequential::new).collect();
         (readers, Vec::<u64>::new(), Vec::<ReadReq>::new())
     };
     parallel::for_each(units.len(), workers, state, |(readers, memory, requests), number| {
         let unit = &units[number];
-        let bytes = unit.elements * if is_double { 8 } else { 4 };
+        let bytes = unit.elements * size;
         // Of whole words, so that the sums are aligned.
         let words = usize::try_from(bytes.div_ceil(8)).map_err(|_| Error::Plan("too much to sum up".into()))?;
         if memory.len() < words {
@@ -145,19 +179,29 @@ pub unsafe fn sum(
             read.map_err(|error| explain(input.index, error, control))?;
         }
         for part in &unit.parts {
+            let (sum, from) = (&sums[part.sum], base.wrapping_add(fit(part.at * size)));
             // SAFETY: the sums of the part were made just now; there is room for them at the destination, as the
             // caller vouches, and no other part has these elements.
-            unsafe { hand_over(part, &sums[part.sum], base, is_double) };
+            unsafe {
+                hand_over(
+                    sum.to,
+                    fit(part.begin),
+                    from,
+                    fit(part.elements),
+                    sum.is_bfloat16,
+                    is_double,
+                );
+            };
         }
         Ok(())
     })
 }
 
-/// Cuts all sums into parts, and puts small ones together.
-fn units(sums: &[Sum]) -> Vec<Unit> {
+/// Cuts sums into parts, and puts small ones together.
+fn units(sums: &[Sum], numbers: &[usize]) -> Vec<Unit> {
     let mut units: Vec<Unit> = Vec::new();
-    for (number, sum) in sums.iter().enumerate() {
-        let mut begin = 0;
+    for &number in numbers {
+        let (sum, mut begin) = (&sums[number], 0);
         split(&sum.region.sizes, 1, PART, &mut |offsets, sizes| {
             let elements: u64 = sizes.iter().product();
             let offsets: Vec<u64> = offsets.iter().zip(&sum.region.offsets).map(|(a, b)| a + b).collect();
@@ -189,61 +233,57 @@ fn input<'a>(
     control: &Control,
 ) -> Result<Input<'a>> {
     let summand = &summands[number];
-    let index = &summand.index;
-    let mut gather = Gather::new(Arc::clone(index), summand.allow_external);
+    let mut gather = Gather::new(Arc::clone(&summand.index), summand.allow_external);
     let mut ranges = Vec::with_capacity(units.len());
     for unit in units {
         let first = gather.len();
         for part in &unit.parts {
             let tensor = sums[part.sum].tensors[number];
-            let dtype = index.tensor(tensor).dtype;
-            let sink = dtype.and_then(|dtype| Accumulate::new(dtype, summand.weight, is_double));
-            let sink = sink.ok_or_else(|| {
-                let reason = "its elements are not added to such sums";
-                Error::tensor_plan(Some(index.path()), index.name(tensor), reason)
-            })?;
-            let sink = if number == 0 { sink.begin() } else { sink };
-            let at = usize::try_from(part.at * sink.size()).map_err(|_| Error::Plan("too much to sum up".into()))?;
-            let to = Memory {
-                address: Destination(std::ptr::without_provenance_mut(at)),
-                strides: row_major(&part.region.sizes)
-                    .iter()
-                    .map(|stride| stride * sink.size())
-                    .collect(),
-            };
-            gather.add_with(Source::Tensor(tensor), &part.region, &to, Operation::Accumulate(sink))?;
+            let sink = sink(summand, tensor, is_double, number == 0)?;
+            add(&mut gather, tensor, &part.region, part.at, sink)?;
         }
         ranges.push(first..gather.len());
     }
-    let (files, mut requests) = gather.into_parts();
-    let survey = Survey::new(&files, &requests, options, &**index);
-    let survey = survey.map_err(|error| explain(index, error, control))?;
-    let verify = survey.choose(&mut requests, options.verify);
-    Ok(Input {
-        index,
-        files,
-        requests,
-        ranges,
-        survey,
-        verify,
-    })
+    Input::new(summand, gather, ranges, options, control)
 }
 
-/// Brings the sums of a part to where they go.
+/// Adds a region to what is read, for the sums from element `at`.
+fn add(gather: &mut Gather, tensor: u32, region: &Region, at: u64, sink: Accumulate) -> Result<()> {
+    let at = usize::try_from(at * sink.size()).map_err(|_| Error::Plan("too much to sum up".into()))?;
+    let to = Memory {
+        address: Destination(std::ptr::without_provenance_mut(at)),
+        strides: row_major(&region.sizes)
+            .iter()
+            .map(|stride| stride * sink.size())
+            .collect(),
+    };
+    gather.add_with(Source::Tensor(tensor), region, &to, Operation::Accumulate(sink))
+}
+
+/// How the elements of a tensor are added.
+fn sink(summand: &Summand, tensor: u32, is_double: bool, is_first: bool) -> Result<Accumulate> {
+    let index = &summand.index;
+    let dtype = index.tensor(tensor).dtype;
+    let sink = dtype.and_then(|dtype| Accumulate::new(dtype, summand.weight, is_double));
+    let sink = sink.ok_or_else(|| {
+        let reason = "its elements are not added to such sums";
+        Error::tensor_plan(Some(index.path()), index.name(tensor), reason)
+    })?;
+    Ok(if is_first { sink.begin() } else { sink })
+}
+
+/// Brings `count` sums to where they go: from element `begin` of the destination.
 ///
 /// # Safety
-/// `base` is valid for reads of all elements of the unit, and the destination for writes of those of the part.
-unsafe fn hand_over(part: &Part, sum: &Sum, base: *const u8, is_double: bool) {
-    // What is in memory fits in it.
-    let fit = |x: u64| usize::try_from(x).unwrap_or(usize::MAX);
-    let (size, count) = (if is_double { 8 } else { 4 }, fit(part.elements));
-    let from = base.wrapping_add(fit(part.at) * size);
+/// `from` is valid for reads of the sums, and the destination for writes of them.
+unsafe fn hand_over(to: Destination, begin: usize, from: *const u8, count: usize, is_bfloat16: bool, is_double: bool) {
+    let size = if is_double { 8 } else { 4 };
     // SAFETY: as the caller vouches.
     unsafe {
-        if sum.is_bfloat16 {
-            round_to_bfloat16(sum.to.0.wrapping_add(fit(part.begin) * 2), from, count);
+        if is_bfloat16 {
+            round_to_bfloat16(to.0.wrapping_add(begin * 2), from, count);
         } else {
-            std::ptr::copy_nonoverlapping(from, sum.to.0.wrapping_add(fit(part.begin) * size), count * size);
+            std::ptr::copy_nonoverlapping(from, to.0.wrapping_add(begin * size), count * size);
         }
     }
 }

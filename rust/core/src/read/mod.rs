@@ -26,6 +26,7 @@ pub(crate) use engine::{FileRange, visit};
 pub use sequential::{Sequential, Survey};
 pub use survey::connect;
 pub(crate) use survey::span;
+pub(crate) use verify::compare;
 
 /// How bytes come from a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -2,15 +2,17 @@
 #![allow(unsafe_code)] // `read` is unsafe to call: it writes to addresses that it is given.
 
 use std::borrow::Cow;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::batch::{Batch, change_signs, stores};
 use super::coded;
-use super::plan::plan;
+use super::plan::{Plan, plan};
 use super::policy::{Access, Policy};
 use super::survey::{Found, Kept, SharedMapping, spans, survey};
 use super::worker::Worker;
 use super::{Catalog, FileRef, ReadOptions, ReadReq, ReadStats, Verify, verify};
+use crate::copy::Stores;
 use crate::store::Connection;
 use crate::{Control, Result};
 
@@ -64,6 +66,11 @@ impl Survey {
     pub fn workers(&self, threads: usize) -> usize {
         let waiting = self.access.iter().filter(|access| access.waits());
         waiting.map(|access| access.depth()).fold(threads.max(1), usize::max)
+    }
+
+    /// Whether a file is in memory, and read from a mapping.
+    pub(crate) fn maps(&self, file: u32) -> bool {
+        self.access[file as usize] == Access::Mapped
     }
 
     /// Whether any file is waited for.
@@ -146,6 +153,37 @@ impl Sequential {
         // SAFETY: the caller's promise: all elements were written just now.
         unsafe { change_signs(&reqs) };
         Ok(())
+    }
+
+    /// Returns the bytes of a file that is mapped ([`Survey::maps`]), which has so many.
+    ///
+    /// # Errors
+    /// Those of [`read`](super::read) for files.
+    pub(crate) fn mapped(
+        &mut self,
+        files: &[FileRef],
+        file: u32,
+        range: Range<u64>,
+        survey: &Survey,
+        catalog: &dyn Catalog,
+        control: &Control,
+    ) -> Result<&[u8]> {
+        let batch = Batch {
+            files,
+            reqs: &[],
+            catalog,
+            verify: false,
+            visitor: None,
+            kept: &survey.kept,
+            mappings: &survey.mappings,
+            access: &survey.access,
+            policies: &survey.policies,
+            stores: Stores::Cached,
+            plan: Plan::default(),
+            connection: None,
+            control,
+        };
+        self.worker.mapped(&batch, file, range)
     }
 
     /// Counts `bytes` as delivered since there were `before`, whatever they were read as.

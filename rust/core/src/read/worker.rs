@@ -3,6 +3,7 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::batch::Batch;
@@ -135,6 +136,29 @@ impl Worker {
             self.stats.bytes_mapped += job.wanted;
         }
         Ok(())
+    }
+
+    /// Returns bytes of a mapped file. It has so many.
+    pub fn mapped(&mut self, batch: &Batch, number: u32, range: Range<u64>) -> Result<&[u8]> {
+        self.open.turn_to(number);
+        let file = &batch.files[number as usize];
+        let mapping = self.open.mapping(batch, number)?;
+        if (mapping.len() as u64) < range.end {
+            return Err(failed(
+                file,
+                self.open.plain(batch, number).ok(),
+                range.start,
+                io::ErrorKind::UnexpectedEof.into(),
+            ));
+        }
+        if let Err(e) = mapping.populate(range.start, range.end) {
+            return Err(failed(file, self.open.plain(batch, number).ok(), range.start, e));
+        }
+        let mapping = self.open.mapping(batch, number)?;
+        let (start, length) = (index(range.start), index(range.end - range.start));
+        // SAFETY: the mapping has these bytes, and stays while this worker does not turn to another file. Published files
+        // do not change.
+        Ok(unsafe { std::slice::from_raw_parts(mapping.as_ptr().wrapping_add(start), length) })
     }
 
     /// Delivers a job from a store: straight to its destinations where all of it can go there, else by way of the buffer.
