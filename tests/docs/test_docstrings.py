@@ -79,7 +79,7 @@ SHOWN = {
     "RsReader": "checkpoint_id path prepare_global_plan prepare_local_plan read_data read_metadata reset "
     "set_up_storage_reader source validate_checkpoint_id",
     "RsSavePlanner": "create_global_plan create_local_plan set_up_planner transform_object",
-    "RsWriter": "checkpoint_id close finish prepare_global_plan prepare_local_plan reset set_up_storage_writer stage "
+    "RsWriter": "checkpoint_id close finish options overwrite prepare_global_plan prepare_local_plan reset set_up_storage_writer stage "
     "storage_meta validate_checkpoint_id write_data",
     "SaveFuture": "cancel",
     "SaveReport": "bytes_reused bytes_written entries gb_per_second path requests seconds to_dict",
