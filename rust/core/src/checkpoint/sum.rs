@@ -154,6 +154,7 @@ pub unsafe fn sum(
         if memory.len() < words {
             memory.resize(words, 0);
         }
+        memory[..words].fill(0);
         let base = memory.as_mut_ptr().cast::<u8>();
         for (input, reader) in inputs.iter().zip(readers) {
             requests.clear();
@@ -239,7 +240,7 @@ fn input<'a>(
         let first = gather.len();
         for part in &unit.parts {
             let tensor = sums[part.sum].tensors[number];
-            let sink = sink(summand, tensor, is_double, number == 0)?;
+            let sink = sink(summand, tensor, is_double)?;
             add(&mut gather, tensor, &part.region, part.at, sink)?;
         }
         ranges.push(first..gather.len());
@@ -261,15 +262,14 @@ fn add(gather: &mut Gather, tensor: u32, region: &Region, at: u64, sink: Accumul
 }
 
 /// How the elements of a tensor are added.
-fn sink(summand: &Summand, tensor: u32, is_double: bool, is_first: bool) -> Result<Accumulate> {
+fn sink(summand: &Summand, tensor: u32, is_double: bool) -> Result<Accumulate> {
     let index = &summand.index;
     let dtype = index.tensor(tensor).dtype;
     let sink = dtype.and_then(|dtype| Accumulate::new(dtype, summand.weight, is_double));
-    let sink = sink.ok_or_else(|| {
+    sink.ok_or_else(|| {
         let reason = "its elements are not added to such sums";
         Error::tensor_plan(Some(index.path()), index.name(tensor), reason)
-    })?;
-    Ok(if is_first { sink.begin() } else { sink })
+    })
 }
 
 /// Brings `count` sums to where they go: from element `begin` of the destination.

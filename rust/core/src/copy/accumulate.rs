@@ -17,7 +17,6 @@ pub struct Accumulate {
     stored: Stored,
     weight: f64,
     is_double: bool,
-    begins: bool,
 }
 
 /// How an element becomes a number.
@@ -48,14 +47,7 @@ impl Accumulate {
             stored,
             weight,
             is_double,
-            begins: false,
         })
-    }
-
-    /// Begins new sums, with zero: what is at the destination is written over.
-    #[must_use]
-    pub fn begin(self) -> Self {
-        Self { begins: true, ..self }
     }
 
     /// Subtracts what it added.
@@ -158,40 +150,26 @@ impl Accumulate {
         let weight = self.weight as f32;
         // SAFETY: as the caller vouches; sums and elements have the types that `self` says.
         unsafe {
-            if self.begins {
-                self.rows::<true>(dst, src, row, weight);
-            } else {
-                self.rows::<false>(dst, src, row, weight);
-            }
-        }
-    }
-
-    /// # Safety
-    /// As [`run`](Self::run).
-    #[inline(always)]
-    unsafe fn rows<const BEGINS: bool>(self, dst: *mut u8, src: *const u8, row: Row, weight: f32) {
-        // SAFETY: as the caller vouches; sums and elements have the types that `self` says.
-        unsafe {
             match (self.stored, self.is_double) {
                 (Stored::Float8(table), false) => {
-                    row.add::<_, _, BEGINS>(dst, src, weight, |x: u8| table[usize::from(x)]);
+                    row.add(dst, src, weight, |x: u8| table[usize::from(x)]);
                 }
-                (Stored::Float16, false) => row.add::<_, _, BEGINS>(dst, src, weight, half),
-                (Stored::BFloat16, false) => row.add::<_, _, BEGINS>(dst, src, weight, brain),
+                (Stored::Float16, false) => row.add(dst, src, weight, half),
+                (Stored::BFloat16, false) => row.add(dst, src, weight, brain),
                 (Stored::Float32 | Stored::Float64, false) => {
-                    row.add::<_, _, BEGINS>(dst, src, weight, |x: f32| x);
+                    row.add(dst, src, weight, |x: f32| x);
                 }
                 (Stored::Float8(table), true) => {
-                    row.add::<_, _, BEGINS>(dst, src, self.weight, |x: u8| f64::from(table[usize::from(x)]));
+                    row.add(dst, src, self.weight, |x: u8| f64::from(table[usize::from(x)]));
                 }
                 (Stored::Float16, true) => {
-                    row.add::<_, _, BEGINS>(dst, src, self.weight, |x: u16| f64::from(half(x)));
+                    row.add(dst, src, self.weight, |x: u16| f64::from(half(x)));
                 }
                 (Stored::BFloat16, true) => {
-                    row.add::<_, _, BEGINS>(dst, src, self.weight, |x: u16| f64::from(brain(x)));
+                    row.add(dst, src, self.weight, |x: u16| f64::from(brain(x)));
                 }
-                (Stored::Float32, true) => row.add::<_, _, BEGINS>(dst, src, self.weight, |x: f32| f64::from(x)),
-                (Stored::Float64, true) => row.add::<_, _, BEGINS>(dst, src, self.weight, |x: f64| x),
+                (Stored::Float32, true) => row.add(dst, src, self.weight, |x: f32| f64::from(x)),
+                (Stored::Float64, true) => row.add(dst, src, self.weight, |x: f64| x),
             }
         }
     }
@@ -238,23 +216,17 @@ impl Row {
     /// # Safety
     /// As [`Accumulate::run`], for elements of type `T` and sums of type `S`.
     #[inline(always)]
-    unsafe fn add<T: Copy, S: Sum, const BEGINS: bool>(
-        self,
-        dst: *mut u8,
-        src: *const u8,
-        weight: S,
-        cast: impl Fn(T) -> S,
-    ) {
+    unsafe fn add<T: Copy, S: Sum>(self, dst: *mut u8, src: *const u8, weight: S, cast: impl Fn(T) -> S) {
         // SAFETY: every place is one that the caller vouches for; nothing is assumed of the alignment.
         unsafe {
             // Constant steps are compiled to vector instructions.
             if self.src == size_of::<T>() && self.dst == size_of::<S>() {
                 for i in 0..self.count {
-                    one::<_, _, BEGINS>(dst.add(i * size_of::<S>()), src.add(i * size_of::<T>()), weight, &cast);
+                    one(dst.add(i * size_of::<S>()), src.add(i * size_of::<T>()), weight, &cast);
                 }
             } else {
                 for i in 0..self.count {
-                    one::<_, _, BEGINS>(dst.add(i * self.dst), src.add(i * self.src), weight, &cast);
+                    one(dst.add(i * self.dst), src.add(i * self.src), weight, &cast);
                 }
             }
         }
@@ -264,13 +236,12 @@ impl Row {
 /// # Safety
 /// `src` is valid for reads of a `T`, and `dst` for reads and writes of an `S`.
 #[inline(always)]
-unsafe fn one<T: Copy, S: Sum, const BEGINS: bool>(dst: *mut u8, src: *const u8, weight: S, cast: &impl Fn(T) -> S) {
+unsafe fn one<T: Copy, S: Sum>(dst: *mut u8, src: *const u8, weight: S, cast: &impl Fn(T) -> S) {
     // SAFETY: as the caller vouches.
     unsafe {
         let element = cast(src.cast::<T>().read_unaligned());
         let sum = dst.cast::<S>();
-        let before = if BEGINS { S::ZERO } else { sum.read_unaligned() };
-        sum.write_unaligned(S::mul_add(element, weight, before));
+        sum.write_unaligned(S::mul_add(element, weight, sum.read_unaligned()));
     }
 }
 
@@ -322,14 +293,10 @@ fn rounded(bits: u32) -> u16 {
 
 /// A type of sums.
 trait Sum: Copy {
-    const ZERO: Self;
-
     fn mul_add(a: Self, b: Self, c: Self) -> Self;
 }
 
 impl Sum for f32 {
-    const ZERO: Self = 0.0;
-
     #[inline(always)]
     fn mul_add(a: Self, b: Self, c: Self) -> Self {
         a.mul_add(b, c)
@@ -337,8 +304,6 @@ impl Sum for f32 {
 }
 
 impl Sum for f64 {
-    const ZERO: Self = 0.0;
-
     #[inline(always)]
     fn mul_add(a: Self, b: Self, c: Self) -> Self {
         a.mul_add(b, c)
@@ -408,16 +373,6 @@ mod tests {
         assert_eq!(sums[1], f32::INFINITY);
         assert!(sums[2].is_nan() && sums[3].is_nan());
         assert_eq!(sums[4].to_bits(), 0.0_f32.to_bits());
-    }
-
-    #[test]
-    fn sums_that_begin_take_nothing_of_what_was_there() {
-        let bytes: Vec<u8> = [3.0_f32, -0.0].iter().flat_map(|x| x.to_le_bytes()).collect();
-        let mut sums = [f32::NAN, 7.0];
-        let sink = accumulate("float32", 0.5, false).unwrap().begin();
-        // SAFETY: two elements, and two sums.
-        unsafe { sink.run(sums.as_mut_ptr().cast(), bytes.as_ptr(), &[], 8) };
-        assert_eq!(sums.map(f32::to_bits), [1.5_f32, 0.0].map(f32::to_bits));
     }
 
     #[test]

@@ -90,7 +90,7 @@ pub(super) unsafe fn sum_runs(
     };
     let state = || {
         let readers: Vec<Sequential> = inputs.iter().map(|_| Sequential::new(None)).collect();
-        (readers, vec![0_u64; STEP])
+        (readers, vec![0_u64; if is_double { STEP } else { STEP / 2 }])
     };
     parallel::for_each(parts.len(), threads, state, |(readers, memory), number| {
         control.check()?;
@@ -140,7 +140,7 @@ fn input<'a>(
     for group in groups {
         let (first, mut at) = (gather.len(), 0);
         for sum in &sums[group.clone()] {
-            let sink = sink(summand, sum.tensors[number], is_double, number == 0)?;
+            let sink = sink(summand, sum.tensors[number], is_double)?;
             add(&mut gather, sum.tensors[number], &sum.region, at, sink)?;
             at += elements(std::slice::from_ref(sum));
         }
@@ -268,9 +268,11 @@ unsafe fn add_up(
         let row = row(input, reader, number, begin, part.elements, control);
         rows.push(row.map_err(|error| explain(input.index, error, control))?);
     }
-    let (elements, sums) = (fit(part.elements), memory.as_mut_ptr().cast::<u8>());
+    let elements = fit(part.elements);
     for at in (0..elements).step_by(STEP) {
         let count = STEP.min(elements - at);
+        memory.fill(0);
+        let sums = memory.as_mut_ptr().cast::<u8>();
         for ((row, input), &(number, _)) in rows.iter_mut().zip(inputs).zip(&part.runs) {
             let bytes = &row.bytes[at * row.itemsize..][..count * row.itemsize];
             if let Some((hasher, block)) = &mut row.hashed {
