@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,21 +53,6 @@ class Input:
         return {"path": str(self.path), "save_id": self.source.index.save_id, "weight": self.weight}
 
 
-@dataclass
-class _Entries:
-    """The entries of a merge, by name.
-
-    Attributes:
-        summed: for each sum, the entries of all inputs.
-        copied: the others, and the input that they come from.
-        conflicts: names of entries that are not the same in all inputs.
-    """
-
-    summed: dict[str, tuple[Item, ...]] = field(default_factory=dict)
-    copied: dict[str, tuple[Item, IndexSource]] = field(default_factory=dict)
-    conflicts: list[str] = field(default_factory=list)
-
-
 class MergedSource:
     """The weighted sums of floating-point tensors, and what else the inputs have in common.
 
@@ -101,7 +86,8 @@ class MergedSource:
         names = [_chosen(one.source, include, exclude) for one in inputs]
         self.left_out = [item.name for item in first.items if include is None and _is_of_optimizer(item)]
         _check_names(inputs, names)
-        self._entries = _sort(inputs, names, conflicts)
+        self._sums, self._copies, self.conflicts = _sort(inputs, names, conflicts)
+        self.summed = list(self._sums)
         self.kind = first.kind
         self.root = first.root
         self.containers: list[Container] | None = first.containers
@@ -117,39 +103,31 @@ class MergedSource:
 
     def _items(self, name: str) -> list[Item]:
         """What the result has under a name of the first input: nothing where it was dropped."""
-        if name in self._entries.summed:
-            item = self._entries.summed[name][0]
-            target = None if item.dtype is None else cast_to(item.dtype, self._dtype)
-            if self._is_double(name):
-                return [replace(item, read_as=torch.float64)]
+        if name in self._sums:
+            item = self._sums[name][0]
             # The engine rounds to bfloat16 itself, while the sums are in a cache.
-            return [replace(item, read_as=torch.bfloat16 if target == torch.bfloat16 else torch.float32)]
-        return [self._entries.copied[name][0]] if name in self._entries.copied else []
+            rounds = item.dtype is not None and cast_to(item.dtype, self._dtype) == torch.bfloat16
+            narrow = torch.bfloat16 if rounds else torch.float32
+            return [replace(item, read_as=torch.float64 if self._is_double(name) else narrow)]
+        return [self._copies[name][0]] if name in self._copies else []
 
     def _is_double(self, name: str) -> bool:
         """Whether a tensor is summed in float64."""
-        return any(item.dtype == torch.float64 for item in self._entries.summed[name])
-
-    @property
-    def summed(self) -> list[str]:
-        """The names of tensors that are sums."""
-        return list(self._entries.summed)
-
-    @property
-    def conflicts(self) -> list[str]:
-        """The names of entries that are not summed and differ."""
-        return self._entries.conflicts
+        return any(item.dtype == torch.float64 for item in self._sums[name])
 
     def check(self, items: Sequence[Item]) -> None:
         """Raise unless all of the items is there, in every input that it comes from."""
         for number, one in enumerate(self.inputs):
-            summed = [self._entries.summed[item.name][number] for item in items if item.name in self._entries.summed]
             copied = [item for item in items if self._origin(item) is one.source]
-            one.source.check(summed + copied)
+            one.source.check(self._summands(items, number) + copied)
+
+    def _summands(self, items: Sequence[Item], number: int) -> list[Item]:
+        """What an input has of those items that are summed."""
+        return [self._sums[item.name][number] for item in items if item.name in self._sums]
 
     def _origin(self, item: Item) -> IndexSource | None:
         """The input that an entry is copied from."""
-        found = self._entries.copied.get(item.name)
+        found = self._copies.get(item.name)
         return None if found is None else found[1]
 
     def check_again(self) -> None:
@@ -163,7 +141,7 @@ class MergedSource:
             sums = [
                 request
                 for request in requests
-                if request.item.name in self._entries.summed and self._is_double(request.item.name) == double
+                if request.item.name in self._sums and self._is_double(request.item.name) == double
             ]
             if sums:
                 self._sum(sums, double=double)
@@ -175,7 +153,7 @@ class MergedSource:
     def _sum(self, requests: Sequence[Request], *, double: bool) -> None:
         sums = []
         for request in requests:
-            tensors = [item.number for item in self._entries.summed[request.item.name]]
+            tensors = [item.number for item in self._sums[request.item.name]]
             into = request.into
             is_bfloat16 = into.dtype == torch.bfloat16
             sums.append((tensors, _offsets(request), into.shape, into.data_ptr(), is_bfloat16))
@@ -185,7 +163,7 @@ class MergedSource:
 
     def value(self, item: Item) -> bytes:
         """A value, as the input has it that it comes from."""
-        return self._entries.copied[item.name][1].value(item)
+        return self._copies[item.name][1].value(item)
 
     def metadata(self) -> dict[str, str]:
         """What the files of the first input say of themselves."""
@@ -193,13 +171,8 @@ class MergedSource:
 
     def tied(self, items: Sequence[Item]) -> dict[str, str]:
         """Names that are another tensor under a second name, in every input."""
-        in_each = []
-        for number, one in enumerate(self.inputs):
-            of_input = [self._entries.summed[item.name][number] for item in items if item.name in self._entries.summed]
-            in_each.append(one.source.tied(of_input))
-        return {
-            name: kept for name, kept in in_each[0].items() if all(other.get(name) == kept for other in in_each[1:])
-        }
+        first, *others = (one.source.tied(self._summands(items, n)) for n, one in enumerate(self.inputs))
+        return {name: kept for name, kept in first.items() if all(other.get(name) == kept for other in others)}
 
 
 def _offsets(request: Request) -> list[int]:
@@ -248,32 +221,38 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:_SOME])) + more
 
 
-def _sort(inputs: Sequence[Input], names: Sequence[dict[str, Item]], conflicts: Conflicts) -> _Entries:
-    """Say of each entry whether it is summed, or which input it comes from."""
-    entries = _Entries()
+def _sort(
+    inputs: Sequence[Input], names: Sequence[dict[str, Item]], conflicts: Conflicts
+) -> tuple[dict[str, tuple[Item, ...]], dict[str, tuple[Item, IndexSource]], list[str]]:
+    """Decide what becomes of each entry.
+
+    Returns:
+        By name, the entries that are summed, of all inputs; the others, with the input that each is copied from; and
+        the names of entries that are not summed and differ.
+    """
+    sums: dict[str, tuple[Item, ...]] = {}
+    copies: dict[str, tuple[Item, IndexSource]] = {}
     found: list[tuple[Difference, Path]] = []
+    first = inputs[0]
     for name in names[0]:
         items = tuple(of_input[name] for of_input in names)
         if all(item.dtype in _SUMMED for item in items):
             _check_shapes(inputs, items)
             _check_not_quantized(name, items[0], names[0])
-            entries.summed[name] = items
+            sums[name] = items
             continue
-        for one, item in zip(inputs[1:], items[1:], strict=True):
-            unlike = difference(inputs[0].source, items[0], one.source, item)
-            if unlike is not None:
-                entries.conflicts.append(name)
-                found.append((unlike, one.path))
-                break
-        else:
-            entries.copied[name] = (items[0], inputs[0].source)
-            continue
-        if conflicts in ("first", "last"):
-            number = 0 if conflicts == "first" else -1
-            entries.copied[name] = (items[number], inputs[number].source)
+        others = zip(inputs[1:], items[1:], strict=True)
+        differences = ((difference(first.source, items[0], one.source, item), one.path) for one, item in others)
+        unlike = next(((what, path) for what, path in differences if what is not None), None)
+        if unlike is not None:
+            found.append(unlike)
+        if unlike is None or conflicts == "first":
+            copies[name] = (items[0], first.source)
+        elif conflicts == "last":
+            copies[name] = (items[-1], inputs[-1].source)
     if found and conflicts == "error":
-        raise _conflict(inputs[0].path, found)
-    return entries
+        raise _conflict(first.path, found)
+    return sums, copies, [unlike.name for unlike, _ in found]
 
 
 def _conflict(first: Path, found: Sequence[tuple[Difference, Path]]) -> PlanError:

@@ -59,7 +59,11 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin.index.json", _core.
 
 
 class StoredTensor:
-    """A stored tensor that is read when it is indexed, into memory of its own, as a slice of safetensors is."""
+    """A stored tensor that is read when it is indexed, into memory of its own, as a slice of safetensors is.
+
+    transformers asks for one slice at a time from each of its threads, and says of none before what it will ask for. So
+    the slices of a rank are not read in one batch.
+    """
 
     def __init__(self, index: _core.Index, number: int, options: ReadOptions) -> None:
         entry = index.tensor(number)
