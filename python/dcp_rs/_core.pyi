@@ -317,8 +317,8 @@ class Batch:
         """Adds a target that the caller fills through slabs, and calls ``number``; ``there``: its memory is there already."""
     def add_opaque(self, number: int, target: Any, parts: Sequence[Any]) -> None:
         """The same for a target that only its own class can fill, whose memory ``parts`` are."""
-    def arrange(self, *, every: bool = False) -> int:
-        """Finds the turns, once all is added; returns how many there are. What a later destination hides has none, unless ``every`` one is to be filled."""
+    def arrange(self) -> int:
+        """Finds the turns, once all is added; returns how many there are. What a later destination hides has none."""
     def divide(self, common: Common) -> None:
         """Says what others want too, once the turns were found."""
     def wants(self, turn: int) -> list[int]:
@@ -547,16 +547,6 @@ class Store:
         """Removes a file that was read, where it is there; raises where it is another by now, which is left alone."""
     def replace_index(self, folder: str, index: bytes) -> None:
         """Stores an index over data that is there, in place of what there was when this was begun; removes nothing."""
-    def recover(
-        self,
-        folder: str,
-        *,
-        generation: int | None,
-        save_id: bytes | None,
-        threads: int,
-        progress: Callable[[int], object] | None = None,
-    ) -> bytes:
-        """As the function of this name, on the store."""
     @property
     def keeps_conditions(self) -> bool:
         """Whether it refuses to replace what is not what it was."""
@@ -673,6 +663,7 @@ def recover(
     save_id: bytes | None,
     threads: int,
     progress: Callable[[int], object] | None = None,
+    store: Store | None = None,
 ) -> bytes: ...
 def assign_saves(requests: Sequence[bytes], *, lowest_rank: bool) -> tuple[list[bytes], int, list[int]]:
     """Who saves what: (for each rank a bit for each item of its request, the number of items of all, the bytes of each rank)."""
@@ -723,16 +714,16 @@ def publish(folder: str, name: str, data: bytes, fsync: bool) -> None:
     """Gives ``data`` the name, in one step."""
 
 @final
-class Occupant:
+class Fingerprint:
     """What was at a path: a file, or a folder with what lies in it."""
 
-def occupant(path: str) -> Occupant | None:
+def fingerprint(path: str) -> Fingerprint | None:
     """What is at a path now."""
 
-def replace_index(folder: str, index: bytes, before: Occupant | None, fsync: bool) -> None:
+def replace_index(folder: str, index: bytes, before: Fingerprint | None, fsync: bool) -> None:
     """Makes ``index`` that of the folder, in one step and under its lock, if the one there is what it was ``before``; removes nothing."""
 
-def put_in_place(from_: str, to: str, before: Occupant | None) -> None:
+def put_in_place(from_: str, to: str, before: Fingerprint | None) -> None:
     """Renames a finished file or folder in one step, in place of what was there ``before``, and of nothing else.
 
     That lies at ``from_`` or beside it then. An ``OSError`` with a ``filename2`` names where it is, if it could not be put back.

@@ -93,12 +93,13 @@ def index_on_store(
     with watching(progress, "indexing") as watch:
         if found is None:
             tell = None if watch is None else lambda done: watch(done, None)
-            data = store.recover(
+            data = _core.recover(
                 os.fspath(folder),
                 generation=wanted.generation,
                 save_id=wanted.save_id,
                 threads=threads or 0,
                 progress=tell,
+                store=store,
             )
         else:
             total = 0 if watch is None else payload(found)
@@ -328,7 +329,7 @@ def index(
     target = folder if out is None else local_path(out)
     if target.is_dir():
         _core.check_no_rank_indexes(os.fspath(target))
-    before = _core.occupant(os.fspath(target / INDEX_NAME))
+    before = _core.fingerprint(os.fspath(target / INDEX_NAME))
     if (target / INDEX_NAME).exists() and not overwrite:
         msg = f"there is an index at {target / INDEX_NAME}; pass overwrite=True to replace it"
         raise CheckpointExistsError(msg, path=target / INDEX_NAME)

@@ -338,7 +338,7 @@ def _place(
     job: Job,
     target: Path,
     options: StorageOptions | None,
-    before: _core.Occupant | None,
+    before: _core.Fingerprint | None,
     *,
     to: Target,
     as_file: bool,

@@ -35,7 +35,7 @@ _LINKS = 40
 
 def check_place(
     paths: Iterable[Path], dst: Path, *, overwrite: bool, is_part: Callable[[Path], bool] | None = None
-) -> _core.Occupant | None:
+) -> _core.Fingerprint | None:
     """What is at ``dst`` and may be replaced: for :func:`dcp_rs.conversion.place.new_place`. None where there is nothing.
 
     Args:
@@ -49,7 +49,7 @@ def check_place(
         CheckpointExistsError: it exists and ``overwrite`` is not set, or it holds more than a checkpoint.
     """
     check_apart(paths, dst)
-    before = _core.occupant(os.fspath(dst))
+    before = _core.fingerprint(os.fspath(dst))
     if before is None or (dst.is_dir() and not dst.is_symlink() and all(_is_lock(entry) for entry in dst.iterdir())):
         return before
     if not overwrite:
@@ -305,7 +305,7 @@ def _short(name: str) -> str:
 
 
 @contextmanager
-def new_place(dst: Path, before: _core.Occupant | Literal["anything"] | None, *, as_file: bool) -> Iterator[Place]:
+def new_place(dst: Path, before: _core.Fingerprint | Literal["anything"] | None, *, as_file: bool) -> Iterator[Place]:
     """A place to make ``dst`` in. It takes its name at the end; after an error, or Ctrl-C, nothing is left of it.
 
     What was at ``dst`` ``before`` is replaced, and removed when that is done; what has come there since is not, unless ``before`` is "anything", for files.

@@ -82,7 +82,7 @@ class DcpRsCheckpointIO(_bases(_FABRIC, "plugins", "CheckpointIO")):  # type: ig
         self.wait()
         target = local_path(path)
         if target.is_file() or target.is_symlink():
-            with new_place(target, _core.occupant(os.fspath(target)), as_file=False) as place:
+            with new_place(target, _core.fingerprint(os.fspath(target)), as_file=False) as place:
                 save(checkpoint, place.result, no_dist=True, **self._options)
         elif self._asynchronous:
             self._saving = async_save(checkpoint, target, no_dist=True, **self._options)

@@ -275,7 +275,7 @@ impl OpenOptions {
     /// # Errors
     /// Those of [`Checkpoint::open`].
     pub fn open(&self, path: impl AsRef<Path>) -> Result<Checkpoint> {
-        let index = checkpoint::open(path.as_ref(), self.rank, self.threads)?;
+        let index = checkpoint::open(path.as_ref(), self.rank, None, self.threads, &Control::new())?;
         Ok(Checkpoint {
             index: Arc::new(index),
             options: self.clone(),

@@ -113,7 +113,8 @@ impl Dtype {
     }
 
     /// All types, in order of their codes.
-    pub fn all() -> impl Iterator<Item = Self> {
+    #[cfg(test)]
+    pub(crate) fn all() -> impl Iterator<Item = Self> {
         TABLE.iter().map(|row| Self(row.code))
     }
 }

@@ -184,6 +184,27 @@ fn at_byte(offset: Option<u64>) -> String {
 
 #[doc(hidden)] // for the crates of this repository
 impl Error {
+    /// What a store did with one request.
+    #[doc(hidden)]
+    pub fn storage(kind: StorageFault, action: &'static str, path: &Path, reason: impl Into<String>) -> Self {
+        Self::Storage {
+            kind,
+            action,
+            path: path.to_owned(),
+            attempts: 1,
+            reason: reason.into(),
+        }
+    }
+
+    /// Why a store did not do what it was asked, if that is what this says.
+    #[doc(hidden)]
+    pub fn storage_fault(&self) -> Option<StorageFault> {
+        match self {
+            Self::Storage { kind, .. } => Some(*kind),
+            _ => None,
+        }
+    }
+
     /// An [`Error::Io`] for `path`.
     pub fn io(action: &'static str, path: &Path, source: io::Error) -> Self {
         Self::Io {

@@ -166,11 +166,9 @@ impl Batch {
         added.into_py(py)
     }
 
-    /// Finds the turns, once all is added; returns how many there are. What a later destination hides has none, unless `every` one is to
-    /// be filled.
-    #[pyo3(signature = (*, every = false))]
-    fn arrange(&mut self, py: Python<'_>, every: bool) -> usize {
-        self.turns = py.detach(|| self.gather.arrange(every));
+    /// Finds the turns, once all is added; returns how many there are. What a later destination hides has none.
+    fn arrange(&mut self, py: Python<'_>) -> usize {
+        self.turns = py.detach(|| self.gather.arrange());
         self.turns.len()
     }
 

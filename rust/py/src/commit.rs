@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use dcp_rs_core::foreign::torch_file::ValueReader;
 use dcp_rs_core::format::{INDEX_NAME, Index, IndexBuilder, SourceKind, Value, rank_index_name};
 use dcp_rs_core::{Error, checkpoint, store};
 use pyo3::prelude::*;
@@ -124,11 +123,7 @@ fn commit_one(
         Ok((index, committed.left))
     });
     let (index, left) = committed.map_err(|raised| with_cause(py, raised, stored))?;
-    let index = index::Index {
-        inner: Arc::new(index),
-        allow_external: false,
-        values: ValueReader::default(),
-    };
+    let index = index::Index::new(Arc::new(index), false);
     Ok((index, left.iter().map(ToString::to_string).collect()))
 }
 

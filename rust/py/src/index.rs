@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use dcp_rs_core::checkpoint;
@@ -53,47 +53,26 @@ impl Index {
         allow_external: bool,
         storage_options: Option<HashMap<String, String>>,
     ) -> PyResult<Self> {
-        let inner = match storage_options {
-            None => py.detach(|| checkpoint::open(&path, rank, 0)).into_py(py)?,
-            Some(options) => {
-                let store: Arc<dyn Remote> = Arc::new(Store::new(&path.to_string_lossy(), options).into_py(py)?);
-                interrupt::run(py, |control| checkpoint::open_remote(&path, rank, store, control))?
-            }
-        };
-        Ok(Self {
-            inner: Arc::new(inner),
-            allow_external,
-            values: ValueReader::default(),
-        })
+        let remote = remote(py, &path, storage_options)?;
+        let look = |control: &Control| checkpoint::open(&path, rank, remote.clone(), 0, control);
+        let inner = looking(py, remote.is_some(), look)?;
+        Ok(Self::new(Arc::new(inner), allow_external))
     }
 
     /// Indexes what others wrote at `path`, whatever index lies there. With `storage_options`, `path` is a URL.
     #[staticmethod]
     #[pyo3(signature = (path, storage_options = None))]
     fn from_data(py: Python<'_>, path: PathBuf, storage_options: Option<HashMap<String, String>>) -> PyResult<Self> {
-        let inner = match storage_options {
-            None => py.detach(|| checkpoint::open_data(&path, 0)).into_py(py)?,
-            Some(options) => {
-                let store: Arc<dyn Remote> = Arc::new(Store::new(&path.to_string_lossy(), options).into_py(py)?);
-                interrupt::run(py, |control| checkpoint::open_remote_data(&path, store, control))?
-            }
-        };
-        Ok(Self {
-            inner: Arc::new(inner),
-            allow_external: true,
-            values: ValueReader::default(),
-        })
+        let remote = remote(py, &path, storage_options)?;
+        let look = |control: &Control| checkpoint::open_data(&path, remote.clone(), control);
+        Ok(Self::new(Arc::new(looking(py, remote.is_some(), look)?), true))
     }
 
     /// Checks the bytes of an index; `path` is where its file would be.
     #[staticmethod]
     fn from_bytes(py: Python<'_>, data: Vec<u8>, path: PathBuf, allow_external: bool) -> PyResult<Self> {
         let inner = py.detach(|| format::Index::from_bytes(data, &path)).into_py(py)?;
-        Ok(Self {
-            inner: Arc::new(inner),
-            allow_external,
-            values: ValueReader::default(),
-        })
+        Ok(Self::new(Arc::new(inner), allow_external))
     }
 
     #[getter]
@@ -420,49 +399,52 @@ impl Index {
     }
 }
 
-impl Index {
-    /// Looks at data files without the GIL. Where each look is a request, Ctrl-C stops it.
-    pub fn looking<T: Send>(&self, py: Python<'_>, look: impl FnOnce(&Control) -> Result<T> + Send) -> PyResult<T> {
-        if self.inner.remote().is_some() {
-            interrupt::run(py, look)
-        } else {
-            py.detach(|| look(&Control::new())).into_py(py)
-        }
-    }
+/// The store that a URL leads to; `None` for a path of a file system, which has no options.
+fn remote(py: Python<'_>, path: &Path, options: Option<HashMap<String, String>>) -> PyResult<Option<Arc<dyn Remote>>> {
+    let store = |options| Store::new(&path.to_string_lossy(), options).into_py(py);
+    options.map(|options| Ok(Arc::new(store(options)?) as _)).transpose()
+}
 
-    /// Another index over the same files.
-    fn view(&self, inner: format::Index) -> Self {
+/// Looks at files without the GIL. Where each look is a request, Ctrl-C stops it.
+fn looking<T: Send>(py: Python<'_>, is_remote: bool, look: impl FnOnce(&Control) -> Result<T> + Send) -> PyResult<T> {
+    if is_remote {
+        interrupt::run(py, look)
+    } else {
+        py.detach(|| look(&Control::new())).into_py(py)
+    }
+}
+
+impl Index {
+    pub fn new(inner: Arc<format::Index>, allow_external: bool) -> Self {
         Self {
-            inner: Arc::new(inner),
-            allow_external: self.allow_external,
+            inner,
+            allow_external,
             values: ValueReader::default(),
         }
     }
 
+    /// Looks at data files without the GIL. Where each look is a request, Ctrl-C stops it.
+    pub fn looking<T: Send>(&self, py: Python<'_>, look: impl FnOnce(&Control) -> Result<T> + Send) -> PyResult<T> {
+        looking(py, self.inner.remote().is_some(), look)
+    }
+
+    /// Another index over the same files.
+    fn view(&self, inner: format::Index) -> Self {
+        Self::new(Arc::new(inner), self.allow_external)
+    }
+
     pub fn check_tensor(&self, tensor: u32) -> PyResult<()> {
-        if tensor < self.inner.tensor_count() {
-            Ok(())
-        } else {
-            let path = self.inner.path();
-            Err(plan_error(
-                path,
-                None,
-                format!("no tensor {tensor} in {}", path.display()),
-            ))
-        }
+        self.check(tensor < self.inner.tensor_count(), || format!("tensor {tensor}"))
     }
 
     pub fn check_chunk(&self, chunk: u64) -> PyResult<()> {
-        if chunk < self.inner.chunk_count() {
-            Ok(())
-        } else {
-            let path = self.inner.path();
-            Err(plan_error(
-                path,
-                None,
-                format!("no chunk {chunk} in {}", path.display()),
-            ))
-        }
+        self.check(chunk < self.inner.chunk_count(), || format!("chunk {chunk}"))
+    }
+
+    fn check(&self, is_there: bool, what: impl FnOnce() -> String) -> PyResult<()> {
+        let path = self.inner.path();
+        let missing = || plan_error(path, None, format!("no {} in {}", what(), path.display()));
+        if is_there { Ok(()) } else { Err(missing()) }
     }
 
     /// Bytes of an element; 1 for bytes.

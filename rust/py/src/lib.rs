@@ -46,7 +46,7 @@ mod _core {
     #[pymodule_export]
     use crate::panics::panic;
     #[pymodule_export]
-    use crate::place::{Occupant, occupant, put_in_place, replace_index};
+    use crate::place::{Fingerprint, fingerprint, put_in_place, replace_index};
     #[pymodule_export]
     use crate::remote::Store;
     #[pymodule_export]

@@ -11,23 +11,28 @@ use crate::panics::guarded;
 
 /// What is at a path, to tell later whether it is still that.
 #[pyclass(frozen, module = "dcp_rs._core")]
-pub struct Occupant {
-    inner: store::Occupant,
+pub struct Fingerprint {
+    inner: store::Fingerprint,
 }
 
 /// What is at a path now; `None` where there is nothing.
 #[guarded]
 #[pyfunction]
-pub fn occupant(py: Python<'_>, path: PathBuf) -> PyResult<Option<Occupant>> {
-    let found = py.detach(|| store::Occupant::at(&path)).into_py(py)?;
-    Ok(found.map(|inner| Occupant { inner }))
+pub fn fingerprint(py: Python<'_>, path: PathBuf) -> PyResult<Option<Fingerprint>> {
+    let found = py.detach(|| store::Fingerprint::at(&path)).into_py(py)?;
+    Ok(found.map(|inner| Fingerprint { inner }))
 }
 
 /// Gives a finished file or folder its name, in place of what it was `before`, and of nothing else. Signals end the wait for a lock, and nothing after it: what
 /// this raises says where everything is.
 #[guarded]
 #[pyfunction]
-pub fn put_in_place(py: Python<'_>, from: PathBuf, to: PathBuf, before: Option<&Bound<'_, Occupant>>) -> PyResult<()> {
+pub fn put_in_place(
+    py: Python<'_>,
+    from: PathBuf,
+    to: PathBuf,
+    before: Option<&Bound<'_, Fingerprint>>,
+) -> PyResult<()> {
     let before = before.map(|before| &before.get().inner);
     let lock = match before {
         Some(_) => interrupt::run(py, |control| store::lock_replaced(&to, control))?,
@@ -45,7 +50,7 @@ pub fn replace_index(
     py: Python<'_>,
     folder: PathBuf,
     index: Vec<u8>,
-    before: Option<&Bound<'_, Occupant>>,
+    before: Option<&Bound<'_, Fingerprint>>,
     fsync: bool,
 ) -> PyResult<()> {
     let before = before.map(|before| &before.get().inner);

@@ -90,12 +90,6 @@ pub fn memory(index: &Index, tensor: u32, address: usize, sizes: &Dims, strides:
     })
 }
 
-/// The region of a tensor that is to be filled, and the memory.
-fn wanted(index: &Index, tensor: u32, fill: &Fill) -> PyResult<(Region, Memory)> {
-    let to = memory(index, tensor, fill.address, &fill.sizes.0, &fill.strides.0)?;
-    Ok((Region::new(&fill.offsets.0, &fill.sizes.0), to))
-}
-
 /// Reads all of a batch with the GIL released.
 ///
 /// # Safety
@@ -136,16 +130,10 @@ impl Index {
         fills: Vec<Bound<'_, Fill>>,
         options: Option<Options>,
     ) -> PyResult<rows::ReadStats> {
-        let options = read_options(options)?;
-        let index = Arc::clone(&self.inner);
-        let mut gather = Gather::new(Arc::clone(&index), self.allow_external);
-        for fill in fills.iter().map(Bound::get) {
-            self.check_chunk(fill.source)?;
-            let (region, to) = wanted(self, index.chunk(fill.source).tensor, fill)?;
-            gather.add(Source::Chunk(fill.source), &region, &to).into_py(py)?;
-        }
-        // SAFETY: this method's contract: the caller holds the tensors at the addresses. Shapes and strides are the tensors' own.
-        Ok(unsafe { run(py, &gather, &options)? }.into())
+        self.fill(py, fills, options, |source| {
+            self.check_chunk(source)?;
+            Ok((Source::Chunk(source), self.inner.chunk(source).tensor))
+        })
     }
 
     /// Fills regions of tensors into memory, from whichever chunks hold them.
@@ -158,18 +146,12 @@ impl Index {
         fills: Vec<Bound<'_, Fill>>,
         options: Option<Options>,
     ) -> PyResult<rows::ReadStats> {
-        let options = read_options(options)?;
-        let index = Arc::clone(&self.inner);
-        let mut gather = Gather::new(Arc::clone(&index), self.allow_external);
-        for fill in fills.iter().map(Bound::get) {
+        self.fill(py, fills, options, |source| {
             // What is no number of a tensor is none of a checkpoint of so many either.
-            let tensor = u32::try_from(fill.source).unwrap_or(u32::MAX);
+            let tensor = u32::try_from(source).unwrap_or(u32::MAX);
             self.check_tensor(tensor)?;
-            let (region, to) = wanted(self, tensor, fill)?;
-            gather.add(Source::Tensor(tensor), &region, &to).into_py(py)?;
-        }
-        // SAFETY: this method's contract: the caller holds the tensors at the addresses. Shapes and strides are the tensors' own.
-        Ok(unsafe { run(py, &gather, &options)? }.into())
+            Ok((Source::Tensor(tensor), tensor))
+        })
     }
 
     /// The bytes of whole chunks, as they are stored. A value of a file of `torch.save` is a part of that file's pickle: of one, what
@@ -269,6 +251,26 @@ impl Index {
 }
 
 impl Index {
+    /// Fills memory from what `source` finds for each: chunk or tensor, and the tensor.
+    fn fill(
+        &self,
+        py: Python<'_>,
+        fills: Vec<Bound<'_, Fill>>,
+        options: Option<Options>,
+        source: impl Fn(u64) -> PyResult<(Source, u32)>,
+    ) -> PyResult<rows::ReadStats> {
+        let options = read_options(options)?;
+        let mut gather = Gather::new(Arc::clone(&self.inner), self.allow_external);
+        for fill in fills.iter().map(Bound::get) {
+            let (source, tensor) = source(fill.source)?;
+            let to = memory(self, tensor, fill.address, &fill.sizes.0, &fill.strides.0)?;
+            let region = Region::new(&fill.offsets.0, &fill.sizes.0);
+            gather.add(source, &region, &to).into_py(py)?;
+        }
+        // SAFETY: the contract of whoever calls this: the caller holds the tensors at the addresses. Shapes and strides are the tensors' own.
+        Ok(unsafe { run(py, &gather, &options)? }.into())
+    }
+
     fn region(&self, tensor: u32, offsets: Extent, sizes: Extent) -> PyResult<Region> {
         self.check_tensor(tensor)?;
         let region = Region {

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use dcp_rs_core::checkpoint::{self, Begun, Committed, RecoverOptions};
+use dcp_rs_core::checkpoint::{self, Begun, Committed};
 use dcp_rs_core::format::Index;
 use dcp_rs_core::store::{self, Body, Condition, Folder, Listed, Remote, StoringConnection};
 use dcp_rs_core::write::{WriteOptions, upload_file, upload_folder};
@@ -186,28 +186,6 @@ impl Store {
         self.ask(py, |connection, control| {
             checkpoint::replace_index_remote(&folder, &index, begun, connection, control)
         })
-    }
-
-    /// As `recover` of folders.
-    #[pyo3(signature = (folder, *, generation, save_id, threads, progress = None))]
-    fn recover<'py>(
-        &self,
-        py: Python<'py>,
-        folder: PathBuf,
-        generation: Option<u64>,
-        save_id: Option<[u8; 16]>,
-        threads: usize,
-        progress: Option<Py<PyAny>>,
-    ) -> PyResult<Bound<'py, PyBytes>> {
-        let options = RecoverOptions {
-            generation,
-            save_id,
-            threads,
-        };
-        let bytes = interrupt::run_with(py, progress.as_ref(), 0, |control| {
-            checkpoint::recover_remote(&folder, &options, &self.inner, control)
-        })?;
-        Ok(PyBytes::new(py, &bytes))
     }
 
     /// Whether the store refuses to replace what is not what it was; true as long as that is not known.

@@ -14,6 +14,7 @@ use crate::error::IntoPy as _;
 use crate::index::Index;
 use crate::interrupt;
 use crate::panics::guarded;
+use crate::remote::Store;
 use crate::rows::Damage;
 
 #[guarded]
@@ -102,25 +103,27 @@ pub fn check_no_rank_indexes(py: Python<'_>, folder: PathBuf) -> PyResult<()> {
     py.detach(|| checkpoint::check_no_rank_indexes(&folder)).into_py(py)
 }
 
-/// The bytes of an index over the native data files of `folder`, whose index was lost.
+/// The bytes of an index over the native data files of `folder`, on a store if one is given, whose index was lost.
 #[guarded]
 #[pyfunction]
-#[pyo3(signature = (folder, *, generation, save_id, threads, progress = None))]
-pub fn recover(
-    py: Python<'_>,
+#[pyo3(signature = (folder, *, generation, save_id, threads, progress = None, store = None))]
+pub fn recover<'py>(
+    py: Python<'py>,
     folder: PathBuf,
     generation: Option<u64>,
     save_id: Option<[u8; 16]>,
     threads: usize,
     progress: Option<Py<PyAny>>,
-) -> PyResult<Bound<'_, PyBytes>> {
+    store: Option<&Bound<'_, Store>>,
+) -> PyResult<Bound<'py, PyBytes>> {
+    let remote = store.map(|store| &store.get().inner);
     let options = RecoverOptions {
         generation,
         save_id,
         threads,
     };
     let bytes = interrupt::run_with(py, progress.as_ref(), 0, |control| {
-        checkpoint::recover(&folder, &options, control)
+        checkpoint::recover(&folder, remote, &options, control)
     })?;
     Ok(PyBytes::new(py, &bytes))
 }

@@ -238,12 +238,9 @@ impl Save {
     ) -> PyResult<Self> {
         let turns = planned.turns.clone();
         let lengths: Vec<u64> = items.iter().map(|item| item.length).collect();
-        let (save, problems) = interrupt::run(py, |control| match (to, reuse) {
-            (To::Folder(folder), Some(reuse)) => {
-                write::Save::create_reusing(folder, items, info, options, reuse, control)
-            }
-            (To::Folder(folder), None) => Ok((write::Save::create(folder, items, info, options, control)?, Vec::new())),
-            (To::Store(folder, store), reuse) => {
+        let (save, problems) = interrupt::run(py, |control| match to {
+            To::Folder(folder) => write::Save::create(folder, items, info, options, reuse, control),
+            To::Store(folder, store) => {
                 write::Save::create_remote(Arc::clone(store), folder, items, turns, info, options, reuse, control)
             }
         })?;

@@ -105,13 +105,7 @@ fn if_there<T>(result: Result<T>) -> Result<Option<T>> {
 }
 
 fn changed(path: &Path, reason: String) -> Error {
-    Error::Storage {
-        kind: StorageFault::Precondition,
-        action: "read",
-        path: path.to_owned(),
-        attempts: 1,
-        reason,
-    }
+    Error::storage(StorageFault::Precondition, "read", path, reason)
 }
 
 impl Connection for Connected {

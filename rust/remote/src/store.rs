@@ -314,10 +314,7 @@ async fn found(shared: &Shared, path: &Path, name: &Name) -> Result<Option<Objec
         .await;
     match looked {
         Ok(found) => Ok(Some(found)),
-        Err(Error::Storage {
-            kind: StorageFault::NotFound,
-            ..
-        }) => Ok(None),
+        Err(error) if error.storage_fault() == Some(StorageFault::NotFound) => Ok(None),
         Err(error) => Err(error),
     }
 }
@@ -349,10 +346,7 @@ impl Removal {
             }
         };
         match done {
-            Err(Error::Storage {
-                kind: StorageFault::NotFound,
-                ..
-            }) => Ok(()),
+            Err(error) if error.storage_fault() == Some(StorageFault::NotFound) => Ok(()),
             done => done,
         }
     }

@@ -5,7 +5,6 @@ use std::io::{BufRead, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::time::Instant;
 
-use dcp_rs_core::copy::copy_streaming;
 use memmap2::{MmapMut, MmapRaw};
 
 use crate::Failure;
@@ -39,7 +38,7 @@ impl Limit {
             self.kept = raw::map(&self.paths, true)?;
         }
         let memory = Address(self.memory.as_mut_ptr());
-        raw::copy(&self.kept, &self.pieces, memory, copy_streaming)
+        raw::copy(&self.kept, &self.pieces, memory)
     }
 
     fn direct(&mut self) -> Result<f64, Failure> {

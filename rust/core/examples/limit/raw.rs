@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
+use dcp_rs_core::copy::{Stores, copy_strided};
 use memmap2::{MmapMut, MmapOptions, MmapRaw};
 
 use crate::Failure;
@@ -107,17 +108,12 @@ pub fn map<P: AsRef<Path>>(paths: &[P], populate: bool) -> Result<Vec<MmapRaw>, 
 }
 
 /// Copies pieces of mapped files, on all cores.
-pub fn copy(
-    maps: &[MmapRaw],
-    pieces: &[Piece],
-    memory: Address,
-    copy: unsafe fn(*mut u8, *const u8, usize),
-) -> Result<f64, Failure> {
+pub fn copy(maps: &[MmapRaw], pieces: &[Piece], memory: Address) -> Result<f64, Failure> {
     let from: Vec<_> = maps.iter().map(|map| Address(map.as_mut_ptr())).collect();
     timed(cores(), pieces, |piece| {
         let (to, source) = (memory.at(piece.place), from[piece.file].at(piece.offset));
         // SAFETY: the piece lies within its mapping and within the destination, where no other does.
-        unsafe { copy(to, source, piece.length) };
+        unsafe { copy_strided(to, source, &[], piece.length as u64, Stores::Streaming) };
         Ok(())
     })
 }

@@ -1,11 +1,11 @@
 //! What is left, what only seems so, and what is removed.
 
-use super::super::{commit, discard};
+use super::super::discard;
 use super::*;
 use crate::format::INDEX_NAME;
 use crate::format::Value;
 use crate::store::Mode;
-use crate::write::testing::{INFO, assert_saved, contents, names_in, parts, save, whole};
+use crate::write::testing::{INFO, assert_saved, commit, contents, create, names_in, parts, save, whole};
 use crate::write::{Save, SaveInfo, SaveItem, WriteOptions};
 
 fn items() -> Vec<SaveItem> {
@@ -28,12 +28,12 @@ fn killed(dir: &Path, generation: u64) -> Vec<u8> {
 /// A save that goes on.
 fn begun(dir: &Path, generation: u64) -> Save {
     let options = WriteOptions::default();
-    Save::create(dir, items(), info(generation), &options, &Control::new()).unwrap()
+    create(dir, items(), info(generation), &options).unwrap()
 }
 
 fn committed(dir: &Path, generation: u64) {
     let index = killed(dir, generation);
-    commit(dir, None, index, true, &Control::new()).unwrap();
+    commit(dir, index).unwrap();
 }
 
 fn data(generation: u64) -> String {
@@ -105,7 +105,7 @@ fn a_save_that_goes_on_is_left_alone_until_its_claim_ends() {
     let (index, claim) = save.finish_with(Value::None, &Control::new()).unwrap().keep();
     assert_eq!(verdict(), Verdict::InUse, "it waits for its commit");
     assert!(cleaned(dir).removed.is_empty());
-    commit(dir, None, index, true, &Control::new()).unwrap();
+    commit(dir, index).unwrap();
     drop(claim);
     assert!(leftovers(dir, None).unwrap().is_empty());
     assert_eq!(names_in(dir), [&data(2), INDEX_NAME]);

@@ -10,7 +10,7 @@ use super::index_file::identity_of;
 use super::locate::check_no_rank_indexes;
 use crate::format::{DataFileName, FileView, INDEX_NAME, Identity, Index, parse_rank_index_name, rank_index_name};
 use crate::store::disk::Disk;
-use crate::store::{FolderLock, LOCK_NAME, Mode, Occupant, publish_on, read_all};
+use crate::store::{Fingerprint, FolderLock, LOCK_NAME, Mode, publish_on, read_all};
 use crate::{Control, Error, Result};
 
 /// What a discard waits for the folder. What it cannot remove, `clean` does.
@@ -26,33 +26,14 @@ pub struct Committed {
 }
 
 /// Makes `index` the index of the folder (with `rank`, that rank's of a rank-local save), and removes the data files that the one before it named
-/// as its own and this one does not. The index of a whole save also replaces those of single ranks. No other file is touched.
+/// as its own and this one does not. The index of a whole save also replaces those of single ranks. No other file is touched. Without `replace`, what is
+/// there stays.
 ///
 /// `control` can stop it until the index is in its place.
 ///
 /// # Errors
-/// [`Error::CorruptIndex`] where the bytes are no index; [`Error::CorruptData`] where a data file is not there; [`Error::Io`] where it could not
-/// be published; [`Error::Interrupted`], [`Error::Busy`]. The old checkpoint is whole then.
-pub fn commit(dir: &Path, rank: Option<u32>, index: Vec<u8>, fsync: bool, control: &Control) -> Result<Committed> {
-    commit_on(&Disk::default(), dir, rank, index, fsync, control)
-}
-
-pub(super) fn commit_on(
-    disk: &Disk,
-    dir: &Path,
-    rank: Option<u32>,
-    index: Vec<u8>,
-    fsync: bool,
-    control: &Control,
-) -> Result<Committed> {
-    let index = Index::from_bytes(index, &dir.join(index_name(rank)))?;
-    commit_index_on(disk, dir, rank, &index, true, fsync, control)
-}
-
-/// [`commit`] for an index that has been checked already. Without `replace`, what is there stays.
-///
-/// # Errors
-/// As [`commit`]; [`Error::Exists`] where a save was committed that this one does not replace: without `replace` any of the same kind, and one
+/// [`Error::CorruptData`] where a data file is not there; [`Error::Io`] where it could not be published; [`Error::Interrupted`], [`Error::Busy`];
+/// [`Error::Exists`] where a save was committed that this one does not replace: without `replace` any of the same kind, and one
 /// of all ranks before that of a single one.
 pub fn commit_index(
     dir: &Path,
@@ -65,7 +46,7 @@ pub fn commit_index(
     commit_index_on(&Disk::default(), dir, rank, index, replace, fsync, control)
 }
 
-fn commit_index_on(
+pub(super) fn commit_index_on(
     disk: &Disk,
     dir: &Path,
     rank: Option<u32>,
@@ -80,7 +61,7 @@ fn commit_index_on(
     let kept = [(!replace).then_some(name.as_str()), rank.map(|_| INDEX_NAME)];
     for name in kept.into_iter().flatten() {
         // A look that fails says nothing of what is there.
-        if Occupant::at(&dir.join(name))?.is_some() {
+        if Fingerprint::at(&dir.join(name))?.is_some() {
             return Err(Error::Exists { path: dir.to_owned() });
         }
     }
@@ -125,7 +106,7 @@ fn commit_index_on(
 pub fn replace_index(
     dir: &Path,
     index: Vec<u8>,
-    before: Option<&Occupant>,
+    before: Option<&Fingerprint>,
     fsync: bool,
     control: &Control,
 ) -> Result<()> {
@@ -142,12 +123,12 @@ fn replace_locked(
     disk: &Disk,
     dir: &Path,
     index: &Index,
-    before: Option<&Occupant>,
+    before: Option<&Fingerprint>,
     fsync: bool,
     control: &Control,
 ) -> Result<()> {
     let path = dir.join(INDEX_NAME);
-    let found = Occupant::at(&path)?;
+    let found = Fingerprint::at(&path)?;
     if found.as_ref() != before {
         return Err(match before {
             None => Error::Exists { path },

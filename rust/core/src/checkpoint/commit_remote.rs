@@ -203,20 +203,18 @@ fn take_back(
 #[must_use]
 pub fn may_be_stored<T>(path: &Path, stored: &Result<T>) -> Option<Error> {
     let (path, attempts, reason) = match stored {
-        Ok(_) => (path.to_owned(), 1, "it was stored before the interruption"),
-        Err(Error::Storage {
-            kind: StorageFault::Unclear,
-            path,
-            attempts,
-            reason,
-            ..
-        }) => (path.clone(), *attempts, reason.as_str()),
+        Ok(_) => (path, 1, "it was stored before the interruption"),
+        Err(
+            error @ Error::Storage {
+                path, attempts, reason, ..
+            },
+        ) if error.storage_fault() == Some(StorageFault::Unclear) => (path.as_path(), *attempts, reason.as_str()),
         Err(_) => return None,
     };
     Some(Error::Storage {
         kind: StorageFault::Unclear,
         action: "write",
-        path,
+        path: path.to_owned(),
         attempts,
         reason: reason.to_owned(),
     })

@@ -11,11 +11,12 @@ use crate::write::testing::{INFO, Recorder, assert_saved, names_in, save, whole}
 use crate::write::{SaveInfo, SaveItem, WriteOptions};
 
 fn commit(dir: &Path, rank: Option<u32>, index: Vec<u8>, fsync: bool) -> Result<Committed> {
-    super::commit(dir, rank, index, fsync, &Control::new())
+    commit_on(&Disk::default(), dir, rank, index, fsync)
 }
 
 fn commit_on(disk: &Disk, dir: &Path, rank: Option<u32>, index: Vec<u8>, fsync: bool) -> Result<Committed> {
-    super::commit_on(disk, dir, rank, index, fsync, &Control::new())
+    let index = Index::from_bytes(index, &dir.join(index_name(rank)))?;
+    commit_index_on(disk, dir, rank, &index, true, fsync, &Control::new())
 }
 
 fn discard(dir: &Path, rank: Option<u32>, index: Vec<u8>) -> Result<()> {
@@ -323,7 +324,8 @@ fn a_commit_can_be_stopped_until_its_rename() {
             control: control.clone(),
             at,
         });
-        let result = super::commit_on(&Disk::hooked(hook), dir, None, saved(dir, 2), true, &control);
+        let index = Index::from_bytes(saved(dir, 2), &dir.join(INDEX_NAME)).unwrap();
+        let result = commit_index_on(&Disk::hooked(hook), dir, None, &index, true, true, &control);
         assert_eq!(result.is_ok(), committed, "{at:?}: {result:?}");
         assert!(committed || matches!(result, Err(Error::Interrupted)));
         assert_eq!(open(dir).generation(), if committed { 2 } else { 1 });

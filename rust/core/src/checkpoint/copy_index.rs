@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::blocks::{each_block, open, push_blocks};
 use super::data_files::{explain, file_ref};
 use crate::format::{FileEntry, FileView, Index, IndexBuilder, block_count, block_digest};
-use crate::store::Files;
+use crate::store::Storage;
 use crate::{Control, Error, Result};
 
 /// How an index is to be copied.
@@ -56,11 +56,8 @@ pub fn copy_index(index: &Index, options: &CopyOptions, control: &Control) -> Re
 
 /// The digests of every chunk that has none.
 fn hash_all(index: &Index, threads: usize, control: &Control) -> Result<BTreeMap<u64, Vec<u64>>> {
-    let connection = index.remote().map(|remote| remote.connect(threads)).transpose()?;
-    let there = match &connection {
-        Some(connection) => Files::Remote(&**connection, control),
-        None => Files::Local,
-    };
+    let storage = Storage::new(index.remote(), threads, control)?;
+    let there = storage.files();
     let mut files = BTreeMap::new();
     for number in 0..index.file_count() {
         let file_ref = file_ref(index, number, true)?;

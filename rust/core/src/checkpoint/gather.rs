@@ -343,7 +343,7 @@ impl Gather {
     /// # Safety
     /// Every destination is valid for writes to all its elements, from any thread, until this returns.
     pub unsafe fn read(&self, options: &ReadOptions, control: &Control) -> Result<ReadStats> {
-        let turns = self.arrange(false);
+        let turns = self.arrange();
         let mut all = ReadStats::default();
         for turn in 0..turns.len() {
             // SAFETY: the caller's promise, passed on.

@@ -112,10 +112,7 @@ fn start(path: &Path) -> Result<Vec<u8>> {
 
 /// The model of a folder.
 fn models(files: Files<'_>, path: &Path) -> Result<Foreign> {
-    let listed = match files {
-        Files::Local => Some(names(path)?),
-        Files::Remote(connection, control) => connection.names(path, control)?,
-    };
+    let listed = names(files, path)?;
     let can_list = listed.is_some();
     let names = match listed {
         Some(names) => names,
@@ -152,7 +149,7 @@ fn is_there(files: Files<'_>, path: &Path) -> Result<bool> {
 
 /// Whether the folder holds native data files.
 pub fn has_native_data(dir: &Path) -> Result<bool> {
-    Ok(names(dir)?.iter().any(|name| DataFileName::parse(name).is_some()))
+    Ok(local_names(dir)?.iter().any(|name| DataFileName::parse(name).is_some()))
 }
 
 /// Refuses a folder in which ranks have indexes of their own: one of all ranks would come before them, and hide what they saved.
@@ -160,7 +157,7 @@ pub fn has_native_data(dir: &Path) -> Result<bool> {
 /// # Errors
 /// [`Error::Unsupported`], which names one of them.
 pub fn check_no_rank_indexes(dir: &Path) -> Result<()> {
-    check_no_rank_names(dir, &names(dir)?)
+    check_no_rank_names(dir, &local_names(dir)?)
 }
 
 /// The same of a folder whose files have these names.
@@ -174,8 +171,15 @@ pub(super) fn check_no_rank_names(dir: &Path, names: &[String]) -> Result<()> {
     }
 }
 
-/// The names in a folder, but for that of its lock.
-pub(super) fn names(dir: &Path) -> Result<Vec<String>> {
+/// The names in a folder, but for that of its lock; `None` where a store cannot list.
+pub(super) fn names(files: Files<'_>, dir: &Path) -> Result<Option<Vec<String>>> {
+    match files {
+        Files::Local => local_names(dir).map(Some),
+        Files::Remote(connection, control) => connection.names(dir, control),
+    }
+}
+
+fn local_names(dir: &Path) -> Result<Vec<String>> {
     let failed = |e| Error::io("list", dir, e);
     let mut names = Vec::new();
     for entry in std::fs::read_dir(dir).map_err(failed)? {

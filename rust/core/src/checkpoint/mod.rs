@@ -21,7 +21,7 @@ mod views;
 pub use check::{check_files, check_regions};
 pub use clean::{Cleaned, Leftover, LeftoverKind, Verdict, clean, leftovers};
 pub use clean_remote::{clean_remote, leftovers_remote};
-pub use commit::{Committed, commit, commit_index, discard, next_generation, replace_index};
+pub use commit::{Committed, commit_index, discard, next_generation, replace_index};
 pub use commit_remote::{
     Begun, begin_remote, commit_remote, discard_remote, is_there_remote, may_be_stored, replace_index_remote,
 };
@@ -31,6 +31,6 @@ pub use data_files::{file_ref, find_link_outside, map_data_file};
 pub(crate) use data_header::part_of;
 pub use gather::{Gather, Memory};
 pub use locate::{check_no_rank_indexes, has_native_data};
-pub use open::{open, open_data, open_remote, open_remote_data};
-pub use recover::{RecoverOptions, recover, recover_remote};
+pub use open::{open, open_data};
+pub use recover::{RecoverOptions, recover};
 pub use views::dequantize;

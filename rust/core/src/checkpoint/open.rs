@@ -7,38 +7,32 @@ use super::index_file::open_index;
 use super::locate::{Found, find, find_data};
 use crate::foreign::{Foreign, distcp, safetensors, torch_file};
 use crate::format::{INDEX_NAME, Index};
-use crate::store::{Files, Remote};
+use crate::store::{Files, Remote, Storage};
 use crate::{Control, Result};
 
 /// Opens the checkpoint at `path`, whatever it is: its index file, or else an index made in memory. With `rank`, what that rank wrote for itself.
-/// `threads` may be 0: as many as there are cores.
-pub fn open(path: &Path, rank: Option<u32>, threads: usize) -> Result<Index> {
-    open_from(Files::Local, path, rank, threads)
-}
-
-/// The same of a URL, by way of `remote`. The index is fetched whole.
-pub fn open_remote(path: &Path, rank: Option<u32>, remote: Arc<dyn Remote>, control: &Control) -> Result<Index> {
-    let connection = remote.connect(0)?;
-    Ok(open_from(Files::Remote(&*connection, control), path, rank, 0)?.on(remote))
-}
-
-fn open_from(files: Files<'_>, path: &Path, rank: Option<u32>, threads: usize) -> Result<Index> {
-    match find(files, path, rank)? {
+/// With `remote`, `path` is a URL that it leads to, and an index is fetched whole. `threads` may be 0: as many as there are cores.
+pub fn open(
+    path: &Path,
+    rank: Option<u32>,
+    remote: Option<Arc<dyn Remote>>,
+    threads: usize,
+    control: &Control,
+) -> Result<Index> {
+    let storage = Storage::new(remote.as_ref(), threads, control)?;
+    let files = storage.files();
+    let index = match find(files, path, rank)? {
         Found::Native(index, Some(bytes)) => Index::from_bytes(bytes, &index),
         Found::Native(index, None) => open_index(&index),
         Found::Foreign(kind) => index_of(files, path, &kind, rank, threads),
-    }
+    }?;
+    Ok(index.on(remote))
 }
 
-/// Indexes what others wrote at `path`, whatever index lies there.
-pub fn open_data(path: &Path, threads: usize) -> Result<Index> {
-    index_of(Files::Local, path, &find_data(Files::Local, path)?, None, threads)
-}
-
-/// The same of a URL, by way of `remote`.
-pub fn open_remote_data(path: &Path, remote: Arc<dyn Remote>, control: &Control) -> Result<Index> {
-    let connection = remote.connect(0)?;
-    let files = Files::Remote(&*connection, control);
+/// Indexes what others wrote at `path`, whatever index lies there; as [`open`] does it.
+pub fn open_data(path: &Path, remote: Option<Arc<dyn Remote>>, control: &Control) -> Result<Index> {
+    let storage = Storage::new(remote.as_ref(), 0, control)?;
+    let files = storage.files();
     Ok(index_of(files, path, &find_data(files, path)?, None, 0)?.on(remote))
 }
 

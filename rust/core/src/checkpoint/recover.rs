@@ -13,7 +13,7 @@ use crate::format::{
     content_digest,
 };
 use crate::paths::Links;
-use crate::store::{FileRef, Files, Remote};
+use crate::store::{FileRef, Files, Remote, Storage};
 use crate::{Control, Error, Result, parallel};
 
 /// Which save to recover, and how.
@@ -27,49 +27,25 @@ pub struct RecoverOptions {
     pub threads: usize,
 }
 
-/// The bytes of an index over the data files in `dir`, as the save that wrote them had it, but for planner data other than paths. No file is changed. Those of a rank-local save are no part of any index of all ranks.
+/// The bytes of an index over the data files in `dir`, as the save that wrote them had it, but for planner data other than paths. No file is
+/// changed. Those of a rank-local save are no part of any index of all ranks. With `remote`, `dir` is a URL that it leads to.
 ///
 /// All payload is read, to hash it; `control` counts its bytes.
 ///
 /// # Errors
 /// [`Error::Unsupported`] where ranks have indexes of their own there; [`Error::NotFound`] where no generation is complete, with what
 /// each one lacks; [`Error::Plan`] where there are two complete saves to choose from; [`Error::CorruptIndex`] where headers contradict
-/// each other.
-pub fn recover(dir: &Path, options: &RecoverOptions, control: &Control) -> Result<Vec<u8>> {
-    recover_from(Files::Local, dir, &names(dir)?, None, options, control)
-}
-
-/// [`recover`] of the folder `dir` on a store.
-///
-/// # Errors
-/// As there, [`Error::Unsupported`] of a store that cannot be listed, and those of a [`Connection`](crate::store::Connection).
-pub fn recover_remote(
+/// each other; [`Error::Unsupported`] of a store that cannot be listed, and those of a [`Connection`](crate::store::Connection).
+pub fn recover(
     dir: &Path,
-    options: &RecoverOptions,
-    remote: &Arc<dyn Remote>,
-    control: &Control,
-) -> Result<Vec<u8>> {
-    let connection = remote.connect(options.threads)?;
-    let names = connection.names(dir, control)?;
-    let names = names.ok_or_else(|| Error::Unsupported(format!("{} cannot be listed", dir.display())))?;
-    recover_from(
-        Files::Remote(&*connection, control),
-        dir,
-        &names,
-        Some(remote),
-        options,
-        control,
-    )
-}
-
-fn recover_from(
-    files: Files<'_>,
-    dir: &Path,
-    names: &[String],
     remote: Option<&Arc<dyn Remote>>,
     options: &RecoverOptions,
     control: &Control,
 ) -> Result<Vec<u8>> {
+    let storage = Storage::new(remote, options.threads, control)?;
+    let files = storage.files();
+    let names = names(files, dir)?;
+    let names = &names.ok_or_else(|| Error::Unsupported(format!("{} cannot be listed", dir.display())))?;
     check_no_rank_names(dir, names)?;
     let mut generations = by_generation(names.iter().map(String::as_str));
     generations.retain(|found, _| options.generation.is_none_or(|wanted| wanted == *found));

@@ -7,8 +7,8 @@ use tempfile::tempdir;
 
 use super::*;
 use crate::format::{INDEX_NAME, Index};
-use crate::write::testing::{INFO, assert_saved, names_in, rows, save, saves, value, whole};
-use crate::write::{Layout, SaveInfo, SaveItem, WriteIo, WriteOptions, plan_files};
+use crate::write::testing::{INFO, assert_saved, names_in, plan_files, rows, save, saves, value, whole};
+use crate::write::{Layout, SaveInfo, SaveItem, WriteIo, WriteOptions};
 
 /// Of the save whose ranks all have this token.
 fn id(token: u64) -> [u8; 16] {
@@ -33,7 +33,7 @@ fn quick() -> WriteOptions {
 }
 
 fn recovered(dir: &Path, options: &RecoverOptions) -> Result<Index> {
-    Index::from_bytes(recover(dir, options, &Control::new())?, &dir.join(INDEX_NAME))
+    Index::from_bytes(recover(dir, None, options, &Control::new())?, &dir.join(INDEX_NAME))
 }
 
 /// An index of the given ones, as the coordinator makes it, with a `save_id` of zeros.
@@ -95,7 +95,7 @@ fn the_parts_of_all_ranks_make_one_index() {
         .collect();
     let before = names_in(dir.path());
     let control = Control::new();
-    let bytes = recover(dir.path(), &RecoverOptions::default(), &control).unwrap();
+    let bytes = recover(dir.path(), None, &RecoverOptions::default(), &control).unwrap();
     assert_eq!(control.done(), 2 * length + 4 * 16 + 9 + 6);
     let index = Index::from_bytes(bytes, &dir.path().join(INDEX_NAME)).unwrap();
     assert!(merged(std::slice::from_ref(&index)) == merged(&indexes));

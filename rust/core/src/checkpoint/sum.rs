@@ -12,7 +12,7 @@ use super::gather::{Gather, Memory, Source};
 use crate::copy::{Accumulate, round_to_bfloat16};
 use crate::format::Index;
 use crate::geometry::{Region, row_major};
-use crate::read::{Destination, FileRef, Operation, ReadOptions, ReadReq, Sequential, Survey, connect};
+use crate::read::{Destination, FileProbe, FileRef, Operation, ReadOptions, ReadReq, Sequential, connect};
 use crate::slabs::split;
 use crate::{Control, Error, Result, parallel};
 
@@ -72,7 +72,7 @@ struct Input<'a> {
     requests: Vec<ReadReq>,
     /// The requests of each.
     ranges: Vec<Range<usize>>,
-    survey: Survey,
+    probe: FileProbe,
     verify: bool,
 }
 
@@ -86,15 +86,15 @@ impl<'a> Input<'a> {
     ) -> Result<Self> {
         let index = &summand.index;
         let (files, mut requests) = gather.into_parts();
-        let survey = Survey::new(&files, &requests, options, &**index);
-        let survey = survey.map_err(|error| explain(index, error, control))?;
-        let verify = survey.choose(&mut requests, options.verify);
+        let probe = FileProbe::new(&files, &requests, options, &**index);
+        let probe = probe.map_err(|error| explain(index, error, control))?;
+        let verify = probe.choose(&mut requests, options.verify);
         Ok(Self {
             index,
             files,
             requests,
             ranges,
-            survey,
+            probe,
             verify,
         })
     }
@@ -132,7 +132,7 @@ pub unsafe fn sum(
         0 => parallel::available(),
         n => n,
     };
-    let wanted = inputs.iter().map(|input| input.survey.workers(threads)).max();
+    let wanted = inputs.iter().map(|input| input.probe.workers(threads)).max();
     let of_one = (if is_double { 4 << 20 } else { 2 << 20 }) + summands.len() * BUFFER;
     let workers = wanted.unwrap_or(1).min(threads.max(WAITING / of_one));
     let connections = inputs
@@ -167,16 +167,7 @@ pub unsafe fn sum(
                     }),
             );
             // SAFETY: the parts of a unit lie in its memory, apart from each other; that is this thread's alone.
-            let read = unsafe {
-                reader.read(
-                    &input.files,
-                    requests,
-                    &input.survey,
-                    input.verify,
-                    input.index,
-                    control,
-                )
-            };
+            let read = unsafe { reader.read(&input.files, requests, &input.probe, input.verify, input.index, control) };
             read.map_err(|error| explain(input.index, error, control))?;
         }
         for part in &unit.parts {

@@ -10,7 +10,7 @@ use super::blocks::{Block, blocks, each_block, open, push_blocks};
 use super::data_files::{explain, file_ref};
 use crate::foreign::torch_file;
 use crate::format::{Index, Kind, SourceKind, block_digest};
-use crate::store::{FileRef, Files, Opened};
+use crate::store::{FileRef, Files, Opened, Storage};
 use crate::{Control, Error, Result, parallel};
 
 /// Something that is not as the index says.
@@ -65,11 +65,8 @@ pub struct Verified {
 pub fn verify(index: &Index, allow_external: bool, threads: usize, control: &Control) -> Result<Verified> {
     let mut verified = Verified::default();
     let mut files = BTreeMap::new();
-    let connection = index.remote().map(|remote| remote.connect(threads)).transpose()?;
-    let there = match &connection {
-        Some(connection) => Files::Remote(&**connection, control),
-        None => Files::Local,
-    };
+    let storage = Storage::new(index.remote(), threads, control)?;
+    let there = storage.files();
     let count = usize::try_from(index.file_count()).expect("in memory");
     // One after another on a file system: it is no wait.
     let looks = if there.is_remote() { there.threads(threads) } else { 1 };
@@ -116,11 +113,8 @@ pub fn verify(index: &Index, allow_external: bool, threads: usize, control: &Con
 /// As [`verify`]; and [`Error::CorruptData`] where a file is not there, or ends too early.
 pub fn damaged_chunks(index: &Index, chunks: &[u64], threads: usize, control: &Control) -> Result<Vec<(u64, Problem)>> {
     let (mut files, mut blocks) = (BTreeMap::new(), Vec::new());
-    let connection = index.remote().map(|remote| remote.connect(threads)).transpose()?;
-    let there = match &connection {
-        Some(connection) => Files::Remote(&**connection, control),
-        None => Files::Local,
-    };
+    let storage = Storage::new(index.remote(), threads, control)?;
+    let there = storage.files();
     for &number in chunks {
         let chunk = index.chunk(number);
         if let Entry::Vacant(entry) = files.entry(chunk.file) {

@@ -9,7 +9,7 @@ use super::gather::Gather;
 use crate::format::{Index, Kind, Logical, Origin, derive};
 use crate::quant::{Config, Target, detect};
 use crate::read::{Destination, ReadOptions};
-use crate::store::Files;
+use crate::store::Storage;
 use crate::{Control, Error, Result};
 
 /// The checkpoint with its quantized weights as tensors of `target`, by the configuration beside it and by names; `None` where it has none.
@@ -42,11 +42,7 @@ pub fn dequantize(
 /// What the configuration in the folder says.
 fn config(index: &Index, control: &Control) -> Result<Option<Config>> {
     let path: PathBuf = index.folder().join("config.json");
-    let connection = index.remote().map(|remote| remote.connect(1)).transpose()?;
-    let files = connection
-        .as_ref()
-        .map_or(Files::Local, |connection| Files::Remote(&**connection, control));
-    let Some(json) = files.read(&path)? else {
+    let Some(json) = Storage::new(index.remote(), 1, control)?.files().read(&path)? else {
         return Ok(None);
     };
     Config::parse(&json).map_err(|reason| Error::Quantization {

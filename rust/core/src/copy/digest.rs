@@ -29,13 +29,9 @@ pub unsafe fn copy_with_digest_unfenced(
     stores: Stores,
 ) -> u64 {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
-    if stores == Stores::Streaming
-        && len == block_len
-        && xxh3::Kernels::take(dst, len)
-        && let Some(kernels) = xxh3::detected().next()
-    {
+    if stores == Stores::Streaming && len == block_len && xxh3::can_copy(dst, len) {
         // SAFETY: as the caller vouches; all of the block is wanted.
-        return unsafe { kernels.copy_unfenced(dst, block, len) };
+        return unsafe { xxh3::copy_unfenced(dst, block, len) };
     }
     // SAFETY: as the caller vouches.
     unsafe { copy_then_digest_unfenced(dst, block, block_len, from, len, stores) }
@@ -103,8 +99,8 @@ mod tests {
                 copy_then_digest_unfenced(dst, bytes, size, from, len, stores)
             });
             #[cfg(all(target_arch = "x86_64", not(miri)))]
-            for kernels in xxh3::detected().filter(|_| len == size && skip == 0 && size > 240) {
-                try_it("kernel", &|dst| kernels.copy_unfenced(dst, bytes, len));
+            if len == size && skip == 0 && size > 240 && is_x86_feature_detected!("avx2") {
+                try_it("kernel", &|dst| xxh3::copy_unfenced(dst, bytes, len));
             }
         }
     }

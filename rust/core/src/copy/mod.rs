@@ -19,7 +19,6 @@ pub(crate) use accumulate::round_to_bfloat16;
 pub use float8::float8;
 pub use run::copy_strided;
 pub use signs::{SignBits, Signs};
-pub use stream::copy_streaming;
 pub use strided::{Loop, Strided};
 
 /// How the destination's cache lines are written.

@@ -127,16 +127,6 @@ pub fn fence() {
     x86::fence();
 }
 
-/// Copies `len` bytes with streaming stores where the CPU has them; complete when it returns.
-///
-/// # Safety
-/// `dst` is valid for writes and `src` for reads of `len` bytes, and they do not overlap.
-pub unsafe fn copy_streaming(dst: *mut u8, src: *const u8, len: usize) {
-    // SAFETY: as the caller vouches.
-    unsafe { copy_unfenced(dst, src, len) };
-    fence();
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -178,7 +168,8 @@ mod tests {
             for len in lengths.into_iter().filter(|len| len + 100 < src.len()) {
                 let mut dst = vec![0u8; src.len()];
                 // SAFETY: start + len is less than the length of both.
-                unsafe { copy_streaming(dst.as_mut_ptr().add(start), src.as_ptr().add(7), len) };
+                unsafe { copy_unfenced(dst.as_mut_ptr().add(start), src.as_ptr().add(7), len) };
+                fence();
                 assert!(dst[start..start + len] == src[7..7 + len], "{start} {len}");
                 assert!(dst[..start].iter().chain(&dst[start + len..]).all(|&b| b == 0));
             }

@@ -87,7 +87,7 @@ impl Strided {
     }
 
     /// Bytes copied.
-    #[must_use]
+    #[cfg(test)]
     pub fn bytes(&self) -> u64 {
         self.loops.iter().fold(self.run, |n, l| n * l.n)
     }
@@ -99,7 +99,7 @@ impl Strided {
     }
 
     /// Bytes from the first destination byte to just past the last, gaps included.
-    #[must_use]
+    #[cfg(test)]
     pub fn dst_extent(&self) -> u64 {
         self.loops.iter().fold(self.run, |sum, l| sum + (l.n - 1) * l.dst)
     }

@@ -7,10 +7,8 @@
 #![allow(unsafe_code)] // Vector intrinsics on raw memory: this is one of the few places that need it.
 
 use std::arch::x86_64::{
-    __m256i, __m512i, _mm256_add_epi64, _mm256_loadu_si256, _mm256_mul_epu32, _mm256_setzero_si256,
-    _mm256_shuffle_epi32, _mm256_srli_epi64, _mm256_storeu_si256, _mm256_stream_si256, _mm256_xor_si256,
-    _mm512_add_epi64, _mm512_loadu_si512, _mm512_mul_epu32, _mm512_setzero_si512, _mm512_shuffle_epi32,
-    _mm512_srli_epi64, _mm512_storeu_si512, _mm512_stream_si512, _mm512_xor_si512,
+    __m256i, _mm256_add_epi64, _mm256_loadu_si256, _mm256_mul_epu32, _mm256_setzero_si256, _mm256_shuffle_epi32,
+    _mm256_srli_epi64, _mm256_storeu_si256, _mm256_stream_si256, _mm256_xor_si256,
 };
 
 use twox_hash::xxhash3_64::{DEFAULT_SECRET_LENGTH, SecretBuffer};
@@ -103,156 +101,95 @@ fn word(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(*bytes[at..].first_chunk().expect("it ends before what it is read from"))
 }
 
+/// Whether the CPU has what [`copy_unfenced`] needs, and so many bytes can be copied to `dst` by it.
+pub fn can_copy(dst: *const u8, len: usize) -> bool {
+    len >= LONG && dst.align_offset(STRIPE) == 0 && is_x86_feature_detected!("avx2")
+}
+
 /// Copies `rounds` rounds at each of its places, which follow one another in memory, and takes them.
-type Kernel = unsafe fn(lanes: &mut Lanes, secret: &Secret, dst: *mut u8, src: *const u8, rounds: usize);
-
-macro_rules! kernel {
-    (
-        $name:ident, $feature:literal, $vector:ty, $zero:ident, $load:ident, $store:ident, $stream:ident,
-        $add:ident, $mul:ident, $xor:ident, $shift:ident, $shuffle:ident
-    ) => {
-        /// A [`Kernel`].
-        ///
-        /// # Safety
-        /// The CPU has the feature. `src` is valid for reads of the rounds of all places, which have at most [`MOST`] each, and
-        /// `dst` for writes of as many; it begins at a cache line, and they do not overlap.
-        #[target_feature(enable = $feature)]
-        #[expect(
-            clippy::cast_ptr_alignment,
-            reason = "unaligned loads, and stores to whole lines"
-        )]
-        unsafe fn $name<const PLACES: usize>(
-            lanes: &mut Lanes,
-            secret: &Secret,
-            dst: *mut u8,
-            src: *const u8,
-            rounds: usize,
-        ) {
-            const WIDTH: usize = size_of::<$vector>();
-            const VECTORS: usize = STRIPE / WIDTH;
-            let mut sums = [[Lanes::ZERO; MOST]; PLACES];
-            for round in 0..rounds {
-                let mut sum = [[$zero(); VECTORS]; PLACES];
-                for stripe in 0..STRIPES {
-                    for place in 0..PLACES {
-                        let line = (place * rounds + round) * ROUND + stripe * STRIPE;
-                        for i in 0..VECTORS {
-                            // SAFETY: the line is one of the rounds that the caller vouches for, and the secret is longer
-                            // than fifteen steps and a stripe. Loads are unaligned ones; the store is aligned as `dst` is.
-                            let (data, key) = unsafe {
-                                let data = $load(src.add(line + i * WIDTH).cast());
-                                $stream(dst.add(line + i * WIDTH).cast::<$vector>(), data);
-                                let key = secret.as_ptr().add(stripe * SECRET_STEP + i * WIDTH);
-                                (data, $load(key.cast()))
-                            };
-                            let keyed = $xor(data, key);
-                            let product = $mul(keyed, $shift::<32>(keyed));
-                            // The halves of each 16 bytes change places.
-                            let swapped = $shuffle::<0b01_00_11_10>(data);
-                            sum[place][i] = $add(sum[place][i], $add(product, swapped));
-                        }
-                    }
+///
+/// # Safety
+/// The CPU has the feature. `src` is valid for reads of the rounds of all places, which have at most [`MOST`] each, and
+/// `dst` for writes of as many; it begins at a cache line, and they do not overlap.
+#[target_feature(enable = "avx2")]
+#[expect(clippy::cast_ptr_alignment, reason = "unaligned loads, and stores to whole lines")]
+unsafe fn copy_rounds<const PLACES: usize>(
+    lanes: &mut Lanes,
+    secret: &Secret,
+    dst: *mut u8,
+    src: *const u8,
+    rounds: usize,
+) {
+    const WIDTH: usize = size_of::<__m256i>();
+    const VECTORS: usize = STRIPE / WIDTH;
+    let mut sums = [[Lanes::ZERO; MOST]; PLACES];
+    for round in 0..rounds {
+        let mut sum = [[_mm256_setzero_si256(); VECTORS]; PLACES];
+        for stripe in 0..STRIPES {
+            for (place, sum) in sum.iter_mut().enumerate() {
+                let line = (place * rounds + round) * ROUND + stripe * STRIPE;
+                for (i, sum) in sum.iter_mut().enumerate() {
+                    // SAFETY: the line is one of the rounds that the caller vouches for, and the secret is longer
+                    // than fifteen steps and a stripe. Loads are unaligned ones; the store is aligned as `dst` is.
+                    let (data, key) = unsafe {
+                        let data = _mm256_loadu_si256(src.add(line + i * WIDTH).cast());
+                        _mm256_stream_si256(dst.add(line + i * WIDTH).cast::<__m256i>(), data);
+                        let key = secret.as_ptr().add(stripe * SECRET_STEP + i * WIDTH);
+                        (data, _mm256_loadu_si256(key.cast()))
+                    };
+                    let keyed = _mm256_xor_si256(data, key);
+                    let product = _mm256_mul_epu32(keyed, _mm256_srli_epi64::<32>(keyed));
+                    // The halves of each 16 bytes change places.
+                    let swapped = _mm256_shuffle_epi32::<0b01_00_11_10>(data);
+                    *sum = _mm256_add_epi64(*sum, _mm256_add_epi64(product, swapped));
                 }
-                for (sums, sum) in sums.iter_mut().zip(sum) {
-                    for (i, sum) in sum.into_iter().enumerate() {
-                        // SAFETY: eight lanes are as long as the vectors of a stripe.
-                        unsafe { $store(sums[round].0.as_mut_ptr().cast::<$vector>().add(i), sum) };
-                    }
-                }
-            }
-            for sum in sums.iter().flat_map(|place| &place[..rounds]) {
-                lanes.take(sum, secret);
             }
         }
-    };
-}
-
-kernel!(
-    avx512,
-    "avx512f",
-    __m512i,
-    _mm512_setzero_si512,
-    _mm512_loadu_si512,
-    _mm512_storeu_si512,
-    _mm512_stream_si512,
-    _mm512_add_epi64,
-    _mm512_mul_epu32,
-    _mm512_xor_si512,
-    _mm512_srli_epi64,
-    _mm512_shuffle_epi32
-);
-kernel!(
-    avx2,
-    "avx2",
-    __m256i,
-    _mm256_setzero_si256,
-    _mm256_loadu_si256,
-    _mm256_storeu_si256,
-    _mm256_stream_si256,
-    _mm256_add_epi64,
-    _mm256_mul_epu32,
-    _mm256_xor_si256,
-    _mm256_srli_epi64,
-    _mm256_shuffle_epi32
-);
-
-/// The kernels of one instruction set: of four places, and of one.
-#[derive(Clone, Copy)]
-pub struct Kernels {
-    four: Kernel,
-    one: Kernel,
-}
-
-/// The kernels that this CPU has, the best first.
-pub fn detected() -> impl Iterator<Item = Kernels> {
-    let avx512 = is_x86_feature_detected!("avx512f").then_some(Kernels {
-        four: avx512::<4>,
-        one: avx512::<1>,
-    });
-    let avx2 = is_x86_feature_detected!("avx2").then_some(Kernels {
-        four: avx2::<4>,
-        one: avx2::<1>,
-    });
-    avx512.into_iter().chain(avx2)
-}
-
-impl Kernels {
-    /// Whether so many bytes can be copied to `dst`.
-    pub fn take(dst: *const u8, len: usize) -> bool {
-        len >= LONG && dst.align_offset(STRIPE) == 0
+        for (sums, sum) in sums.iter_mut().zip(sum) {
+            for (i, sum) in sum.into_iter().enumerate() {
+                // SAFETY: eight lanes are as long as the vectors of a stripe.
+                unsafe { _mm256_storeu_si256(sums[round].0.as_mut_ptr().cast::<__m256i>().add(i), sum) };
+            }
+        }
     }
+    for sum in sums.iter().flat_map(|place| &place[..rounds]) {
+        lanes.take(sum, secret);
+    }
+}
 
-    /// Copies `len` bytes, and returns their digest. Other threads may see what is written only after a [`fence`](super::fence).
-    ///
-    /// # Safety
-    /// `src` is valid for reads of `len` bytes and `dst` for writes, and they do not overlap; [`take`](Self::take) is true.
-    pub unsafe fn copy_unfenced(self, dst: *mut u8, src: *const u8, len: usize) -> u64 {
-        let secret: &Secret = SecretBuffer::default().into_secret();
-        let mut lanes = Lanes::START;
-        // The last round, whole or not, is taken otherwise.
-        let last = (len - 1) / ROUND * ROUND;
-        let mut at = 0;
-        while at < last {
-            let left = (last - at) / ROUND;
-            let (kernel, places, rounds) = match left {
-                0..4 => (self.one, 1, left),
-                _ => (self.four, 4, (left / 4).min(MOST)),
-            };
-            // SAFETY: that many rounds are left of what the caller vouches for, and `at` is a whole number of them. Who made
-            // these kernels has seen that the CPU has them.
-            unsafe { kernel(&mut lanes, secret, dst.add(at), src.add(at), rounds) };
-            at += places * rounds * ROUND;
-        }
-        // SAFETY: what is left; it is at least a byte, and with what went before it a stripe.
-        let (rest, stripe) = unsafe {
-            std::ptr::copy_nonoverlapping(src.add(at), dst.add(at), len - at);
-            let rest = std::slice::from_raw_parts(src.add(at), len - at);
-            (rest, std::slice::from_raw_parts(src.add(len - STRIPE), STRIPE))
+/// Copies `len` bytes, and returns their digest. Other threads may see what is written only after a [`fence`](super::fence).
+///
+/// # Safety
+/// `src` is valid for reads of `len` bytes and `dst` for writes, and they do not overlap; [`can_copy`] is true.
+pub unsafe fn copy_unfenced(dst: *mut u8, src: *const u8, len: usize) -> u64 {
+    let secret: &Secret = SecretBuffer::default().into_secret();
+    let mut lanes = Lanes::START;
+    // The last round, whole or not, is taken otherwise.
+    let last = (len - 1) / ROUND * ROUND;
+    let mut at = 0;
+    while at < last {
+        let left = (last - at) / ROUND;
+        let (places, rounds) = if left < 4 { (1, left) } else { (4, (left / 4).min(MOST)) };
+        // SAFETY: that many rounds are left of what the caller vouches for, and `at` is a whole number of them.
+        unsafe {
+            let (dst, src) = (dst.add(at), src.add(at));
+            if places == 4 {
+                copy_rounds::<4>(&mut lanes, secret, dst, src, rounds);
+            } else {
+                copy_rounds::<1>(&mut lanes, secret, dst, src, rounds);
+            }
         };
-        for (i, stripe) in rest[..rest.len() - 1].chunks_exact(STRIPE).enumerate() {
-            lanes.stripe(stripe, secret, i * SECRET_STEP);
-        }
-        lanes.stripe(stripe, secret, SECRET_LAST);
-        lanes.digest(len, secret)
+        at += places * rounds * ROUND;
     }
+    // SAFETY: what is left; it is at least a byte, and with what went before it a stripe.
+    let (rest, stripe) = unsafe {
+        std::ptr::copy_nonoverlapping(src.add(at), dst.add(at), len - at);
+        let rest = std::slice::from_raw_parts(src.add(at), len - at);
+        (rest, std::slice::from_raw_parts(src.add(len - STRIPE), STRIPE))
+    };
+    for (i, stripe) in rest[..rest.len() - 1].chunks_exact(STRIPE).enumerate() {
+        lanes.stripe(stripe, secret, i * SECRET_STEP);
+    }
+    lanes.stripe(stripe, secret, SECRET_LAST);
+    lanes.digest(len, secret)
 }

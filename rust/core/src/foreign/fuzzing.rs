@@ -51,7 +51,7 @@ pub fn recovery(bytes: &[u8]) -> bool {
         threads: 1,
         ..RecoverOptions::default()
     };
-    let recovered = recover(&folder, &options, &Control::new());
+    let recovered = recover(&folder, None, &options, &Control::new());
     let _ = fs::remove_dir_all(&folder);
     recovered.is_ok_and(|index| Index::from_bytes(index, &folder.join(INDEX_NAME)).is_ok())
 }

@@ -158,13 +158,10 @@ impl Index {
         }
     }
 
-    /// The index of data that lies where `remote` leads.
+    /// The index of data that lies where `remote` leads, if it leads anywhere.
     #[must_use]
-    pub(crate) fn on(self, remote: Arc<dyn Remote>) -> Self {
-        Self {
-            remote: Some(remote),
-            ..self
-        }
+    pub(crate) fn on(self, remote: Option<Arc<dyn Remote>>) -> Self {
+        Self { remote, ..self }
     }
 
     /// What leads to the data files, if they are no files of this system: paths are URLs then.

@@ -190,15 +190,15 @@ pub struct Write {
 }
 
 /// The turn of each write, so that the result is that of the writes one after another, in their order: those of one turn share no
-/// memory. `None`: it need not happen, as a later one writes the same bytes; never where `every` one is to be seen.
+/// memory. `None`: it need not happen, as a later one writes the same bytes.
 ///
 /// Writes that may share memory follow each other. That they do not is seen where they lie apart, or side by side in the rows of a matrix.
-pub fn turns(writes: &[Write], every: bool) -> Vec<Option<u32>> {
+pub fn turns(writes: &[Write]) -> Vec<Option<u32>> {
     let mut seen = HashSet::new();
     let mut items = Vec::new();
     let mut happens = vec![true; writes.len()];
     for (number, write) in writes.iter().enumerate().rev() {
-        if let ([one], true, false) = (write.footprints.as_slice(), write.covers, every) {
+        if let ([one], true) = (write.footprints.as_slice(), write.covers) {
             happens[number] = seen.insert(one);
         }
         items.extend(

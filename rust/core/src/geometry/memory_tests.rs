@@ -90,7 +90,7 @@ fn many_columns_and_many_rows_are_apart() {
         })
     });
     let writes: Vec<_> = columns.chain(tiles).collect();
-    assert!(turns(&writes, false).iter().all(|turn| *turn == Some(0)));
+    assert!(turns(&writes).iter().all(|turn| *turn == Some(0)));
 }
 
 #[test]
@@ -102,15 +102,14 @@ fn ties_are_written_once_or_in_turn() {
         one(footprint(64, 8, &[(4, 8)])),
         one(footprint(96, 8, &[(4, 8)])),
     ];
-    assert_eq!(turns(&writes, false), [None, None, Some(0), Some(1), Some(0)]);
-    assert_eq!(turns(&writes, true), [Some(0), Some(1), Some(2), Some(3), Some(0)]);
+    assert_eq!(turns(&writes), [None, None, Some(0), Some(1), Some(0)]);
     // What need not write all of its memory hides nothing.
     let some = Write {
         covers: false,
         ..writes[0].clone()
     };
     let writes = [writes[0].clone(), some.clone(), some];
-    assert_eq!(turns(&writes, false), [Some(0), Some(1), Some(2)]);
+    assert_eq!(turns(&writes), [Some(0), Some(1), Some(2)]);
 }
 
 type Dims = Vec<(u64, u64)>;
@@ -153,9 +152,9 @@ proptest! {
             (bytes(a.0, a.1, &a.2).into_iter().collect(), bytes(b.0, b.1, &b.2).into_iter().collect());
         if !p.is_empty() && !q.is_empty() {
             let writes = [one(x.clone()), one(y.clone())];
-            let apart = turns(&writes, true) == [Some(0), Some(0)];
+            let apart = turns(&writes) == [Some(0), Some(0)];
             prop_assert!(!apart || p.is_disjoint(&q));
-            let hidden = turns(&writes, false)[0].is_none();
+            let hidden = turns(&writes)[0].is_none();
             prop_assert!(!hidden || p == q);
             let mut reaches = [x.reach(0), y.reach(1)];
             prop_assert!(p.is_disjoint(&q) || !contested(&mut reaches).is_empty());
@@ -167,7 +166,6 @@ proptest! {
     fn turns_are_as_one_after_another(
         layouts in prop::collection::vec((either(), any::<bool>()), 0..12),
         again in prop::collection::vec(any::<prop::sample::Index>(), 0..6),
-        every in any::<bool>(),
     ) {
         let mut layouts = layouts;
         for at in again {
@@ -191,8 +189,7 @@ proptest! {
                 memory[usize::try_from(byte).unwrap()] = i;
             }
         }
-        let turns = turns(&writes, every);
-        prop_assert!(!every || turns.iter().all(Option::is_some));
+        let turns = turns(&writes);
         let mut in_turns = vec![usize::MAX; 400];
         for turn in 0..=turns.iter().flatten().max().copied().unwrap_or(0) {
             let mut seen = BTreeSet::new();

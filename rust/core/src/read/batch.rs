@@ -3,7 +3,7 @@
 
 use super::plan::Plan;
 use super::policy::{Access, Policy};
-use super::survey::{Kept, SharedMapping};
+use super::probe::{CachedHandle, SharedMapping};
 use super::{Catalog, FileRef, ReadReq};
 use crate::copy::Stores;
 use crate::store::Connection;
@@ -24,7 +24,7 @@ pub struct Batch<'a> {
     /// Where nothing is delivered.
     pub visitor: Option<Visitor<'a>>,
     /// What is left of the look at each file.
-    pub kept: &'a [Kept],
+    pub kept: &'a [CachedHandle],
     pub mappings: &'a [SharedMapping],
     pub access: &'a [Access],
     pub policies: &'a [Policy],

@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 
 use super::batch::stores;
 use super::plan::stored_strides;
-use super::sequential::{Sequential, Survey};
+use super::sequential::{FileProbe, Sequential};
 use super::worker::there;
 use super::{FileRef, Operation, ReadOptions, ReadReq, ReadStats, Verify, connect};
 use crate::checkpoint::gather::{bytes_of, cover};
@@ -121,8 +121,8 @@ pub unsafe fn read(
         return Ok(ReadStats::default());
     };
     let stored: Vec<ReadReq> = reqs.iter().map(|req| wanted(req)).collect::<Result<Vec<_>>>()?.concat();
-    let survey = Survey::new(files, &stored, options, &*coded.of.index)?;
-    let window = survey.window();
+    let probe = FileProbe::new(files, &stored, options, &*coded.of.index)?;
+    let window = probe.window();
     let mut windows = Vec::new();
     for (number, req) in reqs.iter().enumerate() {
         split(&req.shape, req.itemsize, window, &mut |offsets, sizes| {
@@ -135,7 +135,7 @@ pub unsafe fn read(
     };
     // A window takes as many bytes again for what it is decoded from, and for a buffer of reads that wait.
     let most = usize::try_from(options.max_inflight_bytes / (2 * window)).unwrap_or(usize::MAX);
-    let workers = survey.workers(threads).min(most.max(threads)).max(1);
+    let workers = probe.workers(threads).min(most.max(threads)).max(1);
     let connection = connect(files, threads)?;
     let stats = Mutex::new(ReadStats::default());
     let reader = || Sequential::new(connection.clone());
@@ -148,7 +148,7 @@ pub unsafe fn read(
                 reader,
                 files,
                 reqs[*number],
-                &survey,
+                &probe,
                 options.verify,
                 control,
                 (offsets, sizes),
@@ -168,24 +168,24 @@ pub unsafe fn fill(
     reader: &mut Sequential,
     files: &[FileRef],
     req: &ReadReq,
-    survey: &Survey,
+    probe: &FileProbe,
     verify: Verify,
     control: &Control,
 ) -> Result<()> {
     let mut windows = Vec::new();
-    split(&req.shape, req.itemsize, survey.window(), &mut |offsets, sizes| {
+    split(&req.shape, req.itemsize, probe.window(), &mut |offsets, sizes| {
         windows.push((Dims::from_slice(offsets), Dims::from_slice(sizes)));
     });
     for (offsets, sizes) in &windows {
         // SAFETY: the caller's promise, passed on.
         unsafe {
-            fill_window(reader, files, req, survey, verify, control, (offsets, sizes))?;
+            fill_window(reader, files, req, probe, verify, control, (offsets, sizes))?;
         };
     }
     Ok(())
 }
 
-impl Survey {
+impl FileProbe {
     /// Bytes of a window of what is decoded.
     fn window(&self) -> u64 {
         if self.waits() { WAITING_WINDOW } else { WINDOW }
@@ -200,7 +200,7 @@ unsafe fn fill_window(
     reader: &mut Sequential,
     files: &[FileRef],
     req: &ReadReq,
-    survey: &Survey,
+    probe: &FileProbe,
     verify: Verify,
     control: &Control,
     (offsets, sizes): (&Dims, &Dims),
@@ -219,9 +219,9 @@ unsafe fn fill_window(
         request.dst = Destination(base.wrapping_add(request.dst.0.addr()));
     }
     let delivered = reader.stats().bytes_wanted;
-    let verify = survey.choose(&mut requests, verify);
+    let verify = probe.choose(&mut requests, verify);
     // SAFETY: the parts lie in `memory` one after another, and the chunks of a part do not overlap in it. Nobody else has it.
-    unsafe { reader.read(files, &requests, survey, verify, &*coded.of.index, control)? };
+    unsafe { reader.read(files, &requests, probe, verify, &*coded.of.index, control)? };
     reader.count_as(delivered, decoded as u64);
     control.add((decoded as u64).saturating_sub(stored as u64));
     let (codes, out) = memory[..stored + decoded].split_at_mut(stored);

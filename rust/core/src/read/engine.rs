@@ -10,8 +10,8 @@ use super::batch::{Batch, Visitor, change_signs, stores};
 use super::coded;
 use super::plan::{Job, plan};
 use super::policy::{Access, MIN_JOB, Policy, SMALL_READ, SMALL_READ_DEPTH};
+use super::probe::{self, CachedHandle, connect, probe, spans};
 use super::scatter;
-use super::survey::{self, Kept, connect, spans, survey};
 use super::worker::Worker;
 use super::{Catalog, Destination, FileRef, Operation, ReadOptions, ReadReq, ReadStats, Verify, verify};
 use crate::copy::SignBits;
@@ -129,12 +129,12 @@ unsafe fn carry_out(
         0 => parallel::available(),
         n => n,
     };
-    let survey::Found {
+    let probe::Found {
         access,
         kept,
         mappings,
         opening_waits,
-    } = survey(files, &wanted, options)?;
+    } = probe(files, &wanted, options)?;
     let policies: Vec<Policy> = access
         .iter()
         .map(|access| {
@@ -230,7 +230,7 @@ impl Call<'_> {
 
     /// Whether a worker has to open the file of a job, and waits for that.
     fn waits_to_open(&self, job: &Job) -> bool {
-        self.opening_waits && matches!(self.batch.kept[job.file as usize], Kept::Nothing)
+        self.opening_waits && matches!(self.batch.kept[job.file as usize], CachedHandle::Nothing)
     }
 
     /// How many workers each queue gets.

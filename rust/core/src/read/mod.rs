@@ -8,10 +8,10 @@ mod plan;
 #[cfg(test)]
 mod plan_tests;
 mod policy;
+mod probe;
 mod scatter;
 mod segments;
 mod sequential;
-mod survey;
 mod verify;
 mod worker;
 
@@ -23,9 +23,9 @@ pub use crate::store::{Destination, FileRef};
 pub use coded::CodedReq;
 pub use engine::read;
 pub(crate) use engine::{FileRange, visit};
-pub use sequential::{Sequential, Survey};
-pub use survey::connect;
-pub(crate) use survey::span;
+pub use probe::connect;
+pub(crate) use probe::span;
+pub use sequential::{FileProbe, Sequential};
 pub(crate) use verify::compare;
 
 /// How bytes come from a file.

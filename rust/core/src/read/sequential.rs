@@ -9,7 +9,7 @@ use super::batch::{Batch, change_signs, stores};
 use super::coded;
 use super::plan::{Plan, plan};
 use super::policy::{Access, Policy};
-use super::survey::{Found, Kept, SharedMapping, spans, survey};
+use super::probe::{CachedHandle, Found, SharedMapping, probe, spans};
 use super::worker::Worker;
 use super::{Catalog, FileRef, ReadOptions, ReadReq, ReadStats, Verify, verify};
 use crate::copy::Stores;
@@ -17,14 +17,14 @@ use crate::store::Connection;
 use crate::{Control, Result};
 
 /// How each file of a series of batches is read: looked at once, before the first.
-pub struct Survey {
+pub struct FileProbe {
     access: Vec<Access>,
-    kept: Vec<Kept>,
+    kept: Vec<CachedHandle>,
     mappings: Vec<SharedMapping>,
     policies: Vec<Policy>,
 }
 
-impl Survey {
+impl FileProbe {
     /// Opens and checks every file that the requests need, all batches together, and decides how to read it.
     ///
     /// # Errors
@@ -41,7 +41,7 @@ impl Survey {
         let wanted = spans(files, &reqs, options, catalog)?;
         let Found {
             access, kept, mappings, ..
-        } = survey(files, &wanted, options)?;
+        } = probe(files, &wanted, options)?;
         let share = options.max_inflight_bytes.min(u64::from(u32::MAX));
         let policies: Vec<Policy> = access.iter().map(|access| access.policy(share)).collect();
         Ok(Self {
@@ -109,7 +109,7 @@ impl Sequential {
         &mut self,
         files: &[FileRef],
         reqs: &[ReadReq],
-        survey: &Survey,
+        probe: &FileProbe,
         verify: bool,
         catalog: &dyn Catalog,
         control: &Control,
@@ -123,23 +123,23 @@ impl Sequential {
                     self,
                     files,
                     req,
-                    survey,
+                    probe,
                     if verify { Verify::All } else { Verify::Nothing },
                     control,
                 )?;
             }
         }
-        let plan = plan(files, &reqs, &survey.policies, verify, catalog)?;
+        let plan = plan(files, &reqs, &probe.policies, verify, catalog)?;
         let batch = Batch {
             files,
             reqs: &reqs,
             catalog,
             verify,
             visitor: None,
-            kept: &survey.kept,
-            mappings: &survey.mappings,
-            access: &survey.access,
-            policies: &survey.policies,
+            kept: &probe.kept,
+            mappings: &probe.mappings,
+            access: &probe.access,
+            policies: &probe.policies,
             stores: stores(plan.jobs.iter().map(|job| job.wanted).sum()),
             plan,
             connection: self.connection.as_deref(),
@@ -155,7 +155,7 @@ impl Sequential {
         Ok(())
     }
 
-    /// Returns the bytes of a file that is mapped ([`Survey::maps`]), which has so many.
+    /// Returns the bytes of a file that is mapped ([`FileProbe::maps`]), which has so many.
     ///
     /// # Errors
     /// Those of [`read`](super::read) for files.
@@ -164,7 +164,7 @@ impl Sequential {
         files: &[FileRef],
         file: u32,
         range: Range<u64>,
-        survey: &Survey,
+        probe: &FileProbe,
         catalog: &dyn Catalog,
         control: &Control,
     ) -> Result<&[u8]> {
@@ -174,10 +174,10 @@ impl Sequential {
             catalog,
             verify: false,
             visitor: None,
-            kept: &survey.kept,
-            mappings: &survey.mappings,
-            access: &survey.access,
-            policies: &survey.policies,
+            kept: &probe.kept,
+            mappings: &probe.mappings,
+            access: &probe.access,
+            policies: &probe.policies,
             stores: Stores::Cached,
             plan: Plan::default(),
             connection: None,

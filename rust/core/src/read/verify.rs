@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use super::plan::fetch_range;
 use super::policy::Access;
-use super::survey::{bytes_of, span};
+use super::probe::{bytes_of, span};
 use super::{Catalog, ReadReq, Verify};
 use crate::format::{BLOCK_SIZE, Index};
 use crate::store::FileRef;

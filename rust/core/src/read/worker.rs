@@ -10,8 +10,8 @@ use super::batch::Batch;
 use super::bounce;
 use super::plan::Job;
 use super::policy::Access;
+use super::probe::CachedHandle;
 use super::segments::{Extent, Segment};
-use super::survey::Kept;
 use super::{FileRef, Operation, ReadReq, ReadStats, scatter, verify};
 use crate::copy::{Loop, copy_strided_unfenced, copy_with_digest_unfenced, fence};
 use crate::format::{BLOCK_SIZE, block_digest};
@@ -42,7 +42,7 @@ impl Open {
     /// file, and would take many readers of one for random access.
     fn plain<'o>(&'o mut self, batch: &'o Batch, file: u32) -> Result<&'o File> {
         match &batch.kept[file as usize] {
-            Kept::Open(kept) if batch.access[file as usize] != Access::Buffered => Ok(kept),
+            CachedHandle::Open(kept) if batch.access[file as usize] != Access::Buffered => Ok(kept),
             _ => once(&mut self.plain, || batch.files[file as usize].open(false)),
         }
     }
@@ -54,13 +54,13 @@ impl Open {
     /// The file's mapping, where there is one.
     fn mapped<'o>(&'o self, batch: &'o Batch, file: u32) -> Option<&'o Mapping> {
         match &batch.kept[file as usize] {
-            Kept::Mapped(kept) => Some(kept.as_ref()),
+            CachedHandle::Mapped(kept) => Some(kept.as_ref()),
             _ => self.mapping.as_deref(),
         }
     }
 
     fn mapping<'o>(&'o mut self, batch: &'o Batch, file: u32) -> Result<&'o Mapping> {
-        if let Kept::Mapped(kept) = &batch.kept[file as usize] {
+        if let CachedHandle::Mapped(kept) = &batch.kept[file as usize] {
             return Ok(kept.as_ref());
         }
         let mapping = match self.mapping.take() {

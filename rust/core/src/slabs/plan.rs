@@ -9,7 +9,7 @@ use crate::checkpoint::gather::{Common, Gather, Memory, Source, Want, bytes_of};
 use crate::copy::Signs;
 use crate::format::{Index, Kind};
 use crate::geometry::{Dims, Region, is_run, row_major};
-use crate::read::{Destination, FileRef, ReadOptions, ReadReq, Survey, Verify};
+use crate::read::{Destination, FileProbe, FileRef, ReadOptions, ReadReq, Verify};
 use crate::{Control, Error, Result};
 
 /// All batches of a load, and what it takes to fill them.
@@ -22,7 +22,7 @@ pub struct Plan {
     pub(super) batches: Vec<Batch>,
     /// The requests of each batch.
     pub(super) ranges: Vec<Range<usize>>,
-    pub(super) survey: Survey,
+    pub(super) probe: FileProbe,
     pub(super) verify: bool,
     slab_bytes: u64,
     pub(super) threads: usize,
@@ -88,9 +88,9 @@ impl Plan {
         }
         let options = gather.options(options).into_owned();
         let (files, mut requests) = gather.into_parts();
-        let survey = Survey::new(&files, &requests, &options, &*index)
+        let probe = FileProbe::new(&files, &requests, &options, &*index)
             .map_err(|error| explain(&index, error, &Control::new()))?;
-        let verify = survey.choose(&mut requests, options.verify);
+        let verify = probe.choose(&mut requests, options.verify);
         let threads = match options.threads {
             0 => crate::parallel::available(),
             n => n,
@@ -102,7 +102,7 @@ impl Plan {
             requests,
             batches,
             ranges,
-            survey,
+            probe,
             verify,
             slab_bytes,
             threads,
@@ -150,7 +150,7 @@ impl Plan {
     /// How many slabs are best filled at a time.
     #[must_use]
     pub fn workers(&self) -> usize {
-        self.survey.workers(self.threads).min(self.batches.len())
+        self.probe.workers(self.threads).min(self.batches.len())
     }
 }
 

@@ -295,7 +295,7 @@ fn fill(
         reader.read(
             &plan.files,
             requests,
-            &plan.survey,
+            &plan.probe,
             plan.verify,
             &*plan.index,
             &shared.control,

@@ -54,13 +54,10 @@ pub(crate) fn put_and_look(
     match (has(path, bytes, connection, control), put) {
         (Ok(Some(true)), _) => Ok(()),
         // It was taken, and is not shown yet: what is between may remember that there was nothing.
-        (Ok(None), Ok(())) => Err(Error::Storage {
-            kind: StorageFault::Unclear,
-            action: "write",
-            path: path.to_owned(),
-            attempts: 1,
-            reason: "the store accepted it, but does not list it".into(),
-        }),
+        (Ok(None), Ok(())) => {
+            let reason = "the store accepted it, but does not list it";
+            Err(Error::storage(StorageFault::Unclear, "write", path, reason))
+        }
         // Refused, or done and replaced: nothing of it is on its way any more.
         (Ok(_), Ok(())) => Err(another(path)),
         (Ok(_), Err(error)) if is_refused(&error) => Err(another(path)),
@@ -76,15 +73,12 @@ pub(crate) fn put_and_look(
 /// As for [`put_new`]; another one is none.
 pub(crate) fn put_over(path: &Path, bytes: &[u8], connection: &dyn StoringConnection, control: &Control) -> Result<()> {
     match connection.put(path, &Body::new(bytes.to_vec()), Condition::Unguarded, control) {
-        Err(
-            error @ Error::Storage {
-                kind: StorageFault::Unclear,
-                ..
-            },
-        ) => match has(path, bytes, connection, control) {
-            Ok(Some(true)) => Ok(()),
-            _ => Err(error),
-        },
+        Err(error) if error.storage_fault() == Some(StorageFault::Unclear) => {
+            match has(path, bytes, connection, control) {
+                Ok(Some(true)) => Ok(()),
+                _ => Err(error),
+            }
+        }
         Err(Error::Interrupted) => Err(unclear(path, Error::Interrupted)),
         put => put,
     }
@@ -104,50 +98,23 @@ pub fn has(path: &Path, bytes: &[u8], connection: &dyn StoringConnection, contro
 }
 
 pub(crate) fn is_refused(error: &Error) -> bool {
-    matches!(
-        error,
-        Error::Storage {
-            kind: StorageFault::Precondition,
-            ..
-        }
-    )
+    error.storage_fault() == Some(StorageFault::Precondition)
 }
 
 pub(crate) fn another(path: &Path) -> Error {
-    Error::Storage {
-        kind: StorageFault::Precondition,
-        action: "replace",
-        path: path.to_owned(),
-        attempts: 1,
-        reason:
-            "another save to this place was committed, or the checkpoint removed, since this save began; nothing was changed"
-                .into(),
-    }
+    let reason = "another save to this place was committed, or the checkpoint removed, since this save began; nothing was changed";
+    Error::storage(StorageFault::Precondition, "replace", path, reason)
 }
 
 /// It may be stored, or be yet.
-pub(crate) fn unclear(path: &Path, error: Error) -> Error {
-    let (action, path, attempts, reason) = match error {
-        Error::Storage {
-            action,
-            path,
-            attempts,
-            reason,
-            ..
-        } => (action, path, attempts, reason),
-        Error::Interrupted => (
-            "write",
-            path.to_owned(),
-            1,
-            "it was interrupted before the store answered".into(),
-        ),
-        error => ("write", path.to_owned(), 1, error.to_string()),
+pub(crate) fn unclear(path: &Path, mut error: Error) -> Error {
+    let reason = match &mut error {
+        Error::Storage { kind, .. } => {
+            *kind = StorageFault::Unclear;
+            return error;
+        }
+        Error::Interrupted => "it was interrupted before the store answered".into(),
+        error => error.to_string(),
     };
-    Error::Storage {
-        kind: StorageFault::Unclear,
-        action,
-        path,
-        attempts,
-        reason,
-    }
+    Error::storage(StorageFault::Unclear, "write", path, reason)
 }

@@ -5,8 +5,9 @@ use std::fs::File;
 use std::io::ErrorKind;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::Path;
+use std::sync::Arc;
 
-use super::remote::{Connection, Destination, Part, Run};
+use super::remote::{Connection, Destination, Part, Remote, Run};
 use super::{open_file, read_all};
 use crate::{Control, Error, Result};
 
@@ -26,6 +27,29 @@ pub(crate) enum Files<'a> {
     Local,
     /// To where a connection leads.
     Remote(&'a dyn Connection, &'a Control),
+}
+
+/// Where the files of a call are: a file system, or a store, with a connection for the length of the call.
+pub(crate) struct Storage<'a> {
+    connection: Option<Arc<dyn Connection>>,
+    control: &'a Control,
+}
+
+impl<'a> Storage<'a> {
+    /// `threads`: that receive from a store, 0 for as many as there are cores.
+    pub fn new(remote: Option<&Arc<dyn Remote>>, threads: usize, control: &'a Control) -> Result<Self> {
+        Ok(Self {
+            connection: remote.map(|remote| remote.connect(threads)).transpose()?,
+            control,
+        })
+    }
+
+    pub fn files(&self) -> Files<'_> {
+        match &self.connection {
+            Some(connection) => Files::Remote(&**connection, self.control),
+            None => Files::Local,
+        }
+    }
 }
 
 /// Length and modification time of a file.

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::disk::Disk;
-use super::{FolderLock, Mode, Occupant, random_token};
+use super::{Fingerprint, FolderLock, Mode, random_token};
 use crate::{Control, Error, Result};
 
 /// What the name of a folder ends in that makes room for the one that replaces it, where that takes two steps. After a crash between them,
@@ -85,16 +85,16 @@ pub fn lock_replaced(to: &Path, control: &Control) -> Result<Option<FolderLock>>
 ///
 /// # Errors
 /// [`Error::Exists`]; [`Error::Io`]: all is as it was, unless it was the last sync that failed; [`Error::Displaced`]: what was to be replaced is where that says.
-pub fn put_in_place(from: &Path, to: &Path, before: Option<&Occupant>) -> Result<()> {
+pub fn put_in_place(from: &Path, to: &Path, before: Option<&Fingerprint>) -> Result<()> {
     put_in_place_on(&Disk::default(), from, to, before)
 }
 
-fn put_in_place_on(disk: &Disk, from: &Path, to: &Path, before: Option<&Occupant>) -> Result<()> {
+fn put_in_place_on(disk: &Disk, from: &Path, to: &Path, before: Option<&Fingerprint>) -> Result<()> {
     if from.is_dir() {
         // What it holds is durable before its name is.
         disk.sync_folder(from)?;
     }
-    match Occupant::at(to)? {
+    match Fingerprint::at(to)? {
         None => take_free_name(disk, from, to)?,
         Some(found) if before == Some(&found) => replace(disk, from, to, &found)?,
         Some(_) => return Err(came_meanwhile(to)),
@@ -103,7 +103,7 @@ fn put_in_place_on(disk: &Disk, from: &Path, to: &Path, before: Option<&Occupant
     disk.sync_folder(parent.unwrap_or(Path::new(".")))
 }
 
-fn replace(disk: &Disk, from: &Path, to: &Path, before: &Occupant) -> Result<()> {
+fn replace(disk: &Disk, from: &Path, to: &Path, before: &Fingerprint) -> Result<()> {
     if !disk.rename_apart(from, to, true)? {
         return replace_by_steps(disk, from, to, before);
     }
@@ -118,7 +118,7 @@ fn replace(disk: &Disk, from: &Path, to: &Path, before: &Occupant) -> Result<()>
 }
 
 /// For file systems that have plain renames only, as some network ones.
-fn replace_by_steps(disk: &Disk, from: &Path, to: &Path, before: &Occupant) -> Result<()> {
+fn replace_by_steps(disk: &Disk, from: &Path, to: &Path, before: &Fingerprint) -> Result<()> {
     if from.is_file() && to.is_file() {
         return disk.rename(from, to);
     }
@@ -168,8 +168,8 @@ fn take_free_name(disk: &Disk, from: &Path, to: &Path) -> Result<()> {
     disk.rename(from, to).map_err(refused)
 }
 
-fn is_still(path: &Path, before: &Occupant) -> bool {
-    Occupant::at(path).is_ok_and(|found| found.as_ref() == Some(before))
+fn is_still(path: &Path, before: &Fingerprint) -> bool {
+    Fingerprint::at(path).is_ok_and(|found| found.as_ref() == Some(before))
 }
 
 fn came_meanwhile(path: &Path) -> Error {
@@ -213,7 +213,7 @@ mod tests {
         ))))
     }
 
-    fn put(disk: &Disk, from: &Path, to: &Path, before: Option<&Occupant>) -> Result<()> {
+    fn put(disk: &Disk, from: &Path, to: &Path, before: Option<&Fingerprint>) -> Result<()> {
         put_in_place_on(disk, from, to, before)
     }
 
@@ -236,7 +236,7 @@ mod tests {
             let dir = tempfile::tempdir().unwrap();
             let [new, old] = two_folders(dir.path());
             assert!(matches!(put(&disk, &new, &old, None), Err(Error::Exists { .. })));
-            let before = Occupant::at(&old).unwrap();
+            let before = Fingerprint::at(&old).unwrap();
             std::fs::write(old.join("notes"), "").unwrap();
             assert!(matches!(
                 put(&disk, &new, &old, before.as_ref()),
@@ -246,7 +246,7 @@ mod tests {
                 (read(&old).as_deref(), read(&new).as_deref()),
                 (Some("old"), Some("new"))
             );
-            let before = Occupant::at(&old).unwrap();
+            let before = Fingerprint::at(&old).unwrap();
             put(&disk, &new, &old, before.as_ref()).unwrap();
             assert_eq!(
                 (read(&old).as_deref(), read(&new).as_deref()),
@@ -256,7 +256,7 @@ mod tests {
             put(&disk, &old, &free, None).unwrap();
             assert_eq!((read(&free).as_deref(), read(&old)), (Some("new"), None));
             // What was there and is gone leaves a free name.
-            let before = Occupant::at(&free).unwrap();
+            let before = Fingerprint::at(&free).unwrap();
             std::fs::remove_dir_all(&free).unwrap();
             put(&disk, &new, &free, before.as_ref()).unwrap();
             assert_eq!(read(&free).as_deref(), Some("old"));
@@ -273,7 +273,7 @@ mod tests {
             }
             assert!(matches!(put(&disk, &new, &old, None), Err(Error::Exists { .. })));
             assert_eq!(std::fs::read(&old).unwrap(), b"old");
-            let before = Occupant::at(&old).unwrap();
+            let before = Fingerprint::at(&old).unwrap();
             put(&disk, &new, &old, before.as_ref()).unwrap();
             assert_eq!(std::fs::read(&old).unwrap(), b"new");
             let free = dir.path().join("free");
@@ -289,7 +289,7 @@ mod tests {
             let [new, _] = two_folders(dir.path());
             let file = dir.path().join("file");
             std::fs::write(&file, "").unwrap();
-            let before = Occupant::at(&file).unwrap();
+            let before = Fingerprint::at(&file).unwrap();
             put(&disk, &new, &file, before.as_ref()).unwrap();
             assert_eq!((read(&file).as_deref(), new.is_dir()), (Some("new"), false));
         }
@@ -299,7 +299,7 @@ mod tests {
     fn what_cannot_be_replaced_is_put_back_or_named() {
         let dir = tempfile::tempdir().unwrap();
         let [new, old] = two_folders(dir.path());
-        let before = Occupant::at(&old).unwrap();
+        let before = Fingerprint::at(&old).unwrap();
         // Out of the way; into its place.
         for answers in [&[libc::EIO][..], &[0, libc::EIO]] {
             let error = put(&plain(answers), &new, &old, before.as_ref()).unwrap_err();

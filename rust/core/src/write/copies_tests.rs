@@ -266,7 +266,7 @@ fn parent(store: &Store) -> Arc<Index> {
             .unwrap();
     }
     let index = Index::from_bytes(builder.build().unwrap(), &dir.join(INDEX_NAME)).unwrap();
-    Arc::new(index.on(Arc::new(store.clone())))
+    Arc::new(index.on(Some(Arc::new(store.clone()))))
 }
 
 struct Done {
@@ -311,7 +311,7 @@ fn save(store: &Store, parent: Arc<Index>) -> Done {
         .unwrap();
     }
     check(&Index::from_bytes(index, &folder.path().join(INDEX_NAME)).unwrap());
-    let recovered = checkpoint::recover(folder.path(), &RecoverOptions::default(), &control).unwrap();
+    let recovered = checkpoint::recover(folder.path(), None, &RecoverOptions::default(), &control).unwrap();
     check(&Index::from_bytes(recovered, &folder.path().join(INDEX_NAME)).unwrap());
     Done {
         reused,

@@ -50,12 +50,6 @@ struct Progress {
 }
 
 impl Save {
-    /// Where everything goes.
-    #[must_use]
-    pub fn layout(&self) -> &Layout {
-        &self.layout
-    }
-
     /// The items of which a parent's file was linked: they are not written.
     #[must_use]
     pub fn is_reused(&self) -> Vec<bool> {

@@ -9,7 +9,8 @@ use tempfile::tempdir;
 
 use super::super::WriteIo;
 use super::super::testing::{
-    INFO, Recorder, assert_saved, content, contents, names_in, odd_names, parts, rows, save, saves, value, whole,
+    INFO, Recorder, assert_saved, content, contents, create, create_on, names_in, odd_names, parts, rows, save, saves,
+    value, whole,
 };
 use super::*;
 use crate::format::{INDEX_NAME, Index};
@@ -98,7 +99,7 @@ fn uneven_items_in_all_ways() {
             assert_saved(&save(dir.path(), &items, INFO, &options), &items);
 
             let dir = tempdir().unwrap();
-            let save = Save::create(dir.path(), items.clone(), INFO, &options, &Control::new()).unwrap();
+            let save = create(dir.path(), items.clone(), INFO, &options).unwrap();
             let control = Control::new();
             write_by_blocks(&save, &contents).unwrap();
             assert_saved(&finish(save, dir.path()), &items);
@@ -146,7 +147,7 @@ proptest! {
     #[test]
     fn what_is_saved_is_there(items in saves(10), direct: bool, seed: u64) {
         let dir = tempdir().unwrap();
-        let save = Save::create(dir.path(), items.clone(), INFO, &options(if direct { WriteIo::Direct } else { WriteIo::Buffered }), &Control::new()).unwrap();
+        let save = create(dir.path(), items.clone(), INFO, &options(if direct { WriteIo::Direct } else { WriteIo::Buffered })).unwrap();
         let contents = contents(&items);
         // Two calls, one with the items that a coin picks.
         let (first, second): (Vec<_>, Vec<_>) =
@@ -199,15 +200,7 @@ fn many_small_items_take_few_writes() {
     let dir = tempdir().unwrap();
     let recorder = Arc::new(Recorder::default());
     let disk = Disk::hooked(recorder.clone());
-    let save = Save::create_on(
-        disk,
-        dir.path(),
-        items.clone(),
-        INFO,
-        &WriteOptions::default(),
-        &Control::new(),
-    )
-    .unwrap();
+    let save = create_on(&disk, dir.path(), items.clone(), INFO, &WriteOptions::default()).unwrap();
     save.write(&parts(&contents(&items)), &Control::new()).unwrap();
     assert_saved(&finish(save, dir.path()), &items);
     let calls = recorder.calls.lock().unwrap().len();
@@ -222,11 +215,10 @@ fn recorded(recorder: Recorder, dir: &Path, io: WriteIo) -> (Arc<Recorder>, Resu
         ..options(io)
     };
     let hook: Arc<dyn Hook> = recorder.clone();
-    let result =
-        Save::create_on(Disk::hooked(hook), dir, items.clone(), INFO, &options, &Control::new()).and_then(|save| {
-            write_by_blocks(&save, &contents(&items))?;
-            save.finish(&Control::new())
-        });
+    let result = create_on(&Disk::hooked(hook), dir, items.clone(), INFO, &options).and_then(|save| {
+        write_by_blocks(&save, &contents(&items))?;
+        save.finish(&Control::new())
+    });
     (recorder, result)
 }
 
@@ -351,18 +343,9 @@ fn a_dropped_or_unfinished_save_leaves_nothing() {
     let dir = tempdir().unwrap();
     fs::write(dir.path().join("notes.txt"), "mine").unwrap();
     let items = uneven();
-    drop(
-        Save::create(
-            dir.path(),
-            items.clone(),
-            INFO,
-            &WriteOptions::default(),
-            &Control::new(),
-        )
-        .unwrap(),
-    );
+    drop(create(dir.path(), items.clone(), INFO, &WriteOptions::default()).unwrap());
     assert_eq!(names_in(dir.path()), ["notes.txt"]);
-    let save = Save::create(dir.path(), items, INFO, &WriteOptions::default(), &Control::new()).unwrap();
+    let save = create(dir.path(), items, INFO, &WriteOptions::default()).unwrap();
     assert_eq!(names_in(dir.path()).len(), 2);
     assert!(
         save.finish(&Control::new())
@@ -383,15 +366,9 @@ fn a_name_that_is_taken_is_not_overwritten() {
     ];
     let taken = "g00000007-0000000000000abc-r00003-f00001.safetensors";
     fs::write(dir.path().join(taken), "theirs").unwrap();
-    let error = Save::create(
-        dir.path(),
-        items.to_vec(),
-        INFO,
-        &WriteOptions::default(),
-        &Control::new(),
-    )
-    .err()
-    .unwrap();
+    let error = create(dir.path(), items.to_vec(), INFO, &WriteOptions::default())
+        .err()
+        .unwrap();
     assert!(
         matches!(&error, Error::Io { source, .. } if source.kind() == io::ErrorKind::AlreadyExists),
         "{error}"
@@ -418,7 +395,7 @@ fn parts_out_of_order_are_refused() {
     ] {
         let dir = tempdir().unwrap();
         let items = vec![whole("w", "uint8", &[2 * MIB + 9])];
-        let save = Save::create(dir.path(), items, INFO, &options(WriteIo::Buffered), &Control::new()).unwrap();
+        let save = create(dir.path(), items, INFO, &options(WriteIo::Buffered)).unwrap();
         let error = save.write(&bad, &Control::new()).unwrap_err();
         match &error {
             Error::TensorPlan { tensor, .. } => assert_eq!(tensor, "w"),
@@ -436,14 +413,7 @@ fn parts_out_of_order_are_refused() {
 fn a_cancelled_write_stops() {
     let dir = tempdir().unwrap();
     let items = uneven();
-    let save = Save::create(
-        dir.path(),
-        items.clone(),
-        INFO,
-        &options(WriteIo::Direct),
-        &Control::new(),
-    )
-    .unwrap();
+    let save = create(dir.path(), items.clone(), INFO, &options(WriteIo::Direct)).unwrap();
     let control = Control::new();
     control.cancel();
     assert!(matches!(
@@ -460,7 +430,7 @@ fn a_limit_on_file_sizes_is_an_error() {
     if let Ok(dir) = env::var(CHILD) {
         let items = vec![whole("w", "uint8", &[4 * MIB])];
         for io in [WriteIo::Direct, WriteIo::Buffered] {
-            let error = Save::create(Path::new(&dir), items.clone(), INFO, &options(io), &Control::new())
+            let error = create(Path::new(&dir), items.clone(), INFO, &options(io))
                 .err()
                 .unwrap();
             assert!(
@@ -518,7 +488,7 @@ fn a_save_can_be_stopped_while_it_is_synced() {
             at,
         });
         let disk = Disk::hooked(hook.clone());
-        let save = Save::create_on(disk, dir.path(), items.clone(), INFO, &options, &Control::new()).unwrap();
+        let save = create_on(&disk, dir.path(), items.clone(), INFO, &options).unwrap();
         save.write(&parts(&contents(&items)), &Control::new()).unwrap();
         let stopped = save.finish(&control);
         assert!(matches!(stopped, Err(Error::Interrupted)), "{at}");

@@ -45,14 +45,6 @@ pub struct Layout {
     pub places: Vec<Place>,
 }
 
-/// Lays out what one rank saves.
-///
-/// # Errors
-/// [`Error::TensorPlan`] names the item that contradicts itself or another one, or that no file can hold.
-pub fn plan_files(items: &[SaveItem], info: &SaveInfo) -> Result<Layout> {
-    plan_files_within(items, info, &Beside::default(), HEADER_LIMIT)
-}
-
 /// What the files of a save are laid out beside, and by: files of another save that are linked, and when items come.
 #[derive(Debug, Default)]
 pub(super) struct Beside {
@@ -76,7 +68,10 @@ impl Beside {
     }
 }
 
-/// [`plan_files`] beside links, with another limit for headers, in bytes.
+/// Lays out what one rank saves, beside links, with headers of so many bytes at most.
+///
+/// # Errors
+/// [`Error::TensorPlan`] names the item that contradicts itself or another one, or that no file can hold.
 pub(super) fn plan_files_within(
     items: &[SaveItem],
     info: &SaveInfo,

@@ -7,7 +7,7 @@ use safetensors::SafeTensors;
 use serde_json::{Value as Json, json};
 
 use super::super::header::in_header;
-use super::super::testing::{INFO, content, odd_names, rows, saves, value, whole};
+use super::super::testing::{INFO, content, odd_names, plan_files, rows, saves, value, whole};
 use super::*;
 use crate::Dtype;
 use crate::format::{Value, to_header_name};

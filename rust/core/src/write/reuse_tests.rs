@@ -6,7 +6,7 @@ use std::{fs, io};
 
 use tempfile::tempdir;
 
-use super::super::testing::{content, value, whole};
+use super::super::testing::{commit, content, value, whole};
 use super::super::{Save, SaveInfo, WriteOptions};
 use super::*;
 use crate::checkpoint::{self, RecoverOptions, verify};
@@ -56,7 +56,7 @@ fn parts(contents: &[Vec<u8>], of: impl Fn(usize) -> bool) -> Vec<Part<'_>> {
 }
 
 fn open(dir: &Path) -> Arc<Index> {
-    Arc::new(checkpoint::open(dir, None, 0).unwrap())
+    Arc::new(checkpoint::open(dir, None, None, 0, &Control::new()).unwrap())
 }
 
 struct Done {
@@ -68,12 +68,19 @@ fn save_on(disk: &Disk, dir: &Path, number: u64, contents: &[Vec<u8>], reuse: Re
     let control = Control::new();
     reuse.compare(&parts(contents, |item| reuse.wants(item)), &control)?;
     let options = WriteOptions::default();
-    let (save, problems) =
-        Save::create_reusing_on(disk, dir, items(), info(number), &options, Arc::new(reuse), &control)?;
+    let (save, problems) = Save::create_on(
+        disk,
+        dir,
+        items(),
+        info(number),
+        &options,
+        Some(Arc::new(reuse)),
+        &control,
+    )?;
     let reused = save.is_reused();
     save.write(&parts(contents, |item| !reused[item]), &control)?;
     let index = save.finish(&control)?;
-    checkpoint::commit(dir, None, index, true, &control)?;
+    commit(dir, index)?;
     Ok(Done {
         reused,
         problems: problems.iter().map(ToString::to_string).collect(),
@@ -148,7 +155,7 @@ fn recovery_takes_of_linked_files_what_was_reused() {
     let before = open(&two);
     let link = before.file_path(of(&before, "large").file);
     fs::remove_file(two.join(INDEX_NAME)).unwrap();
-    let recover = || checkpoint::recover(&two, &RecoverOptions::default(), &Control::new());
+    let recover = || checkpoint::recover(&two, None, &RecoverOptions::default(), &Control::new());
     fs::write(two.join(INDEX_NAME), recover().unwrap()).unwrap();
     assert_holds(&two, &bytes(2));
     let (again, names) = (open(&two), ["large", "changes", "small", "value", "empty"]);
@@ -351,18 +358,18 @@ fn a_save_over_its_own_parent_keeps_what_it_links() {
     reuse
         .compare(&parts(&contents, |item| reuse.wants(item)), &control)
         .unwrap();
-    let (save, _) = Save::create_reusing(
+    let (save, _) = Save::create(
         root.path(),
         items(),
         next,
         &WriteOptions::default(),
-        Arc::new(reuse),
+        Some(Arc::new(reuse)),
         &control,
     )
     .unwrap();
     let reused = save.is_reused();
     save.write(&parts(&contents, |item| !reused[item]), &control).unwrap();
-    checkpoint::commit(root.path(), None, save.finish(&control).unwrap(), true, &control).unwrap();
+    commit(root.path(), save.finish(&control).unwrap()).unwrap();
     assert_holds(root.path(), &contents);
     let names: Vec<_> = fs::read_dir(root.path())
         .unwrap()

@@ -7,12 +7,13 @@ use std::{fs, io};
 use proptest::prelude::*;
 use smallvec::smallvec;
 
-use super::{Part, Save, SaveInfo, SaveItem, WriteOptions};
+use super::layout::{Beside, plan_files_within};
+use super::{HEADER_LIMIT, Layout, Part, Save, SaveInfo, SaveItem, WriteOptions};
 use crate::format::{BLOCK_SIZE, INDEX_NAME, Index, Kind, Value, block_digest};
 use crate::geometry::Dims;
 use crate::store::LOCK_NAME;
-use crate::store::disk::{Call, Hook};
-use crate::{Control, Dtype};
+use crate::store::disk::{Call, Disk, Hook};
+use crate::{Control, Dtype, Result, checkpoint};
 
 pub(crate) const INFO: SaveInfo = SaveInfo {
     save_id: [7; 16],
@@ -172,9 +173,35 @@ pub(crate) fn contents(items: &[SaveItem]) -> Vec<Vec<u8>> {
         .collect()
 }
 
+/// A save that reuses nothing.
+pub(crate) fn create(dir: &Path, items: Vec<SaveItem>, info: SaveInfo, options: &WriteOptions) -> Result<Save> {
+    create_on(&Disk::default(), dir, items, info, options)
+}
+
+pub(crate) fn create_on(
+    disk: &Disk,
+    dir: &Path,
+    items: Vec<SaveItem>,
+    info: SaveInfo,
+    options: &WriteOptions,
+) -> Result<Save> {
+    Ok(Save::create_on(disk, dir, items, info, options, None, &Control::new())?.0)
+}
+
+/// A layout beside no other save's files.
+pub(crate) fn plan_files(items: &[SaveItem], info: &SaveInfo) -> Result<Layout> {
+    plan_files_within(items, info, &Beside::default(), HEADER_LIMIT)
+}
+
+/// Commits the bytes of an index of a whole save.
+pub(crate) fn commit(dir: &Path, index: Vec<u8>) -> Result<checkpoint::Committed> {
+    let index = Index::from_bytes(index, &dir.join(INDEX_NAME))?;
+    checkpoint::commit_index(dir, None, &index, true, true, &Control::new())
+}
+
 /// Saves everything, and returns the index.
 pub(crate) fn save(dir: &Path, items: &[SaveItem], info: SaveInfo, options: &WriteOptions) -> Index {
-    let save = Save::create(dir, items.to_vec(), info, options, &Control::new()).unwrap();
+    let save = create(dir, items.to_vec(), info, options).unwrap();
     save.write(&parts(&contents(items)), &Control::new()).unwrap();
     Index::from_bytes(save.finish(&Control::new()).unwrap(), &dir.join(INDEX_NAME)).unwrap()
 }

@@ -83,12 +83,7 @@ pub fn upload_folder(
     };
     let (bytes, keeps_conditions) = prepared().map_err(give_up)?;
     match put_new(to, &bytes, keeps_conditions, connection, control) {
-        Err(
-            error @ Error::Storage {
-                kind: StorageFault::Unclear,
-                ..
-            },
-        ) => Err(error),
+        Err(error) if error.storage_fault() == Some(StorageFault::Unclear) => Err(error),
         done => done.map_err(give_up),
     }
 }
@@ -98,14 +93,8 @@ fn folder_of(path: &Path) -> &Path {
 }
 
 fn claimed(claim: &Path) -> Error {
-    Error::Storage {
-        kind: StorageFault::Precondition,
-        action: "write",
-        path: claim.to_owned(),
-        attempts: 1,
-        reason: "the folder no longer belongs to this conversion: another one may be at work there, or it was removed"
-            .into(),
-    }
+    let reason = "the folder no longer belongs to this conversion: another one may be at work there, or it was removed";
+    Error::storage(StorageFault::Precondition, "write", claim, reason)
 }
 
 /// Files on their way.

@@ -167,8 +167,8 @@ impl Gather {
         Ok(())
     }
 
-    /// Finds the turns. What a later destination hides has none, unless `every` one is to be filled.
-    pub fn arrange(&self, every: bool) -> Turns {
+    /// Finds the turns. What a later destination hides has none.
+    pub fn arrange(&self) -> Turns {
         let count = self.requests.len();
         let mut reaches: Vec<_> = (0..count).map(|i| self.footprint(i).reach(number(i))).collect();
         for (i, elsewhere) in self.elsewhere.iter().enumerate() {
@@ -188,7 +188,7 @@ impl Gather {
         sharing.dedup();
         let writes: Vec<Write> = sharing.iter().map(|&i| self.write(i)).collect();
         let mut of = vec![Some(0); self.count()];
-        for (i, turn) in sharing.into_iter().zip(memory::turns(&writes, every)) {
+        for (i, turn) in sharing.into_iter().zip(memory::turns(&writes)) {
             of[i] = turn;
         }
         let count = of.iter().flatten().max().map_or(1, |&last| last as usize + 1);

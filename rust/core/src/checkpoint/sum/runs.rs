@@ -169,7 +169,7 @@ fn runs(input: &Input, group: usize, total: u64, size: u64) -> Option<Vec<Run>> 
         let is_run = request.coded.is_none()
             && is_dense(&request.src_strides, request.itemsize)
             && is_dense(&request.dst_strides, size);
-        if !is_run || !lies_within || !input.survey.maps(request.file) {
+        if !is_run || !lies_within || !input.probe.maps(request.file) {
             return None;
         }
         runs.push(Run {
@@ -324,7 +324,7 @@ fn row<'a>(
         (begin, end)
     };
     let range = request.chunk_offset + from..request.chunk_offset + to;
-    let bytes = reader.mapped(&input.files, request.file, range, &input.survey, input.index, control)?;
+    let bytes = reader.mapped(&input.files, request.file, range, &input.probe, input.index, control)?;
     let is_whole = (from, to) == (begin, end);
     if checks && !is_whole {
         for (block, bytes) in (from / BLOCK_SIZE..).zip(bytes.chunks(fit(BLOCK_SIZE))) {

@@ -8,9 +8,9 @@ mod stock;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::Error;
 use crate::checkpoint;
 use crate::format::Index;
+use crate::{Control, Error};
 
 /// What `tests/fixtures/make_stock.py` made.
 fn fixtures() -> PathBuf {
@@ -18,7 +18,7 @@ fn fixtures() -> PathBuf {
 }
 
 fn open(path: &Path, rank: Option<u32>) -> Result<Index, Error> {
-    checkpoint::open(path, rank, 2)
+    checkpoint::open(path, rank, None, 2, &Control::new())
 }
 
 fn refusal(path: &Path, rank: Option<u32>) -> Error {

@@ -9,7 +9,7 @@ use crate::foreign::fault::{Fault, FaultResult};
 use crate::foreign::pickle::Item;
 use crate::foreign::tensor_pickle;
 use crate::format::Index;
-use crate::store::{Connection, FileRef, Files, Opened};
+use crate::store::{FileRef, Files, Opened, Storage};
 use crate::{Control, Error, Result};
 
 /// Reads values; keeps the pickles of the files that it has seen.
@@ -51,7 +51,7 @@ impl ValueReader {
         if let Some(known) = files.get(&number) {
             return Ok(Arc::clone(known));
         }
-        let file = there.with(|files| TorchFile::open(files, &there.file.path, 0))?;
+        let file = TorchFile::open(there.storage()?.files(), &there.file.path, 0)?;
         let items = file
             .leaves()?
             .0
@@ -71,13 +71,8 @@ struct There<'a> {
 }
 
 impl There<'_> {
-    fn with<T>(&self, work: impl FnOnce(Files<'_>) -> Result<T>) -> Result<T> {
-        let connection: Option<Arc<dyn Connection>> =
-            self.file.remote.as_ref().map(|remote| remote.connect(1)).transpose()?;
-        work(match &connection {
-            Some(connection) => Files::Remote(&**connection, self.control),
-            None => Files::Local,
-        })
+    fn storage(&self) -> Result<Storage<'_>> {
+        Storage::new(self.file.remote.as_ref(), 1, self.control)
     }
 
     /// These ranges of the file (first byte, length).
@@ -85,13 +80,12 @@ impl There<'_> {
         if ranges.is_empty() {
             return Ok(Vec::new());
         }
-        self.with(|files| {
-            let file = match files {
-                Files::Local => Opened::File(self.file.open(false)?),
-                Files::Remote(..) => files.open(&self.file.path)?,
-            };
-            file.fetch_all(&self.file.path, self.file.size, ranges)
-        })
+        let storage = self.storage()?;
+        let file = match storage.files() {
+            Files::Local => Opened::File(self.file.open(false)?),
+            files @ Files::Remote(..) => files.open(&self.file.path)?,
+        };
+        file.fetch_all(&self.file.path, self.file.size, ranges)
     }
 }
 

@@ -11,7 +11,7 @@ use crate::store::{FolderLock, Mode, Remote};
 use crate::write::copies::Copies;
 use crate::write::files::DataFiles;
 use crate::write::item::{SaveInfo, SaveItem};
-use crate::write::layout::{Beside, FilePlan, HEADER_LIMIT, Layout, Place, plan_files, plan_files_within};
+use crate::write::layout::{Beside, FilePlan, HEADER_LIMIT, Layout, Place, plan_files_within};
 use crate::write::links::{Link, Links};
 use crate::write::options::WriteOptions;
 use crate::write::reuse::Reuse;
@@ -26,31 +26,9 @@ const MOST_COPIED: u64 = 4 << 30;
 /// Files that a store is asked to copy at a time: each has the time that it takes beside the others.
 const COPIES: usize = 8;
 
-/// What there is of a save before its files are laid out.
-struct Begun {
-    folders: Vec<PathBuf>,
-    files: DataFiles,
-    reuse: Option<Arc<Reuse>>,
-    links: Vec<Link>,
-}
-
-impl Begun {
-    /// In `dir`, which is created. Of what a parent holds nothing is there yet.
-    fn new(disk: &Disk, dir: &Path) -> Result<Self> {
-        // Synced at the end only: a sync may wait for all that others changed on the disk.
-        let mut folders = disk.create_folder(dir)?;
-        folders.push(dir.to_owned());
-        Ok(Self {
-            folders,
-            files: DataFiles::new(disk.clone()),
-            reuse: None,
-            links: Vec::new(),
-        })
-    }
-}
-
 impl Save {
-    /// Lays out the files, creates them in `dir` (which is created too) and reserves their space.
+    /// Lays out the files, creates them in `dir` (which is created too) and reserves their space. What `reuse` found in a parent is linked, as far as
+    /// it is worth it: those items [are not written](Self::is_reused). Returns also why files of the parent could not be linked.
     ///
     /// # Errors
     /// [`Error::Plan`] for items that cannot be saved, [`Error::Io`] where the disk refuses (it may be full). No
@@ -60,25 +38,34 @@ impl Save {
         items: Vec<SaveItem>,
         info: SaveInfo,
         options: &WriteOptions,
+        reuse: Option<Arc<Reuse>>,
         control: &Control,
-    ) -> Result<Self> {
-        Self::create_on(Disk::default(), dir, items, info, options, control)
+    ) -> Result<(Self, Vec<Error>)> {
+        Self::create_on(&Disk::default(), dir, items, info, options, reuse, control)
     }
 
-    /// [`create`](Self::create) that links what `reuse` found in a parent, as far as it is worth it: those items [are not
-    /// written](Self::is_reused). Returns also why files of the parent could not be linked.
-    ///
-    /// # Errors
-    /// As [`create`](Self::create).
-    pub fn create_reusing(
+    pub(in crate::write) fn create_on(
+        disk: &Disk,
         dir: &Path,
         items: Vec<SaveItem>,
         info: SaveInfo,
         options: &WriteOptions,
-        reuse: Arc<Reuse>,
+        reuse: Option<Arc<Reuse>>,
         control: &Control,
     ) -> Result<(Self, Vec<Error>)> {
-        Self::create_reusing_on(&Disk::default(), dir, items, info, options, reuse, control)
+        let (folders, mut files) = begin(disk, dir)?;
+        let (mut links, mut _lock) = (Links::default(), None);
+        if let Some(reuse) = &reuse {
+            // Nobody takes the links for what a killed save left before the first file is claimed.
+            _lock = Some(FolderLock::take_on(disk, dir, Mode::Shared, control)?);
+            links = Links::make(&mut files, dir, &info, reuse, control)?;
+        }
+        let beside = beside(&links.files, links.note, reuse.as_deref(), items.len())?;
+        let layout = Arc::new(plan_files_within(&items, &info, &beside, HEADER_LIMIT)?);
+        let sink = to_files(disk, dir, folders, files, &layout, options, true, control)?;
+        let save = Self::to(Box::new(sink), items, layout, info, reuse, links.files);
+        save.skip(&beside.reused);
+        Ok((save, links.problems))
     }
 
     /// [`create`](Self::create) on a store; `dir` is a URL. `turns`, for each item: those of a lower one are written before those of a higher. Where
@@ -124,37 +111,7 @@ impl Save {
             options,
             control,
         )?;
-        let save = Self {
-            reuse,
-            links,
-            ..Self::to(Box::new(sink), items, layout, info)
-        };
-        save.skip(&beside.reused);
-        Ok((save, problems))
-    }
-
-    pub(in crate::write) fn create_reusing_on(
-        disk: &Disk,
-        dir: &Path,
-        items: Vec<SaveItem>,
-        info: SaveInfo,
-        options: &WriteOptions,
-        reuse: Arc<Reuse>,
-        control: &Control,
-    ) -> Result<(Self, Vec<Error>)> {
-        let mut begun = Begun::new(disk, dir)?;
-        // Nobody takes the links for what a killed save left before the first file is claimed.
-        let _lock = FolderLock::take_on(disk, dir, Mode::Shared, control)?;
-        let Links {
-            files: links,
-            note,
-            problems,
-        } = Links::make(&mut begun.files, dir, &info, &reuse, control)?;
-        let beside = beside(&links, note, Some(&reuse), items.len())?;
-        let layout = plan_files_within(&items, &info, &beside, HEADER_LIMIT)?;
-        begun.links = links;
-        begun.reuse = Some(reuse);
-        let save = Self::create_laid_out(disk.clone(), dir, items, layout, info, options, begun, true, control)?;
+        let save = Self::to(Box::new(sink), items, layout, info, reuse, links);
         save.skip(&beside.reused);
         Ok((save, problems))
     }
@@ -181,72 +138,31 @@ impl Save {
         control: &Control,
     ) -> Result<Self> {
         let (layout, items) = laid_out(files, values)?;
-        let disk = Disk::default();
-        let begun = Begun::new(&disk, dir)?;
-        let save = Self::create_laid_out(disk, dir, items, layout, OF_NOBODY, options, begun, false, control)?;
+        let (layout, disk) = (Arc::new(layout), Disk::default());
+        let (folders, files) = begin(&disk, dir)?;
+        let sink = to_files(&disk, dir, folders, files, &layout, options, false, control)?;
+        let save = Self::to(Box::new(sink), items, layout, OF_NOBODY, None, Vec::new());
         Ok(Self {
             digests: Digests::of(&save.items, sums),
             ..save
         })
     }
 
-    pub(in crate::write) fn create_on(
-        disk: Disk,
-        dir: &Path,
-        items: Vec<SaveItem>,
-        info: SaveInfo,
-        options: &WriteOptions,
-        control: &Control,
-    ) -> Result<Self> {
-        let layout = plan_files(&items, &info)?;
-        let begun = Begun::new(&disk, dir)?;
-        Self::create_laid_out(disk, dir, items, layout, info, options, begun, true, control)
-    }
-
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "what the two ways to create a save have in common"
-    )]
-    fn create_laid_out(
-        disk: Disk,
-        dir: &Path,
-        items: Vec<SaveItem>,
-        layout: Layout,
-        info: SaveInfo,
-        options: &WriteOptions,
-        begun: Begun,
-        claimed: bool,
-        control: &Control,
-    ) -> Result<Self> {
-        let how = options.resolve(
-            layout.files.len(),
-            layout.files.iter().map(|file| file.size).max().unwrap_or(0),
-        );
-        let files = begun.files.create(dir, &layout.files, how.direct, claimed, control)?;
-        let layout = Arc::new(layout);
-        let sink = ToFiles {
-            disk,
-            folders: begun.folders,
-            layout: Arc::clone(&layout),
-            how,
-            files,
-            staging: Mutex::default(),
-        };
-        Ok(Self {
-            reuse: begun.reuse,
-            links: begun.links,
-            ..Self::to(Box::new(sink), items, layout, info)
-        })
-    }
-
     /// A save of which nothing is written yet.
-    fn to(sink: Box<dyn Sink>, items: Vec<SaveItem>, layout: Arc<Layout>, info: SaveInfo) -> Self {
+    fn to(
+        sink: Box<dyn Sink>,
+        items: Vec<SaveItem>,
+        layout: Arc<Layout>,
+        info: SaveInfo,
+        reuse: Option<Arc<Reuse>>,
+        links: Vec<Link>,
+    ) -> Self {
         Self {
             sink,
             info,
             layout,
-            reuse: None,
-            links: Vec::new(),
+            reuse,
+            links,
             digests: Digests::of(&items, Sums::Digests),
             progress: Mutex::new(Progress {
                 written: vec![0; items.len()],
@@ -255,6 +171,40 @@ impl Save {
             items,
         }
     }
+}
+
+/// Creates `dir`. Returns the folders to sync at the end only, as a sync may wait for all that others changed on the disk; and no files yet.
+fn begin(disk: &Disk, dir: &Path) -> Result<(Vec<PathBuf>, DataFiles)> {
+    let mut folders = disk.create_folder(dir)?;
+    folders.push(dir.to_owned());
+    Ok((folders, DataFiles::new(disk.clone())))
+}
+
+/// Creates the files of a layout; `claimed`: for a save that others may take for one that was killed.
+#[expect(
+    clippy::too_many_arguments,
+    reason = "what the two ways to create files have in common"
+)]
+fn to_files(
+    disk: &Disk,
+    dir: &Path,
+    folders: Vec<PathBuf>,
+    files: DataFiles,
+    layout: &Arc<Layout>,
+    options: &WriteOptions,
+    claimed: bool,
+    control: &Control,
+) -> Result<ToFiles> {
+    let largest = layout.files.iter().map(|file| file.size).max().unwrap_or(0);
+    let how = options.resolve(layout.files.len(), largest);
+    Ok(ToFiles {
+        files: files.create(dir, &layout.files, how.direct, claimed, control)?,
+        disk: disk.clone(),
+        folders,
+        layout: Arc::clone(layout),
+        how,
+        staging: Mutex::default(),
+    })
 }
 
 /// What a save of so many items is laid out beside.

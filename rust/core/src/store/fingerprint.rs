@@ -13,7 +13,7 @@ use crate::{Error, Result};
 /// A file, a link, or a folder with what lies in it, as they were at one moment. Two are equal if nothing came, went, or was written to in between; of
 /// folders in the folder only their own entries count, and its lock does not.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Occupant {
+pub struct Fingerprint {
     own: Entry,
     entries: BTreeMap<OsString, Entry>,
 }
@@ -38,7 +38,7 @@ impl Entry {
     }
 }
 
-impl Occupant {
+impl Fingerprint {
     /// What is at `path`; a link is not followed. `None` where there is nothing.
     ///
     /// # Errors
@@ -83,7 +83,7 @@ mod tests {
     fn whatever_comes_goes_or_is_written_makes_it_another_one() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("folder");
-        let look = || Occupant::at(&path).unwrap();
+        let look = || Fingerprint::at(&path).unwrap();
         assert_eq!(look(), None);
         fs::create_dir(&path).unwrap();
         fs::write(path.join("a"), "1").unwrap();

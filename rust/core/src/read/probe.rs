@@ -119,7 +119,7 @@ pub fn connect(files: &[FileRef], threads: usize) -> Result<Option<Arc<dyn Conne
 
 /// What a look at a file leaves to the workers.
 #[derive(Debug, Default)]
-pub enum Kept {
+pub enum CachedHandle {
     /// They open it again.
     #[default]
     Nothing,
@@ -149,7 +149,7 @@ pub struct Found {
     /// How each is read.
     pub access: Vec<Access>,
     /// What is left of the look at each.
-    pub kept: Vec<Kept>,
+    pub kept: Vec<CachedHandle>,
     /// For each file.
     pub mappings: Vec<SharedMapping>,
     /// Whether a file took its time to open, on a file system of a network for example.
@@ -157,14 +157,14 @@ pub struct Found {
 }
 
 /// Opens and checks every file that is needed before a byte of any is read, and decides how to read each.
-pub fn survey(files: &[FileRef], wanted: &[Wanted], options: &ReadOptions) -> Result<Found> {
+pub fn probe(files: &[FileRef], wanted: &[Wanted], options: &ReadOptions) -> Result<Found> {
     let mut all = Found {
         // What is there on a store, and how long it is, its first part tells. Of others, no job is made where nothing is wanted.
         access: files
             .iter()
             .map(|file| file.remote.as_ref().map_or(Access::Buffered, |_| Access::Remote))
             .collect(),
-        kept: files.iter().map(|_| Kept::Nothing).collect(),
+        kept: files.iter().map(|_| CachedHandle::Nothing).collect(),
         mappings: files.iter().map(|_| SharedMapping::default()).collect(),
         opening_waits: false,
     };
@@ -182,13 +182,13 @@ pub fn survey(files: &[FileRef], wanted: &[Wanted], options: &ReadOptions) -> Re
         let open = file.open(false)?;
         let access = access(file, &open, wanted, options, most_mapped);
         let kept = if few {
-            Kept::Open(open)
+            CachedHandle::Open(open)
         } else if waits && access.maps() && i < KEEP_MAPPED {
-            Mapping::new(&open).map_or(Kept::Nothing, |mapping| Kept::Mapped(Arc::new(mapping)))
+            Mapping::new(&open).map_or(CachedHandle::Nothing, |mapping| CachedHandle::Mapped(Arc::new(mapping)))
         } else if waits && access == Access::Cached && i < *may_open.get_or_init(|| most_open() / PART_OPEN) {
-            Kept::Open(open)
+            CachedHandle::Open(open)
         } else {
-            Kept::Nothing
+            CachedHandle::Nothing
         };
         Ok((access, kept))
     };
