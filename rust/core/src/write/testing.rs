@@ -1,13 +1,14 @@
 //! Items for the tests of this folder.
 
 use std::path::Path;
-use std::sync::Mutex;
+use std::sync::{LazyLock, Mutex};
 use std::{fs, io};
 
 use proptest::prelude::*;
 use smallvec::smallvec;
 
 use super::layout::{Beside, plan_files_within};
+use super::sink::to_usize;
 use super::{HEADER_LIMIT, Layout, Part, Save, SaveInfo, SaveItem, WriteOptions};
 use crate::format::{BLOCK_SIZE, INDEX_NAME, Index, Kind, Value, block_digest};
 use crate::geometry::Dims;
@@ -61,11 +62,23 @@ pub(crate) fn value(name: &str, length: u64) -> SaveItem {
     }
 }
 
+/// A prime number of bytes, so that they fall differently into every block.
+static NOISE: LazyLock<Vec<u8>> = LazyLock::new(|| {
+    (0..65_521_u64)
+        .map(|at| ((at * 2_654_435_761) >> 7).to_le_bytes()[0])
+        .collect()
+});
+
 /// Bytes that differ from item to item and within one.
 pub(crate) fn content(item: usize, length: u64) -> Vec<u8> {
-    (0..length)
-        .map(|at| ((at * 2_654_435_761 + item as u64 * 97) >> 7).to_le_bytes()[0])
-        .collect()
+    let (length, mut from) = (to_usize(length), item * 97 % NOISE.len());
+    let mut bytes = Vec::with_capacity(length);
+    while bytes.len() < length {
+        let to = NOISE.len().min(from + length - bytes.len());
+        bytes.extend_from_slice(&NOISE[from..to]);
+        from = 0;
+    }
+    bytes
 }
 
 /// The names that are most likely to go wrong.
